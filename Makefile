@@ -1,0 +1,91 @@
+# The two commands that matter: `make demo` and `make test`. Both set up what they need, once.
+
+TORCH        := torch==2.13.0
+TORCH_LATEST := torch>=2.14,<2.16
+
+VENV   := .venv
+LATEST := .venv-latest
+EXTRAS := dev,jax
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PRECIOUS: %/.made %/.ready
+.PHONY: help demo test test-latest bench setup setup-latest lint types format clean
+
+help: ## this list
+	@echo "ftcomm: make <target>, e.g. make demo"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1 - \2/p' $(MAKEFILE_LIST) | awk -F' - ' '{printf "%-14s %s\n", $$1, $$2}'
+
+demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
+	$(VENV)/bin/ftcomm demo $(ARGS)
+
+test: setup lint types ## lint, type check and every test, on the pinned torch
+	$(VENV)/bin/python -m pytest tests -q $(ARGS)
+
+test-latest: setup-latest ## every test on the newest torch
+	$(LATEST)/bin/python -m pytest tests -q $(ARGS)
+
+bench: setup ## all-reduce beside gloo, then recovery after a kill
+	$(VENV)/bin/ftcomm bench allreduce --compare gloo
+	$(VENV)/bin/ftcomm bench recovery
+
+setup: $(VENV)/.ready ## build .venv (PYTHON=... names the interpreter)
+
+setup-latest: $(LATEST)/.ready ## build .venv-latest
+
+lint: setup ## ruff: rules and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: setup ## let ruff mend what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# mypy sees neither through the import hook of an editable install nor new files in the tree of a strict one, so the
+# folders are linked here as the package that they make. The tree is rebuilt each time; mypy's cache is not.
+TYPES := build/types
+types: setup ## mypy, strict, on ftcomm.control and ftcomm.collective
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/ftcomm
+	@ln -s $(addprefix ../../../,$(wildcard ftcomm/*) bench control kernels) $(TYPES)/ftcomm/
+	cd $(TYPES) && "$(abspath $(VENV))/bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+		-p ftcomm.control -p ftcomm.collective
+
+clean: ## remove the environments and everything built
+	rm -rf .venv .venv-latest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- environments -----------------------------------------------------------------------------------------------
+# $(VENV)/.made says that the environment exists and for which folder, $(VENV)/.ready that everything is installed.
+# An environment that was moved, or whose Python went away, looks whole and is not: it is made again.
+$(foreach v,$(VENV) $(LATEST),$(shell test "$$(cat $(v)/.made 2>&1)" = "$(abspath $(v))" \
+	&& $(v)/bin/python -c "" 2>/dev/null || rm -f $(v)/.made $(v)/.ready))
+
+# The first of these that is a Python we support and can make environments; its path, or what is wrong.
+CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.10 python)
+define FIND_PYTHON
+for p in $(CANDIDATES); do \
+	v=$$($$p -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue; \
+	case $$v in 3.10|3.11|3.12|3.13) ;; *) seen="$$seen\n  $$p is Python $$v"; continue ;; esac; \
+	$$p -c 'import ensurepip, venv' 2>/dev/null && found=$$p && break; \
+	seen="$$seen\n  $$p is Python $$v without venv and ensurepip (Debian, Ubuntu: apt install python$$v-venv)"; \
+done; \
+if [ -z "$$found" ]; then \
+	printf "ftcomm needs Python 3.10 to 3.13 with venv. Looked for: $(CANDIDATES). Found:$${seen:- none of them}\n"; \
+	echo "Install one, or name it: make setup PYTHON=/path/to/python3.12"; \
+	exit 1; \
+fi
+endef
+
+%/.made:
+	@$(FIND_PYTHON); \
+	echo "==> $(@D): made with $$($$found --version)"; \
+	$$found -m venv --clear $(@D)
+	@echo "$(abspath $(@D))" > $@
+
+$(VENV)/.ready: WANTED = $(TORCH)
+$(LATEST)/.ready: WANTED = $(TORCH_LATEST)
+%/.ready: %/.made pyproject.toml Makefile
+	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once"
+	$(@D)/bin/python -m pip install --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]"
+	@touch $@

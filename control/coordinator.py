@@ -1,0 +1,500 @@
+"""The coordinator: decides who is in the job. A pure state machine, driven by `ftcomm.control.server`.
+
+It is needed only to change membership. Views are persisted before they are sent, so that an epoch is never reused
+and a restarted coordinator knows the job; what else it must know its members tell it when they connect again.
+
+    forming   fewer replicas than expected have joined, no view yet
+    steady    all members have installed the view
+    losing    a view without lost members is out; not all have installed it yet
+    changing  a proposal (join, contribute, leave) for a step boundary waits for promises, or is committed and not yet
+              installed by all. A loss meanwhile gives it up: nobody can have run in it, since everybody must install it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ftcomm.control import messages as m
+from ftcomm.control.detector import Detector
+from ftcomm.control.views import Member, View
+
+Conn = int  # a connection of a leader, numbered by the runtime
+
+LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    conn: Conn
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Close:
+    conn: Conn
+
+
+@dataclasses.dataclass(frozen=True)
+class Persist:
+    """Must be on the disk before the actions after it are carried out."""
+
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """For the event log."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The job has ended; `failed` says why if it did not end well."""
+
+    failed: str = ""
+
+
+Action = Send | Close | Persist | Log | Done
+
+
+@dataclasses.dataclass
+class Proposal:
+    """A change of membership at the boundary of `step`, waiting for the promise of every leader."""
+
+    number: int
+    step: int
+    joins: dict[int, Member]
+    contributes: frozenset[int]
+    leaves: frozenset[int]
+    promised: set[int] = dataclasses.field(default_factory=set)
+
+    def applied(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+        kept = [
+            _contributing(member) if member.replica in self.contributes else member
+            for member in members
+            if member.replica not in self.leaves
+        ]
+        return tuple(sorted([*kept, *self.joins.values()], key=lambda member: member.replica))
+
+    def why(self) -> str:
+        parts = [
+            f"{verb} {', '.join(map(str, sorted(replicas)))}"
+            for verb, replicas in (("join", self.joins), ("contribute", self.contributes), ("leave", self.leaves))
+            if replicas
+        ]
+        return "; ".join(parts)
+
+
+def _contributing(member: Member) -> Member:
+    return Member(member.replica, member.incarnation, member.ranks, contributing=True)
+
+
+@dataclasses.dataclass
+class _Link:
+    replica: int
+    incarnation: str
+    step: int
+    epoch: int
+
+
+class Coordinator:
+    """Not thread-safe. Every method takes the time `now` (seconds, any origin) and returns actions in order."""
+
+    def __init__(
+        self,
+        replicas: int,
+        ranks_per_replica: int,
+        heartbeat_timeout: float,
+        stall_grace: float,
+        views: list[View],
+        now: float,
+        lifetime: int,
+    ) -> None:
+        """`views`: the last two that were persisted. `lifetime`: a number that no earlier run of this job's
+        coordinator had, so that a proposal of a dead one is never taken for one of ours."""
+        self.expected = replicas
+        self.ranks_per_replica = ranks_per_replica
+        self.stall_grace = stall_grace
+        self.view: View | None = views[-1] if views else None
+        self._before: View | None = views[-2] if len(views) > 1 else None  # what a change not yet installed replaces
+        self._epoch = self.view.epoch if self.view else 0
+        self._lifetime, self._proposals = lifetime & 0xFFFF_FFFF, 0
+        self.detector: Detector[int] = Detector(heartbeat_timeout)
+        self.links: dict[Conn, _Link] = {}
+        self.waiting: dict[int, Member] = {}  # joiners: no view has them, or one that nobody will install
+        self.installed: set[int] = set()
+        self.proposal: Proposal | None = None
+        self._margin = 1  # steps ahead that a change is proposed for; doubled when members were faster
+        self.caught_up: set[int] = set()
+        self.leaving: set[int] = set()
+        self.draining = False
+        self.finished: dict[int, float] = {}
+        self._complaints: dict[tuple[int, int], float] = {}
+        self._stalls: dict[int, tuple[m.Stalled, float]] = {}
+        self.done = False
+        if self.view is not None:  # restarted: members have a heartbeat timeout to show up
+            for replica in self.view.replicas:
+                self.detector.heard(replica, now)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def receive(self, conn: Conn, message: m.Message, now: float) -> list[Action]:
+        if isinstance(message, m.Join):
+            return self._join(conn, message, now)
+        link = self.links.get(conn)
+        if link is None:
+            return [Close(conn)]
+        self.detector.heard(link.replica, now)
+        if isinstance(message, m.Report):
+            return [Log(message.kind, {"replica": link.replica, **message.fields})]
+        if self.view is None or not self.view.has(link.replica, link.incarnation):
+            if isinstance(message, m.Promise | m.Withdrawn) or link.replica in self.waiting:
+                return []
+            if isinstance(message, m.Finished):
+                self.finished[link.replica] = now
+                return [Send(conn, m.FinishAck()), *self._check_done()]
+            return []
+        return self._from_member(conn, link, message, now)
+
+    def _from_member(self, conn: Conn, link: _Link, message: m.Message, now: float) -> list[Action]:
+        replica = link.replica
+        if isinstance(message, m.Heartbeat):
+            link.step = message.step
+        elif isinstance(message, m.Suspect):
+            return self._suspected(replica, message, now)
+        elif isinstance(message, m.Stalled):
+            if self.view is not None and message.epoch == self.view.epoch:
+                self._stalls[replica] = (message, now)
+        elif isinstance(message, m.Promise):
+            return self._promised(link, message)
+        elif isinstance(message, m.Withdrawn):
+            return self._withdrawn(message)
+        elif isinstance(message, m.Installed):
+            link.epoch = message.epoch
+            if self.view is not None and message.epoch == self.view.epoch:
+                self.installed.add(replica)
+                return self._propose()
+        elif isinstance(message, m.CaughtUp):
+            self.caught_up.add(replica)
+            return [Log("caught_up", {"replica": replica, "step": message.step}), *self._propose()]
+        elif isinstance(message, m.Leave):
+            self.leaving.add(replica)
+            return self._propose()
+        elif isinstance(message, m.Finished):
+            self.finished[replica] = now
+            return [Log("finished", {"replica": replica}), Send(conn, m.FinishAck()), *self._check_done()]
+        return []
+
+    def disconnected(self, conn: Conn, now: float) -> list[Action]:
+        link = self.links.pop(conn, None)
+        if link is None:
+            return []
+        replica = link.replica
+        if self.view is not None and self.view.has(replica, link.incarnation):
+            if replica in self.finished:
+                return []
+            return self._lose({replica: "its connection closed"}, now)
+        waited = self.waiting.get(replica)
+        if waited is not None and waited.incarnation == link.incarnation:
+            del self.waiting[replica]
+            self.detector.forget(replica)
+            if self.proposal is not None and replica in self.proposal.joins:
+                return [*self._cancel(), *self._propose()]
+        return []
+
+    def drain(self) -> list[Action]:
+        """All members leave at one common step boundary; joiners are turned away."""
+        self.draining = True
+        actions: list[Action] = [Log("draining", {})]
+        if self.view is None:
+            return [*actions, *self._turn_away("the job is being drained"), *self._finish()]
+        if self.proposal is not None:
+            actions += self._cancel()
+        return [*actions, *self._turn_away("the job is being drained"), *self._propose()]
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called several times per heartbeat timeout."""
+        if self.done:
+            return []
+        silent = self.detector.silent(now)
+        lost: dict[int, str] = {}
+        actions: list[Action] = []
+        for replica, seconds in silent.items():
+            self.detector.forget(replica)
+            conn = self._conn(replica)
+            if conn is not None:
+                link = self.links[conn]
+                if self.view is None or not self.view.has(replica, link.incarnation):
+                    actions += [Close(conn), *self.disconnected(conn, now)]
+                    continue
+            if self.view is not None and replica in self.view.replicas and replica not in self.finished:
+                lost[replica] = f"silent for {seconds:.1f} s"
+        for replica, since in self.finished.items():
+            if self.view is not None and replica in self.view.replicas and now - since > LINGER:
+                lost[replica] = "finished"
+        if not lost:
+            lost = self._accused(now) or self._stalled(now)
+        return actions + (self._lose(lost, now) if lost else [])
+
+    # -- joining -------------------------------------------------------------------------------------------------
+
+    def _join(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
+        replica = join.replica
+        refused = self._refusal(join)
+        if refused:
+            return [
+                Log("refused", {"replica": replica, "reason": refused}),
+                Send(conn, m.Expelled(refused)),
+                Close(conn),
+            ]
+        actions: list[Action] = []
+        old = self._conn(replica)
+        if old is not None and old != conn:
+            if self.links[old].incarnation == join.incarnation:
+                del self.links[old]  # it connected again before we saw the old connection close
+            else:
+                actions += self.disconnected(old, now)
+            actions.append(Close(old))
+        self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
+        self.detector.heard(replica, now)
+        if self.view is not None and self.view.has(replica, join.incarnation):
+            return actions + self._rejoined(conn, join)
+        if join.epoch > 0:
+            del self.links[conn]
+            self.detector.forget(replica)
+            if self.view is None:  # let it train on: nobody is served by ending a job for a lost file
+                reason = f"it runs in epoch {join.epoch} of a job that this coordinator has no file of views of"
+                return [*actions, Log("refused", {"replica": replica, "reason": reason}), Close(conn)]
+            reason = (
+                f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
+            )
+            return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
+        if self.view is not None and replica in self.view.replicas:
+            self.finished.pop(replica, None)
+            actions += self._lose({replica: "restarted"}, now)
+        self.waiting[replica] = Member(replica, join.incarnation, join.ranks, contributing=False)
+        self.finished.pop(replica, None)
+        actions.append(Log("joined", {"replica": replica}))
+        if self.view is None:
+            return actions + self._form()
+        reason = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
+        return [*actions, Send(conn, m.Queued(reason)), *self._propose()]
+
+    def _refusal(self, join: m.Join) -> str:
+        if len(join.ranks) != self.ranks_per_replica:
+            return (
+                f"replica {join.replica} has {len(join.ranks)} ranks, the job has {self.ranks_per_replica} a replica; "
+                "start all with the same FTCOMM_RANKS_PER_REPLICA"
+            )
+        if self.done or self.draining:
+            return "the job has ended or is being drained"
+        return ""
+
+    def _form(self) -> list[Action]:
+        missing = sorted(set(range(self.expected)) - set(self.waiting))
+        if len(self.waiting) < self.expected:
+            reason = (
+                f"{len(self.waiting)} of {self.expected} replicas are here; missing: {', '.join(map(str, missing))}"
+            )
+            return [Send(self._link_of(replica), m.Queued(reason)) for replica in self.waiting]
+        members = [_contributing(member) for member in self.waiting.values()]
+        self.waiting.clear()
+        return self._decide(tuple(sorted(members, key=lambda x: x.replica)), 0, "all replicas are here")
+
+    def _rejoined(self, conn: Conn, join: m.Join) -> list[Action]:
+        """A member connected again: after a restart of the coordinator, or a lost connection."""
+        assert self.view is not None
+        if join.epoch == self.view.epoch:
+            self.installed.add(join.replica)
+            return self._propose()
+        return [Send(conn, m.NewView(self.view))]
+
+    # -- losses --------------------------------------------------------------------------------------------------
+
+    def _suspected(self, by: int, suspect: m.Suspect, now: float) -> list[Action]:
+        assert self.view is not None
+        if not self.view.has(suspect.replica, suspect.incarnation) or suspect.replica in self.finished:
+            return []
+        fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
+        if suspect.proof or by == suspect.replica:
+            return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason}, now)]
+        self._complaints.setdefault((by, suspect.replica), now)
+        return [Log("suspect", fields)]
+
+    def _accused(self, now: float) -> dict[int, str]:
+        """Members that cannot reach each other: the one with more complaints goes, then the higher replica."""
+        ripe = [pair for pair, at in self._complaints.items() if now - at > self.detector.timeout / 10]
+        if not ripe:
+            return {}
+        count: dict[int, int] = {}
+        for by, accused in self._complaints:
+            count[accused] = count.get(accused, 0) + 1
+            count.setdefault(by, 0)
+        pair = ripe[0]
+        victim = max(pair, key=lambda replica: (count[replica], replica))
+        other = pair[0] if victim == pair[1] else pair[1]
+        return {victim: f"replicas {other} and {victim} cannot reach each other"}
+
+    def _stalled(self, now: float) -> dict[int, str]:
+        """Follow the wait-for reports to the member that waits for nobody: it holds all the others up."""
+        old = [replica for replica, (_, at) in self._stalls.items() if now - at > self.stall_grace]
+        if not old:
+            return {}
+        path = [old[0]]
+        while path[-1] in self._stalls:
+            report = self._stalls[path[-1]][0]
+            following = [replica for replica in report.waiting_on if replica not in path]
+            if not following:
+                path = [max(path)]
+                break
+            path.append(following[0])
+        victim, report = path[-1], self._stalls[old[0]][0]
+        return {victim: f"op {report.op} waits for it (replica {old[0]} reported the stall)"}
+
+    def _lose(self, lost: dict[int, str], now: float) -> list[Action]:
+        """A view without `lost`, at once. A change that is not installed everywhere is given up with it."""
+        assert self.view is not None
+        actions = self._cancel()
+        base = self.view
+        step = base.step if base.proposal == 0 and not self._settled() else None  # the first view: its start stands
+        if base.proposal and self._before is not None and not self._settled():
+            ran = set(base.replicas) & set(self._before.replicas)
+            self.waiting.update(
+                {
+                    member.replica: member
+                    for member in base.members
+                    if member.replica not in ran and member.replica not in lost
+                }
+            )
+            base = self._before
+        gone = set(lost) | {replica for replica in self.finished if self._conn(replica) is None}
+        members = tuple(member for member in base.members if member.replica not in gone)
+        for replica in gone:
+            self.detector.forget(replica)
+            self.caught_up.discard(replica)
+        for replica, why in lost.items():
+            conn = self._conn(replica)
+            if why != "finished" and conn is not None:
+                actions.append(Send(conn, m.Expelled(f"replica {replica} was removed from the job: {why}")))
+        why = "; ".join(f"lost {replica}: {reason}" for replica, reason in lost.items()) or "a change was withdrawn"
+        if any(member.contributing for member in members):
+            return actions + self._decide(members, step, why)
+        if set(base.replicas) <= set(self.finished):
+            return actions + self._finish()
+        failed = (
+            f"{why}: no replica that holds the state of the training is left; restart the job from its last checkpoint"
+        )
+        conns = [self._conn(member.replica) for member in members]
+        self.view = View(self._epoch, None, (), failed)
+        expelled = [Send(conn, m.Expelled(failed)) for conn in conns if conn is not None]
+        return [*actions, *expelled, *self._turn_away(failed), *self._finish(failed)]
+
+    # -- changes at a step boundary ------------------------------------------------------------------------------
+
+    def _settled(self) -> bool:
+        return self.view is not None and self.installed >= set(self.view.replicas)
+
+    def _propose(self) -> list[Action]:
+        """Ask every leader for its promise, if there is something to change and nothing else is under way."""
+        view = self.view
+        if view is None or self.proposal is not None or not self._settled() or self.done:
+            return []
+        here = set(view.replicas)
+        if here & set(self.finished) or any(self._conn(replica) is None for replica in here):
+            return []
+        joins = {} if self.draining else {r: member for r, member in self.waiting.items() if r not in here}
+        contributes = frozenset(self.caught_up & here - view.contributing)
+        leaves = frozenset(here) if self.draining else frozenset(self.leaving & here)
+        if not (joins or contributes or leaves):
+            return []
+        self._proposals += 1
+        step = max(self.links[self._link_of(replica)].step for replica in here) + self._margin
+        number = self._proposals << 32 | self._lifetime
+        self.proposal = Proposal(number, step, joins, contributes, leaves)
+        prepare = m.Prepare(number, view.epoch, step)
+        return [Send(self._link_of(replica), prepare) for replica in view.replicas]
+
+    def _promised(self, link: _Link, promise: m.Promise) -> list[Action]:
+        link.step = max(link.step, promise.step)
+        proposal, view = self.proposal, self.view
+        if proposal is None or view is None or promise.proposal != proposal.number:
+            return []
+        if not promise.ok:
+            self._margin = min(2 * self._margin, 1 << 20)
+            return [*self._cancel(), *self._propose()]
+        proposal.promised.add(link.replica)
+        if proposal.promised < set(view.replicas):
+            return []
+        self.proposal = None
+        self._margin = 1
+        for replica in proposal.joins:
+            self.waiting.pop(replica, None)
+        self.caught_up -= proposal.contributes
+        self.leaving -= proposal.leaves
+        members = proposal.applied(view.members)
+        return self._decide(members, proposal.step, proposal.why(), proposal.number)
+
+    def _withdrawn(self, message: m.Withdrawn) -> list[Action]:
+        if self.proposal is not None and self.proposal.number == message.proposal:
+            self._margin = min(2 * self._margin, 1 << 20)
+            return [*self._cancel(), *self._propose()]
+        if self.view is not None and self.view.proposal == message.proposal and not self._settled():
+            self._margin = min(2 * self._margin, 1 << 20)
+            return self._lose({}, 0.0)
+        return []
+
+    def _cancel(self) -> list[Action]:
+        if self.proposal is None or self.view is None:
+            return []
+        number, self.proposal = self.proposal.number, None
+        conns = [self._conn(replica) for replica in self.view.replicas]
+        return [Send(conn, m.Cancel(number)) for conn in conns if conn is not None]
+
+    # -- deciding ------------------------------------------------------------------------------------------------
+
+    def _decide(self, members: tuple[Member, ...], step: int | None, why: str, proposal: int = 0) -> list[Action]:
+        self._epoch += 1
+        hearers = {member.replica for member in members} | set(self.view.replicas if self.view else ())
+        self._before = self.view
+        self.view = View(self._epoch, step, members, why, proposal)
+        self.installed = set()
+        self._complaints.clear()
+        self._stalls.clear()
+        conns = [self._conn(replica) for replica in sorted(hearers)]
+        described = [{"replica": member.replica, "contributing": member.contributing} for member in members]
+        return [
+            Persist(self.view),
+            *[Send(conn, m.NewView(self.view)) for conn in conns if conn is not None],
+            Log("view", {"epoch": self._epoch, "step": step, "members": described, "why": why}),
+        ]
+
+    def _check_done(self) -> list[Action]:
+        if self.view is None or self.done:
+            return []
+        last = self.view if self.view.members or self._before is None else self._before  # after a drain: who left
+        if set(last.replicas) <= set(self.finished):
+            return [*self._turn_away("the job has finished"), *self._finish()]
+        return []
+
+    def _finish(self, failed: str = "") -> list[Action]:
+        if self.done:
+            return []
+        self.done = True
+        return [Log("failed", {"reason": failed}), Done(failed)] if failed else [Done()]
+
+    def _turn_away(self, reason: str) -> list[Action]:
+        conns = [self._conn(replica) for replica in self.waiting]
+        self.waiting.clear()
+        return [Send(conn, m.Expelled(reason)) for conn in conns if conn is not None]
+
+    # -- look-ups ------------------------------------------------------------------------------------------------
+
+    def _conn(self, replica: int) -> Conn | None:
+        return next((conn for conn, link in self.links.items() if link.replica == replica), None)
+
+    def _link_of(self, replica: int) -> Conn:
+        conn = self._conn(replica)
+        assert conn is not None, f"replica {replica} has no connection"
+        return conn

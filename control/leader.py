@@ -1,0 +1,258 @@
+"""The leader: speaks for the ranks of one replica, and agrees with the other leaders at a step boundary.
+
+A pure state machine; it lives in rank 0 of its replica. Views of a loss pass straight through to the ranks. A change of
+membership at the boundary of step m is agreed on without waiting for the coordinator:
+
+    coordinator        Prepare(P, m)    are all your ranks before m?         each leader: Promise
+    coordinator        NewView(P)       the commit, when all have promised
+    at the boundary    Boundary(P, v)   each leader tells the others whether it holds the commit (v) or not (None)
+                       one holds it  -> all install it
+                       nobody does   -> all withdraw together and train on; the coordinator is told
+
+A leader that has said None does not take the commit from the coordinator any more, only from another leader. One that
+is not bound to P answers None at once and will not promise it any more. So either all install it or nobody runs in it,
+and nobody waits at the boundary for anyone but the other members.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ftcomm.control import messages as m
+from ftcomm.control.views import Address, View
+
+
+@dataclasses.dataclass(frozen=True)
+class ToCoordinator:
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class ToRank:
+    rank: int
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLeader:
+    """To the leader of another replica, a member of the view in force."""
+
+    replica: int
+    message: m.Boundary
+
+
+Action = ToCoordinator | ToRank | ToLeader
+
+
+@dataclasses.dataclass
+class _Change:
+    """What this replica knows of one proposal."""
+
+    number: int
+    step: int
+    promised: set[int] = dataclasses.field(default_factory=set)  # ranks
+    bound: bool = False  # all ranks have promised, and so have we
+    commit: View | None = None
+    asked: set[int] = dataclasses.field(default_factory=set)  # ranks that stand at the boundary
+    heard: dict[int, View | None] = dataclasses.field(default_factory=dict)  # what the other leaders said
+    said_none: bool = False
+    decided: bool = False
+
+
+class Leader:
+    """Not thread-safe; every method returns actions in order."""
+
+    def __init__(self, replica: int, incarnation: str, ranks: int) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.ranks = ranks
+        self.addresses: dict[int, Address] = {}
+        self.view: View | None = None  # the newest view that this replica runs in
+        self.steps: dict[int, int] = {}
+        self.change: _Change | None = None
+        self._refused: set[int] = set()  # proposals that we have told another leader we hold nothing of
+        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that has heard our last word
+        self._installed: dict[int, int] = {}  # rank -> epoch
+        self.epoch = 0  # the newest view that all our ranks have installed
+        self._told: dict[str, set[int]] = {"CaughtUp": set(), "Leave": set(), "Finished": set()}
+        self.finished = False
+
+    # -- the coordinator -----------------------------------------------------------------------------------------
+
+    def join(self) -> m.Join | None:
+        """What to say first on a connection to the coordinator; None until all ranks have said hello."""
+        if len(self.addresses) < self.ranks:
+            return None
+        addresses = tuple(self.addresses[rank] for rank in range(self.ranks))
+        return m.Join(self.replica, self.incarnation, addresses, self.epoch, self.step)
+
+    @property
+    def step(self) -> int:
+        return max(self.steps.values(), default=-1)
+
+    def heartbeat(self) -> list[Action]:
+        return [ToCoordinator(m.Heartbeat(self.step))]
+
+    def from_coordinator(self, message: m.Message) -> list[Action]:
+        if isinstance(message, m.NewView):
+            return self._new_view(message.view)
+        if isinstance(message, m.Prepare):
+            return self._prepare(message)
+        if isinstance(message, m.Cancel):
+            if self.change is not None and self.change.number == message.proposal and not self.change.decided:
+                return self._decide(None)
+            return []
+        return self._to_ranks(message)  # Queued, Expelled, FinishAck
+
+    def _new_view(self, view: View) -> list[Action]:
+        if self.view is not None and view.epoch <= self.view.epoch:
+            return []
+        if view.proposal == 0 or self.view is None:  # in force at once, or our first: no boundary to wait for
+            self.change = None
+            self._refused.clear()
+            self._answered.clear()
+            self.view = view if view.has(self.replica, self.incarnation) else None
+            return self._to_ranks(m.NewView(view))
+        change = self.change
+        if change is None or change.number != view.proposal or (change.decided and change.commit is None):
+            return [ToCoordinator(m.Withdrawn(view.proposal))]
+        if change.said_none or change.decided:
+            return []  # the leaders settle it among themselves
+        change.commit = view
+        return self._agree()
+
+    def _prepare(self, prepare: m.Prepare) -> list[Action]:
+        if self.view is None or prepare.epoch != self.view.epoch:
+            return []  # of a view that we have not heard of yet, or of an older one: the coordinator asks again
+        if self.step >= prepare.step or prepare.proposal in self._refused:
+            return [ToCoordinator(m.Promise(prepare.proposal, False, self.step))]
+        # One view has one proposal at a time: a new one means that the old one was never committed.
+        given_up = [] if self.change is None or self.change.decided else self._decide(None)
+        self.change = _Change(prepare.proposal, prepare.step)
+        return [*given_up, *self._to_ranks(prepare)]
+
+    # -- the ranks -----------------------------------------------------------------------------------------------
+
+    def from_rank(self, rank: int, message: m.Message) -> list[Action]:
+        if isinstance(message, m.Hello):
+            self.addresses[rank] = message.address
+            join = self.join()
+            return [ToCoordinator(join)] if join is not None else []
+        if isinstance(message, m.Heartbeat):
+            self.steps[rank] = max(message.step, self.steps.get(rank, -1))
+            return []
+        if isinstance(message, m.Promise):
+            return self._promised(rank, message)
+        if isinstance(message, m.AtBoundary):
+            return self._at_boundary(rank, message)
+        if isinstance(message, m.Installed):
+            self._installed[rank] = message.epoch
+            if sum(epoch == message.epoch for epoch in self._installed.values()) < self.ranks:
+                return []
+            self.epoch = message.epoch
+            return [ToCoordinator(message)]
+        if isinstance(message, m.CaughtUp | m.Leave | m.Finished):
+            told = self._told[type(message).__name__]
+            told.add(rank)
+            if len(told) < self.ranks:
+                return []
+            told.clear()
+            self.finished = self.finished or isinstance(message, m.Finished)
+            return [ToCoordinator(message)]
+        return [ToCoordinator(message)]  # Suspect, Stalled, Report
+
+    def rank_lost(self, rank: int, reason: str) -> list[Action]:
+        """The replica is the unit of failure: without one of its ranks it is lost."""
+        if self.finished or rank in self._told["Finished"]:
+            return []
+        text = f"its rank {rank} is lost: {reason}"
+        return [
+            ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True)),
+            *self._to_ranks(m.Expelled(f"replica {self.replica} cannot go on: {text}")),
+        ]
+
+    def _promised(self, rank: int, promise: m.Promise) -> list[Action]:
+        self.steps[rank] = max(promise.step, self.steps.get(rank, -1))
+        change = self.change
+        if change is None or change.number != promise.proposal or change.decided:
+            return []
+        if not promise.ok:
+            actions = self._decide(None)
+            return [*actions, ToCoordinator(m.Promise(promise.proposal, False, self.step))]
+        change.promised.add(rank)
+        if len(change.promised) < self.ranks:
+            return []
+        change.bound = True
+        return [ToCoordinator(m.Promise(change.number, True, self.step))]
+
+    def _at_boundary(self, rank: int, message: m.AtBoundary) -> list[Action]:
+        change = self.change
+        if change is None or change.number != message.proposal:
+            return [ToRank(rank, m.Decision(message.proposal, None))]  # given up meanwhile
+        if change.decided:
+            return [ToRank(rank, m.Decision(change.number, change.commit))]
+        first = not change.asked
+        change.asked.add(rank)
+        return self._agree(first)
+
+    # -- the other leaders ---------------------------------------------------------------------------------------
+
+    def from_leader(self, message: m.Boundary) -> list[Action]:
+        if self.view is None or message.epoch != self.view.epoch:
+            return []
+        change = self.change
+        if change is not None and change.number == message.proposal and not change.decided:
+            change.heard[message.replica] = message.view
+            return self._agree()
+        known = change.commit if change is not None and change.number == message.proposal else None
+        self._refused.add(message.proposal)
+        if message.view is not None or (message.proposal, message.replica) in self._answered:
+            return []
+        self._answered.add((message.proposal, message.replica))
+        return [ToLeader(message.replica, m.Boundary(self.replica, self.view.epoch, message.proposal, known))]
+
+    def again(self, replica: int) -> list[Action]:
+        """The link to another leader was made anew: say once more what may have been lost."""
+        change = self.change
+        if change is None or self.view is None or not (change.said_none or (change.decided and change.commit)):
+            return []
+        return [ToLeader(replica, m.Boundary(self.replica, self.view.epoch, change.number, change.commit))]
+
+    def _agree(self, first: bool = False) -> list[Action]:
+        """At the boundary: tell the others what we hold, and decide as soon as the answer cannot change."""
+        change, view = self.change, self.view
+        assert change is not None
+        assert view is not None
+        if change.decided or not change.asked:
+            return []
+        others = [replica for replica in view.replicas if replica != self.replica]
+        if change.commit is None:
+            change.commit = next((seen for seen in change.heard.values() if seen is not None), None)
+        actions: list[Action] = []
+        if change.commit is not None or first:
+            said = m.Boundary(self.replica, view.epoch, change.number, change.commit)
+            actions += [ToLeader(replica, said) for replica in others]
+            change.said_none = change.said_none or change.commit is None
+        if change.commit is not None:
+            return [*actions, *self._decide(change.commit)]
+        if all(replica in change.heard for replica in others):
+            return [*actions, *self._decide(None), ToCoordinator(m.Withdrawn(change.number))]
+        return actions
+
+    def _decide(self, view: View | None) -> list[Action]:
+        change = self.change
+        assert change is not None
+        change.decided, change.commit = True, view
+        asked: list[Action] = [ToRank(rank, m.Decision(change.number, view)) for rank in sorted(change.asked)]
+        if view is not None:
+            # The ranks that are still under way ask later; the view is ours from here on.
+            self.view = view if view.has(self.replica, self.incarnation) else self.view
+            return asked
+        freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
+        if self.view is None or change.said_none:
+            return [*asked, *freed]
+        said = m.Boundary(self.replica, self.view.epoch, change.number, None)
+        return [*asked, *freed, *[ToLeader(replica, said) for replica in change.heard]]  # they stand and wait for it
+
+    def _to_ranks(self, message: m.Message) -> list[Action]:
+        return [ToRank(rank, message) for rank in range(self.ranks)]

@@ -1,0 +1,204 @@
+"""The member: one rank's part of the protocol. A pure state machine beside the user's code.
+
+joining    no view yet
+running    ops are exchanged in `view`
+changing   a newer view is known: quiesce, tell the others our progress, wait for theirs
+resuming   all have told; the exchange is being set going again
+left       drained: the view in force does not have this replica any more
+failed     expelled, or the job has failed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from ftcomm.control import messages as m
+from ftcomm.control.views import View
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLeader:
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class ToMember:
+    """To this rank of another replica in the view."""
+
+    replica: int
+    message: m.MemberProgress
+
+
+@dataclasses.dataclass(frozen=True)
+class Quiesce:
+    """Stop the exchange; answer with `Machine.quiesced`. Also the moment to reach the members of `view`."""
+
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Everybody has quiesced: go on in `view` from what all hold."""
+
+    view: View
+    progress: dict[int, m.Progress]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """The boundary that the user's code stands at is passed, in the view in force."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """The replica has left the job at this boundary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """Still joining; why."""
+
+    reason: str
+
+
+Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queued
+
+
+class Machine:
+    """Not thread-safe; every method returns actions in order."""
+
+    def __init__(self, replica: int, incarnation: str, rank: int) -> None:
+        self.replica = replica
+        self.incarnation = incarnation
+        self.rank = rank
+        self.phase = "joining"
+        self.view: View | None = None  # in force, or being installed while changing
+        self.ran = False  # has exchanged in some view
+        self.step = -1  # the newest boundary that was passed
+        self._promise: tuple[int, int] | None = None  # (proposal, step)
+        self._standing: int | None = None  # step of the boundary that the user's code waits at
+        self._asked: int | None = None  # proposal
+        self._mine: m.Progress | None = None  # since we quiesced
+        self._theirs: dict[int, dict[int, m.Progress]] = {}  # epoch -> replica -> progress
+
+    # -- the user's code -----------------------------------------------------------------------------------------
+
+    def boundary(self, step: int) -> list[Action]:
+        """The user's code stands at the boundary of `step`, with no op in flight. `Passed` may come now or later."""
+        self._standing = step
+        if self.phase != "running":
+            return []  # passed when the change under way is through
+        if self._promise is not None and self._promise[1] <= step:
+            self._asked = self._promise[0]
+            return [ToLeader(m.AtBoundary(self._asked))]
+        return self._pass()
+
+    def _pass(self) -> list[Action]:
+        if self._standing is None:
+            return []
+        self.step, self._standing, self._asked = max(self.step, self._standing), None, None
+        return [Passed()]
+
+    # -- the leader ----------------------------------------------------------------------------------------------
+
+    def from_leader(self, message: m.Message) -> list[Action]:
+        if self.phase in ("left", "failed"):
+            return []
+        if isinstance(message, m.NewView):
+            return self._install(message.view)
+        if isinstance(message, m.Prepare):
+            ok = self.phase == "running" and self.step < message.step
+            if ok:
+                self._promise = (message.proposal, message.step)
+            return [ToLeader(m.Promise(message.proposal, ok, self.step))]
+        if isinstance(message, m.Cancel):
+            return self._release(message.proposal)
+        if isinstance(message, m.Decision):
+            return self._decided(message)
+        if isinstance(message, m.Expelled):
+            self.phase = "failed"
+            return [Failed(message.reason)]
+        if isinstance(message, m.Queued):
+            return [Queued(message.reason)]
+        return []
+
+    def _release(self, proposal: int) -> list[Action]:
+        if self._promise is not None and self._promise[0] == proposal:
+            self._promise = None
+        if self._asked == proposal and self.phase == "running":
+            return self._pass()
+        return []
+
+    def _decided(self, decision: m.Decision) -> list[Action]:
+        if decision.view is None or self._asked != decision.proposal or self.phase != "running":
+            return self._release(decision.proposal)
+        if decision.view.has(self.replica, self.incarnation):
+            return self._install(decision.view)
+        self.phase = "left"
+        self.view = decision.view
+        return [Left()]
+
+    def _install(self, view: View) -> list[Action]:
+        if self.view is not None and view.epoch <= self.view.epoch:
+            return []
+        self._promise = None
+        if not view.has(self.replica, self.incarnation):
+            if not self.ran:
+                self.phase, self.view = "joining", None
+                return [Queued("the change that was to add this replica was given up; it will be proposed again")]
+            self.phase = "failed"
+            return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
+        self.phase, self.view, self._mine = "changing", view, None
+        self._theirs = {epoch: told for epoch, told in self._theirs.items() if epoch >= view.epoch}
+        return [Quiesce(view)]
+
+    def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
+        """The exchange stands still and holds `progress`; `epoch` is that of the `Quiesce` that is answered."""
+        if self.phase != "changing" or self.view is None or epoch != self.view.epoch:
+            return []
+        self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran)
+        told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, progress)
+        others = [replica for replica in self.view.replicas if replica != self.replica]
+        return [*[ToMember(replica, told) for replica in others], *self._resume()]
+
+    # -- the other members ---------------------------------------------------------------------------------------
+
+    def from_member(self, message: m.MemberProgress) -> list[Action]:
+        if self.view is not None and message.epoch < self.view.epoch:
+            return []
+        self._theirs.setdefault(message.epoch, {})[message.replica] = message.progress
+        return self._resume()
+
+    def again(self, replica: int) -> list[Action]:
+        """The link to a member was made anew: say once more what may have been lost."""
+        if self.view is None or self._mine is None or replica not in self.view.replicas:
+            return []
+        told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, self._mine)
+        return [ToMember(replica, told)]
+
+    def _resume(self) -> list[Action]:
+        if self.phase != "changing" or self.view is None or self._mine is None:
+            return []
+        told = {**self._theirs.get(self.view.epoch, {}), self.replica: self._mine}
+        if not all(replica in told for replica in self.view.replicas):
+            return []
+        progress = {replica: told[replica] for replica in self.view.replicas}
+        self.phase = "resuming"
+        return [Resume(self.view, progress)]
+
+    def resumed(self, epoch: int) -> list[Action]:
+        """The exchange runs in the view of `epoch`."""
+        if self.phase != "resuming" or self.view is None or self.view.epoch != epoch:
+            return []
+        self.phase = "running"
+        if not self.ran and self.view.step is not None:
+            self.step = self.view.step - 1  # a joiner starts with that step
+        self.ran = True
+        return [ToLeader(m.Installed(epoch)), *self._pass()]

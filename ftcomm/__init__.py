@@ -1,0 +1,86 @@
+"""ftcomm: collectives that outlive their participants.
+
+    import ftcomm
+
+    ftcomm.init()                  # under `ftcomm run`: all from the environment
+    for step in ftcomm.steps(100): # membership changes here and nowhere else
+        ...
+        ftcomm.allreduce(x)        # torch, NumPy, CuPy in place; JAX: a new array
+
+Names are imported on first use, so that `import ftcomm` and the command line stay light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftcomm.errors import (
+        ArgumentError,
+        CollectiveTimeout,
+        ExpelledError,
+        FtcommError,
+        InitError,
+        MismatchError,
+        SettingsError,
+        StateError,
+        TransportError,
+    )
+    from ftcomm.group import Group, Span, Work, allreduce, default_group, init, report, shutdown
+    from ftcomm.hsdp.steps import steps
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(
+        ("Group", "Span", "Work", "allreduce", "default_group", "init", "report", "shutdown"), "ftcomm.group"
+    ),
+    **dict.fromkeys(("steps",), "ftcomm.hsdp.steps"),
+    **dict.fromkeys(
+        (
+            "ArgumentError",
+            "CollectiveTimeout",
+            "ExpelledError",
+            "FtcommError",
+            "InitError",
+            "MismatchError",
+            "SettingsError",
+            "StateError",
+            "TransportError",
+        ),
+        "ftcomm.errors",
+    ),
+}
+
+__all__ = [
+    "ArgumentError",
+    "CollectiveTimeout",
+    "ExpelledError",
+    "FtcommError",
+    "Group",
+    "InitError",
+    "MismatchError",
+    "SettingsError",
+    "Span",
+    "StateError",
+    "TransportError",
+    "Work",
+    "allreduce",
+    "default_group",
+    "init",
+    "report",
+    "shutdown",
+    "steps",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ftcomm' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,39 @@
+"""Every error that ftcomm raises. Each message says what was expected, what was got, and what to do."""
+
+from __future__ import annotations
+
+
+class FtcommError(RuntimeError):
+    """Base of all errors of ftcomm."""
+
+
+class SettingsError(FtcommError):
+    """The environment or the arguments of a command cannot work."""
+
+
+class InitError(FtcommError):
+    """The job could not be joined: coordinator not reachable, refused, or no view before the deadline."""
+
+
+class ArgumentError(FtcommError, ValueError):
+    """A call with an array, dtype or operation that a collective cannot take; raised before anything is exchanged."""
+
+
+class MismatchError(FtcommError):
+    """Members called different things for the same op number; raised on all of them, with both calls."""
+
+
+class ExpelledError(FtcommError):
+    """The job went on without this replica (it was silent for too long, or reported as lost). Restart it to rejoin."""
+
+
+class CollectiveTimeout(FtcommError, TimeoutError):
+    """An op, or a wait for one, did not end before its deadline."""
+
+
+class TransportError(FtcommError):
+    """A peer's memory cannot be reached, or there is not enough memory to stage in."""
+
+
+class StateError(FtcommError):
+    """The training state of a replica cannot be sent, received or loaded."""

@@ -1,0 +1,118 @@
+"""The settings of one rank, from its environment (set by `ftcomm run` or by hand)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from ftcomm.errors import SettingsError
+
+TRANSPORTS = ("auto", "shm", "tcp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Times are seconds. `leader` is where rank 0 of this replica listens; unused with one rank a replica."""
+
+    coordinator: str
+    token: str
+    replica: int
+    replicas: int
+    rank: int = 0
+    ranks_per_replica: int = 1
+    leader: str = ""
+    leader_fd: int | None = None
+    transport: str = "auto"
+    host: str = "127.0.0.1"
+    heartbeat_timeout: float = 5.0
+    op_timeout: float = 120.0
+    init_timeout: float = 120.0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        env = os.environ if env is None else env
+        if "FTCOMM_COORDINATOR" not in env:
+            raise SettingsError(
+                "FTCOMM_COORDINATOR is not set, so there is no job to join. Start the script with "
+                "`ftcomm run --replicas 4 SCRIPT`, or set FTCOMM_COORDINATOR=host:port of a running `ftcomm coordinator`."
+            )
+        settings = cls(
+            coordinator=env["FTCOMM_COORDINATOR"],
+            token=env.get("FTCOMM_TOKEN", ""),
+            replica=_int(env, "FTCOMM_REPLICA"),
+            replicas=_int(env, "FTCOMM_REPLICAS"),
+            rank=_int(env, "FTCOMM_RANK", 0),
+            ranks_per_replica=_int(env, "FTCOMM_RANKS_PER_REPLICA", 1),
+            leader=env.get("FTCOMM_LEADER", ""),
+            leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
+            transport=env.get("FTCOMM_TRANSPORT", "auto"),
+            host=env.get("FTCOMM_HOST", "127.0.0.1"),
+            heartbeat_timeout=_seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", 5.0),
+            op_timeout=_seconds(env, "FTCOMM_OP_TIMEOUT", 120.0),
+            init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
+        )
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raise `SettingsError` on values that cannot work."""
+        split_endpoint(self.coordinator, "FTCOMM_COORDINATOR")
+        if not self.token:
+            raise SettingsError("FTCOMM_TOKEN is empty; set it to the token of the job's coordinator.")
+        if self.transport not in TRANSPORTS:
+            raise SettingsError(f"FTCOMM_TRANSPORT={self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
+        if self.replicas < 1 or self.replica < 0:
+            raise SettingsError(
+                f"FTCOMM_REPLICA={self.replica} of FTCOMM_REPLICAS={self.replicas}; expected a replica number from 0 "
+                "and at least one replica."
+            )
+        if not 0 <= self.rank < self.ranks_per_replica:
+            raise SettingsError(
+                f"FTCOMM_RANK={self.rank} with FTCOMM_RANKS_PER_REPLICA={self.ranks_per_replica}; expected a rank "
+                f"from 0 to {self.ranks_per_replica - 1}."
+            )
+        if self.ranks_per_replica > 1 and not self.leader:
+            raise SettingsError(
+                "FTCOMM_LEADER is not set; with several ranks a replica each needs host:port of rank 0."
+            )
+        if self.leader:
+            split_endpoint(self.leader, "FTCOMM_LEADER")
+        if self.op_timeout <= self.heartbeat_timeout:
+            raise SettingsError(
+                f"FTCOMM_OP_TIMEOUT={self.op_timeout:g}s is not above FTCOMM_HEARTBEAT_TIMEOUT={self.heartbeat_timeout:g}s: "
+                "an op would give up before a silent replica is found. Raise the first or lower the second."
+            )
+
+
+def split_endpoint(endpoint: str, name: str) -> tuple[str, int]:
+    """`host:port` -> (host, port); raises `SettingsError` that names the variable."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise SettingsError(f"{name}={endpoint!r}; expected host:port, as in 127.0.0.1:29400.")
+    return host.strip("[]"), int(port)
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None:
+        if default is None:
+            raise SettingsError(f"{name} is not set; `ftcomm run` sets it, by hand use e.g. {name}=0.")
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise SettingsError(f"{name}={value!r}; expected an integer.") from None
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    value = env.get(name)
+    if value is None:
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise SettingsError(f"{name}={value!r}; expected a positive number of seconds.")
+    return seconds

@@ -1,0 +1,107 @@
+"""The membership protocol under random schedules: nobody runs another view of an epoch, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from .cluster import Cluster
+
+SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1500"))
+
+
+def run(seed: int) -> Cluster:
+    """A history: faults for a while, then calm until the job ends."""
+    rng = random.Random(seed)
+    cluster = Cluster(seed, replicas=rng.randint(1, 4), ranks=rng.choice((1, 1, 2)), steps=rng.randint(4, 25))
+    faults = rng.choice((0.0, 0.002, 0.01))
+    storm = rng.randint(100, 1500)
+    drained = rng.random() < 0.2
+    for turn in range(40_000):
+        if cluster.done:
+            return cluster
+        if turn < storm and rng.random() < faults:
+            fault(cluster, rng)
+        if turn == storm and drained and cluster.coordinator is not None:
+            cluster._do_coordinator(cluster.coordinator.drain())
+        if turn % 20 == 0:
+            heal(cluster, rng)
+        if rng.random() < 0.02:
+            cluster.tick()
+        options = cluster.choices()
+        if options:
+            rng.choice(options)()
+        else:
+            cluster.tick()
+    raise AssertionError("the job hangs: " + states(cluster))
+
+
+def fault(cluster: Cluster, rng: random.Random) -> None:
+    alive = [number for number, replica in cluster.replicas.items() if replica.alive]
+    kind = rng.choice(("kill", "kill", "kill", "cut", "coordinator"))
+    if kind == "kill" and len(alive) > 1:
+        cluster.kill(rng.choice(alive))
+    elif kind == "cut" and alive and rng.random() < 0.3:
+        cluster.cut(rng.choice(alive))
+    elif kind == "coordinator":
+        cluster.restart_coordinator()
+
+
+def heal(cluster: Cluster, rng: random.Random) -> None:
+    """What `ftcomm run` does: a replica that died or gave up is started again."""
+    for number, replica in list(cluster.replicas.items()):
+        failed = any(rank.state == "failed" for rank in replica.ranks)
+        if replica.alive and failed:
+            cluster.kill(number)
+        if not replica.alive and rng.random() < 0.3:
+            cluster.start(number)
+
+
+def states(cluster: Cluster) -> str:
+    return "; ".join(
+        f"{replica.incarnation} alive={replica.alive} "
+        + ",".join(f"{rank.state}@{rank.step}/{rank.machine.phase}/e{rank.epoch}" for rank in replica.ranks)
+        for replica in cluster.replicas.values()
+    )
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_histories(block: int) -> None:
+    for seed in range(block * SEEDS // 10, (block + 1) * SEEDS // 10):
+        check(seed)
+
+
+def check(seed: int) -> None:
+    try:
+        run(seed)
+    except AssertionError as error:
+        cluster_trace = trace(seed)
+        raise AssertionError(f"seed {seed}: {error}\n{cluster_trace}") from error
+
+
+def trace(seed: int) -> str:
+    """The last lines of the history of a seed, for a person."""
+    kept: list[Cluster] = []
+    original = Cluster.__init__
+
+    def keep(self: Cluster, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        kept.append(self)
+
+    Cluster.__init__ = keep  # type: ignore[method-assign]
+    try:
+        run(seed)
+    except AssertionError:
+        pass
+    finally:
+        Cluster.__init__ = original  # type: ignore[method-assign]
+    return "\n".join(kept[0].trace[-40:]) + "\n" + states(kept[0])
+
+
+if __name__ == "__main__":
+    import sys
+
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        check(seed)

@@ -1,0 +1,148 @@
+"""The handshake and frames: both drivers, and everything that may go wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcomm.control import messages as m
+from ftcomm.control import wire
+from ftcomm.control.links import Listener, listen, open_socket
+
+
+def answer(sock: socket.socket, token: str) -> list[object]:
+    """Drive the server side of a handshake in a thread; the list gets what came of it."""
+    outcome: list[object] = []
+
+    def serve() -> None:
+        async def run() -> None:
+            conn, _ = sock.accept()
+            conn.setblocking(False)
+            try:
+                outcome.append(await wire.handshake(conn, wire.server_steps(token), 2.0))
+            except OSError as error:
+                outcome.append(error)
+            finally:
+                conn.close()
+
+        asyncio.run(run())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    outcome.append(thread)
+    return outcome
+
+
+@pytest.fixture
+def port():
+    sock = listen("127.0.0.1", 0)
+    yield sock
+    sock.close()
+
+
+def test_blocking_client_is_let_in(port: socket.socket) -> None:
+    outcome = answer(port, "secret")
+    with wire.connect(port.getsockname(), "secret", "data", {"replica": 3, "name": "x"}, 2.0):
+        pass
+    outcome[0].join(5)
+    opening = outcome[1]
+    assert isinstance(opening, wire.Opening)
+    assert opening.purpose == "data"
+    assert opening.fields == {"replica": 3, "name": "x"}
+
+
+def test_wrong_token_is_refused_on_both_sides_with_the_mend(port: socket.socket) -> None:
+    outcome = answer(port, "secret")
+    with pytest.raises(wire.HandshakeError, match="FTCOMM_TOKEN"):
+        wire.connect(port.getsockname(), "guess", "data", {}, 2.0)
+    outcome[0].join(5)
+    assert isinstance(outcome[1], wire.HandshakeError)
+
+
+def test_server_without_the_token_is_not_trusted(port: socket.socket) -> None:
+    """It could send a challenge, but not the proof: the client does not talk to whoever sits on the port."""
+
+    def serve() -> None:
+        conn, _ = port.accept()
+        with conn:
+            conn.recv(4096)
+            for reply in (wire.Challenge(wire.VERSION, b"n" * 16), wire.Accepted(b"m" * 32)):
+                data = msgspec.msgpack.encode(reply)
+                conn.sendall(len(data).to_bytes(4, "big") + data)
+                conn.recv(4096)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with pytest.raises(wire.HandshakeError, match="token"):
+        wire.connect(port.getsockname(), "secret", "data", {}, 2.0)
+
+
+def test_another_version_is_refused_with_both_versions(port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = answer(port, "secret")
+    steps = wire.client_steps("secret", "data", {})
+    opening = msgspec.msgpack.decode(next(steps), type=wire.Opening)
+    old = msgspec.msgpack.encode(msgspec.structs.replace(opening, version=wire.VERSION + 1))
+    with socket.create_connection(port.getsockname(), timeout=2) as sock:
+        sock.sendall(len(old).to_bytes(4, "big") + old)
+        length = int.from_bytes(sock.recv(4), "big")
+        challenge = msgspec.msgpack.decode(sock.recv(length), type=wire.Challenge)
+    outcome[0].join(5)
+    assert f"version {wire.VERSION + 1}, expected {wire.VERSION}" in challenge.refused
+
+
+@given(st.binary(min_size=1, max_size=64))
+def test_garbage_never_gets_past_the_server(data: bytes) -> None:
+    steps = wire.server_steps("secret")
+    next(steps)
+    try:
+        steps.send(data)
+    except wire.HandshakeError:
+        return
+    except StopIteration:
+        pytest.fail("let in")
+    steps.close()
+
+
+def test_a_long_first_frame_is_not_read(port: socket.socket) -> None:
+    outcome = answer(port, "secret")
+    with socket.create_connection(port.getsockname(), timeout=2) as sock:
+        sock.sendall((1 << 30).to_bytes(4, "big"))
+        outcome[0].join(5)
+    assert "at most" in str(outcome[1])
+
+
+def test_asyncio_client_and_listener() -> None:
+    async def run() -> str:
+        sock = listen("127.0.0.1", 0)
+        arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def peer(conn: socket.socket, opening: wire.Opening) -> None:
+            arrived.set_result(opening.purpose)
+            conn.close()
+
+        listener = Listener(sock, "secret", peer)
+        client = await open_socket(sock.getsockname(), "secret", "member", {})
+        client.close()
+        purpose = await asyncio.wait_for(arrived, 2)
+        await listener.close()
+        return purpose
+
+    assert asyncio.run(run()) == "member"
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_message_raise_only_decode_errors(data: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError):
+        m.decode(data)
+
+
+def test_every_message_survives_the_wire() -> None:
+    progress = m.Progress(3, (m.OpProgress(3, (m.Final((0, 2), b"\x05"),)),), (m.FailedOp(2, "why"),))
+    message = m.MemberProgress(1, "abc", 7, progress)
+    assert m.decode(m.encode(message)) == message
