@@ -27,7 +27,7 @@ test-latest: setup-latest ## every test on the newest torch
 	$(LATEST)/bin/python -m pytest tests -q $(ARGS)
 
 bench: setup ## all-reduce beside gloo, then recovery after a kill
-	$(VENV)/bin/ftcomm bench allreduce --compare gloo
+	$(VENV)/bin/ftcomm bench allreduce --ranks 2,4 --sizes 1K,1M,64M --compare gloo
 	$(VENV)/bin/ftcomm bench recovery
 
 setup: $(VENV)/.ready ## build .venv (PYTHON=... names the interpreter)

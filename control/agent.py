@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -76,7 +77,6 @@ class Agent:
         coordinator: tuple[str, int],
         token: str,
         replica: int,
-        incarnation: str,
         rank: int,
         ranks: int,
         leader: tuple[str, int] | None,
@@ -86,13 +86,13 @@ class Agent:
         heartbeat_timeout: float,
     ) -> None:
         self.engine = engine
-        self.replica, self.rank, self.incarnation = replica, rank, incarnation
+        self.replica, self.rank = replica, rank
         self._coordinator, self._token = coordinator, token
         self._leader_address, self._leader_socket = leader, leader_socket
         self._sock, self.address = sock, address
         self._heartbeat = heartbeat_timeout / 10
-        self._machine = mem.Machine(replica, incarnation, rank)
-        self._leader = lead.Leader(replica, incarnation, ranks) if rank == 0 else None
+        self._machine = mem.Machine(replica)
+        self._leader = lead.Leader(replica, secrets.token_hex(8), ranks) if rank == 0 else None
         self._lock = threading.Lock()  # guards the machine; never held across a wait
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
@@ -410,7 +410,7 @@ class Agent:
         told = time.monotonic()
         while True:
             try:
-                local = await self._loop.run_in_executor(None, self.engine.reach, view)
+                local = await self._in_thread(self.engine.reach, view)
                 break
             except Unreachable as error:
                 if self._machine.view is not view:
@@ -432,6 +432,19 @@ class Agent:
         self._do(actions)
         if first:
             self._joined.set_result(view)
+
+    def _in_thread(self, work: Callable[[View], Iterable[int]], view: View) -> asyncio.Future[Iterable[int]]:
+        """Not the loop's executor: that one is shut down before the last view changes of an exiting interpreter."""
+        future: concurrent.futures.Future[Iterable[int]] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(view))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="ftcomm-reach", daemon=True).start()
+        return asyncio.wrap_future(future, loop=self._loop)
 
     def _suspect(self, view: View, replica: int, reason: str, proof: bool) -> None:
         member = view.member(replica)
@@ -481,7 +494,7 @@ class Agent:
                     (address.host, address.port),
                     self._token,
                     "member",
-                    {"replica": self.replica, "incarnation": self.incarnation},
+                    {"replica": self.replica},
                     on_open=lambda replica=member.replica: self._again(replica),  # type: ignore[misc]
                     on_down=lambda error, member=member: self._peer_down(member.replica, member.incarnation, error),  # type: ignore[misc]
                 )

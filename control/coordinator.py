@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 
 from ftcomm.control import messages as m
+from ftcomm.control.blame import Blame
 from ftcomm.control.detector import Detector
+from ftcomm.control.growth import Proposal, contributing, given_up, wanted
 from ftcomm.control.views import Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
@@ -60,38 +62,6 @@ Action = Send | Close | Persist | Log | Done
 
 
 @dataclasses.dataclass
-class Proposal:
-    """A change of membership at the boundary of `step`, waiting for the promise of every leader."""
-
-    number: int
-    step: int
-    joins: dict[int, Member]
-    contributes: frozenset[int]
-    leaves: frozenset[int]
-    promised: set[int] = dataclasses.field(default_factory=set)
-
-    def applied(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        kept = [
-            _contributing(member) if member.replica in self.contributes else member
-            for member in members
-            if member.replica not in self.leaves
-        ]
-        return tuple(sorted([*kept, *self.joins.values()], key=lambda member: member.replica))
-
-    def why(self) -> str:
-        parts = [
-            f"{verb} {', '.join(map(str, sorted(replicas)))}"
-            for verb, replicas in (("join", self.joins), ("contribute", self.contributes), ("leave", self.leaves))
-            if replicas
-        ]
-        return "; ".join(parts)
-
-
-def _contributing(member: Member) -> Member:
-    return Member(member.replica, member.incarnation, member.ranks, contributing=True)
-
-
-@dataclasses.dataclass
 class _Link:
     replica: int
     incarnation: str
@@ -116,7 +86,6 @@ class Coordinator:
         coordinator had, so that a proposal of a dead one is never taken for one of ours."""
         self.expected = replicas
         self.ranks_per_replica = ranks_per_replica
-        self.stall_grace = stall_grace
         self.view: View | None = views[-1] if views else None
         self._before: View | None = views[-2] if len(views) > 1 else None  # what a change not yet installed replaces
         self._epoch = self.view.epoch if self.view else 0
@@ -131,11 +100,10 @@ class Coordinator:
         self.leaving: set[int] = set()
         self.draining = False
         self.finished: dict[int, float] = {}
-        self._complaints: dict[tuple[int, int], float] = {}
-        self._stalls: dict[int, tuple[m.Stalled, float]] = {}
+        self._blame = Blame(heartbeat_timeout / 10, stall_grace)
         self.done = False
-        if self.view is not None:  # restarted: members have a heartbeat timeout to show up
-            for replica in self.view.replicas:
+        for view in self._in_force():  # restarted: the members have a heartbeat timeout to show up
+            for replica in view.replicas:
                 self.detector.heard(replica, now)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -149,13 +117,8 @@ class Coordinator:
         self.detector.heard(link.replica, now)
         if isinstance(message, m.Report):
             return [Log(message.kind, {"replica": link.replica, **message.fields})]
-        if self.view is None or not self.view.has(link.replica, link.incarnation):
-            if isinstance(message, m.Promise | m.Withdrawn) or link.replica in self.waiting:
-                return []
-            if isinstance(message, m.Finished):
-                self.finished[link.replica] = now
-                return [Send(conn, m.FinishAck()), *self._check_done()]
-            return []
+        if not self._counts(link.replica, link.incarnation):
+            return [Send(conn, m.FinishAck())] if isinstance(message, m.Finished) else []
         return self._from_member(conn, link, message, now)
 
     def _from_member(self, conn: Conn, link: _Link, message: m.Message, now: float) -> list[Action]:
@@ -165,20 +128,18 @@ class Coordinator:
         elif isinstance(message, m.Suspect):
             return self._suspected(replica, message, now)
         elif isinstance(message, m.Stalled):
-            if self.view is not None and message.epoch == self.view.epoch:
-                self._stalls[replica] = (message, now)
+            self._blame.stalled(replica, message.op, message.waiting_on, now)
         elif isinstance(message, m.Promise):
             return self._promised(link, message)
         elif isinstance(message, m.Withdrawn):
             return self._withdrawn(message)
         elif isinstance(message, m.Installed):
             link.epoch = message.epoch
-            if self.view is not None and message.epoch == self.view.epoch:
-                self.installed.add(replica)
-                return self._propose()
+            return self._installed(replica, message.epoch)
         elif isinstance(message, m.CaughtUp):
+            known = replica in self.caught_up  # it says so at every boundary until a view has it contributing
             self.caught_up.add(replica)
-            return [Log("caught_up", {"replica": replica, "step": message.step}), *self._propose()]
+            return [] if known else [Log("caught_up", {"replica": replica, "step": message.step}), *self._propose()]
         elif isinstance(message, m.Leave):
             self.leaving.add(replica)
             return self._propose()
@@ -187,15 +148,21 @@ class Coordinator:
             return [Log("finished", {"replica": replica}), Send(conn, m.FinishAck()), *self._check_done()]
         return []
 
+    def _installed(self, replica: int, epoch: int) -> list[Action]:
+        if self.view is None or epoch != self.view.epoch:
+            return []
+        self.installed.add(replica)
+        if self._settled():
+            self._margin = 1
+        return self._propose()
+
     def disconnected(self, conn: Conn, now: float) -> list[Action]:
         link = self.links.pop(conn, None)
         if link is None:
             return []
         replica = link.replica
-        if self.view is not None and self.view.has(replica, link.incarnation):
-            if replica in self.finished:
-                return []
-            return self._lose({replica: "its connection closed"}, now)
+        if self._counts(replica, link.incarnation):
+            return [] if replica in self.finished else self._lose({replica: "its connection closed"})
         waited = self.waiting.get(replica)
         if waited is not None and waited.incarnation == link.incarnation:
             del self.waiting[replica]
@@ -224,19 +191,16 @@ class Coordinator:
         for replica, seconds in silent.items():
             self.detector.forget(replica)
             conn = self._conn(replica)
-            if conn is not None:
-                link = self.links[conn]
-                if self.view is None or not self.view.has(replica, link.incarnation):
-                    actions += [Close(conn), *self.disconnected(conn, now)]
-                    continue
-            if self.view is not None and replica in self.view.replicas and replica not in self.finished:
+            if conn is not None and not self._counts(replica, self.links[conn].incarnation):
+                actions += [Close(conn), *self.disconnected(conn, now)]
+            elif replica not in self.finished and any(replica in view.replicas for view in self._in_force()):
                 lost[replica] = f"silent for {seconds:.1f} s"
         for replica, since in self.finished.items():
             if self.view is not None and replica in self.view.replicas and now - since > LINGER:
                 lost[replica] = "finished"
         if not lost:
-            lost = self._accused(now) or self._stalled(now)
-        return actions + (self._lose(lost, now) if lost else [])
+            lost = self._blame.culprit(now)
+        return actions + (self._lose(lost) if lost else [])
 
     # -- joining -------------------------------------------------------------------------------------------------
 
@@ -259,7 +223,7 @@ class Coordinator:
             actions.append(Close(old))
         self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
         self.detector.heard(replica, now)
-        if self.view is not None and self.view.has(replica, join.incarnation):
+        if self._counts(replica, join.incarnation):
             return actions + self._rejoined(conn, join)
         if join.epoch > 0:
             del self.links[conn]
@@ -271,9 +235,9 @@ class Coordinator:
                 f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
             )
             return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
-        if self.view is not None and replica in self.view.replicas:
+        if any(replica in view.replicas for view in self._in_force()):
             self.finished.pop(replica, None)
-            actions += self._lose({replica: "restarted"}, now)
+            actions += self._lose({replica: "restarted"})
         self.waiting[replica] = Member(replica, join.incarnation, join.ranks, contributing=False)
         self.finished.pop(replica, None)
         actions.append(Log("joined", {"replica": replica}))
@@ -299,7 +263,7 @@ class Coordinator:
                 f"{len(self.waiting)} of {self.expected} replicas are here; missing: {', '.join(map(str, missing))}"
             )
             return [Send(self._link_of(replica), m.Queued(reason)) for replica in self.waiting]
-        members = [_contributing(member) for member in self.waiting.values()]
+        members = [contributing(member) for member in self.waiting.values()]
         self.waiting.clear()
         return self._decide(tuple(sorted(members, key=lambda x: x.replica)), 0, "all replicas are here")
 
@@ -307,70 +271,35 @@ class Coordinator:
         """A member connected again: after a restart of the coordinator, or a lost connection."""
         assert self.view is not None
         if join.epoch == self.view.epoch:
-            self.installed.add(join.replica)
-            return self._propose()
+            return self._installed(join.replica, join.epoch)
         return [Send(conn, m.NewView(self.view))]
 
     # -- losses --------------------------------------------------------------------------------------------------
 
     def _suspected(self, by: int, suspect: m.Suspect, now: float) -> list[Action]:
-        assert self.view is not None
-        if not self.view.has(suspect.replica, suspect.incarnation) or suspect.replica in self.finished:
+        if not self._counts(suspect.replica, suspect.incarnation) or suspect.replica in self.finished:
             return []
         fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
         if suspect.proof or by == suspect.replica:
-            return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason}, now)]
-        self._complaints.setdefault((by, suspect.replica), now)
+            return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason})]
+        self._blame.complaint(by, suspect.replica, now)
         return [Log("suspect", fields)]
 
-    def _accused(self, now: float) -> dict[int, str]:
-        """Members that cannot reach each other: the one with more complaints goes, then the higher replica."""
-        ripe = [pair for pair, at in self._complaints.items() if now - at > self.detector.timeout / 10]
-        if not ripe:
-            return {}
-        count: dict[int, int] = {}
-        for by, accused in self._complaints:
-            count[accused] = count.get(accused, 0) + 1
-            count.setdefault(by, 0)
-        pair = ripe[0]
-        victim = max(pair, key=lambda replica: (count[replica], replica))
-        other = pair[0] if victim == pair[1] else pair[1]
-        return {victim: f"replicas {other} and {victim} cannot reach each other"}
-
-    def _stalled(self, now: float) -> dict[int, str]:
-        """Follow the wait-for reports to the member that waits for nobody: it holds all the others up."""
-        old = [replica for replica, (_, at) in self._stalls.items() if now - at > self.stall_grace]
-        if not old:
-            return {}
-        path = [old[0]]
-        while path[-1] in self._stalls:
-            report = self._stalls[path[-1]][0]
-            following = [replica for replica in report.waiting_on if replica not in path]
-            if not following:
-                path = [max(path)]
-                break
-            path.append(following[0])
-        victim, report = path[-1], self._stalls[old[0]][0]
-        return {victim: f"op {report.op} waits for it (replica {old[0]} reported the stall)"}
-
-    def _lose(self, lost: dict[int, str], now: float) -> list[Action]:
+    def _lose(self, lost: dict[int, str]) -> list[Action]:
         """A view without `lost`, at once. A change that is not installed everywhere is given up with it."""
         assert self.view is not None
         actions = self._cancel()
         base = self.view
         step = base.step if base.proposal == 0 and not self._settled() else None  # the first view: its start stands
-        if base.proposal and self._before is not None and not self._settled():
-            ran = set(base.replicas) & set(self._before.replicas)
-            self.waiting.update(
-                {
-                    member.replica: member
-                    for member in base.members
-                    if member.replica not in ran and member.replica not in lost
-                }
-            )
-            base = self._before
         gone = set(lost) | {replica for replica in self.finished if self._conn(replica) is None}
-        members = tuple(member for member in base.members if member.replica not in gone)
+        members = base.members
+        if base.proposal and self._before is not None and not self._settled():
+            old = set(self._before.replicas)  # its joiners wait again: who ran with them has to start anew, too
+            joiners = [member for member in base.members if member.replica not in old | gone]
+            self.waiting.update({member.replica: member for member in joiners})
+            members = given_up(base, self._before, gone, withdrawn=not lost)
+            base = self._before
+        members = tuple(member for member in members if member.replica not in gone)
         for replica in gone:
             self.detector.forget(replica)
             self.caught_up.discard(replica)
@@ -394,7 +323,8 @@ class Coordinator:
     # -- changes at a step boundary ------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        return self.view is not None and self.installed >= set(self.view.replicas)
+        """All members run in the newest view. After a drain nobody does: that it was taken shows when all finish."""
+        return self.view is not None and bool(self.view.members) and self.installed >= set(self.view.replicas)
 
     def _propose(self) -> list[Action]:
         """Ask every leader for its promise, if there is something to change and nothing else is under way."""
@@ -404,9 +334,7 @@ class Coordinator:
         here = set(view.replicas)
         if here & set(self.finished) or any(self._conn(replica) is None for replica in here):
             return []
-        joins = {} if self.draining else {r: member for r, member in self.waiting.items() if r not in here}
-        contributes = frozenset(self.caught_up & here - view.contributing)
-        leaves = frozenset(here) if self.draining else frozenset(self.leaving & here)
+        joins, contributes, leaves = wanted(view, self.waiting, self.caught_up, self.leaving, self.draining)
         if not (joins or contributes or leaves):
             return []
         self._proposals += 1
@@ -428,7 +356,6 @@ class Coordinator:
         if proposal.promised < set(view.replicas):
             return []
         self.proposal = None
-        self._margin = 1
         for replica in proposal.joins:
             self.waiting.pop(replica, None)
         self.caught_up -= proposal.contributes
@@ -442,7 +369,7 @@ class Coordinator:
             return [*self._cancel(), *self._propose()]
         if self.view is not None and self.view.proposal == message.proposal and not self._settled():
             self._margin = min(2 * self._margin, 1 << 20)
-            return self._lose({}, 0.0)
+            return self._lose({})
         return []
 
     def _cancel(self) -> list[Action]:
@@ -456,12 +383,11 @@ class Coordinator:
 
     def _decide(self, members: tuple[Member, ...], step: int | None, why: str, proposal: int = 0) -> list[Action]:
         self._epoch += 1
-        hearers = {member.replica for member in members} | set(self.view.replicas if self.view else ())
+        hearers = {member.replica for member in members}.union(*(view.replicas for view in self._in_force()))
         self._before = self.view
         self.view = View(self._epoch, step, members, why, proposal)
         self.installed = set()
-        self._complaints.clear()
-        self._stalls.clear()
+        self._blame.clear()
         conns = [self._conn(replica) for replica in sorted(hearers)]
         described = [{"replica": member.replica, "contributing": member.contributing} for member in members]
         return [
@@ -490,6 +416,15 @@ class Coordinator:
         return [Send(conn, m.Expelled(reason)) for conn in conns if conn is not None]
 
     # -- look-ups ------------------------------------------------------------------------------------------------
+
+    def _in_force(self) -> list[View]:
+        """The newest view, and the one that it changes as long as some members may still run in that."""
+        changing = self.view is not None and self.view.proposal != 0 and not self._settled()
+        return [view for view in (self.view, self._before if changing else None) if view is not None]
+
+    def _counts(self, replica: int, incarnation: str) -> bool:
+        """Whether this life of the replica is a member that others may wait for."""
+        return any(view.has(replica, incarnation) for view in self._in_force())
 
     def _conn(self, replica: int) -> Conn | None:
         return next((conn for conn, link in self.links.items() if link.replica == replica), None)

@@ -136,8 +136,9 @@ class Leader:
     def from_rank(self, rank: int, message: m.Message) -> list[Action]:
         if isinstance(message, m.Hello):
             self.addresses[rank] = message.address
+            welcome: list[Action] = [ToRank(rank, m.Welcome(self.incarnation))]
             join = self.join()
-            return [ToCoordinator(join)] if join is not None else []
+            return [*welcome, ToCoordinator(join)] if join is not None else welcome
         if isinstance(message, m.Heartbeat):
             self.steps[rank] = max(message.step, self.steps.get(rank, -1))
             return []
@@ -189,11 +190,13 @@ class Leader:
         change = self.change
         if change is None or change.number != message.proposal:
             return [ToRank(rank, m.Decision(message.proposal, None))]  # given up meanwhile
-        if change.decided:
-            return [ToRank(rank, m.Decision(change.number, change.commit))]
         first = not change.asked
         change.asked.add(rank)
-        return self._agree(first)
+        if not change.decided:
+            return self._agree(first)
+        if change.commit is None or change.commit.has(self.replica, self.incarnation):
+            return [ToRank(rank, m.Decision(change.number, change.commit))]
+        return self._leave(change.number, change.commit)
 
     # -- the other leaders ---------------------------------------------------------------------------------------
 
@@ -243,16 +246,24 @@ class Leader:
         change = self.change
         assert change is not None
         change.decided, change.commit = True, view
+        if view is not None and not view.has(self.replica, self.incarnation):
+            return self._leave(change.number, view)
         asked: list[Action] = [ToRank(rank, m.Decision(change.number, view)) for rank in sorted(change.asked)]
         if view is not None:
-            # The ranks that are still under way ask later; the view is ours from here on.
-            self.view = view if view.has(self.replica, self.incarnation) else self.view
+            self.view = view  # the ranks that are still under way ask later
             return asked
         freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:
             return [*asked, *freed]
         said = m.Boundary(self.replica, self.view.epoch, change.number, None)
         return [*asked, *freed, *[ToLeader(replica, said) for replica in change.heard]]  # they stand and wait for it
+
+    def _leave(self, number: int, view: View) -> list[Action]:
+        """The replica leaves as one, when all its ranks stand at the boundary: nobody can come back from that."""
+        assert self.change is not None
+        if len(self.change.asked) < self.ranks:
+            return []
+        return self._to_ranks(m.Decision(number, view))
 
     def _to_ranks(self, message: m.Message) -> list[Action]:
         return [ToRank(rank, message) for rank in range(self.ranks)]

@@ -74,10 +74,9 @@ Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queue
 class Machine:
     """Not thread-safe; every method returns actions in order."""
 
-    def __init__(self, replica: int, incarnation: str, rank: int) -> None:
+    def __init__(self, replica: int) -> None:
         self.replica = replica
-        self.incarnation = incarnation
-        self.rank = rank
+        self.incarnation = ""  # the leader says it
         self.phase = "joining"
         self.view: View | None = None  # in force, or being installed while changing
         self.ran = False  # has exchanged in some view
@@ -110,6 +109,9 @@ class Machine:
 
     def from_leader(self, message: m.Message) -> list[Action]:
         if self.phase in ("left", "failed"):
+            return []
+        if isinstance(message, m.Welcome):
+            self.incarnation = message.incarnation
             return []
         if isinstance(message, m.NewView):
             return self._install(message.view)

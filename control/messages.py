@@ -118,6 +118,12 @@ class NewView(Message, frozen=True):
     view: View
 
 
+class Welcome(Message, frozen=True):
+    """Leader to rank, in answer to `Hello`: the life of the replica that the rank is part of."""
+
+    incarnation: str
+
+
 class Queued(Message, frozen=True):
     """The replica is known and waits for its first view; `reason` says for what."""
 
@@ -216,6 +222,7 @@ AnyMessage = (
     | Finished
     | Report
     | NewView
+    | Welcome
     | Queued
     | Prepare
     | Cancel

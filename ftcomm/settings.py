@@ -35,7 +35,7 @@ class Settings:
         if "FTCOMM_COORDINATOR" not in env:
             raise SettingsError(
                 "FTCOMM_COORDINATOR is not set, so there is no job to join. Start the script with "
-                "`ftcomm run --replicas 4 SCRIPT`, or set FTCOMM_COORDINATOR=host:port of a running `ftcomm coordinator`."
+                "`ftcomm run --replicas 4 SCRIPT`, or set it to host:port of a running `ftcomm coordinator`."
             )
         settings = cls(
             coordinator=env["FTCOMM_COORDINATOR"],
@@ -80,8 +80,9 @@ class Settings:
             split_endpoint(self.leader, "FTCOMM_LEADER")
         if self.op_timeout <= self.heartbeat_timeout:
             raise SettingsError(
-                f"FTCOMM_OP_TIMEOUT={self.op_timeout:g}s is not above FTCOMM_HEARTBEAT_TIMEOUT={self.heartbeat_timeout:g}s: "
-                "an op would give up before a silent replica is found. Raise the first or lower the second."
+                f"FTCOMM_OP_TIMEOUT={self.op_timeout:g}s is not above FTCOMM_HEARTBEAT_TIMEOUT="
+                f"{self.heartbeat_timeout:g}s: an op would give up before a silent replica is found. Raise the first "
+                "or lower the second."
             )
 
 

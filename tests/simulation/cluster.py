@@ -46,6 +46,7 @@ class Replica:
     leader: lead.Leader
     ranks: list[Rank]
     alive: bool = True
+    over: bool = False  # has left or finished; not to be started again
     conn: int | None = None  # to the coordinator
 
 
@@ -77,7 +78,7 @@ class Cluster:
     def start(self, number: int) -> None:
         self.incarnations += 1
         incarnation = f"{number}.{self.incarnations}"
-        ranks = [Rank(mem.Machine(number, incarnation, rank)) for rank in range(self.w)]
+        ranks = [Rank(mem.Machine(number)) for _ in range(self.w)]
         replica = Replica(number, incarnation, lead.Leader(number, incarnation, self.w), ranks)
         self.replicas[number] = replica
         self._log(f"start {incarnation}")
@@ -100,6 +101,17 @@ class Cluster:
         """The connection between a leader and the coordinator breaks; the coordinator takes that for a loss."""
         self._log(f"cut {number}")
         self._hang_up(self.replicas[number])
+
+    def leave(self, number: int) -> None:
+        """SIGTERM to one replica: it leaves at a boundary, and stays away."""
+        self._log(f"leave {number}")
+        for rank in range(self.w):
+            self._from_rank(self.replicas[number], rank, m.Leave())()
+
+    def drain(self) -> None:
+        self._log("drain")
+        assert self.coordinator is not None
+        self._do_coordinator(self.coordinator.drain())
 
     def restart_coordinator(self) -> None:
         self._log("restart coordinator")
@@ -198,8 +210,8 @@ class Cluster:
             rank.returned += 1
             rank.step += 1
             rank.state = "run"
-        elif any(x.returned > rank.step for x in mates if x.alive) and rank.epoch:
-            rank.returned += 1  # FINAL everywhere, by rule 5
+        elif any(x.returned > rank.step for x in mates):
+            rank.returned += 1  # FINAL everywhere, by rule 5; the words of a dead process can be read all the same
             rank.step += 1
             rank.state = "run"
 

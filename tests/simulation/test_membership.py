@@ -15,17 +15,19 @@ SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1500"))
 def run(seed: int) -> Cluster:
     """A history: faults for a while, then calm until the job ends."""
     rng = random.Random(seed)
-    cluster = Cluster(seed, replicas=rng.randint(1, 4), ranks=rng.choice((1, 1, 2)), steps=rng.randint(4, 25))
+    drained = rng.random() < 0.3
+    steps = 1_000_000 if drained else rng.randint(4, 25)  # a drained job ends by that alone
+    cluster = Cluster(seed, replicas=rng.randint(1, 4), ranks=rng.choice((1, 1, 2)), steps=steps)
     faults = rng.choice((0.0, 0.002, 0.01))
     storm = rng.randint(100, 1500)
-    drained = rng.random() < 0.2
+    calm = rng.choice((storm, storm + 300))  # a drain may have to stand faults, too
     for turn in range(40_000):
         if cluster.done:
             return cluster
-        if turn < storm and rng.random() < faults:
+        if turn < calm and rng.random() < faults:
             fault(cluster, rng)
-        if turn == storm and drained and cluster.coordinator is not None:
-            cluster._do_coordinator(cluster.coordinator.drain())
+        if drained and turn >= storm and turn % 500 == 0:
+            cluster.drain()  # and again: a restarted coordinator has not heard of it
         if turn % 20 == 0:
             heal(cluster, rng)
         if rng.random() < 0.02:
@@ -40,11 +42,13 @@ def run(seed: int) -> Cluster:
 
 def fault(cluster: Cluster, rng: random.Random) -> None:
     alive = [number for number, replica in cluster.replicas.items() if replica.alive]
-    kind = rng.choice(("kill", "kill", "kill", "cut", "coordinator"))
+    kind = rng.choice(("kill", "kill", "kill", "leave", "cut", "coordinator"))
     if kind == "kill" and len(alive) > 1:
         cluster.kill(rng.choice(alive))
     elif kind == "cut" and alive and rng.random() < 0.3:
         cluster.cut(rng.choice(alive))
+    elif kind == "leave" and len(alive) > 1:
+        cluster.leave(rng.choice(alive))
     elif kind == "coordinator":
         cluster.restart_coordinator()
 
@@ -53,9 +57,11 @@ def heal(cluster: Cluster, rng: random.Random) -> None:
     """What `ftcomm run` does: a replica that died or gave up is started again."""
     for number, replica in list(cluster.replicas.items()):
         failed = any(rank.state == "failed" for rank in replica.ranks)
-        if replica.alive and failed:
-            cluster.kill(number)
-        if not replica.alive and rng.random() < 0.3:
+        gone = all(rank.state in ("left", "done") for rank in replica.ranks) and replica.leader.finished
+        if replica.alive and (failed or (gone and rng.random() < 0.2)):
+            cluster.kill(number)  # its processes end
+            replica.over = not failed
+        if not replica.alive and not replica.over and rng.random() < 0.3:
             cluster.start(number)
 
 

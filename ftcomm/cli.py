@@ -1,0 +1,205 @@
+"""The `ftcomm` command. Light on purpose: what a command needs is imported when that command runs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+
+from ftcomm.errors import FtcommError, InitError, SettingsError
+from ftcomm.settings import TRANSPORTS, Settings
+
+DEFAULTS = {name: getattr(Settings, name) for name in ("heartbeat_timeout", "op_timeout")}
+
+
+class LazyGroup(click.Group):
+    """A group whose heavier commands live elsewhere: name -> (where, its line in the list of commands)."""
+
+    LAZY: ClassVar[dict[str, tuple[str, str]]] = {
+        "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
+        "demo": ("ftcomm.demo.show:demo", "Train four replicas, kill one, watch the others go on."),
+    }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.LAZY])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.LAZY:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = self.LAZY[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.commands.get(name)
+            rows.append((name, self.LAZY[name][1] if command is None else command.get_short_help_str(80)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What the launcher and a coordinator on its own have in common."""
+    for option in reversed(
+        (
+            click.option("--replicas", type=int, required=True, metavar="N", help="Replicas of the job."),
+            click.option(
+                "--ranks-per-replica", type=int, default=1, metavar="W", show_default=True, help="Processes of one."
+            ),
+            click.option(
+                "--heartbeat-timeout",
+                type=float,
+                default=DEFAULTS["heartbeat_timeout"],
+                envvar="FTCOMM_HEARTBEAT_TIMEOUT",
+                metavar="S",
+                show_default=True,
+                help="Seconds of silence after which a replica is lost. A process that dies is noticed at once.",
+            ),
+            click.option(
+                "--op-timeout",
+                type=float,
+                default=DEFAULTS["op_timeout"],
+                envvar="FTCOMM_OP_TIMEOUT",
+                metavar="S",
+                show_default=True,
+                help="Seconds without progress after which an op raises an error.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ftcomm")
+def commands() -> None:
+    """Training that goes on when some of its processes die."""
+
+
+@commands.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@cluster_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
+@click.option(
+    "--max-restarts",
+    type=int,
+    default=10,
+    metavar="K",
+    show_default=True,
+    help="Restarts of one replica within an hour. The wait before one is 0.5 s, doubled each time up to 30 s, and "
+    "0.5 s again after a minute of health.",
+)
+@click.option(
+    "--min-replicas",
+    type=int,
+    default=1,
+    metavar="M",
+    show_default=True,
+    help="End the job when fewer than M replicas are left that have not failed for good.",
+)
+@click.option(
+    "--grace",
+    type=float,
+    default=30.0,
+    metavar="S",
+    show_default=True,
+    help="Seconds to leave in after the first signal; then SIGTERM, 5 s later SIGKILL.",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Also write what the ranks write, as it is, to DIR/replica-R.rank-K.incarnation-I.log (a file a start).",
+)
+@click.option(
+    "--events",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what happens to FILE, a JSON object a line.",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(TRANSPORTS),
+    default="auto",
+    envvar="FTCOMM_TRANSPORT",
+    show_default=True,
+    help="How ranks move bytes: shared memory where they can, or one way for all.",
+)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT in N replicas here; restart one that dies.
+
+    Only the dead replica is restarted; it catches up while the others train on.
+
+    Options of ftcomm come before SCRIPT, all after it is for the script. Lines of the ranks get [replica] or
+    [replica.rank] in front. Each rank gets OMP_NUM_THREADS, its share of the cores, unless you set it.
+
+    Ctrl-C or SIGTERM drains the job: all replicas leave together at a coming step. A second ends them at once.
+
+    \b
+    Exit codes:
+        0  all replicas finished
+        1  a replica failed for good, or the job was lost
+        2  the command cannot work as given
+        3  drained by a signal, everybody left in order
+      130  ended by a second signal
+    """
+    from ftcomm.launch.options import RunOptions
+
+    request = RunOptions(script=script, args=args, **options)
+    request.check()
+    from ftcomm.launch.run import run as run_job
+
+    sys.exit(run_job(request))
+
+
+@commands.command()
+@cluster_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on, as the replicas reach it.")
+@click.option("--port", type=int, default=29400, show_default=True, help="Port to listen on; 0 for any free one.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File of views, kept for a restart of the coordinator; removed when the job has ended.  "
+    "[default: ./ftcomm-views-PORT.jsonl]",
+)
+def coordinator(**options: Any) -> None:
+    """Run a coordinator on its own.
+
+    For replicas that something else starts, on any machine.
+
+    The secret that all of a job share is read from FTCOMM_TOKEN; make one with
+
+    \b
+        export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')
+
+    It ends when the job has: with 0 if all replicas finished, with 1 if the job failed, with 3 on Ctrl-C or SIGTERM.
+    Training goes on without it; start it again with the same --port and --store.
+    """
+    from ftcomm.launch.coordinator import CoordinatorOptions
+    from ftcomm.launch.coordinator import run as run_coordinator
+
+    sys.exit(run_coordinator(CoordinatorOptions(token=os.environ.get("FTCOMM_TOKEN", ""), **options)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. A mistake of the user is one line on stderr and exit code 2."""
+    try:
+        commands.main(argv, prog_name="ftcomm")
+    except (SettingsError, InitError) as error:
+        click.echo(f"ftcomm: {error}", err=True)
+        sys.exit(2)
+    except FtcommError as error:
+        click.echo(f"ftcomm: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

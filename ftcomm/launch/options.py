@@ -1,0 +1,115 @@
+"""What `ftcomm run` is asked to do, and whether that can work."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ftcomm.errors import SettingsError
+from ftcomm.settings import TRANSPORTS
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Times are seconds. `script` is a path, or a module's name if `module`; `env` is for the ranks only."""
+
+    replicas: int
+    script: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    ranks_per_replica: int = 1
+    max_restarts: int = 10  # of one replica within an hour
+    min_replicas: int = 1
+    log_dir: Path | None = None
+    events: Path | None = None
+    transport: str = "auto"
+    host: str = "127.0.0.1"
+    heartbeat_timeout: float = 5.0
+    op_timeout: float = 120.0
+    grace: float = 30.0  # for leaving after a first signal
+    backoff: float = 0.5  # before the first restart; doubled each time
+    backoff_limit: float = 30.0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise `SettingsError`, with the mend, on what cannot work. Reads the file system, changes nothing."""
+        if self.replicas < 1:
+            raise SettingsError(f"--replicas {self.replicas}: a job needs at least 1 replica, as in --replicas 4.")
+        if self.ranks_per_replica < 1:
+            raise SettingsError(
+                f"--ranks-per-replica {self.ranks_per_replica}: a replica needs at least 1 rank; leave the option away "
+                "for one process a replica."
+            )
+        if not 1 <= self.min_replicas <= self.replicas:
+            raise SettingsError(
+                f"--min-replicas {self.min_replicas}: expected 1 to {self.replicas}, the number of replicas."
+            )
+        if self.max_restarts < 0:
+            raise SettingsError(f"--max-restarts {self.max_restarts}: expected 0 (never restart) or more.")
+        if self.transport not in TRANSPORTS:
+            raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
+        for name in ("heartbeat_timeout", "op_timeout", "grace", "backoff", "backoff_limit"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < float("inf"):
+                raise SettingsError(f"--{name.replace('_', '-')} {seconds}: expected a positive number of seconds.")
+        if self.op_timeout <= self.heartbeat_timeout:
+            raise SettingsError(
+                f"--op-timeout {self.op_timeout:g} is not above --heartbeat-timeout {self.heartbeat_timeout:g}: an op "
+                "would give up before a silent replica is found. Raise the first or lower the second."
+            )
+        if self.module:
+            check_module(self.script)
+        else:
+            check_script(self.script)
+
+    def command(self) -> list[str]:
+        """The command line of a rank."""
+        return [sys.executable, "-u", *(["-m"] if self.module else []), self.script, *self.args]
+
+
+def check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_file() or (path / "__main__.py").is_file():
+        if not os.access(path, os.R_OK):
+            raise SettingsError(f"the script {script} cannot be read; mend its permissions (chmod u+r).")
+        return
+    if path.name.startswith("python"):
+        raise SettingsError(
+            f"{script} is no script: leave it away, the ranks run with this Python: ftcomm run ... x.py"
+        )
+    hint = "" if path.is_absolute() else f" in {os.getcwd()}"
+    what = "is a directory without a __main__.py" if path.is_dir() else f"does not exist{hint}"
+    raise SettingsError(f"the script {script} {what}; give the path of a Python file, or -m MODULE.")
+
+
+def check_module(module: str) -> None:
+    """As `python -m` looks for it, but without importing its parents: they may be slow, or want a GPU."""
+    path: Iterable[str] | None = None
+    names = module.split(".")
+    for depth in range(1, len(names) + 1):
+        name = ".".join(names[:depth])
+        try:
+            spec = _find(name, path)
+        except Exception:  # a finder that needs the parent imported: let Python say it in the rank
+            return
+        if spec is None:
+            raise SettingsError(
+                f"no module named {name} (looked in {os.getcwd()} and the packages of {sys.executable}); install it, "
+                "or start from the directory that holds it."
+            )
+        path = spec.submodule_search_locations
+    if path is not None:
+        check_module(f"{module}.__main__")
+
+
+def _find(name: str, path: Iterable[str] | None) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        # `python -m` puts the working directory first; our own sys.path begins with the directory of a command.
+        where = [os.getcwd(), *sys.path] if path is None and finder is importlib.machinery.PathFinder else path
+        if (spec := finder.find_spec(name, where)) is not None:  # type: ignore[arg-type]
+            return spec
+    return None

@@ -1,0 +1,168 @@
+"""The output of many ranks on one terminal: whole lines, each with its rank in front, never blocking the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import select
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO
+
+COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI foregrounds, one a replica
+HELD = 1 << 20  # bytes that wait for a slow terminal before ranks have to
+
+
+class LineSplitter:
+    """Bytes as they come -> whole lines without their ends. One for each stream of a rank; not thread-safe."""
+
+    LONGEST = 1 << 20  # bytes; a longer line is passed on in pieces
+    REDRAW = 1.0  # s; a progress bar that redraws itself with \\r is shown this often
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._redrawn = float("-inf")
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """`now` in seconds of any monotonic clock."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = [_last_drawn(line) for line in whole]
+        # A last \r may be the first half of \r\n, so it waits, and so does what a bar draws before it.
+        text = self._rest.rstrip(b"\r")
+        drawn, redraw, last = text.rpartition(b"\r")
+        if redraw:
+            self._rest = last + self._rest[len(text) :]
+            if (line := _last_drawn(drawn)) and now - self._redrawn >= self.REDRAW:
+                self._redrawn = now
+                lines.append(line)
+        while len(self._rest) > self.LONGEST:
+            lines.append(self._rest[: self.LONGEST])
+            self._rest = self._rest[self.LONGEST :]
+        return lines
+
+    def flush(self) -> list[bytes]:
+        """The last line, if it has no end."""
+        rest, self._rest = self._rest, b""
+        return [_last_drawn(rest)] if rest else []
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """What a terminal shows of a line that redraws itself; of `text\\r` it is `text`."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class Console:
+    """Writes lines to stdout and stderr from a thread of its own.
+
+    The event loop also drives the coordinator: it must not stop because somebody selects text in a terminal or pages
+    through the output. When `HELD` bytes wait, `hold(True)` asks for a pause in reading from the ranks, and
+    `hold(False)` ends it; both are called on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, hold: Callable[[bool], None]) -> None:
+        self._loop = loop
+        self._hold = hold
+        self._held = False
+        self._waiting = 0
+        self._lock = threading.Lock()  # guards _waiting and _held; never held across a wait
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._streams: dict[int, IO[str]] = {1: sys.stdout, 2: sys.stderr}
+        self._broken: set[int] = set()
+        self.colour = {
+            number: stream.isatty() and "NO_COLOR" not in os.environ for number, stream in self._streams.items()
+        }
+        self._thread = threading.Thread(target=self._run, name="ftcomm-console", daemon=True)
+        self._thread.start()
+
+    def write(self, stream: int, line: bytes) -> None:
+        """One line without its end, to 1 (stdout) or 2 (stderr). From the event loop; does not block."""
+        data = line + b"\n"
+        with self._lock:
+            self._waiting += len(data)
+            full = self._waiting > HELD and not self._held
+            self._held |= full  # before the line is in the queue, so that the thread cannot miss it
+        self._queue.put((stream, data))
+        if full:
+            self._hold(True)
+
+    def close(self, patience: float) -> None:
+        """Return when all is written, or after `patience` seconds if the terminal does not take it."""
+        self._queue.put(None)
+        self._thread.join(patience)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            stream, data = item
+            if stream not in self._broken:
+                try:
+                    _write_all(self._streams[stream], data)
+                except OSError:  # its reader went away, as in `ftcomm run ... | head`; the job goes on
+                    self._broken.add(stream)
+            with self._lock:
+                self._waiting -= len(data)
+                release = self._held and self._waiting <= HELD // 2
+            if release:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._release)
+
+    def _release(self) -> None:
+        with self._lock:
+            held, self._held = self._held, False
+        if held:
+            self._hold(False)
+
+
+def _write_all(stream: IO[str], data: bytes) -> None:
+    """Past Python's buffers: a thread that is stuck in one of those would block the interpreter's exit."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # replaced by something in memory, as tests and notebooks do
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+        return
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # some programs leave a shared terminal in that mode
+            select.select([], [fd], [])
+
+
+class LogFile:
+    """Bytes or text appended to a file as they come. Trouble with the disk is told once and never stops the job."""
+
+    def __init__(self, path: Path, trouble: Callable[[str], None]) -> None:
+        self._path = path
+        self._trouble = trouble
+        self._file: BinaryIO | None = None
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            self._tell(error)
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._tell(error)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _tell(self, error: OSError) -> None:
+        self._trouble(f"cannot write {self._path}: {error.strerror}; the job goes on without it")
+
+
+def prefix(replica: int, rank: int, ranks_per_replica: int, colour: bool) -> bytes:
+    """`[2]`, or `[2.1]` with several ranks a replica."""
+    text = f"[{replica}]" if ranks_per_replica == 1 else f"[{replica}.{rank}]"
+    return (f"\033[{COLOURS[replica % len(COLOURS)]}m{text}\033[0m " if colour else f"{text} ").encode()

@@ -1,0 +1,130 @@
+"""The directory of a run (the coordinator's views), and its keeper, which removes it and the run's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ftcomm.errors import SettingsError
+from ftcomm.launch import keeper
+
+LOCK = "lock"  # held by the launcher and its keeper for as long as either lives
+
+
+def base_dir() -> Path:
+    """Where runs of this user lie; made if missing, mode 0700. Raises `SettingsError` if it is not safely ours."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    parent = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    base = parent / f"ftcomm-{os.getuid()}"
+    mend = "remove it, or set TMPDIR to a directory that you can write to"
+    try:
+        with contextlib.suppress(FileExistsError):
+            base.mkdir(mode=0o700)
+        info = base.lstat()
+    except OSError as error:
+        raise SettingsError(f"cannot use {base} for the files of a run: {error.strerror}; {mend}") from None
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        # In a shared /tmp somebody else could have made it first, to read or change what we put there.
+        raise SettingsError(f"{base} is not a directory that only you can use; {mend}")
+    return base
+
+
+class RunDir:
+    """A fresh directory, and the keeper that cleans up after this process. Not thread-safe."""
+
+    def __init__(self) -> None:
+        base = base_dir()
+        self.run = secrets.token_hex(8)
+        self.path = base / self.run
+        with _locked(base):
+            _remove_stale(base)
+            self.path.mkdir(mode=0o700)
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Not ours to hand on: with the settings of a run in its environment, the keeper could be taken for a part of
+        # that run when one launcher runs inside another.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper.__file__, self.mark(), str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(self._lock,),  # the same lock, open in both: free only when both are gone
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def mark(self, *parts: int) -> str:
+        """Value of `keeper.MARK`: of the run, or with (replica, start, rank) of one rank; it begins with the run's."""
+        return "".join(f"{part}:" for part in (self.run, *parts))
+
+    def started(self, pid: int) -> None:
+        self._tell(f"start {pid}\n")
+
+    def ended(self, pid: int, mark: str) -> None:
+        """Have the keeper kill what the dead rank `pid` left outside of its process group. Returns at once."""
+        self._tell(f"end {pid} {mark}\n")
+
+    def remove(self) -> None:
+        """Kill everything of the run and remove the directory; blocks until that is done (seconds at worst)."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            code = self._keeper.wait(keeper.PATIENCE + 5)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            code = self._keeper.wait()
+        if code != 0:  # somebody killed it
+            keeper.kill_all(self.mark(), set())
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _tell(self, line: str) -> None:
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the keeper was killed; `remove` does its work then
+            self._keeper.stdin.write(line.encode())
+
+
+@contextlib.contextmanager
+def _locked(base: Path) -> Iterator[None]:
+    """Between making a directory and locking it, nobody may take it for a stale one."""
+    fd = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _remove_stale(base: Path) -> None:
+    """Directories that nobody locks: left by a power cut, or by a launcher and a keeper that were both killed."""
+    for path in base.iterdir():
+        if not path.is_dir() or path.is_symlink():
+            continue
+        try:
+            fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # in use
+        else:
+            keeper.kill_all(f"{path.name}:", set(), patience=1.0)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(fd)

@@ -1,0 +1,368 @@
+"""`ftcomm run` and `ftcomm coordinator` as a user starts them: signals, terminals, power cuts, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE = 60.0  # s; everything here takes a second or two
+MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the keeper
+
+
+class Shell:
+    """Starts commands in one directory, with everything of ftcomm's in there as well."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.runs = directory / f"ftcomm-{os.getuid()}"
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")},
+            "XDG_RUNTIME_DIR": str(directory),
+            MARK: str(directory),
+        }
+        self._commands: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str) -> None:
+        (self.directory / "script.py").write_text(textwrap.dedent(text))
+
+    def start(self, *argv: str, **options: Any) -> subprocess.Popen[str]:
+        environment = {**self._environment, **options.pop("env", {})}
+        command = subprocess.Popen(
+            [sys.executable, "-c", "from ftcomm.cli import main; main()", *argv],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options},
+            cwd=self.directory,
+            env=environment,
+            text=True,
+        )
+        self._commands.append(command)
+        return command
+
+    def run(self, *argv: str) -> tuple[int, str, str]:
+        """To its end: exit code, stdout, stderr."""
+        command = self.start(*argv)
+        out, err = command.communicate(timeout=DEADLINE)
+        return command.returncode, out, err
+
+    def processes(self) -> set[int]:
+        """All that live, keepers included (they carry the directory in their command line)."""
+        found = set()
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if not name.isdigit():
+                    continue
+                environment, command = (Path("/proc", name, file).read_bytes() for file in ("environ", "cmdline"))
+                ours = f"{MARK}={self.directory}\0".encode() in environment
+                if ours or (b"keeper.py" in command and str(self.runs).encode() in command):
+                    found.add(int(name))
+        return found
+
+    def left(self) -> list[str]:
+        """Directories of runs that are still there."""
+        return [path.name for path in self.runs.iterdir() if path.is_dir()] if self.runs.exists() else []
+
+    def until(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while not what():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+
+    def files(self, *names: str) -> bool:
+        return all((self.directory / name).exists() for name in names)
+
+    def close(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for command in self._commands:
+            command.communicate(timeout=DEADLINE)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+SLEEP = """
+import os, signal, sys, time
+open(f"ready-{os.environ['FTCOMM_REPLICA']}", "w").close()
+time.sleep(600)
+"""
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_prefixed_and_keep_their_stream(shell: Shell) -> None:
+    shell.script(
+        """
+        import os, sys
+        print("out", sys.argv)
+        print("err", file=sys.stderr)
+        """
+    )
+    code, out, err = shell.run("run", "--replicas", "2", "script.py", "--replicas", "-m", "--", "x")
+    assert code == 0
+    arguments = "['script.py', '--replicas', '-m', '--', 'x']"
+    assert sorted(out.splitlines()) == [f"[0] out {arguments}", f"[1] out {arguments}"]
+    assert sorted(err.splitlines()) == [
+        "[0] err",
+        "[1] err",
+        "ftcomm: replica 0 finished",
+        "ftcomm: replica 1 finished",
+    ]
+    assert shell.left() == []
+    assert shell.processes() == set()
+
+
+def test_a_module_runs_as_with_python(shell: Shell) -> None:
+    (shell.directory / "package").mkdir()
+    (shell.directory / "package" / "train.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    code, out, _ = shell.run("run", "--replicas", "1", "--ranks-per-replica", "2", "-m", "package.train", "-v")
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0.0] __main__ package ['-v']", "[0.1] __main__ package ['-v']"]
+
+
+def test_nothing_is_lost_to_a_slow_reader_and_it_stops_no_event(shell: Shell) -> None:
+    """Nobody reads while replica 0 writes 8 MB; the death of replica 1 is still noticed."""
+    shell.script(
+        """
+        import os, sys
+        if os.environ["FTCOMM_REPLICA"] == "0":
+            for number in range(8192):
+                print(f"{number:01023d}")
+        else:
+            import time
+            while not os.path.exists("die"):
+                time.sleep(0.01)
+            sys.exit(9)
+        """
+    )
+    command = shell.start("run", "--replicas", "2", "--max-restarts", "0", "--events", "events", "script.py")
+    shell.until(lambda: shell.files("events"))
+    (shell.directory / "die").touch()
+    shell.until(lambda: '"code": 9' in (shell.directory / "events").read_text())
+    out, _ = command.communicate(timeout=DEADLINE)
+    assert command.returncode == 1
+    assert out.splitlines() == [f"[0] {number:01023d}" for number in range(8192)]
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(shell: Shell) -> None:
+    shell.script("for number in range(100000): print(number)\nopen('over', 'w').close()")
+    command = shell.start("run", "--replicas", "1", "script.py")
+    assert command.stdout is not None
+    assert command.stdout.readline() == "[0] 0\n"
+    command.stdout.close()
+    command.stdout = None
+    command.communicate(timeout=DEADLINE)
+    assert command.returncode == 0
+    assert shell.files("over")
+
+
+def test_events_are_json_lines(shell: Shell) -> None:
+    shell.script("")
+    code, _, _ = shell.run("run", "--replicas", "2", "--events", "events.jsonl", "script.py")
+    assert code == 0
+    events = [json.loads(line) for line in (shell.directory / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events].count("process_started") == 2
+    assert [event["kind"] for event in events].count("process_exited") == 2
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_drains(shell: Shell, number: int) -> None:
+    shell.script(SLEEP)
+    command = shell.start("run", "--replicas", "2", "script.py")
+    shell.until(lambda: shell.files("ready-0", "ready-1"))
+    command.send_signal(number)
+    _, err = command.communicate(timeout=DEADLINE)
+    assert command.returncode == 3, err
+    assert "ftcomm: draining: " in err
+    assert "Traceback" not in err
+    assert shell.left() == []
+    assert shell.processes() == set()
+
+
+def test_the_terminals_interrupt_does_not_reach_the_ranks(shell: Shell) -> None:
+    """Ctrl-C goes to the whole foreground group; only the launcher is in it."""
+    shell.script(SLEEP.replace("open(", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen("))
+    command = shell.start("run", "--replicas", "2", "--grace", "600", "script.py", start_new_session=True)
+    shell.until(lambda: shell.files("ready-0", "ready-1"))
+    os.killpg(command.pid, signal.SIGINT)
+    assert command.stderr is not None
+    while "draining" not in command.stderr.readline():
+        pass
+    ranks = [pid for pid in shell.processes() if b"script.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 3  # and the launcher
+    command.send_signal(signal.SIGINT)
+    while "interrupted again" not in command.stderr.readline():
+        pass
+    command.send_signal(signal.SIGINT)
+    _, err = command.communicate(timeout=DEADLINE)
+    assert command.returncode == 130
+    assert "KeyboardInterrupt" not in err
+
+
+# -- nothing is left behind ------------------------------------------------------------------------------------------
+
+
+def test_a_killed_launcher_leaves_nothing(shell: Shell) -> None:
+    """Ranks that ignore what they can, their children, those in sessions of their own, those with no environment."""
+    shell.script(
+        """
+        import os, signal, subprocess, sys, time
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)", os.getcwd()]
+        children = [
+            subprocess.Popen(sleep),
+            subprocess.Popen(sleep, start_new_session=True),
+            subprocess.Popen(sleep, env={}),
+            subprocess.Popen(["/bin/sh", "-c", '"$@" & "$@"', "sh", *sleep]),
+        ]
+        name = f"ready-{os.environ['FTCOMM_REPLICA']}-{os.environ['FTCOMM_RANK']}"
+        open(name + ".part", "w").write(" ".join(str(child.pid) for child in children))
+        os.rename(name + ".part", name)
+        time.sleep(600)
+        """
+    )
+    command = shell.start("run", "--replicas", "2", "--ranks-per-replica", "2", "script.py")
+    names = [f"ready-{replica}-{rank}" for replica in (0, 1) for rank in (0, 1)]
+    shell.until(lambda: shell.files(*names))
+    assert len(shell.left()) == 1
+    children = {int(pid) for name in names for pid in (shell.directory / name).read_text().split()}
+    assert all(os.path.exists(f"/proc/{pid}") for pid in children)
+    command.kill()
+    command.wait(DEADLINE)
+    shell.until(lambda: not shell.processes() and not shell.left())
+    assert not {pid for pid in children if str(shell.directory).encode() in _command_line(pid)}
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_launcher_and_keeper_killed_together(shell: Shell) -> None:
+    """The ranks die by the kernel's hand; the next start removes the rest."""
+    shell.script(
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n" + SLEEP
+    )
+    command = shell.start("run", "--replicas", "1", "script.py")
+    shell.until(lambda: shell.files("ready-0"))
+    keepers = [pid for pid in shell.processes() if b"keeper.py" in _command_line(pid)]
+    assert len(keepers) == 1
+    os.kill(keepers[0], signal.SIGKILL)
+    command.kill()
+    command.wait(DEADLINE)
+    shell.until(lambda: not [pid for pid in shell.processes() if b"script.py" in _command_line(pid)])
+    assert len(shell.processes()) == 1  # what the rank left in a session of its own
+    assert len(shell.left()) == 1
+    shell.script("")
+    assert shell.run("run", "--replicas", "1", "script.py")[0] == 0
+    assert shell.processes() == set()
+    assert shell.left() == []
+
+
+def test_the_next_start_removes_only_what_nobody_uses(shell: Shell) -> None:
+    shell.runs.mkdir(mode=0o700)
+    for name in ("power-cut", "unlocked", "in-use"):
+        (shell.runs / name).mkdir()
+    (shell.runs / "power-cut" / "lock").touch()
+    (shell.runs / "power-cut" / "views").touch()
+    shell.script("")
+    with open(shell.runs / "in-use" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert shell.run("run", "--replicas", "1", "script.py")[0] == 0
+    assert shell.left() == ["in-use"]
+
+
+def test_two_runs_at_once_do_not_touch_each_other(shell: Shell) -> None:
+    shell.script(SLEEP)
+    first = shell.start("run", "--replicas", "1", "script.py")
+    shell.until(lambda: shell.files("ready-0"))
+    (shell.directory / "other.py").write_text("")
+    assert shell.run("run", "--replicas", "1", "other.py")[0] == 0
+    assert len(shell.left()) == 1
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=DEADLINE)
+    assert first.returncode == 3
+
+
+def test_a_run_inside_a_rank(shell: Shell) -> None:
+    """The inner run's processes are the outer's too, so the outer's end is theirs."""
+    shell.script(SLEEP)
+    (shell.directory / "outer.py").write_text(
+        "from ftcomm.cli import main\nmain(['run', '--replicas', '2', 'script.py'])\n"
+    )
+    command = shell.start("run", "--replicas", "1", "outer.py")
+    shell.until(lambda: shell.files("ready-0", "ready-1"))
+    assert len(shell.left()) == 2
+    command.kill()
+    command.wait(DEADLINE)
+    shell.until(lambda: not shell.processes() and not shell.left())
+
+
+# -- the coordinator alone -------------------------------------------------------------------------------------------
+
+
+def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    argv = ("coordinator", "--replicas", "3", "--ranks-per-replica", "2", "--port", port, "--heartbeat-timeout", "2")
+    for _ in range(2):
+        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+        assert command.stdout is not None
+        assert command.stdout.readline().startswith(f"ftcomm: coordinator at 127.0.0.1:{port}, waiting for 3 replicas")
+        said = []
+        while not said or "FTCOMM_OP_TIMEOUT" not in said[-1]:
+            said.append(command.stdout.readline())
+        assert said[0] == f"  export FTCOMM_COORDINATOR=127.0.0.1:{port}\n"
+        assert "  export FTCOMM_HEARTBEAT_TIMEOUT=2\n" in said
+        assert "a-secret" not in "".join(said)
+        assert shell.files(f"ftcomm-views-{port}.jsonl")
+        other = shell.start(*argv[:-2], "--store", "other", env={"FTCOMM_TOKEN": "a-secret"})
+        _, err = other.communicate(timeout=DEADLINE)
+        assert other.returncode == 2
+        assert f"127.0.0.1:{port}" in err
+        assert "--port" in err
+        assert err.count("\n") == 1
+        command.send_signal(signal.SIGTERM)
+        _, err = command.communicate(timeout=DEADLINE)
+        assert command.returncode == 3
+        assert "a-secret" not in err
+        assert "Start this coordinator again" in err
+
+
+def test_two_coordinators_of_one_file(shell: Shell) -> None:
+    argv = ("coordinator", "--replicas", "1", "--port", "0", "--store", "views")
+    first = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+    assert first.stdout is not None
+    first.stdout.readline()
+    second = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+    _, err = second.communicate(timeout=DEADLINE)
+    assert second.returncode == 2
+    assert "in use by another coordinator" in err
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=DEADLINE)
+    assert first.returncode == 3

@@ -1,0 +1,270 @@
+"""The parts of the launcher that need no process: decisions, lines, words, options."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftcomm.launch.options import RunOptions
+from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
+from ftcomm.launch.policy import (
+    HEALTHY,
+    WINDOW,
+    GiveUp,
+    JobLost,
+    Restart,
+    Restarts,
+    State,
+    after_death,
+    how_it_ended,
+    signal_name,
+)
+from ftcomm.launch.words import describe, replicas
+
+RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHED, State.FAILED
+
+
+def decide(*others: State, restarts: Restarts = Restarts(), **changes: Any) -> Restart | GiveUp | JobLost:  # noqa: B008
+    arguments: dict[str, Any] = {
+        "said_finished": False,
+        "began": True,
+        "max_restarts": 3,
+        "min_replicas": 1,
+        "backoff": 0.5,
+        "backoff_limit": 30.0,
+        **changes,
+    }
+    return after_death(dict(enumerate(others)), restarts=restarts, now=1000.0, **arguments)
+
+
+def test_a_replica_is_restarted_while_another_runs() -> None:
+    assert decide(RUNNING, WAITING, FAILED) == Restart(0.5, 1, Restarts((1000.0,), 1))
+
+
+@pytest.mark.parametrize("others", [(), (WAITING,), (FAILED,), (WAITING, FAILED)])
+def test_with_nobody_running_the_job_is_lost(others: tuple[State, ...]) -> None:
+    decision = decide(*others)
+    assert isinstance(decision, JobLost)
+    assert "last checkpoint" in decision.reason
+
+
+def test_before_the_first_view_there_is_nothing_to_restore() -> None:
+    decision = decide(WAITING, began=False)
+    assert isinstance(decision, JobLost)
+    assert "checkpoint" not in decision.reason
+    assert "output says why" in decision.reason
+
+
+@pytest.mark.parametrize("others", [(FINISHED,), (FINISHED, WAITING), (FINISHED, FAILED)])
+def test_no_restart_when_the_others_have_ended(others: tuple[State, ...]) -> None:
+    decision = decide(*others)
+    assert isinstance(decision, GiveUp)
+    assert "nobody to catch up from" in decision.reason
+
+
+def test_no_restart_of_one_whose_training_was_over() -> None:
+    decision = decide(RUNNING, said_finished=True)
+    assert isinstance(decision, GiveUp)
+    assert "had finished" in decision.reason
+
+
+def test_restarts_run_out_and_come_back_with_time() -> None:
+    restarts = Restarts((1.0, 500.0, 900.0), 3)
+    decision = decide(RUNNING, restarts=restarts.after(1000.0, 1.0))
+    assert decision == GiveUp("it was restarted 3 times within an hour (--max-restarts)")
+    assert decide(RUNNING, restarts=restarts.after(1.0 + WINDOW, 1.0)) == Restart(
+        4.0, 3, Restarts((500.0, 900.0, 1000.0), 4)
+    )
+    assert decide(RUNNING, max_restarts=0) == GiveUp("restarts are switched off (--max-restarts 0)")
+
+
+def test_too_few_replicas_end_the_job() -> None:
+    assert isinstance(decide(RUNNING, RUNNING, max_restarts=0, min_replicas=2), GiveUp)
+    decision = decide(RUNNING, FAILED, max_restarts=0, min_replicas=2)
+    assert isinstance(decision, JobLost)
+    assert "--min-replicas 2" in decision.reason
+
+
+def test_the_back_off_doubles_to_its_limit_and_is_reset_by_a_healthy_minute() -> None:
+    restarts, delays = Restarts(), []
+    for at in range(8):
+        restarts = restarts.after(float(at), 1.0)
+        delays.append(restarts.delay(0.5, 30.0))
+        restarts = restarts.another(float(at))
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert restarts.after(100.0, HEALTHY).delay(0.5, 30.0) == 0.5
+    assert Restarts((), 10**6).delay(0.5, 30.0) == 30.0
+
+
+def test_words_for_exit_codes() -> None:
+    assert how_it_ended(3) == "exited with code 3"
+    assert how_it_ended(-9) == "was killed by SIGKILL"
+    assert how_it_ended(-37) == "was killed by signal 37"
+    assert signal_name(0) is None
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\r", b"\n")), max_size=12))
+def test_lines_do_not_depend_on_how_the_bytes_come(pieces: list[bytes]) -> None:
+    splitter = LineSplitter()
+    lines = [line for piece in pieces for line in splitter.feed(piece, 0.0)] + splitter.flush()
+    whole = b"".join(pieces).split(b"\n")
+    assert lines == (whole if whole[-1] else whole[:-1])
+    assert splitter.flush() == []
+
+
+@given(st.lists(st.sampled_from([b"a", b"\r", b"\n", b"\r\n"]), max_size=30))
+def test_text_before_a_line_end_is_never_lost(pieces: list[bytes]) -> None:
+    """With \\r\\n as with \\n, whatever the cuts; a lone \\r may replace what was before it."""
+    splitter = LineSplitter()
+    lines = [line for piece in pieces for line in splitter.feed(piece, 0.0)] + splitter.flush()
+    shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in b"".join(pieces).split(b"\n")]
+    redrawn = iter(lines)
+    assert all(any(line == wanted for line in redrawn) for wanted in shown if wanted)
+    assert all(b"\r" not in line and b"\n" not in line for line in lines)
+
+
+def test_a_progress_bar_is_shown_once_a_second_and_at_its_end() -> None:
+    splitter = LineSplitter()
+    shown = [splitter.feed(b"\r%d%%" % percent, percent / 10) for percent in range(25)]
+    assert [line for lines in shown for line in lines] == [b"0%", b"10%", b"20%"]
+    assert splitter.feed(b"\r100%\n", 2.5) == [b"100%"]
+
+
+def test_a_line_without_end_is_cut_into_pieces() -> None:
+    splitter = LineSplitter()
+    data = b"x" * (LineSplitter.LONGEST * 2 + 5)
+    lines = [line for start in range(0, len(data), 65536) for line in splitter.feed(data[start : start + 65536], 0.0)]
+    assert [len(line) for line in [*lines, *splitter.flush()]] == [LineSplitter.LONGEST, LineSplitter.LONGEST, 5]
+
+
+def test_prefix() -> None:
+    assert prefix(2, 0, 1, colour=False) == b"[2] "
+    assert prefix(2, 1, 4, colour=False) == b"[2.1] "
+    assert prefix(0, 0, 1, colour=True) != prefix(1, 0, 1, colour=True)
+    assert prefix(0, 0, 1, colour=True).endswith(b"[0]\033[0m ")
+
+
+class SlowStream:
+    """A terminal that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        raise OSError
+
+    def write(self, text: str) -> None:
+        assert self.go.wait(30)
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_blocked_terminal_holds_the_ranks_and_not_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SlowStream()
+    monkeypatch.setattr("sys.stdout", stream)
+    line = b"x" * 1023
+    count = 2 * HELD // 1024
+
+    async def main() -> None:
+        held: list[bool] = []
+        released = asyncio.Event()
+
+        def hold(value: bool) -> None:
+            held.append(value)
+            if not value:
+                released.set()
+
+        console = Console(asyncio.get_running_loop(), hold)
+        for _ in range(count):
+            console.write(1, line)  # returns, though nothing is taken
+        assert held == [True]
+        stream.go.set()
+        await asyncio.wait_for(released.wait(), 30)
+        assert held == [True, False]
+        await asyncio.to_thread(console.close, 30.0)
+
+    asyncio.run(main())
+    assert stream.text == (line.decode() + "\n") * count
+
+
+def test_a_console_whose_reader_went_away_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(SlowStream):
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Broken())
+
+    async def main() -> None:
+        console = Console(asyncio.get_running_loop(), lambda held: None)
+        console.write(1, b"one")
+        console.write(1, b"two")
+        await asyncio.to_thread(console.close, 30.0)
+
+    asyncio.run(main())
+
+
+def test_a_log_file_tells_its_trouble_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    log = LogFile(tmp_path / "absent" / "log", told.append)
+    log.write(b"one")
+    log.close()
+    assert len(told) == 1
+    assert "No such file" in told[0]
+    full = LogFile(Path("/dev/full"), told.append)
+    full.write(b"one")
+    full.write(b"two")
+    assert len(told) == 2
+    assert "No space left" in told[1]
+
+
+# -- words and options -----------------------------------------------------------------------------------------------
+
+
+def test_words_for_events() -> None:
+    members = [{"replica": 3, "contributing": False}, *({"replica": r, "contributing": True} for r in (0, 1))]
+    view = {"kind": "view", "epoch": 4, "step": 12, "members": members, "why": "join 3"}
+    assert describe(view) == "view 4 from step 12: replicas 0, 1, and catching up replica 3 (join 3)"
+    assert describe({"kind": "view", "epoch": 5, "step": None, "members": [], "why": ""}) == "view 5: nobody"
+    assert describe({"kind": "report", "replica": 0, "loss": 1.0}) is None
+    assert describe({"kind": "suspect", "replica": 1, "reason": "it died", "by": 0}) == (
+        "replica 1 is suspected by 0: it died"
+    )
+    assert replicas([2]) == "replica 2"
+    assert replicas([2, 0]) == "replicas 0, 2"
+    json.dumps(view)
+
+
+def test_options_find_modules_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "launched"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('was imported')\n")
+    (package / "__main__.py").write_text("")
+    (package / "train.py").write_text("")
+    (tmp_path / "plain" / "below").mkdir(parents=True)  # namespace packages
+    (tmp_path / "plain" / "below" / "train.py").write_text("")
+    for module in ("launched", "launched.train", "plain.below.train", "json.tool", "ftcomm.control.views"):
+        options = RunOptions(replicas=1, script=module, module=True, args=("-x",))
+        options.check()
+        assert options.command()[1:] == ["-u", "-m", module, "-x"]
+
+
+def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text("")
+    RunOptions(replicas=1, script=str(tmp_path)).check()

@@ -1,0 +1,129 @@
+"""The wheel: what is in it, under which names, and how much `import ftcomm` costs."""
+
+from __future__ import annotations
+
+import email.message
+import email.parser
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"ftcomm": "ftcomm", "bench": "ftcomm/bench", "control": "ftcomm/control", "kernels": "ftcomm/kernels"}
+
+
+def run(*command: str, cwd: Path) -> str:
+    """stdout of the command; its stderr is in the failure."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build in the tree would pick up what an earlier one left in build/."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index")
+    run(sys.executable, "-m", "pip", "wheel", "-q", *build, "-w", str(out), str(source), cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def metadata(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (entry for entry in archive.namelist() if entry.endswith(f".dist-info/{name}"))
+        return archive.read(path).decode()
+
+
+def headers(wheel: Path) -> email.message.Message:
+    return email.parser.Parser().parsestr(metadata(wheel, "METADATA"))
+
+
+def test_every_module_is_in_the_wheel_under_its_import_name(names: set[str]) -> None:
+    expected = {
+        f"{target}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder, target in FOLDERS.items()
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    shipped = {name for name in names if name.endswith(".py")}
+    assert expected == shipped, "a new folder has to be named in [tool.setuptools] packages of pyproject.toml"
+
+
+def test_ftcomm_is_the_only_top_level_name(names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ftcomm"}
+
+
+def test_the_wheel_is_typed_and_licensed(names: set[str], wheel: Path) -> None:
+    assert "ftcomm/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert headers(wheel)["License-Expression"] == "Apache-2.0"
+
+
+def test_the_command_is_declared(wheel: Path) -> None:
+    assert "ftcomm = ftcomm.cli:main" in metadata(wheel, "entry_points.txt")
+
+
+def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
+    declared = headers(wheel)
+    required = {line for line in declared.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {line.partition(">")[0].partition("<")[0] for line in required} == {
+        "torch",
+        "numpy",
+        "msgspec",
+        "rich",
+        "click",
+    }
+    assert set(declared.get_all("Provides-Extra", [])) == {"cuda12", "cuda13", "plot", "jax", "dev"}
+    assert set(declared["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+
+
+def test_the_unpacked_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import ftcomm.bench, ftcomm.collective, ftcomm.control, ftcomm.kernels\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'ftcomm'), sep='\\n')"
+    )
+    files = run(sys.executable, "-c", script, str(tmp_path / "site"), cwd=tmp_path).split()
+    assert len(files) >= 5
+    assert all(Path(file).is_relative_to(tmp_path / "site") for file in files)
+
+
+@pytest.mark.parametrize("package", ["bench", "collective", "control", "kernels"])
+def test_the_installed_package_imports_from_another_directory(package: str, tmp_path: Path) -> None:
+    run(sys.executable, "-c", f"import ftcomm.{package}", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("module", ["ftcomm", "ftcomm.cli", "ftcomm.control"])
+def test_import_is_light(module: str, tmp_path: Path) -> None:
+    """Nothing that only starts, lists or decides may pay the second and more that torch takes to import."""
+    script = f"import {module}, sys; print(*(n for n in ('torch', 'matplotlib') if n in sys.modules))"
+    assert run(sys.executable, "-c", script, cwd=tmp_path).split() == []
+
+
+def test_every_public_name_is_there(tmp_path: Path) -> None:
+    """Names are imported on first use, so a wrong home would show only to the user."""
+    run(sys.executable, "-c", "import ftcomm; [getattr(ftcomm, name) for name in ftcomm.__all__]", cwd=tmp_path)
+
+
+def test_the_readme_lists_every_variable_of_the_environment() -> None:
+    """And no other. Two are not for people: by one the launcher passes a socket, by the other it knows its children."""
+    sources = "".join(file.read_text() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    read = set(re.findall(r'"(FTCOMM_[A-Z_]+)"', sources)) - {"FTCOMM_LEADER_FD", "FTCOMM_RUN"}
+    listed = set(re.findall(r"^\| `(FTCOMM_[A-Z_]+)`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert listed == read

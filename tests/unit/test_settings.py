@@ -1,0 +1,87 @@
+"""The environment of a rank -> its settings, and clear words for what cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.settings import Settings, split_endpoint
+
+GOOD = {
+    "FTCOMM_COORDINATOR": "127.0.0.1:29400",
+    "FTCOMM_TOKEN": "secret",
+    "FTCOMM_REPLICA": "2",
+    "FTCOMM_REPLICAS": "4",
+}
+
+
+def test_the_least_that_is_needed() -> None:
+    settings = Settings.from_env(GOOD)
+    assert settings == Settings(coordinator="127.0.0.1:29400", token="secret", replica=2, replicas=4)
+    assert (settings.rank, settings.ranks_per_replica, settings.leader_fd, settings.transport) == (0, 1, None, "auto")
+
+
+def test_everything() -> None:
+    settings = Settings.from_env(
+        {
+            **GOOD,
+            "FTCOMM_RANK": "1",
+            "FTCOMM_RANKS_PER_REPLICA": "2",
+            "FTCOMM_LEADER": "[::1]:4000",
+            "FTCOMM_LEADER_FD": "7",
+            "FTCOMM_TRANSPORT": "tcp",
+            "FTCOMM_HOST": "10.0.0.1",
+            "FTCOMM_HEARTBEAT_TIMEOUT": "1.5",
+            "FTCOMM_OP_TIMEOUT": "9",
+            "FTCOMM_INIT_TIMEOUT": "3",
+        }
+    )
+    assert (settings.rank, settings.ranks_per_replica, settings.leader, settings.leader_fd) == (1, 2, "[::1]:4000", 7)
+    assert (settings.transport, settings.host) == ("tcp", "10.0.0.1")
+    assert (settings.heartbeat_timeout, settings.op_timeout, settings.init_timeout) == (1.5, 9.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"FTCOMM_COORDINATOR": None}, "ftcomm run --replicas 4"),
+        ({"FTCOMM_COORDINATOR": "nowhere"}, "FTCOMM_COORDINATOR='nowhere'; expected host:port"),
+        ({"FTCOMM_COORDINATOR": "host:0"}, "expected host:port"),
+        ({"FTCOMM_COORDINATOR": "host:65536"}, "expected host:port"),
+        ({"FTCOMM_TOKEN": None}, "FTCOMM_TOKEN is empty"),
+        ({"FTCOMM_REPLICA": None}, "FTCOMM_REPLICA=0"),
+        ({"FTCOMM_REPLICA": "two"}, "FTCOMM_REPLICA='two'; expected an integer"),
+        ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
+        ({"FTCOMM_REPLICAS": "0"}, "at least one replica"),
+        ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
+        ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
+        ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),
+        ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, tcp"),
+        ({"FTCOMM_OP_TIMEOUT": "0"}, "FTCOMM_OP_TIMEOUT='0'; expected a positive number of seconds"),
+        ({"FTCOMM_OP_TIMEOUT": "soon"}, "expected a positive number of seconds"),
+        ({"FTCOMM_OP_TIMEOUT": "inf"}, "expected a positive number of seconds"),
+        ({"FTCOMM_OP_TIMEOUT": "nan"}, "expected a positive number of seconds"),
+        ({"FTCOMM_OP_TIMEOUT": "5", "FTCOMM_HEARTBEAT_TIMEOUT": "5"}, "Raise the first or lower the second"),
+    ],
+)
+def test_what_cannot_work_is_told_with_its_mend(change: dict[str, str | None], said: str) -> None:
+    environment = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_env(environment)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, FtcommError)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    assert Settings.from_env().replica == 2
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [("127.0.0.1:1", ("127.0.0.1", 1)), ("node-3.cluster:65535", ("node-3.cluster", 65535)), ("[::1]:80", ("::1", 80))],
+)
+def test_split_endpoint(endpoint: str, expected: tuple[str, int]) -> None:
+    assert split_endpoint(endpoint, "X") == expected
