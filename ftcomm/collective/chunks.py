@@ -1,0 +1,57 @@
+"""Chunks: the unit of reduction, transfer and recovery. At a member a chunk is INPUT or FINAL, nothing between.
+
+Where chunks begin depends on the op alone, never on the members, so that members can tell each other after a view
+change which chunks they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from ftcomm.transport.segment import CHUNK
+
+Contributors = tuple[int, ...]  # replicas whose inputs a FINAL chunk holds, ascending
+
+# An op in the middle is cut in about four, so that copying the next chunk overlaps with the others' work on this one.
+_SMALLEST = 64 << 10
+_PIECES = 4
+
+
+@lru_cache(maxsize=1024)
+def chunk_elements(count: int, itemsize: int) -> int:
+    """Elements in each chunk (but the last) of an op of `count` elements."""
+    nbytes = count * itemsize
+    size = min(CHUNK, max(_SMALLEST, -(-nbytes // _PIECES)))
+    size = -(-size // 4096) * 4096
+    return size // itemsize
+
+
+def chunk_count(count: int, itemsize: int) -> int:
+    """At least 1: an op without elements still compares what its members called."""
+    return max(1, -(-count // chunk_elements(count, itemsize)))
+
+
+def pack(chunks: Iterable[int], total: int) -> bytes:
+    """Chunk numbers as a bitmap; bit i of it, little endian, is chunk i."""
+    bits = 0
+    for chunk in chunks:
+        bits |= 1 << chunk
+    return bits.to_bytes(-(-total // 8), "little")
+
+
+def unpack(bitmap: bytes) -> int:
+    """The bitmap as an integer, whose bit i is chunk i."""
+    return int.from_bytes(bitmap, "little")
+
+
+def spans(finals: Sequence[Contributors | None], elements: int, count: int) -> Iterator[tuple[int, int, Contributors]]:
+    """Runs of chunks with the same contributors as (start, stop, contributors), in elements."""
+    begin = 0
+    for chunk, who in enumerate(finals):
+        stop = min(count, (chunk + 1) * elements)
+        following = finals[chunk + 1] if chunk + 1 < len(finals) else None
+        if chunk + 1 == len(finals) or following != who:
+            if who is not None:
+                yield begin, stop, who
+            begin = stop

@@ -1,0 +1,96 @@
+"""The ops in flight at one member: submitted and not returned, numbered, returned in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ftcomm.collective.chunks import Contributors, pack
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure, resume_tasks
+from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
+from ftcomm.errors import MismatchError
+
+
+class Resumed(NamedTuple):
+    """What a view change left to do at this member."""
+
+    ops: int  # in flight
+    copied: int  # chunks that this member gets from one that holds them FINAL
+    reduced: int  # chunks that are reduced again
+
+
+class Flight:
+    """Threads may `add` (one at a time) while the driver returns ops; all else only when nobody drives."""
+
+    def __init__(self) -> None:
+        self.ops: deque[Operation] = deque()
+        self.returned = 0
+        self._next = 0
+
+    def add(self, op: Operation) -> None:
+        op.number = self._next
+        self._next += 1
+        self.ops.append(op)
+
+    def return_first(self) -> None:
+        """The first op is done, with a result or with the error that it has already."""
+        self.returned += 1
+        op = self.ops.popleft()
+        op.finish(op.error)
+
+    def abandon(self, error: BaseException) -> None:
+        while self.ops:
+            self.ops.popleft().finish(error)
+
+    def progress(self) -> Progress:
+        """What the others need to know to go on with this member in a new view."""
+        return Progress(
+            returned=self.returned,
+            ops=tuple(OpProgress(op.number, _finals(op)) for op in self.ops),
+            failed=tuple(FailedOp(op.number, str(op.error)) for op in self.ops if op.error is not None),
+        )
+
+    def number_from(self, progress: Mapping[int, Progress]) -> None:
+        """A joiner's ops are numbered on from those of the others."""
+        self.returned = self._next = base(progress.values())
+        for op in self.ops:
+            op.number = self._next
+            self._next += 1
+
+    def resume(self, progress: Mapping[int, Progress]) -> Resumed:
+        """Return the ops that somebody has returned, and give the others the tasks that are left of them.
+
+        Raises `ProtocolError` if the members contradict each other.
+        """
+        count = len(self.ops)
+        start = base(progress.values())
+        while self.ops and self.ops[0].number < start:
+            op = self.ops[0]
+            self._fail_as_elsewhere(op, progress)
+            if op.error is None and None in op.finals:
+                raise ProtocolError(f"op {op.number} was returned elsewhere, but is not FINAL here")
+            self.return_first()
+        copied = reduced = 0
+        for op in self.ops:
+            op.next, op.end, op.verified = 0, -1, False
+            self._fail_as_elsewhere(op, progress)
+            op.tasks = () if op.error is not None else resume_tasks(op.number, len(op.finals), progress)
+            copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in op.tasks)
+            reduced += sum(task.holder == REDUCE for task in op.tasks)
+        return Resumed(count, copied, reduced)
+
+    @staticmethod
+    def _fail_as_elsewhere(op: Operation, progress: Mapping[int, Progress]) -> None:
+        message = failure(op.number, progress.values())
+        if message is not None and op.error is None:
+            op.error = MismatchError(message)
+
+
+def _finals(op: Operation) -> tuple[Final, ...]:
+    chunks: dict[Contributors, list[int]] = {}
+    for chunk, contributors in enumerate(op.finals):
+        if contributors is not None:
+            chunks.setdefault(contributors, []).append(chunk)
+    return tuple(Final(who, pack(held, len(op.finals))) for who, held in chunks.items())

@@ -1,0 +1,88 @@
+"""One all-reduce, from its submission to its end."""
+
+from __future__ import annotations
+
+import _thread
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ftcomm.collective.chunks import Contributors, chunk_count, chunk_elements, spans
+from ftcomm.collective.resume import Task, all_reduce
+from ftcomm.errors import ArgumentError
+from ftcomm.kernels.reduce import DTYPES, OPS, unsupported
+
+_CODES = {dtype.code: dtype.name for dtype in DTYPES.values()}
+
+
+class Operation:
+    """`array` is reduced in place: one-dimensional, contiguous, writable, on the host, and the caller keeps its hands
+    off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
+
+    Raises `ArgumentError` for what cannot be reduced.
+    """
+
+    number = -1  # its place among the ops of the group; given at submission
+    done = False
+    error: BaseException | None = None  # set before `done`
+
+    # What follows belongs to the thread that drives the engine. It is begun anew in every epoch.
+    next = 0  # the first of `tasks` that is not posted
+    verified = False  # all members have made the same call
+    two_shot = False
+    end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
+
+    def __init__(self, array: np.ndarray[Any, Any], dtype: str, op: str) -> None:
+        call, self.itemsize = _call(dtype, op)
+        if array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
+            raise ArgumentError(
+                f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape {array.shape}, "
+                f"writable {array.flags.writeable}, contiguous {array.flags.forc}"
+            )
+        self.array = array
+        self.dtype = dtype
+        self.op = op
+        self.count = array.size
+        self.call = array.size << 16 | call  # compared between members
+        self.elements = chunk_elements(self.count, self.itemsize)
+        chunks = chunk_count(self.count, self.itemsize)
+        self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
+        self.tasks: tuple[Task, ...] = all_reduce(chunks)
+        # Held until the op is done. A bare lock: an Event costs ten times as much to make.
+        self._latch = _thread.allocate_lock()
+        self._latch.acquire()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the op is done; False if `timeout` seconds pass before. Any thread."""
+        if self.done:
+            return True
+        if self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._latch.release()
+        return self.done
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Once, by the engine."""
+        self.error = error
+        self.done = True
+        self._latch.release()
+
+    def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
+        """(start, stop, contributors) in elements, adjacent, for a finished op."""
+        return tuple(spans(self.finals, self.elements, self.count))
+
+
+@cache
+def _call(dtype: str, op: str) -> tuple[int, int]:
+    """The pair as one number for the wire, and the bytes of an element."""
+    reason = unsupported(dtype, op)
+    if reason:
+        raise ArgumentError(reason)
+    return DTYPES[dtype].code << 8 | OPS.index(op), DTYPES[dtype].itemsize
+
+
+def describe(call: int) -> str:
+    """A call as a person would say it."""
+    dtype = _CODES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
+    code = call & 0xFF
+    return f"allreduce(op={OPS[code] if code < len(OPS) else code!r}) of {call >> 16} x {dtype}"

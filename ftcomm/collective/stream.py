@@ -1,0 +1,380 @@
+"""The stream of chunk tasks of one epoch, and the memory operations that it is made of.
+
+All ops of an epoch make one stream of tasks, which has the same task at the same index on every member. A task goes
+through three stages at every member, in order; the counters `posted`, `arrived`, `taken` say how far each has come:
+
+    post     copy my input of the chunk into my POSTED staging (or my FINAL chunk, if others are to copy it)
+    arrive   all members have posted: on the first chunk of an op compare the calls; two-shot: reduce my shard into
+             my REDUCED staging
+    take     one-shot: reduce all inputs into the caller's buffer. Two-shot: when all have reduced, copy the shards
+             there
+
+    word      written by      value             polled by   before
+    POSTED    owner           tasks posted      all others  they read its POSTED staging
+    REDUCED   owner           tasks arrived     all others  they read its REDUCED staging (two-shot)
+    TAKEN     owner           tasks taken       all others  they return an op: all must hold all of it FINAL
+
+Words hold `epoch << 32 | counter` and only grow. Task `index` uses slot `index % SLOTS` of the staging.
+
+Fencing. A member enters an epoch with a new stream, whose first act is to raise its words to the epoch, before any
+staging is written. A member that was left behind in the old epoch may still read that staging while it changes, and
+mark a chunk FINAL that is none. But it sees the data before it looks, once more, at the words of all members, to return
+the op; then it sees that a word has left its epoch, and never returns the op. Those who go on have all stopped reading
+before any of them enters the new epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ftcomm.collective.operation import Operation, describe
+from ftcomm.collective.plan import GroupView, shards, two_shot
+from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.errors import MismatchError
+from ftcomm.kernels.reduce import DTYPES, Reducer, operand
+from ftcomm.kernels.wait import Waiter, wake
+from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, TAKEN, Memory, Peer, Segment, descriptor, offset
+from ftcomm.transport.tcp import Reader
+
+# Tasks posted and not taken. With 1 nothing overlaps (64 MB: 14 ms), 2 hides the hand-over (8.2 ms), 3 adds nothing
+# and spills the cache. Half of the slots is also what makes a slot free when its turn comes, without looking: I post
+# task p after I have taken p - AHEAD, so all had posted that, so all had taken p - 2 * AHEAD, which had the same slot.
+AHEAD = SLOTS // 2
+
+_LANES = 64  # sizes of chunks whose views are kept, per slot
+
+Array = np.ndarray[Any, Any]
+
+
+class _Lane:
+    """The staging of all members for chunks of one dtype and size in one slot, as ready-made views.
+
+    Making them costs 0.3 us each, and a training repeats its sizes.
+    """
+
+    def __init__(self, stream: Stream, dtype: str, count: int, slot: int) -> None:
+        carrier = DTYPES[dtype].carrier
+        view = stream.view
+        memories = stream.memories
+        posted = {m: memories[m].carve(POSTED, slot, 0, count, carrier) for m in view.members}
+        self.mine = posted[view.me]
+        self.posted = posted
+        self.sources = [operand(dtype, posted[m]) for m in view.contributors]
+        self.shards = dict(zip(view.members, shards(count, carrier.itemsize, len(view.members)), strict=True))
+        start, stop = self.shards[view.me]
+        self.shard_sources = [operand(dtype, posted[m][start:stop]) for m in view.contributors]
+        self.shard_out = operand(dtype, memories[view.me].carve(REDUCED, slot, start, stop - start, carrier))
+        self.reduced = [
+            (slice(a, b), memories[m].carve(REDUCED, slot, a, b - a, carrier))
+            for m, (a, b) in self.shards.items()
+            if a < b
+        ]
+
+
+class _Slot:
+    """A task on its way."""
+
+    __slots__ = ("first", "here", "lane", "op", "task", "two_shot")
+
+    op: Operation
+    task: Task
+    first: bool  # of its op in this epoch
+    two_shot: bool
+    here: Array  # the caller's buffer of this chunk
+    lane: _Lane
+
+
+class Interrupted(Exception):
+    """A freeze or the end, while the stream waited in the middle of a publication. Every chunk is INPUT or FINAL."""
+
+
+class Stream:
+    """One epoch of the exchange. Used by one thread at a time; `waiter` is where that thread waits.
+
+    `pause(replica)` is called while the connection to a TCP reader is full; it raises `Interrupted` to give up.
+    `on_lost(replica, epoch, reason)` hears of connections that broke.
+    """
+
+    def __init__(
+        self,
+        view: GroupView,
+        segment: Segment,
+        peers: Mapping[int, Peer],
+        waiter: Waiter,
+        reducer: Reducer,
+        pause: Callable[[int], None],
+        on_lost: Callable[[int, int, str], None],
+    ) -> None:
+        self.view = view
+        self.memories: dict[int, Memory] = {**peers, view.me: segment}
+        self.posted = self.arrived = self.taken = 0
+        self.unposted: deque[Operation] = deque()  # ops with tasks to post; all threads may append
+        self._low = view.epoch << 32
+        self._high = (view.epoch + 1) << 32
+        self._segment = segment
+        self._own = segment.words
+        self._pause = pause
+        self._on_lost = on_lost
+        self._readers: list[Reader] = []  # through TCP; those that share memory need no word from us
+        self._peers = [peers[m] for m in view.members if m != view.me]
+        self._words = [peer.words for peer in self._peers]
+        self._tokens = {word: _token(view.me, word) for word in (POSTED, REDUCED, TAKEN)}
+        self._waiter = waiter
+        self._reducer = reducer
+        contributors = view.contributors
+        self._contributors = contributors
+        # The inputs of a single contributor are the result: everybody copies them.
+        self._sole = contributors[0] if len(contributors) == 1 else REDUCE
+        self._contributes = view.me in view.contributing
+        # Two members reduce from the caller's own buffer and the staging of the other. With more, the first step of
+        # the sum would overwrite an input that a later one needs.
+        self._pair = len(view.members) == 2 and len(contributors) == 2
+        self._mine_first = contributors[:1] == (view.me,)
+        self._lanes: list[dict[tuple[str, int], _Lane]] = [{} for _ in range(SLOTS)]
+        self._ring = [_Slot() for _ in range(SLOTS)]
+        for word in (POSTED, REDUCED, TAKEN):
+            self._publish(word, 0)
+
+    # -- what the driver does --------------------------------------------------------------------------------------
+
+    def welcome(self, reader: Reader) -> None:
+        """A TCP reader has attached; send it what it has missed.
+
+        It has taken nothing yet, so no slot was used twice: the staging still holds every task from the first on.
+        """
+        if reader.replica not in self.memories or reader.replica == self.view.me:
+            reader.close()
+            return
+        self._readers.append(reader)
+        for index in range(self.posted):
+            self._send(reader, POSTED, index + 1)
+        for index in range(self.arrived):
+            if self._ring[index].two_shot:
+                self._send(reader, REDUCED, index + 1)
+        if self.taken:
+            self._send(reader, TAKEN, self.taken)
+
+    def close(self) -> None:
+        """The epoch is over."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+
+    def advance(self) -> bool:
+        """Move what can move without waiting, at most one task per stage; False if nothing could."""
+        moved = False
+        if self.unposted and self.posted - self.taken < AHEAD and self._may_post():
+            self._post()
+            moved = True
+        if self.arrived < self.posted and self._all(POSTED, self.arrived + 1):
+            self._arrive()
+            moved = True
+        if self.taken < self.arrived and self._may_take():
+            self._take()
+            moved = True
+        return moved
+
+    def stable(self, op: Operation) -> bool:
+        """True when all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""
+        return 0 <= op.end <= self.taken and self._all(TAKEN, op.end)
+
+    def wait(self, oldest: Operation) -> bool:
+        """When nothing can move: wait for the word that stands in the way of `oldest`, the first op not returned.
+
+        False if it did not come before a poke or the end of one sleep.
+        """
+        word, count = self._obstacle(oldest)
+        target = self._low + count
+        for peer in self._peers:
+            words = peer.words
+            if not target <= words[word] < self._high and not self._waiter.until(
+                words, word, peer.address + 8 * word, target, self._high, _token(peer.replica, word)
+            ):
+                return False
+        return True
+
+    def missing(self, oldest: Operation) -> tuple[int, ...]:
+        """On whom `wait` waits."""
+        word, count = self._obstacle(oldest)
+        target = self._low + count
+        return tuple(p.replica for p in self._peers if not target <= p.words[word] < self._high)
+
+    # -- the stages ------------------------------------------------------------------------------------------------
+
+    def _may_post(self) -> bool:
+        unposted = self.unposted
+        while not unposted[0].tasks:  # every member holds all of it already
+            unposted.popleft().end = self.posted
+            if not unposted:
+                return False
+        op = unposted[0]
+        return op.next == 0 or op.verified
+
+    def _post(self) -> None:
+        op = self.unposted[0]
+        index = self.posted
+        slot = self._ring[index % SLOTS]
+        task = op.tasks[op.next]
+        first = op.next == 0
+        if first:
+            op.two_shot = two_shot(op.array.nbytes, self.view)
+            at = descriptor(index % SLOTS)
+            self._own[at] = op.number
+            self._own[at + 1] = op.call
+        op.next += 1
+        if op.next == len(op.tasks):
+            op.end = index + 1
+            self.unposted.popleft()
+        if task.holder == REDUCE and self._sole != REDUCE:
+            task = Task(task.chunk, self._sole, self._contributors)
+        here = op.array
+        if len(op.finals) > 1:
+            start = task.chunk * op.elements
+            here = here[start : start + op.elements]
+        slot.op, slot.task, slot.first, slot.here = op, task, first, here
+        slot.two_shot = op.two_shot and task.holder == REDUCE
+        slot.lane = lane = self._lane(op.dtype, len(here), index % SLOTS)
+        if (self._contributes if task.holder == REDUCE else task.holder == self.view.me) and self._peers:
+            lane.mine[...] = here
+        self.posted = index + 1
+        self._publish(POSTED, index + 1)
+
+    def _arrive(self) -> None:
+        index = self.arrived
+        slot = self._ring[index % SLOTS]
+        if slot.first:
+            self._verify(slot, index)
+        self.arrived = index + 1
+        if slot.two_shot and slot.op.error is None:
+            lane = slot.lane
+            start, stop = lane.shards[self.view.me]
+            if start < stop:
+                self._reducer.get(slot.op.dtype, slot.op.op)(lane.shard_sources, lane.shard_out)
+            self._publish(REDUCED, index + 1)
+
+    def _verify(self, slot: _Slot, index: int) -> None:
+        """Compare the calls of all members. On a mismatch all see it, and for all the op ends with this one task."""
+        op = slot.op
+        at = descriptor(index % SLOTS)
+        for words in self._words:
+            if words[at + 1] != op.call or words[at] != op.number:
+                break
+        else:
+            op.verified = True
+            return
+        calls: dict[tuple[int, int], list[int]] = {}
+        for member in self.view.members:
+            words = self.memories[member].words
+            calls.setdefault((words[at], words[at + 1]), []).append(member)
+        said = "; ".join(
+            f"{'replicas' if len(who) > 1 else 'replica'} {', '.join(map(str, who))}: op {number}, {describe(call)}"
+            for (number, call), who in calls.items()
+        )
+        op.error = MismatchError(
+            f"the members of the group made different calls. {said}. Every rank must make the same collective calls in "
+            "the same order, with the same number of elements and dtype."
+        )
+        op.end = index + 1
+        if self.unposted and self.unposted[0] is op:
+            self.unposted.popleft()
+
+    def _may_take(self) -> bool:
+        slot = self._ring[self.taken % SLOTS]
+        return not slot.two_shot or slot.op.error is not None or self._all(REDUCED, self.taken + 1)
+
+    def _take(self) -> None:
+        """INPUT becomes FINAL here, in one go: nothing waits between the first byte and the mark."""
+        index = self.taken
+        slot = self._ring[index % SLOTS]
+        op, (chunk, holder, contributors) = slot.op, slot.task
+        if op.error is None:
+            here = slot.here
+            lane = slot.lane
+            if holder != REDUCE:
+                if holder != self.view.me and op.finals[chunk] is None:
+                    here[...] = lane.posted[holder]
+            elif slot.two_shot:
+                for part, source in lane.reduced:
+                    here[part] = source
+            else:
+                out = operand(op.dtype, here)
+                sources: Sequence[Any] = lane.sources
+                if self._pair:
+                    sources = (out, sources[1]) if self._mine_first else (sources[0], out)
+                self._reducer.get(op.dtype, op.op)(sources, out)
+            op.finals[chunk] = contributors or self._contributors
+        self.taken = index + 1
+        self._publish(TAKEN, index + 1)
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    def _publish(self, word: int, count: int) -> None:
+        self._own[word] = self._low + count
+        token = self._tokens[word]
+        for words in self._words:
+            if words[ASLEEP] == token:
+                wake(self._segment.address + 8 * word)  # wakes all who sleep on it
+                break
+        if self._readers:
+            for reader in tuple(self._readers):
+                self._send(reader, word, count)
+
+    def _send(self, reader: Reader, word: int, count: int) -> None:
+        """Push a word to a TCP reader, with the bytes that it announces and that this reader will read."""
+        start = nbytes = 0
+        call = (0, 0)
+        index = (count - 1) % SLOTS
+        if word != TAKEN:
+            slot = self._ring[index]
+            op, holder = slot.op, slot.task.holder
+            call = (op.number, op.call)
+            begin, end = 0, len(slot.here)
+            if word == REDUCED:
+                begin, end = slot.lane.shards[self.view.me]
+            elif not (self._contributes if holder == REDUCE else holder == self.view.me):
+                end = 0
+            elif slot.two_shot:
+                begin, end = slot.lane.shards[reader.replica]
+            start, nbytes = begin * op.itemsize, (end - begin) * op.itemsize
+        base = offset(word, index) + start
+        try:
+            payload = self._segment.buffer[base : base + nbytes]
+            reader.send(word, self._low + count, start, payload, call, self._pause)
+        except OSError as error:
+            self._readers.remove(reader)
+            reader.close()
+            self._on_lost(reader.replica, self.view.epoch, f"connection for data: {error}")
+
+    def _all(self, word: int, count: int) -> bool:
+        target = self._low + count
+        high = self._high
+        for words in self._words:  # noqa: SIM110 (a generator would double the price of a poll)
+            if not target <= words[word] < high:
+                return False
+        return True
+
+    def _obstacle(self, oldest: Operation) -> tuple[int, int]:
+        """The word, and the value that all must reach, before anything can move."""
+        if self.arrived < self.posted and self.arrived == self.taken:
+            return POSTED, self.arrived + 1
+        if self.taken < self.posted:
+            return REDUCED, self.taken + 1
+        return TAKEN, oldest.end
+
+    def _lane(self, dtype: str, count: int, slot: int) -> _Lane:
+        lanes = self._lanes[slot]
+        lane = lanes.get((dtype, count))
+        if lane is None:
+            if len(lanes) >= _LANES:
+                lanes.clear()
+            lane = lanes[dtype, count] = _Lane(self, dtype, count, slot)
+        return lane
+
+
+def _token(replica: int, word: int) -> int:
+    """What a member's ASLEEP word holds while it sleeps on a word of `replica`; 0 when awake."""
+    return (replica + 1) << 8 | word

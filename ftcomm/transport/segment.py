@@ -1,0 +1,140 @@
+"""The memory through which a rank speaks to its group, and its layout, the same in a segment and in a mirror of one.
+
+    bytes 0..4095         words, one cache line each: the header, POSTED, REDUCED, TAKEN, ASLEEP, a descriptor per slot
+    SLOTS x CHUNK bytes   region POSTED:  the owner's input of a chunk, for the others to read
+    SLOTS x CHUNK bytes   region REDUCED: the owner's shard of a reduced chunk
+
+Every byte has exactly one writer, the owner: others map it read-only, and the kernel refuses them anything else. So a
+member that was expelled, however confused, has nothing of others to write to. The segment is a memfd: it has no name,
+and is gone with the last process that maps it, whatever way that process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import secrets
+from typing import Any
+
+import numpy as np
+
+from ftcomm.errors import TransportError
+
+MAGIC = 0x6674636F6D6D0001  # "ftcomm", layout 1
+HEADER = 4096
+
+# Two ranks on two cores, 64 MB: chunks of 128 KB 10.0 ms, 256 KB 8.6, 512 KB 8.2, 1 MB 8.6, 2 MB 13. A chunk, its
+# copy and the peer's copy must stay in a 1 MB L2. Four slots let a member run two chunks ahead of the slowest one.
+CHUNK = 512 << 10
+SLOTS = 4
+
+# Indices of 64-bit words.
+_LINE = 8  # words in a cache line
+POSTED = 1 * _LINE
+REDUCED = 2 * _LINE
+TAKEN = 3 * _LINE
+ASLEEP = 4 * _LINE
+_DESCRIPTORS = 8 * _LINE
+SIZE = HEADER + 2 * SLOTS * CHUNK
+
+
+def descriptor(slot: int) -> int:
+    """Index of the two words that say which call the first chunk of an op in `slot` belongs to."""
+    return _DESCRIPTORS + slot * _LINE
+
+
+class Memory:
+    """A segment or a mirror of one. `words` are its 64-bit words; `address` is where the first lies."""
+
+    words: memoryview
+    address: int
+    buffer: memoryview  # all of it, in bytes
+    _bytes: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def _map(self, memory: mmap.mmap) -> None:
+        self.buffer = memoryview(memory)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self.address = self._bytes.ctypes.data
+        self.words = memoryview(memory)[:HEADER].cast("Q")
+
+    def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """`count` elements from element `start` of the chunk in `slot`; `region` is POSTED or REDUCED."""
+        base = offset(region, slot) + start * carrier.itemsize
+        return self._bytes[base : base + count * carrier.itemsize].view(carrier)
+
+
+def offset(region: int, slot: int) -> int:
+    """Where in the memory the chunk of `slot` starts."""
+    return HEADER + ((region == REDUCED) * SLOTS + slot) * CHUNK
+
+
+class Segment(Memory):
+    """This rank's own memory. Its address for others is this process's id, `fd` and `nonce`.
+
+    Raises `TransportError` if the memory cannot be had. All of it is reserved and touched here: running out later would
+    be a signal in the middle of a copy, and a first touch costs a page fault every 4 KB.
+    """
+
+    def __init__(self) -> None:
+        self.nonce = secrets.token_hex(16)
+        self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, SIZE)
+            memory = mmap.mmap(self.fd, SIZE)
+            # From here on nobody can change its size or map it for writing, not even through /proc.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+        except OSError as error:
+            os.close(self.fd)
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            said = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+            raise TransportError(
+                f"cannot reserve {SIZE >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, raise "
+                f"the memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
+            ) from error
+        self._map(memory)
+        self._bytes[HEADER:] = 0
+        self.words[0] = MAGIC
+        self.words[1], self.words[2] = _halves(self.nonce)
+        self.words[3], self.words[4] = SLOTS, CHUNK
+
+    def close(self) -> None:
+        """Let nobody open it any more. The memory itself goes with the last mapping."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
+
+
+def wrong(words: memoryview, nonce: str) -> str | None:
+    """Why the memory with these words is not the segment with this nonce; None if it is."""
+    if words[0] != MAGIC:
+        return f"no segment, or one of another version of ftcomm (starts with {words[0]:#x})"
+    if (words[1], words[2]) != _halves(nonce):
+        return "the segment of somebody else"
+    if (words[3], words[4]) != (SLOTS, CHUNK):
+        return (
+            f"a segment of {words[3]} slots of {words[4]} bytes, not {SLOTS} of {CHUNK}; install one version everywhere"
+        )
+    return None
+
+
+def _halves(nonce: str) -> tuple[int, int]:
+    return int(nonce[:16], 16), int(nonce[16:32], 16)
+
+
+class Peer(Memory):
+    """The segment of another member, as this one sees it."""
+
+    def __init__(self, replica: int, how: str) -> None:
+        self.replica = replica
+        self.how = how  # "shm" or "tcp"
+
+    def quiet(self) -> None:
+        """A view change has begun; a connection that closes from now on is no news. Does not block."""
+
+    def close(self) -> None:
+        """No thread reads it any more. Does not block."""

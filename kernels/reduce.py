@@ -1,0 +1,192 @@
+"""Reduction of several arrays into one on the host, and the dtypes that can be reduced.
+
+The arrays are one-dimensional, contiguous, of equal length, and given in an order that is the same on every member, so
+that the same inputs give the same bits everywhere. NumPy does what NumPy has: an addition of 256 fp32 costs 0.25 us
+where torch needs 0.9 us, and both run at the speed of the cache when it is large. fp16 and bf16 go through torch:
+all sources are widened to fp32, summed (and divided) there, and rounded once, to nearest even.
+
+The output may be the same memory as one of the first two sources, never as a later one, and never overlap in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any  # a numpy array, or what `Dtype.operand` makes of one
+Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, output)
+
+# Elements that torch is given at once. From 32768 on it may use several threads, and where one ends, the last elements
+# take another path, which can give a NaN other bits; the number of threads may differ between members.
+_BLOCK = 30 << 10
+
+OPS = ("sum", "avg", "min", "max", "product")
+
+
+class Dtype(NamedTuple):
+    """A dtype by its name. NumPy has no bfloat16, so `carrier` is what the bytes are held as."""
+
+    name: str
+    code: int  # on the wire; never reused
+    carrier: np.dtype[Any]
+    kind: str  # "float", "half" (summed in fp32), "int", "bool"
+
+    @property
+    def itemsize(self) -> int:
+        return self.carrier.itemsize
+
+
+def _dtype(name: str, code: int, kind: str) -> Dtype:
+    return Dtype(name, code, np.dtype("uint16" if name == "bfloat16" else name), kind)
+
+
+_TABLE = (
+    ("float64", "float"),
+    ("float32", "float"),
+    ("float16", "half"),
+    ("bfloat16", "half"),
+    ("int8", "int"),
+    ("int16", "int"),
+    ("int32", "int"),
+    ("int64", "int"),
+    ("uint8", "int"),
+    ("uint16", "int"),
+    ("uint32", "int"),
+    ("uint64", "int"),
+    ("bool", "bool"),
+)
+DTYPES: dict[str, Dtype] = {name: _dtype(name, code, kind) for code, (name, kind) in enumerate(_TABLE, start=1)}
+
+
+def unsupported(dtype: str, op: str) -> str | None:
+    """Why arrays of `dtype` cannot be reduced with `op`, with the mend; None if they can."""
+    if op not in OPS:
+        return f"op={op!r} is not known; use one of {', '.join(OPS)}."
+    if dtype not in DTYPES:
+        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(DTYPES)}."
+    if dtype == "bool" and op == "avg":
+        return "the average of bool is not defined; use op='sum' (or) or op='product' (and), or convert to a number."
+    return None
+
+
+class Reducer:
+    """Gives the reductions of one engine; they share scratch memory, so one thread at a time may run them."""
+
+    def __init__(self) -> None:
+        self._reductions: dict[tuple[str, str], Reduction] = {}
+        self._scratch: dict[Any, Array] = {}
+
+    def get(self, dtype: str, op: str) -> Reduction:
+        """The reduction for a pair that `unsupported` accepts. "avg" divides by the number of sources."""
+        key = (dtype, op)
+        found = self._reductions.get(key)
+        if found is None:
+            found = self._reductions[key] = self._make(DTYPES[dtype].kind, op)
+        return found
+
+    def _make(self, kind: str, op: str) -> Reduction:
+        if kind == "half":
+            return self._half(op)
+        if kind == "int" and op == "avg":
+            return self._integer_average
+        if kind == "bool":
+            return _fold(np.logical_or if op in ("sum", "max") else np.logical_and)
+        if op == "avg":
+            return _float_average
+        return _fold({"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op])
+
+    def _half(self, op: str) -> Reduction:
+        import torch
+
+        # A source is widened into scratch and then added: 58 us for 262144 elements, where adding a bf16 tensor to
+        # an fp32 one in one call takes 80 us. The scratch stays in the cache.
+        step = {
+            "sum": torch.Tensor.add_,
+            "avg": torch.Tensor.add_,
+            "product": torch.Tensor.mul_,
+            "min": lambda acc, wide: torch.minimum(acc, wide, out=acc),
+            "max": lambda acc, wide: torch.maximum(acc, wide, out=acc),
+        }[op]
+
+        acc, wide = torch.empty(_BLOCK), torch.empty(_BLOCK)
+
+        def reduce(sources: Sequence[Array], out: Array) -> None:
+            count = out.numel()
+            for start in range(0, count, _BLOCK):
+                stop = min(count, start + _BLOCK)
+                a, w = acc[: stop - start], wide[: stop - start]
+                a.copy_(sources[0][start:stop])
+                for source in sources[1:]:
+                    w.copy_(source[start:stop])
+                    step(a, w)
+                if op == "avg":
+                    a.div_(len(sources))
+                out[start:stop].copy_(a)
+
+        return reduce
+
+    def _integer_average(self, sources: Sequence[Array], out: Array) -> None:
+        """Summed in 64 bits, so that the average of narrow integers is exact; truncated toward zero, as in C."""
+        wide = np.dtype("uint64" if out.dtype.kind == "u" else "int64")
+        acc = self._buffer(wide, out.size, lambda size: np.empty(size, wide))
+        acc[...] = sources[0]
+        for source in sources[1:]:
+            np.add(acc, source, out=acc)
+        n = len(sources)
+        quotient = acc // n
+        if wide.kind == "i":
+            quotient += (acc < 0) & (quotient * n != acc)
+        np.copyto(out, quotient, casting="same_kind" if wide == out.dtype else "unsafe")
+
+    def _buffer(self, key: Any, n: int, new: Callable[[int], Array]) -> Array:
+        """`n` elements of scratch, kept for the next call."""
+        buffer = self._scratch.get(key)
+        if buffer is None or len(buffer) < n:
+            buffer = self._scratch[key] = new(n)
+        return buffer[:n]
+
+
+def operand(dtype: str, carrier: Array) -> Array:
+    """What the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory."""
+    if DTYPES[dtype].kind != "half":
+        return carrier
+    import torch
+
+    if not carrier.flags.writeable:
+        carrier = _unlocked(carrier)
+    return torch.from_numpy(carrier.view(np.int16)).view(getattr(torch, dtype))
+
+
+def _unlocked(array: Array) -> Array:
+    """The same memory, not marked read-only: torch warns about tensors over read-only memory, and we only read."""
+    interface = dict(array.__array_interface__)
+    interface["data"] = (interface["data"][0], False)
+    return np.asarray(_Exported(interface, array))
+
+
+class _Exported:
+    def __init__(self, interface: dict[str, Any], keep: Array) -> None:
+        self.__array_interface__ = interface
+        self._keep = keep
+
+
+def _fold(ufunc: np.ufunc) -> Reduction:
+    def reduce(sources: Sequence[Array], out: Array) -> None:
+        if len(sources) == 1:
+            out[...] = sources[0]
+            return
+        ufunc(sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            ufunc(out, source, out=out)
+
+    return reduce
+
+
+_sum = _fold(np.add)
+
+
+def _float_average(sources: Sequence[Array], out: Array) -> None:
+    _sum(sources, out)
+    np.true_divide(out, len(sources), out=out)

@@ -1,0 +1,117 @@
+"""Members of a group without a control plane: segments, exchanges and connections, and view changes on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Iterable
+
+from ftcomm.collective.exchange import Exchange, Stall
+from ftcomm.collective.plan import GroupView
+from ftcomm.transport.segment import Peer, Segment
+from ftcomm.transport.shm import ShmPeer
+from ftcomm.transport.tcp import TcpPeer
+
+DEADLINE = 60.0  # seconds; for everything that a test waits for
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection on this host, blocking."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname(), timeout=DEADLINE)
+        far, _ = server.accept()
+    near.settimeout(None)
+    return near, far
+
+
+class Member:
+    """One exchange in this process."""
+
+    def __init__(self, replica: int, op_timeout: float = DEADLINE) -> None:
+        self.replica = replica
+        self.segment = Segment()
+        self.stalls: list[Stall] = []
+        self.lost: list[tuple[int, int, str]] = []
+        self.exchange = Exchange(
+            replica,
+            self.segment,
+            op_timeout=op_timeout,
+            on_stall=self.stalls.append,
+            on_lost=lambda *args: self.lost.append(args),
+            ranks_per_replica=8,  # all members share one interpreter lock: sleep early
+        )
+
+
+class Rig:
+    """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed")."""
+
+    def __init__(self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE) -> None:
+        self.how = how
+        self.members = {m: Member(m, op_timeout) for m in replicas}
+        self.epoch = 0
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for member in self.members.values():
+            member.exchange.fail(RuntimeError("the test is over"))
+            member.segment.close()
+
+    def view(self, replicas: Iterable[int], contributing: Iterable[int] | None = None) -> None:
+        """Install a view at its members, as the control plane does. Those left out are told nothing."""
+        members = tuple(sorted(replicas))
+        counted = frozenset(members if contributing is None else contributing)
+        self.epoch += 1
+        for m in members:
+            quiesced = threading.Event()
+            exchange = self.members[m].exchange
+            exchange.freeze(quiesced.set)
+            while not quiesced.wait(0.001):
+                exchange.nudge()
+        progress = {m: self.members[m].exchange.progress() for m in members}
+        for m in members:
+            view = GroupView(self.epoch, m, members, counted, one_host=self.how == "shm")
+            self.members[m].exchange.resume(view, self.peers(m, members), progress)
+
+    def peers(self, me: int, members: tuple[int, ...]) -> dict[int, Peer]:
+        return {m: self.connect(me, m) for m in members if m != me}
+
+    def connect(self, me: int, other: int) -> Peer:
+        tcp = self.how == "tcp" or (self.how == "mixed" and (me + other) % 2)
+        if not tcp:
+            segment = self.members[other].segment
+            return ShmPeer(other, os.getpid(), segment.fd, segment.nonce)
+        near, far = socket_pair()
+        self.members[other].exchange.attach(far, me, self.epoch)
+        return TcpPeer(other, self.epoch, near, lambda *args: self.members[me].lost.append(args))
+
+
+@dataclasses.dataclass
+class Caller:
+    """A thread that stands for the user's script of one member."""
+
+    thread: threading.Thread
+    errors: list[BaseException]
+
+    @classmethod
+    def start(cls, body: object, *args: object) -> Caller:
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                body(*args)  # type: ignore[operator]
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return cls(thread, errors)
+
+    def join(self) -> None:
+        self.thread.join(DEADLINE)
+        assert not self.thread.is_alive(), "the caller hangs"
+        if self.errors:
+            raise self.errors[0]

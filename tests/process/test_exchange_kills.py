@@ -1,0 +1,153 @@
+"""SIGKILL at random moments inside an all-reduce between processes; the test stands in for the control plane."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.process.exchange_process import main
+
+DEADLINE = 60.0
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Job:
+    """The processes, and the view changes."""
+
+    def __init__(self, count: int, mode: str) -> None:
+        self.mode = mode
+        self.epoch = 0
+        self.processes: dict[int, Any] = {}
+        self.pipes: dict[int, Any] = {}
+        self.addresses: dict[int, Any] = {}
+        for replica in range(count):
+            near, far = SPAWN.Pipe()
+            process = SPAWN.Process(target=main, args=(replica, mode, far), daemon=True)
+            process.start()
+            far.close()
+            self.processes[replica], self.pipes[replica] = process, near
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join(DEADLINE)
+
+    def receive(self, replica: int, name: str) -> Any:
+        """The next report of this name; others that come before are dropped, if they may come."""
+        end = time.monotonic() + DEADLINE
+        while True:
+            assert self.pipes[replica].poll(max(0.0, end - time.monotonic())), f"replica {replica} says nothing"
+            report = self.pipes[replica].recv()
+            if report[0] == name:
+                return report[1:]
+            assert report[0] in ("lost", "started", "returned"), report
+
+    def start(self) -> None:
+        for replica in self.processes:
+            (self.addresses[replica],) = self.receive(replica, "hello")
+        self.view()
+
+    def view(self, also_kill: int | None = None) -> None:
+        """A view of those that live; `also_kill` dies while it is being agreed upon."""
+        done: dict[int, Any] = {}
+        self.epoch += 1
+        for replica in self.processes:
+            self.pipes[replica].send(("freeze", self.epoch))
+        if also_kill is not None:
+            self.kill(also_kill)
+            self.epoch += 1
+            for replica in self.processes:
+                self.pipes[replica].send(("freeze", self.epoch))
+        progress = {}
+        for replica in self.processes:
+            epoch = -1
+            while epoch != self.epoch:
+                name, *report = self.report(replica)
+                if name == "progress":
+                    epoch, progress[replica] = report
+                elif name == "done":
+                    done[replica] = report
+        members = {m: self.addresses[m] for m in sorted(self.processes)}
+        for replica in self.processes:
+            self.pipes[replica].send(("resume", self.epoch, members, progress))
+        self.early = done
+
+    def report(self, replica: int) -> Any:
+        assert self.pipes[replica].poll(DEADLINE), f"replica {replica} says nothing"
+        return self.pipes[replica].recv()
+
+    def kill(self, replica: int) -> None:
+        process = self.processes.pop(replica)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(DEADLINE)
+        self.pipes.pop(replica).close()
+
+    def reduce(self, count: int) -> None:
+        self.early = {}
+        for pipe in self.pipes.values():
+            pipe.send(("reduce", count))
+
+    def results(self) -> set[Any]:
+        """What the members returned; one element if they agree."""
+        out = set()
+        for replica in self.processes:
+            out.add(tuple(self.early.get(replica) or self.receive(replica, "done")))
+        return out
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "members", "megabytes", "seed"),
+    [
+        *[("shm", 4, 64, seed) for seed in range(6)],
+        *[("shm", 6, 8, seed) for seed in range(6, 14)],
+        *[("tcp", 4, 16, seed) for seed in range(14, 18)],
+    ],
+)
+def test_survivors_of_sigkill_return_the_same_bytes(
+    jobs: list[Job], mode: str, members: int, megabytes: int, seed: int
+) -> None:
+    """One or two at a time are killed until one is left, each time in the middle of an op."""
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    job = Job(members, mode)
+    jobs.append(job)
+    job.start()
+    count = (megabytes << 20) // 4
+    for _ in range(2):  # the first one touches fresh memory
+        job.reduce(count)
+        job.receive(0, "started")
+        begun = time.monotonic()
+        job.receive(0, "returned")
+        usual = time.monotonic() - begun
+        (result,) = job.results()
+        assert result[2] == ((0, count, tuple(range(members))),)
+    while len(job.processes) > 1:
+        job.reduce(count)
+        watched = chance.choice(list(job.processes))
+        job.receive(watched, "started")
+        # A random moment, not a synchronisation: the op goes on whatever it is.
+        job.pipes[watched].poll(chance.random() * usual)
+        for _ in range(min(chance.choice((1, 1, 1, 2)), len(job.processes) - 1)):
+            job.kill(chance.choice(list(job.processes)))
+        again = len(job.processes) > 1 and chance.random() < 0.3
+        job.view(also_kill=chance.choice(list(job.processes)) if again else None)
+        (result,) = job.results()
+        assert {m for _, _, who in result[2] for m in who} >= set(job.processes)
+    job.reduce(count)
+    (result,) = job.results()
+    assert result[2] == ((0, count, tuple(job.processes)),)

@@ -1,0 +1,136 @@
+"""The resume plan: whatever the members hold, their streams of tasks agree, and each chunk gets the right task."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftcomm.collective.chunks import pack
+from ftcomm.collective.resume import REDUCE, ProtocolError, Task, all_reduce, base, failure, resume_tasks
+from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """What the protocol allows: ops return in order, and only when all hold them; FINAL only what all have called."""
+
+    chunks: tuple[int, ...]  # of each op
+    held: dict[int, tuple[frozenset[int], ...]]  # by replica, for each op that it has called
+    returned: dict[int, int]
+    who: dict[tuple[int, int], tuple[int, ...]]  # contributors of (op, chunk)
+
+    def progress(self) -> dict[int, Progress]:
+        return {m: self._of(m) for m in self.held}
+
+    def _of(self, member: int) -> Progress:
+        ops = []
+        for number in range(self.returned[member], len(self.held[member])):
+            finals: dict[tuple[int, ...], list[int]] = {}
+            for chunk in sorted(self.held[member][number]):
+                finals.setdefault(self.who[number, chunk], []).append(chunk)
+            total = self.chunks[number]
+            ops.append(OpProgress(number, tuple(Final(w, pack(c, total)) for w, c in finals.items())))
+        return Progress(self.returned[member], tuple(ops))
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    members = draw(st.sets(st.integers(0, 9), min_size=1, max_size=5))
+    chunks = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)))
+    called = {m: draw(st.integers(0, len(chunks))) for m in members}
+    common = min(called.values())
+    complete = draw(st.integers(0, common))  # all members hold these
+    sets = [st.frozensets(st.integers(0, total - 1)) for total in chunks]
+    held = {
+        m: tuple(
+            frozenset(range(chunks[op])) if op < complete else draw(sets[op]) if op < common else frozenset()
+            for op in range(called[m])
+        )
+        for m in members
+    }
+    returned = {m: draw(st.integers(0, complete)) for m in members}
+    lost = draw(st.sets(st.integers(10, 12)))
+    who = {
+        (op, chunk): tuple(sorted(members | (lost if draw(st.booleans()) else set())))
+        for op in range(len(chunks))
+        for chunk in range(chunks[op])
+    }
+    return Situation(chunks, held, returned, who)
+
+
+def streams(situation: Situation) -> dict[int, list[tuple[int, Task]]]:
+    """The stream of every member, if each goes on to call all ops."""
+    progress = situation.progress()
+    start = base(progress.values())
+    out = {}
+    for member in progress:
+        tasks = out[member] = []
+        for number in range(start, len(situation.chunks)):
+            total = situation.chunks[number]
+            in_flight = number < len(situation.held[member])
+            plan = resume_tasks(number, total, progress) if in_flight else all_reduce(total)
+            tasks += [(number, task) for task in plan]
+    return out
+
+
+@settings(max_examples=500)
+@given(situations())
+def test_the_streams_of_all_members_agree(situation: Situation) -> None:
+    first, *others = streams(situation).values()
+    assert all(other == first for other in others)
+
+
+@settings(max_examples=500)
+@given(situations())
+def test_every_chunk_gets_the_task_it_needs(situation: Situation) -> None:
+    for tasks in streams(situation).values():
+        planned = {(number, task.chunk): task for number, task in tasks}
+        assert len(planned) == len(tasks)
+        for number in range(base(situation.progress().values()), len(situation.chunks)):
+            for chunk in range(situation.chunks[number]):
+                holders = [m for m, ops in situation.held.items() if number < len(ops) and chunk in ops[number]]
+                task = planned.get((number, chunk))
+                if len(holders) == len(situation.held):
+                    assert task is None
+                elif holders:
+                    assert task == Task(chunk, min(holders), situation.who[number, chunk])
+                else:
+                    assert task == Task(chunk, REDUCE, ())
+
+
+@given(situations())
+def test_what_somebody_has_returned_everybody_holds(situation: Situation) -> None:
+    start = base(situation.progress().values())
+    for ops in situation.held.values():
+        assert all(held == frozenset(range(situation.chunks[number])) for number, held in enumerate(ops[:start]))
+
+
+def holding(*chunks: int, contributors: tuple[int, ...] = (0, 1)) -> Progress:
+    return Progress(4, (OpProgress(4, (Final(contributors, pack(chunks, 8)),)),))
+
+
+def test_a_joiner_does_not_set_the_numbers() -> None:
+    assert base([Progress(9, (), fresh=True), Progress(4, ())]) == 4
+    assert base([Progress(0, (), fresh=True)]) == 0
+
+
+def test_a_failure_is_found_wherever_it_was_seen() -> None:
+    failed = Progress(3, (OpProgress(3, ()),), failed=(FailedOp(3, "no"),))
+    assert failure(3, [Progress(3, ()), failed]) == "no"
+    assert failure(4, [Progress(3, ()), failed]) is None
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        {0: holding(1), 1: Progress(4, ())},  # FINAL, and not called by all
+        {0: holding(1), 1: holding(1, contributors=(0, 1, 2)), 2: holding()},  # two different sums
+        {0: holding(5), 1: holding()},  # more chunks than the op has
+    ],
+)
+def test_contradictions_are_found(progress: dict[int, Progress]) -> None:
+    with pytest.raises(ProtocolError):
+        resume_tasks(4, 3, progress)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftcomm.errors import TransportError
+from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, SIZE, SLOTS, Segment, wrong
+from ftcomm.transport.shm import ShmPeer
+
+
+def open_peer(segment: Segment, nonce: str | None = None) -> ShmPeer:
+    return ShmPeer(3, os.getpid(), segment.fd, nonce or segment.nonce)
+
+
+def test_a_peer_sees_words_and_staging_and_cannot_write() -> None:
+    segment = Segment()
+    peer = open_peer(segment)
+    segment.words[POSTED] = 7 << 32 | 5
+    carrier = np.dtype(np.float32)
+    segment.carve(REDUCED, SLOTS - 1, 10, 3, carrier)[...] = (1, 2, 3)
+    assert peer.words[POSTED] == 7 << 32 | 5
+    assert peer.carve(REDUCED, SLOTS - 1, 10, 3, carrier).tolist() == [1, 2, 3]
+    with pytest.raises(TypeError):
+        peer.words[POSTED] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        peer.carve(POSTED, 0, 0, 1, carrier)[...] = 0
+    # Not even somebody who opens it anew may write to it, or cut it off under its readers.
+    with open(f"/proc/{os.getpid()}/fd/{segment.fd}", "r+b") as file:
+        with pytest.raises(PermissionError):
+            os.pwrite(file.fileno(), b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(file.fileno(), 0)
+
+
+def test_regions_and_slots_do_not_overlap() -> None:
+    segment = Segment()
+    carrier = np.dtype(np.uint8)
+    parts = [segment.carve(region, slot, 0, CHUNK, carrier) for region in (POSTED, REDUCED) for slot in range(SLOTS)]
+    for value, part in enumerate(parts, start=1):
+        part[...] = value
+    assert [int(part.min()) for part in parts] == [int(part.max()) for part in parts] == list(range(1, 2 * SLOTS + 1))
+    assert wrong(segment.words, segment.nonce) is None
+    assert SIZE <= 32 << 20
+
+
+def test_another_segment_is_told_from_the_right_one() -> None:
+    segment = Segment()
+    with pytest.raises(TransportError, match="somebody else"):
+        open_peer(segment, "0" * 32)
+    with open(os.devnull, "rb") as file, pytest.raises(TransportError, match="replica 3"):
+        ShmPeer(3, os.getpid(), file.fileno(), segment.nonce)
+    fd = segment.fd
+    segment.close()
+    segment.close()
+    with pytest.raises(TransportError, match="cannot open the segment of replica 3"):
+        ShmPeer(3, os.getpid(), fd + 1000, segment.nonce)
+
+
+def test_nothing_is_left_of_a_segment() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    segment = Segment()
+    peer = open_peer(segment)
+    segment.close()
+    assert peer.words[0] == segment.words[0]  # who has it open keeps it
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_too_little_memory_is_an_error_with_the_mend() -> None:
+    code = """
+        import resource
+        from ftcomm.errors import TransportError
+        from ftcomm.transport.segment import Segment
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            Segment()
+        except TransportError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "cannot reserve 4 MB of shared memory" in done.stdout
+    assert "ulimit -f; now 1048576 bytes" in done.stdout
