@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -23,6 +22,7 @@ from ftcomm.control import member as mem
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.links import Link, Listener, serve_messages
+from ftcomm.control.peers import Peers
 from ftcomm.control.views import Address, View
 
 log = logging.getLogger("ftcomm.control")
@@ -100,9 +100,7 @@ class Agent:
         self._up: Link | None = None  # to the coordinator (rank 0) or to the leader
         self._ranks: dict[int, asyncio.StreamWriter] = {}  # rank 0: the other ranks of the replica
         self._tasks: set[asyncio.Task[None]] = set()
-        self._peers: dict[int, tuple[str, Link]] = {}  # replica -> (incarnation, link)
-        self._pidfds: dict[int, int] = {}  # replica -> fd
-        self._watched: set[tuple[int, str]] = set()
+        self._peers = Peers(replica, rank, token, on_open=self._again, on_lost=self._suspect)
         self._joined: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
@@ -213,8 +211,7 @@ class Agent:
                 task.cancel()
             with contextlib.suppress(Exception):
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            for fd in self._pidfds.values():
-                os.close(fd)
+            self._peers.close()
             self._loop.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -338,7 +335,7 @@ class Agent:
             if isinstance(action, lead.ToCoordinator):
                 self._send_up(action.message)
             elif isinstance(action, lead.ToLeader):
-                self._send_member(action.replica, action.message)
+                self._peers.send(action.replica, action.message)
             elif action.rank == 0:
                 self._from_leader(action.message)
             elif action.rank in self._ranks:
@@ -352,7 +349,7 @@ class Agent:
                 else:
                     self._send_up(action.message)
             elif isinstance(action, mem.ToMember):
-                self._send_member(action.replica, action.message)
+                self._peers.send(action.replica, action.message)
             elif isinstance(action, mem.Quiesce):
                 self._quiesce(action.view)
             elif isinstance(action, mem.Resume):
@@ -386,7 +383,7 @@ class Agent:
     def _quiesce(self, view: View) -> None:
         self._since = time.monotonic()
         still = asyncio.Event()
-        self._connect(view)
+        self._peers.connect(view)
 
         def quiesced() -> None:
             still.set()
@@ -419,7 +416,7 @@ class Agent:
                 await asyncio.sleep(self._heartbeat)
         if self._machine.view is not view or self._machine.phase != "resuming":
             return
-        self._watch(view, local)
+        self._peers.watch(view, local)
         counts = self.engine.resume(view, progress)
         now = time.monotonic()
         self.view = view
@@ -451,68 +448,9 @@ class Agent:
         if member is not None:
             self._do([mem.ToLeader(m.Suspect(replica, member.incarnation, reason, proof))])
 
-    def _watch(self, view: View, local: Iterable[int]) -> None:
-        """The end of a process of this host is an event: no timeout needed."""
-        for replica in local:
-            member = view.member(replica)
-            if member is None or (replica, member.incarnation) in self._watched or replica == self.replica:
-                continue
-            pid = member.ranks[self.rank].pid
-            try:
-                fd = os.pidfd_open(pid)
-            except OSError as error:
-                self._suspect(
-                    view, replica, f"process {pid}: {error.strerror}", proof=isinstance(error, ProcessLookupError)
-                )
-                continue
-            self._watched.add((replica, member.incarnation))
-            self._unwatch(replica)
-            self._pidfds[replica] = fd
-            self._loop.add_reader(fd, self._ended, view, replica, pid)
-
-    def _ended(self, view: View, replica: int, pid: int) -> None:
-        self._unwatch(replica)
-        self._suspect(view, replica, f"its process {pid} ended", proof=True)
-
-    def _unwatch(self, replica: int) -> None:
-        fd = self._pidfds.pop(replica, None)
-        if fd is not None:
-            self._loop.remove_reader(fd)
-            os.close(fd)
-
-    def _connect(self, view: View) -> None:
-        """Links to the members of `view`; those to anybody else are closed."""
-        for replica, (incarnation, link) in list(self._peers.items()):
-            if not view.has(replica, incarnation):
-                link.close()
-                del self._peers[replica]
-                self._unwatch(replica)
-        for member in view.members:
-            if member.replica != self.replica and member.replica not in self._peers:
-                address = member.ranks[self.rank]
-                link = Link(
-                    (address.host, address.port),
-                    self._token,
-                    "member",
-                    {"replica": self.replica},
-                    on_open=lambda replica=member.replica: self._again(replica),  # type: ignore[misc]
-                    on_down=lambda error, member=member: self._peer_down(member.replica, member.incarnation, error),  # type: ignore[misc]
-                )
-                self._peers[member.replica] = (member.incarnation, link)
-
     def _again(self, replica: int) -> None:
         with self._lock:
             actions = self._machine.again(replica)
         self._do(actions)
         if self._leader is not None:
             self._do_leader(self._leader.again(replica))
-
-    def _peer_down(self, replica: int, incarnation: str, error: Exception) -> None:
-        view = self._machine.view
-        if view is not None and view.has(replica, incarnation):
-            self._suspect(view, replica, f"the link to it is down: {error}", proof=False)
-
-    def _send_member(self, replica: int, message: m.Message) -> None:
-        known = self._peers.get(replica)
-        if known is not None:
-            known[1].send(message)

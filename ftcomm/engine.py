@@ -1,0 +1,96 @@
+"""What the control thread drives of the data plane: the exchange of this rank, and the way to its peers' memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.plan import GroupView
+from ftcomm.control import messages as m
+from ftcomm.control.agent import Unreachable
+from ftcomm.control.views import Address, View
+from ftcomm.errors import ExpelledError, TransportError
+from ftcomm.transport.connect import Dial, connect
+from ftcomm.transport.segment import Peer
+from ftcomm.transport.tcp import Lost
+
+log = logging.getLogger("ftcomm")
+
+
+class Engine:
+    """What the control thread drives (`ftcomm.control.agent.Engine`): the exchange, and the way to its peers.
+
+    Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        exchange: Exchange,
+        here: Address,
+        *,
+        mode: str,
+        dial: Dial,
+        on_lost: Lost,
+    ) -> None:
+        self._rank, self._exchange, self._here = rank, exchange, here
+        self._mode, self._dial, self._on_lost = mode, dial, on_lost
+        self._kept: dict[str, Peer] = {}  # shared memory, by the nonce of the segment
+        self._reached: dict[int, dict[int, Peer]] = {}  # epoch -> replica -> peer; of views that are not resumed yet
+
+    def freeze(self, quiesced: Callable[[], None]) -> None:
+        self._exchange.freeze(quiesced)
+
+    def nudge(self) -> None:
+        self._exchange.nudge()
+
+    def progress(self) -> m.Progress:
+        return self._exchange.progress()
+
+    def reach(self, view: View) -> Iterable[int]:
+        """In a thread; for the next view maybe before this one is through. Called again after `Unreachable`."""
+        reached = self._reached.setdefault(view.epoch, {})
+        for member in view.members:
+            if member.replica != self._exchange.replica and member.replica not in reached:
+                reached[member.replica] = self._connect(view.epoch, member.replica, member.ranks[self._rank])
+        return [replica for replica, peer in reached.items() if peer.how == "shm"]
+
+    def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
+        known = self._kept.get(there.nonce)
+        if known is not None:
+            return known
+        me = self._exchange.replica
+        try:
+            peer = connect(
+                me,
+                self._here,
+                replica,
+                there,
+                epoch=epoch,
+                mode=self._mode,
+                dial=self._dial,
+                on_lost=self._on_lost,
+            )
+        except (TransportError, OSError) as error:
+            raise Unreachable(replica, str(error)) from error
+        if peer.how == "shm":
+            self._kept[there.nonce] = peer
+        log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, peer.how)
+        return peer
+
+    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+        peers = self._reached.pop(view.epoch)
+        for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
+            for peer in self._reached.pop(epoch).values():
+                if all(peer is not kept for kept in peers.values()):
+                    peer.close()
+        addresses = {member.replica: member.ranks[self._rank] for member in view.members}
+        members = {there.nonce for there in addresses.values()}
+        self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
+        one_host = all(there.boot == self._here.boot for there in addresses.values())
+        plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host)
+        return self._exchange.resume(plan, peers, progress)._asdict()
+
+    def fail(self, reason: str) -> None:
+        self._exchange.fail(ExpelledError(reason))

@@ -1,0 +1,59 @@
+"""What the ranks of test jobs run."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Any
+
+import numpy as np
+
+import ftcomm
+
+from .job import Notes
+
+
+def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """An all-reduce a step. Replica r contributes 2**r, so every element of a result tells who is in it."""
+    elements = arguments["elements"]
+    array = np.empty(elements, np.float32)
+    for step in ftcomm.steps(arguments["steps"]):
+        array[:] = 2.0**group.replica
+        if step % 2:
+            work = group.allreduce(array, async_op=True)
+            work.wait()
+            spans = work.contributors
+        else:
+            group.allreduce(array)
+            spans = seen(array)
+        for start, stop, replicas in spans:
+            expected = float(sum(2**replica for replica in replicas))
+            wrong = np.flatnonzero(array[start:stop] != expected)
+            if wrong.size:
+                at = int(start + wrong[0])
+                notes.write(kind="wrong", step=step, at=at, got=float(array[at]), expected=expected)
+        whole = spans[0][0] == 0 and spans[-1][1] == elements
+        crc = zlib.crc32(array.view(np.uint8).data)
+        notes.write(
+            kind="step", step=step, crc=crc, spans=[list(span) for span in spans], whole=whole, epoch=group.epoch
+        )
+
+
+def seen(array: np.ndarray) -> list[tuple[int, int, list[int]]]:
+    """The contributors as the values tell them."""
+    edges = [0, *(np.flatnonzero(np.diff(array)) + 1).tolist(), array.size]
+    return [
+        (start, stop, [replica for replica in range(16) if int(array[start]) >> replica & 1])
+        for start, stop in itertools.pairwise(edges)
+    ]
+
+
+def calls(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """The calls of `arguments["calls"][replica]`, one after the other: (elements, dtype, op); what came of each."""
+    for elements, dtype, op in arguments["calls"][group.replica]:
+        array = np.ones(elements, dtype)
+        try:
+            group.allreduce(array, op)
+            notes.write(kind="call", value=float(array[0]))
+        except ftcomm.FtcommError as error:
+            notes.write(kind="call", error=type(error).__name__, text=str(error))

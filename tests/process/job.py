@@ -1,0 +1,218 @@
+"""Real jobs for tests: real processes, a real coordinator, real kills, started in milliseconds.
+
+A fork server imports torch and ftcomm once; every rank is a fork of it, so that two hundred deaths cost two hundred
+forks and not two hundred imports. The coordinator runs in a thread of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ftcomm
+from ftcomm.control.server import CoordinatorServer
+from ftcomm.settings import Settings
+
+TOKEN = "token-of-the-test"
+DEADLINE = 60.0  # s for anything that a test waits for
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job"])
+
+Body = Callable[[ftcomm.Group, "Notes", dict[str, Any]], None]
+
+
+class Notes:
+    """What a rank writes down, a line at a time, so that nothing is lost when it is killed."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, **fields: Any) -> None:
+        os.write(self._fd, json.dumps(fields).encode() + b"\n")
+
+
+def _rank(settings: Settings, path: Path, body: Body, arguments: dict[str, Any]) -> None:
+    os.environ.setdefault("FTCOMM_LOG", "error")
+    faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
+    notes = Notes(path)
+    try:
+        group = ftcomm.init(settings)
+        notes.write(kind="joined", epoch=group.epoch)
+        body(group, notes, arguments)
+        ftcomm.shutdown()
+        notes.write(kind="end", drained=group.drained)
+    except BaseException as error:
+        notes.write(kind="error", type=type(error).__name__, text=str(error))
+        raise SystemExit(1) from None
+
+
+class Job:
+    """`with Job(tmp_path, replicas=4, body=...) as job:` starts all ranks; leaving kills whatever still runs."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        replicas: int,
+        body: Body,
+        ranks: int = 1,
+        transport: str = "auto",
+        heartbeat_timeout: float = 3.0,
+        op_timeout: float = 20.0,
+        **arguments: Any,
+    ) -> None:
+        self.folder, self.replicas, self.ranks = folder, replicas, ranks
+        self._body, self._arguments = body, arguments
+        self._settings = dict(transport=transport, heartbeat_timeout=heartbeat_timeout, op_timeout=op_timeout)
+        self.processes: dict[tuple[int, int], Any] = {}
+        self.events: list[dict[str, Any]] = []
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.server = self._server(0)
+        self.do(self.server.start())
+        self._lives = 0
+
+    # -- the coordinator -----------------------------------------------------------------------------------------
+
+    def _server(self, port: int) -> CoordinatorServer:
+        return CoordinatorServer(
+            self.replicas,
+            self.ranks,
+            TOKEN,
+            port=port,
+            store=self.folder / "views",
+            heartbeat_timeout=self._settings["heartbeat_timeout"],
+            op_timeout=self._settings["op_timeout"],
+            on_event=self._event,
+        )
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE)
+
+    def stop_coordinator(self) -> None:
+        self.do(self.server.stop())
+
+    def start_coordinator(self) -> None:
+        self.server = self._server(int(self.server.endpoint.rpartition(":")[2]))
+        self.do(self.server.start())
+
+    def drain(self) -> None:
+        self._loop.call_soon_threadsafe(self.server.drain)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+
+    def wait_event(self, what: str, found: Callable[[list[dict[str, Any]]], bool], timeout: float = DEADLINE) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: found(self.events), timeout):
+                raise AssertionError(
+                    f"no {what} within {timeout:g} s; the last events: {self.events[-8:]}\n{self.stacks()}"
+                )
+
+    def wait_contributing(self, replicas: set[int], since: int = 0) -> None:
+        """Until the newest view has all of `replicas`, contributing."""
+
+        def found(events: list[dict[str, Any]]) -> bool:
+            views = [event for event in events[since:] if event["kind"] == "view"]
+            return bool(views) and replicas <= {x["replica"] for x in views[-1]["members"] if x["contributing"]}
+
+        self.wait_event(f"view in which {sorted(replicas)} contribute", found)
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def start(self, replica: int) -> None:
+        self._lives += 1
+        listener = socket.create_server(("127.0.0.1", 0)) if self.ranks > 1 else None
+        leader = f"127.0.0.1:{listener.getsockname()[1]}" if listener else ""
+        if listener:
+            listener.close()  # the port is free again for a moment; nothing else on this machine asks for it
+        for rank in range(self.ranks):
+            settings = Settings(
+                coordinator=self.server.endpoint,
+                token=TOKEN,
+                replica=replica,
+                replicas=self.replicas,
+                rank=rank,
+                ranks_per_replica=self.ranks,
+                leader=leader,
+                init_timeout=DEADLINE,
+                **self._settings,
+            )
+            path = self.folder / f"notes-{replica}-{rank}-{self._lives:04d}"
+            process = _context.Process(target=_rank, args=(settings, path, self._body, self._arguments), daemon=True)
+            process.start()
+            self.processes[replica, rank] = process
+
+    def kill(self, replica: int, rank: int | None = None) -> None:
+        """SIGKILL to one rank, or to all of the replica; the others of a replica die with it, as under `ftcomm run`."""
+        order = [rank] if rank is not None else []
+        order += [other for other in range(self.ranks) if other not in order]
+        for each in order:
+            self.processes[replica, each].kill()
+
+    def signal(self, replica: int, number: signal.Signals) -> None:
+        for rank in range(self.ranks):
+            os.kill(self.processes[replica, rank].pid, number)
+
+    def join(self, replica: int, timeout: float = DEADLINE) -> list[int | None]:
+        """Exit codes of the replica's ranks."""
+        end = time.monotonic() + timeout
+        for rank in range(self.ranks):
+            self.processes[replica, rank].join(max(0.0, end - time.monotonic()))
+            assert not self.processes[replica, rank].is_alive(), f"replica {replica} hangs:\n{self.stacks()}"
+        return [self.processes[replica, rank].exitcode for rank in range(self.ranks)]
+
+    def __enter__(self) -> Job:
+        for replica in range(self.replicas):
+            self.start(replica)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError, AttributeError):
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        for process in self.processes.values():
+            process.join(10)
+        with contextlib.suppress(Exception):
+            self.do(self.server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    # -- what they wrote down ------------------------------------------------------------------------------------
+
+    def notes(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """(replica, rank, line) of all lives; a last line cut short by a kill is left out."""
+        for path in sorted(path for path in self.folder.glob("notes-*") if not path.suffix):
+            _, replica, rank, _ = path.name.split("-")
+            for line in path.read_bytes().split(b"\n")[:-1]:
+                yield int(replica), int(rank), json.loads(line)
+
+    def stacks(self) -> str:
+        """Where every rank that lives stands, and the errors of the others: for a test that has failed."""
+        for process in self.processes.values():
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # they write it in a signal handler; there is nothing to wait for
+        stacks = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("notes-*.stack"))]
+        return "\n".join([str(self.errors()), str(self.server._machine and vars(self.server._machine)), *stacks])
+
+    def errors(self) -> list[tuple[int, int, str]]:
+        return [(r, k, f"{n['type']}: {n['text']}") for r, k, n in self.notes() if n["kind"] == "error"]

@@ -1,0 +1,107 @@
+"""What a user did wrong is an error that says so, on every rank, and within seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+
+import ftcomm
+from ftcomm.control import wire
+from ftcomm.settings import Settings
+
+from .bodies import calls, reduce_forever
+from .job import TOKEN, Job
+
+
+def outcomes(job: Job, replica: int) -> list[dict[str, object]]:
+    return [note for r, _, note in job.notes() if r == replica and note["kind"] == "call"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(999, "float32", "sum"), (1000, "float64", "sum"), (1000, "float32", "max"), (9_000_000, "float32", "sum")],
+    ids=["count", "dtype", "op", "size"],
+)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_different_calls_are_an_error_on_all_that_shows_both(
+    tmp_path: Path, wrong: tuple[int, str, str], transport: str
+) -> None:
+    right = (1000, "float32", "sum")
+    plan = {0: [right, right, right], 1: [right, right, right], 2: [right, wrong, right]}
+    with Job(tmp_path, replicas=3, body=calls, transport=transport, calls=plan) as job:
+        for replica in range(3):
+            assert job.join(replica) == [0], job.errors()
+            before, mismatch, after = outcomes(job, replica)
+            assert before == {"kind": "call", "value": 3.0}
+            assert mismatch["error"] == "MismatchError"
+            text = str(mismatch["text"])
+            assert "replicas 0, 1: op 1, allreduce(op='sum') of 1000 x float32" in text
+            assert f"replica 2: op 1, allreduce(op='{wrong[2]}') of {wrong[0]} x {wrong[1]}" in text
+            assert after == {"kind": "call", "value": 3.0}, "the group goes on"
+
+
+def settings(**changes: object) -> Settings:
+    base = Settings(coordinator="127.0.0.1:1", token=TOKEN, replica=0, replicas=1, init_timeout=1.0)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_no_coordinator_says_where_and_how_long() -> None:
+    with pytest.raises(ftcomm.InitError, match=r"coordinator at 127.0.0.1:1 cannot be reached .*waited 1 s"):
+        ftcomm.init(settings())
+
+
+def test_wrong_token_is_said_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, replicas=2, body=calls, calls={})
+    try:
+        with pytest.raises(ftcomm.InitError, match="FTCOMM_TOKEN"):
+            ftcomm.init(settings(coordinator=job.server.endpoint, token="guess", init_timeout=60.0))
+    finally:
+        job.__exit__()
+
+
+def test_another_version_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        import threading
+
+        def serve() -> None:
+            conn, _ = port.accept()
+            with conn:
+                conn.recv(4096)
+                import msgspec
+
+                data = msgspec.msgpack.encode(wire.Challenge(wire.VERSION + 1, b"n" * 16))
+                conn.sendall(len(data).to_bytes(4, "big") + data)
+                conn.recv(4096)
+
+        threading.Thread(target=serve, daemon=True).start()
+        endpoint = f"127.0.0.1:{port.getsockname()[1]}"
+        with pytest.raises(ftcomm.InitError, match=f"version {wire.VERSION + 1}, expected {wire.VERSION}"):
+            ftcomm.init(settings(coordinator=endpoint, init_timeout=60.0))
+
+
+def test_missing_replicas_are_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, replicas=3, body=calls, calls={})
+    try:
+        with pytest.raises(ftcomm.InitError, match=r"1 of 3 replicas are here; missing: 0, 2"):
+            ftcomm.init(settings(coordinator=job.server.endpoint, replica=1, replicas=3))
+    finally:
+        job.__exit__()
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path, replicas=2, ranks=2, body=calls, calls={})
+    try:
+        with pytest.raises(ftcomm.InitError, match="FTCOMM_RANKS_PER_REPLICA"):
+            ftcomm.init(settings(coordinator=job.server.endpoint, init_timeout=60.0))
+    finally:
+        job.__exit__()
+
+
+def test_two_coordinators_of_one_job(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=1, body=reduce_forever, elements=10, steps=10_000_000) as job:
+        job.wait_contributing({0})
+        with pytest.raises(Exception, match="another coordinator"):
+            job.do(job._server(0).start())

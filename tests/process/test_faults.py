@@ -1,0 +1,199 @@
+"""Losses of every kind but the plain kill: several at once, one rank of two, a frozen one, the coordinator."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .bodies import reduce_forever
+from .job import TOKEN, Job
+from .test_kills import ENDLESS, check
+
+BIG = 2_000_003  # elements; an op takes some milliseconds, so that a kill falls into one
+
+
+def job(folder: Path, replicas: int = 4, steps: int = ENDLESS, elements: int = BIG, **settings: object) -> Job:
+    return Job(folder, replicas=replicas, body=reduce_forever, steps=steps, elements=elements, **settings)  # type: ignore[arg-type]
+
+
+def finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, object]]]:
+    """Drain, and hold what was written down against the promises."""
+    running.drain()
+    for replica in replicas:
+        assert running.join(replica) == [0] * running.ranks
+    assert not running.errors()
+    return check(running)
+
+
+def steps_of(running: Job, replica: int) -> list[int]:
+    return [note["step"] for r, _, note in running.notes() if r == replica and note["kind"] == "step"]
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (1, 3), (0, 1, 2), (1, 2, 3)])
+def test_several_at_once(tmp_path: Path, victims: tuple[int, ...]) -> None:
+    """All but one, too: the last one goes on alone."""
+    survivors = set(range(4)) - set(victims)
+    with job(tmp_path) as running:
+        running.wait_contributing(set(range(4)))
+        seen = len(running.events)
+        for victim in victims:
+            running.kill(victim)
+        running.wait_event(
+            f"view of {survivors} alone",
+            lambda events: any(
+                e["kind"] == "view" and {x["replica"] for x in e["members"]} == survivors for e in events[seen:]
+            ),
+        )
+        for victim in victims:
+            running.start(victim)
+        running.wait_contributing(set(range(4)), since=seen)
+        finish(running, set(range(4)))
+
+
+def test_one_after_the_other_until_one_is_left(tmp_path: Path) -> None:
+    with job(tmp_path) as running:
+        running.wait_contributing(set(range(4)))
+        for victim in (2, 0, 3):
+            running.kill(victim)
+        running.wait_event("view of 1 alone", lambda events: any(_members(e) == [1] for e in events))
+        done = len(steps_of(running, 1))
+        for _ in _until(lambda: len(steps_of(running, 1)) > done + 2, "the last one did not go on"):
+            pass
+        steps = finish(running, {1})
+        alone = [notes[100] for notes in steps.values() if 100 in notes and notes[100]["spans"][0][2] == [1]]  # type: ignore[index]
+        assert alone, "the last one did not go on"
+
+
+def _members(event: dict[str, object]) -> list[int]:
+    return [x["replica"] for x in event["members"]] if event["kind"] == "view" else []  # type: ignore[index, attr-defined]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_of_two_ranks_dies_as_one(tmp_path: Path, rank: int) -> None:
+    """Whichever of its ranks dies, the leader or the other: both shard groups go on without the replica."""
+    with job(tmp_path, replicas=3, ranks=2, elements=300_001) as running:
+        running.wait_contributing({0, 1, 2})
+        for victim in (1, 0):
+            seen = len(running.events)
+            running.kill(victim, rank)
+            running.wait_event(
+                f"view without {victim}",
+                lambda events, seen=seen, victim=victim: any(  # type: ignore[misc]
+                    e["kind"] == "view" and victim not in _members(e) for e in events[seen:]
+                ),
+            )
+            running.start(victim)
+            running.wait_contributing({0, 1, 2}, since=seen)
+        finish(running, {0, 1, 2})
+
+
+def test_a_frozen_replica_is_expelled_and_learns_it(tmp_path: Path) -> None:
+    with job(tmp_path, replicas=3, heartbeat_timeout=1.0) as running:
+        for _ in _until(lambda: bool(steps_of(running, 1)), "replica 1 makes no steps"):
+            pass
+        running.signal(1, signal.SIGSTOP)
+        running.wait_event("view without 1", lambda events: any(_members(e) == [0, 2] for e in events))
+        running.signal(1, signal.SIGCONT)
+        assert running.join(1) == [1]
+        assert [text.partition(":")[0] for replica, _, text in running.errors() if replica == 1] == ["ExpelledError"]
+        running.drain()
+        assert running.join(0) == running.join(2) == [0]
+        check(running)
+
+
+def test_the_coordinator_dies_and_nobody_notices(tmp_path: Path) -> None:
+    with job(tmp_path, replicas=3, elements=1000) as running:
+        running.wait_contributing({0, 1, 2})
+        running.stop_coordinator()
+        before = len(steps_of(running, 0))
+        for _ in _until(lambda: len(steps_of(running, 0)) > before + 500, "no steps without the coordinator"):
+            pass
+        running.start_coordinator()
+        seen = len(running.events)
+        running.kill(1)  # it is back: what it is needed for works
+        running.wait_event("view without 1", lambda events: any(_members(e) == [0, 2] for e in events[seen:]))
+        running.start(1)
+        running.wait_contributing({0, 1, 2}, since=seen)
+        epochs = [e["epoch"] for e in running.events if e["kind"] == "view"]
+        assert epochs == sorted(set(epochs)), "an epoch was used twice"
+        finish(running, {0, 1, 2})
+
+
+def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_back(tmp_path: Path) -> None:
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=1.0) as running:
+        running.wait_contributing({0, 1, 2})
+        running.stop_coordinator()
+        running.kill(2)
+        running.start_coordinator()
+        running.wait_event("view without 2", lambda events: any(_members(e) == [0, 1] for e in events))
+        finish(running, {0, 1})
+
+
+def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) -> None:
+    """`ftcomm coordinator` gets SIGKILL; while it is away the training goes on, and after it a loss is dealt with."""
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=1.0) as running:
+        running.stop_coordinator()  # the one of the test gives its place to a process
+        port = running.server.endpoint.rpartition(":")[2]
+        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
+        command += ["--port", port, "--store", str(tmp_path / "views-of-the-process"), "--heartbeat-timeout", "1"]
+        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+
+        def steps(replica: int, more: int) -> None:
+            goal = len(steps_of(running, replica)) + more
+            for _ in _until(lambda: len(steps_of(running, replica)) >= goal, f"replica {replica} makes no steps"):
+                pass
+
+        with (tmp_path / "coordinator.log").open("w") as log:
+            first = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            try:
+                steps(0, 100)
+                first.kill()
+                first.wait(10)
+                steps(0, 500)
+                running.kill(2)
+            finally:
+                first.kill()
+            second = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            try:
+                steps(0, 100)
+                running.start(2)
+                steps(2, 100)
+            finally:
+                second.kill()
+                second.wait(10)
+        for replica in range(3):
+            running.kill(replica)
+            running.processes[replica, 0].join(10)
+        check(running)
+
+
+def test_drain_ends_all_at_the_same_step(tmp_path: Path) -> None:
+    with job(tmp_path, elements=1000) as running:
+        running.wait_contributing({0, 1, 2, 3})
+        finish(running, {0, 1, 2, 3})
+        assert len({steps_of(running, replica)[-1] for replica in range(4)}) == 1
+
+
+def test_a_job_that_ends_by_itself(tmp_path: Path) -> None:
+    with job(tmp_path, replicas=2, elements=1000, steps=200) as running:
+        assert running.join(0) == running.join(1) == [0]
+        assert not running.errors()
+        assert [len(steps_of(running, replica)) for replica in (0, 1)] == [200, 200]
+        running.do(running.server.wait_done())
+
+
+def _until(condition: object, text: str, seconds: float = 30.0) -> object:
+    """Look again and again, for what no event tells."""
+    end = time.monotonic() + seconds
+    for _ in itertools.count():
+        if condition():  # type: ignore[operator]
+            return
+        assert time.monotonic() < end, text
+        yield time.sleep(0.02)

@@ -1,0 +1,504 @@
+"""`stage`: every kind of array becomes one flat host run, and the result comes back to where the caller expects it.
+
+What an all-reduce does in between is played by writing to `flat`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ftcomm.arrays import DTYPES, Staged, stage
+from ftcomm.errors import ArgumentError
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def add_one(staged: Staged) -> object:
+    """Play the op: `flat += 1`, bfloat16 as such. Returns what `finish` does, None if there is none."""
+    flat = staged.flat
+    assert flat.ndim == 1
+    assert flat.flags.carray
+    assert flat.dtype.isnative
+    if staged.dtype == "bfloat16":
+        assert flat.dtype == np.uint16
+        torch.from_numpy(flat).view(torch.bfloat16).add_(1)
+    else:
+        assert flat.dtype.name == staged.dtype
+        flat += np.ones((), flat.dtype)
+    return staged.finish() if staged.finish is not None else None
+
+
+def torch_address(x: torch.Tensor, staged: Staged) -> bool:
+    return x.data_ptr() == staged.flat.__array_interface__["data"][0]
+
+
+# ---- torch: the caller's own memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_torch_dtypes_in_place(name: str) -> None:
+    x = torch.zeros(3, 5, dtype=getattr(torch, name))
+    staged = stage(x)
+    assert (staged.dtype, staged.flat.size, staged.finish) == (name, 15, None)
+    assert torch_address(x, staged)
+    add_one(staged)
+    assert torch.equal(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4)])
+def test_torch_shapes_in_place(shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape)
+    staged = stage(x)
+    assert staged.finish is None
+    assert staged.flat.shape == (x.numel(),)
+    add_one(staged)
+    assert torch.equal(x, torch.ones(shape))
+
+
+def test_torch_requires_grad_leaf_and_not() -> None:
+    leaf = torch.nn.Parameter(torch.zeros(4))
+    middle = leaf * 2
+    for x in (leaf, middle):
+        staged = stage(x)
+        assert staged.finish is None
+        add_one(staged)
+        assert x.requires_grad
+        assert torch.equal(x.detach(), torch.ones(4))
+    middle.sum().backward()
+    assert leaf.grad is not None
+
+
+def test_torch_contiguous_view_touches_nothing_else() -> None:
+    base = torch.zeros(10)
+    add_one(stage(base[2:5]))
+    assert base.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_torch_inference_tensor() -> None:
+    with torch.inference_mode():
+        x = torch.zeros(4)
+    add_one(stage(x))
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+# ---- torch: through a copy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint32])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(lambda t: t[:, ::2], id="strided"),
+        pytest.param(lambda t: t.t(), id="transposed"),
+        pytest.param(lambda t: t[:, 1], id="column"),
+        pytest.param(lambda t: t[1:3, 1:3], id="block"),
+    ],
+)
+def test_torch_strided_is_copied_back(dtype: torch.dtype, cut) -> None:
+    base = torch.zeros(4, 6, dtype=dtype)
+    want = base.clone()
+    cut(want).fill_(1)
+    x = cut(base)
+    staged = stage(x)
+    assert not torch_address(x, staged)
+    assert add_one(staged) is x
+    assert torch.equal(base, want)
+
+
+def test_torch_order_is_that_of_the_indices() -> None:
+    x = torch.arange(6.0).view(2, 3).t()
+    assert stage(x).flat.tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_torch_channels_last_is_in_index_order_too() -> None:
+    x = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    staged = stage(x)
+    assert staged.flat.tolist() == list(range(24))
+    assert add_one(staged) is x
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(x, torch.arange(1.0, 25).view(1, 2, 3, 4))
+
+
+def test_torch_strided_requires_grad() -> None:
+    x = torch.nn.Parameter(torch.zeros(3, 4)).t()
+    assert add_one(stage(x)) is x
+    assert torch.equal(x.detach(), torch.ones(4, 3))
+
+
+def test_torch_negated_view() -> None:
+    x = torch.tensor([1 + 2j]).conj().imag
+    assert x.is_neg()
+    staged = stage(x)
+    assert staged.flat.tolist() == [-2]
+    assert add_one(staged) is x
+    assert x.tolist() == [-1]
+
+
+def test_torch_unaligned() -> None:
+    x = torch.frombuffer(bytearray(17), dtype=torch.float32, offset=1, count=4)
+    assert add_one(stage(x)) is x
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+# ---- torch: refused -----------------------------------------------------------------------------------------------
+
+
+def fake_tensor() -> torch.Tensor:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def freed() -> torch.Tensor:
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+REFUSED_TORCH = {
+    "complex": (lambda: torch.ones(2, dtype=torch.complex64), "complex64.*float64.*view_as_real"),
+    "fp8": (lambda: torch.ones(2).to(torch.float8_e4m3fn), "float8_e4m3fn.*bfloat16"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "qint8.*float64"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "to_dense"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), "to_dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "dense tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"x\.values\(\)",
+    ),
+    "meta": (lambda: torch.empty(2, device="meta"), "device meta.*to_empty"),
+    "fake": (fake_tensor, "FakeTensor"),
+    "expanded": (lambda: torch.ones(1).expand(4), r"share one address.*x\.contiguous\(\)"),
+    "overlapping": (lambda: torch.ones(9).as_strided((4, 3), (2, 1)), "share one address"),
+    "freed": (freed, "storage was freed"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", REFUSED_TORCH)
+def test_torch_refused(case: str) -> None:
+    make, message = REFUSED_TORCH[case]
+    x = make()
+    with pytest.raises(ArgumentError, match=message):
+        stage(x)
+
+
+def test_torch_dtensor_refused() -> None:
+    """In a process of its own: a DTensor needs a process group."""
+    script = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from ftcomm.arrays import stage
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
+try:
+    stage(x)
+except ValueError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert "to_local()" in done.stdout
+
+
+# ---- NumPy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [d for d in DTYPES if d != "bfloat16"])
+def test_numpy_dtypes_in_place(name: str) -> None:
+    x = np.zeros((3, 5), name)
+    staged = stage(x)
+    assert (staged.dtype, staged.finish) == (name, None)
+    assert np.shares_memory(x, staged.flat)
+    add_one(staged)
+    assert (x == np.ones((), name)).all()
+
+
+@pytest.mark.parametrize("kind", ["longlong", "ulonglong", "intc"])
+def test_numpy_c_names(kind: str) -> None:
+    x = np.zeros(3, kind)
+    assert stage(x).dtype == x.dtype.name
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 3, 4)])
+def test_numpy_shapes_in_place(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, np.float32)
+    staged = stage(x)
+    assert staged.flat.shape == (x.size,)
+    assert add_one(staged) is None
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(lambda a: a[:, ::2], id="strided"),
+        pytest.param(lambda a: a.T, id="transposed"),
+        pytest.param(lambda a: a[::-1], id="reversed"),
+        pytest.param(lambda a: a[1], id="row"),
+    ],
+)
+def test_numpy_views(cut) -> None:
+    base = np.zeros((4, 6), np.float32)
+    want = base.copy()
+    cut(want)[...] = 1
+    x = cut(base)
+    assert add_one(stage(x)) is (None if x.flags.carray else x)
+    assert (base == want).all()
+
+
+def test_numpy_order_is_that_of_the_indices() -> None:
+    assert stage(np.asfortranarray(np.arange(6.0).reshape(2, 3))).flat.tolist() == list(range(6))
+
+
+def test_numpy_unaligned() -> None:
+    x = np.frombuffer(bytearray(17), np.float32, offset=1, count=4)
+    assert add_one(stage(x)) is x
+    assert x.tolist() == [1, 1, 1, 1]
+
+
+def test_numpy_matrix_and_memmap(tmp_path) -> None:
+    matrix = np.zeros((2, 3), np.float32).view(np.matrix)
+    assert add_one(stage(matrix)) is matrix
+    assert (np.asarray(matrix) == 1).all()
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(2, 3))
+    assert add_one(stage(mapped)) is mapped
+    assert (mapped == 1).all()
+
+
+def test_numpy_bfloat16_of_ml_dtypes() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x = np.zeros((2, 3), bfloat16)
+    staged = stage(x)
+    assert staged.dtype == "bfloat16"
+    assert add_one(staged) is x
+    assert (x == 1).all()
+
+
+def read_only() -> np.ndarray:
+    x = np.ones(3)
+    x.flags.writeable = False
+    return x
+
+
+REFUSED_NUMPY = {
+    "read-only": (read_only, r"not writable.*x\.copy\(\)"),
+    "broadcast": (lambda: np.broadcast_to(np.ones(1), 4), r"not writable.*x\.copy\(\)"),
+    "foreign byte order": (lambda: np.ones(3, ">f4"), ">f4.*byte order"),
+    "overlapping": (
+        lambda: np.lib.stride_tricks.as_strided(np.ones(9), (4, 3), (16, 8)),
+        "share one address",
+    ),
+    "complex64": (lambda: np.ones(3, np.complex64), r"complex64.*x\.view\(np\.float32\)"),
+    "complex128": (lambda: np.ones(3, np.complex128), r"complex128.*x\.view\(np\.float64\)"),
+    "object": (lambda: np.array([1, None]), "object.*Supported: float64"),
+    "string": (lambda: np.array(["a", "b"]), "dtype str"),
+    "datetime": (lambda: np.zeros(3, "M8[s]"), "datetime64"),
+    "timedelta": (lambda: np.zeros(3, "m8[s]"), "timedelta64"),
+    "struct": (lambda: np.zeros(3, [("a", "f4")]), "void32"),
+    "longdouble": (lambda: np.ones(3, np.longdouble), "Supported"),
+    "masked": (lambda: np.ma.masked_array(np.ones(3), [0, 1, 0]), "masked.*filled"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_NUMPY)
+def test_numpy_refused(case: str) -> None:
+    make, message = REFUSED_NUMPY[case]
+    x = make()
+    with pytest.raises(ArgumentError, match=message):
+        stage(x)
+
+
+# ---- no array at all ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x",
+    [1, 1.5, True, 1j, None, "abc", [1.0, 2.0], (1, 2), np.float32(3), bytearray(8), {"a": 1}, torch.float32],
+    ids=repr,
+)
+def test_not_an_array(x: object) -> None:
+    with pytest.raises(ArgumentError, match=rf"{type(x).__name__}; it has to be an array.*(torch\.|np\.)"):
+        stage(x)
+
+
+# ---- JAX ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jax():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return pytest.importorskip("jax")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_jax_gives_a_new_array(jax, name: str, shape: tuple[int, ...]) -> None:
+    x = jax.numpy.zeros(shape, name)
+    staged = stage(x)
+    assert staged.dtype == name
+    new = add_one(staged)
+    assert isinstance(new, jax.Array)
+    assert (new.shape, new.dtype, new.sharding) == (x.shape, x.dtype, x.sharding)
+    assert (np.asarray(new) == 1).all()
+    assert (np.asarray(x) == 0).all()
+
+
+def test_jax_float64(jax) -> None:
+    """In a process of its own: 64-bit types are a switch of the whole process."""
+    script = """
+import numpy as np, jax
+jax.config.update("jax_enable_x64", True)
+from ftcomm.arrays import stage
+staged = stage(jax.numpy.zeros(3, "float64"))
+staged.flat += 1
+new = staged.finish()
+print(staged.dtype, new.dtype, new.tolist())
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env=env, check=True
+    )
+    assert done.stdout.split(maxsplit=2) == ["float64", "float64", "[1.0, 1.0, 1.0]\n"]
+
+
+def test_jax_sharded_over_devices_keeps_its_sharding() -> None:
+    pytest.importorskip("jax")
+    script = """
+import numpy as np, jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ftcomm.arrays import stage
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("i",)), PartitionSpec("i"))
+staged = stage(jax.device_put(np.zeros(8, "f4"), sharding))
+staged.flat += 1
+new = staged.finish()
+print(len(jax.devices()), new.sharding == sharding, new.tolist() == [1] * 8)
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env=env, check=True
+    )
+    assert done.stdout.split() == ["4", "True", "True"]
+
+
+def test_jax_refused(jax) -> None:
+    with pytest.raises(ArgumentError, match=r"traced.*outside jit"):
+        jax.jit(lambda x: stage(x).flat)(jax.numpy.zeros(3))
+    with pytest.raises(ArgumentError, match="complex64"):
+        stage(jax.numpy.zeros(3, "complex64"))
+    with pytest.raises(ArgumentError, match="float8_e4m3fn"):
+        stage(jax.numpy.zeros(3, "float8_e4m3fn"))
+    with pytest.raises(ArgumentError, match=r"key.*key_data"):
+        stage(jax.random.key(0))
+    gone = jax.numpy.zeros(3)
+    gone.delete()
+    with pytest.raises(ArgumentError, match="deleted"):
+        stage(gone)
+
+
+# ---- other libraries, by DLPack -----------------------------------------------------------------------------------
+
+
+class Exported:
+    """What another array library shows: DLPack over `values`, device included."""
+
+    def __init__(self, values: np.ndarray, device: tuple[int, int] = (1, 0)) -> None:
+        self.values = values
+        self.device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **kwargs: object) -> object:
+        return self.values.__dlpack__(**kwargs)
+
+
+class Namespaced(Exported):
+    def __array_namespace__(self, api_version: str | None = None) -> type[Namespaced]:
+        return Namespaced
+
+    @staticmethod
+    def from_dlpack(x: np.ndarray) -> Namespaced:
+        return Namespaced(np.from_dlpack(x))
+
+
+def test_dlpack_writable_is_in_place() -> None:
+    x = Exported(np.zeros((2, 3), np.float32))
+    staged = stage(x)
+    assert np.shares_memory(staged.flat, x.values)
+    assert add_one(staged) is x
+    assert (x.values == 1).all()
+
+
+def test_dlpack_strided_is_copied_back() -> None:
+    x = Exported(np.zeros((2, 6), np.float32)[:, ::2])
+    assert add_one(stage(x)) is x
+    assert (x.values == 1).all()
+
+
+def test_dlpack_read_only_gives_a_new_array() -> None:
+    x = Namespaced(read_only())
+    new = add_one(stage(x))
+    assert isinstance(new, Namespaced)
+    assert new.values.tolist() == [2, 2, 2]
+    assert x.values.tolist() == [1, 1, 1]
+
+
+def test_dlpack_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"read-only.*np\.array"):
+        stage(Exported(read_only()))
+    with pytest.raises(ArgumentError, match=r"DLPack device \(2, 0\).*torch.from_dlpack"):
+        stage(Exported(np.ones(3), (2, 0)))
+    with pytest.raises(ArgumentError, match="complex64"):
+        stage(Exported(np.ones(3, np.complex64)))
+    with pytest.raises(ArgumentError, match="NumPy cannot read"):
+        stage(Exported(torch.ones(3, dtype=torch.bfloat16)))  # type: ignore[arg-type]
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("cut", [lambda t: t, lambda t: t[:, ::2]], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_cuda(cut, dtype: torch.dtype) -> None:
+    base = torch.zeros(4, 6, dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    x = cut(base)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)  # the value is only written when the stream gets there
+        x.add_(1)
+        staged = stage(x)
+    assert add_one(staged) is x
+    assert (x == 2).all()
+
+
+@pytest.mark.gpu
+@cuda
+def test_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    base = cupy.zeros((4, 6), np.float32)
+    for x in (base, base[:, ::2]):
+        assert add_one(stage(x)) is x
+    assert base.get().tolist() == [[2, 1, 2, 1, 2, 1]] * 4
+
+
+# ---- what the fast path must not cost -----------------------------------------------------------------------------
+
+
+def test_overlap_check_allows_every_permutation_and_step() -> None:
+    base = torch.zeros(4, 5, 6)
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)):
+        x = base.permute(order)[1:, ::2, :3]
+        assert add_one(stage(x)) is x
+    row = torch.zeros(1, 6).expand(1, 6)[:, ::3]  # a stride of a dimension of size 1 says nothing
+    assert add_one(stage(row)) is row
