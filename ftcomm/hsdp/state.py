@@ -1,0 +1,257 @@
+"""Training state as bytes: any nest of dicts, lists and tensors as a msgpack skeleton and a list of tensors.
+
+The skeleton holds everything but the tensors' bytes: names, nesting, plain values, and for each tensor its place in
+the list, dtype and shape. Two skeletons can be compared before a single byte of a tensor is moved, so a replica that
+was started with another model is refused at once, with the first difference named. Nothing is pickled.
+
+    state = {"model": model, "optimizer": optimizer}       # anything with state_dict and load_state_dict
+    flat = flatten(state)                                  # Flat(skeleton: bytes, tensors: list[Tensor])
+    load(flat, state)                                      # the same bits again
+    digest(state)                                          # equal on two replicas exactly if their states are
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ftcomm.errors import StateError
+
+SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
+
+
+class Stateful(Protocol):
+    """What may stand in `state`: a module, an optimizer, a scheduler, or any object with these two methods."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A state taken apart. `tensors` may alias the live state (after `flatten`) or own their memory (`on_host`)."""
+
+    skeleton: bytes
+    tensors: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without the skeleton."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def on_host(self) -> Flat:
+        """A copy in host memory, independent of the live state. Blocks for the copy."""
+        return Flat(self.skeleton, [_host_copy(t) for t in self.tensors])
+
+    def views(self) -> list[memoryview]:
+        """The bytes of each tensor, writable, without a copy; only for contiguous host tensors (see `on_host`)."""
+        return [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in self.tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape."""
+
+    place: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def flatten(state: Mapping[str, Stateful]) -> Flat:
+    """Take `state` apart; the tensors alias the live state. Raises `StateError` on values that cannot be sent."""
+    tensors: list[Tensor] = []
+    tree = [[name, _kind(obj), _encode(obj.state_dict(), name, tensors, False)] for name, obj in state.items()]
+    return Flat(msgspec.msgpack.encode(tree), tensors)
+
+
+def allocate(skeleton: bytes) -> Flat:
+    """A `Flat` with uninitialised host tensors, to receive into."""
+    specs = [leaf for _, _, tree in _entries(skeleton) for leaf in _specs(tree)]
+    if [spec.place for spec in specs] != list(range(len(specs))):
+        raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
+    return Flat(skeleton, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs])
+
+
+def load(flat: Flat, state: Mapping[str, Stateful]) -> None:
+    """Load `flat` into `state`. Optimizers keep the tensors of `flat`, so do not write to them afterwards.
+
+    Call `first_difference` before; what a `load_state_dict` refuses nevertheless is raised as `StateError`.
+    """
+    for name, _, tree in _entries(flat.skeleton):
+        got = _fill(tree, flat.tensors)
+        metadata = getattr(state[name].state_dict(), "_metadata", None)
+        if metadata is not None:  # the versions of a module's submodules, which state_dict hides in an attribute
+            got = collections.OrderedDict(got)
+            got._metadata = metadata
+        try:
+            state[name].load_state_dict(got)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{name} refused the state of the other replicas: {error} {SAME_SCRIPT}") from error
+
+
+def first_difference(here: bytes, there: bytes) -> str | None:
+    """The first reason why the state of skeleton `there` cannot be loaded where `here` is, or None.
+
+    A module must have the same names on both sides, and so must the param_groups of an optimizer. Elsewhere a side may
+    have entries that the other lacks (an optimizer that has not stepped yet holds no moments), but what both have must
+    agree in kind, and tensors in dtype and shape.
+    """
+    ours, theirs = _entries(here), _entries(there)
+    ours_by_name = {name: (kind, tree) for name, kind, tree in ours}
+    if list(ours_by_name) != [name for name, _, _ in theirs]:
+        return f"`state` has the entries {[name for name, _, _ in theirs]} there and {list(ours_by_name)} here"
+    for name, kind, tree in theirs:
+        own_kind, own = ours_by_name[name]
+        if kind != own_kind:
+            return f"{name} is of the kind {kind} there and {own_kind} here"
+        found = _difference(name, own, tree, kind)
+        if found:
+            return found
+    return None
+
+
+def digest(state: Mapping[str, Stateful]) -> str:
+    """32 hex digits over every name, shape, dtype, plain value and byte; independent of the order of dict entries."""
+    tensors: list[Tensor] = []
+    tree = [[name, _encode(state[name].state_dict(), name, tensors, True)] for name in sorted(state)]
+    hasher = hashlib.blake2b(msgspec.msgpack.encode(tree), digest_size=16)
+    for tensor in tensors:
+        hasher.update(_host_copy(tensor).reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+# -- the skeleton: plain values stand for themselves, everything else is a list that begins with one of these tags --
+
+_TENSOR, _DICT, _COUNTER, _LIST, _TUPLE, _BIG = "t", "d", "c", "l", "u", "i"
+_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+
+
+def _kind(obj: Stateful) -> str:
+    if isinstance(obj, torch.nn.Module):
+        return "module"
+    return "optimizer" if isinstance(obj, torch.optim.Optimizer) else "other"
+
+
+def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
+    """`ordered`: sort the entries of dicts, which makes equal states equal bytes."""
+    if value is None or isinstance(value, (bool, bytes)):
+        return value
+    if isinstance(value, (float, str)):  # of a subclass too, such as numpy.float64
+        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else [_BIG, str(int(value))]
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise StateError(f"{path} is a tensor of layout {value.layout}; a state may hold dense tensors only.")
+        tensors.append(value.detach())
+        return [_TENSOR, len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, Mapping):
+        items = sorted(value.items(), key=lambda item: (str(type(item[0])), item[0])) if ordered else value.items()
+        pairs = []
+        for key, entry in items:
+            if isinstance(key, bool) or not isinstance(key, (int, str)):
+                raise StateError(f"{path} has the key {key!r}; the keys of a state must be int or str.")
+            pairs.append([key, _encode(entry, f"{path}.{key}", tensors, ordered)])
+        return [_COUNTER if isinstance(value, collections.Counter) else _DICT, pairs]
+    if isinstance(value, (list, tuple)):
+        tag = _TUPLE if isinstance(value, tuple) else _LIST
+        return [tag, [_encode(entry, f"{path}.{i}", tensors, ordered) for i, entry in enumerate(value)]]
+    raise StateError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another replica. A "
+        "state may hold dict, list, tuple, None, bool, int, float, str, bytes and tensors; convert it in state_dict()."
+    )
+
+
+def _entries(skeleton: bytes) -> list[tuple[str, str, Any]]:
+    """(name, kind, tree with `Spec` in place of tensors) of each object; raises `StateError` on foreign bytes."""
+    try:
+        return [(str(name), str(kind), _decode(tree)) for name, kind, tree in msgspec.msgpack.decode(skeleton)]
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise StateError(f"A state arrived that is not one of ftcomm {error!r}. {SAME_SCRIPT}") from error
+
+
+def _decode(node: Any) -> Any:
+    if not isinstance(node, list):
+        return node
+    match node:
+        case [str(tag), int(place), str(dtype), [*shape]] if tag == _TENSOR:
+            if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
+                raise ValueError(f"tensor {dtype}{shape}")
+            return Spec(place, dtype, tuple(shape))
+        case [str(tag), [*pairs]] if tag in (_DICT, _COUNTER):
+            made: dict[Any, Any] = collections.Counter() if tag == _COUNTER else {}
+            made.update({key: _decode(value) for key, value in pairs})
+            return made
+        case [str(tag), [*values]] if tag in (_LIST, _TUPLE):
+            decoded = [_decode(value) for value in values]
+            return tuple(decoded) if tag == _TUPLE else decoded
+        case [str(tag), str(digits)] if tag == _BIG:
+            return int(digits)
+    raise ValueError(f"entry {str(node)[:60]}")
+
+
+def _walk(tree: Any, leaf: Callable[[Spec], Any]) -> Any:
+    if isinstance(tree, Spec):
+        return leaf(tree)
+    if isinstance(tree, dict):
+        made = type(tree)()
+        made.update({key: _walk(value, leaf) for key, value in tree.items()})
+        return made
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_walk(value, leaf) for value in tree)
+    return tree
+
+
+def _specs(tree: Any) -> list[Spec]:
+    found: list[Spec] = []
+    _walk(tree, found.append)
+    return found
+
+
+def _fill(tree: Any, tensors: list[Tensor]) -> Any:
+    return _walk(tree, lambda spec: tensors[spec.place])
+
+
+def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
+    if isinstance(own, Spec) and isinstance(other, Spec):
+        same = (own.dtype, own.shape) == (other.dtype, other.shape)
+        return None if same else f"{path} is {other} there and {own} here"
+    if isinstance(own, Spec) or isinstance(other, Spec):
+        return f"{path} is {_describe(other)} there and {_describe(own)} here"
+    # what is plain on one side and nested on the other (a lazily set attribute) is no difference
+    if isinstance(own, dict) and isinstance(other, dict):
+        if kind in ("module", "param_groups") and (odd := set(own) ^ set(other)):
+            name = next(key for key in [*other, *own] if key in odd)
+            return f"{path}.{name} exists {'there' if name in other else 'here'} only"
+        for key in other:
+            inner = "param_groups" if kind == "optimizer" and key == "param_groups" else kind
+            if key in own and (found := _difference(f"{path}.{key}", own[key], other[key], inner)):
+                return found
+    elif isinstance(own, (list, tuple)) and isinstance(other, (list, tuple)):
+        if kind == "param_groups" and len(own) != len(other):
+            return f"{path} has {len(other)} entries there and {len(own)} here"
+        for i, (a, b) in enumerate(zip(own, other, strict=False)):
+            if found := _difference(f"{path}.{i}", a, b, kind):
+                return found
+    return None
+
+
+def _describe(value: Any) -> str:
+    return str(value) if isinstance(value, Spec) else f"a {type(value).__name__}"
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory that shares nothing with `tensor`."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.resolve_conj().resolve_neg())

@@ -1,0 +1,264 @@
+"""A joiner that missed updates ends with the bits of those that did not, whatever the optimizer and the delay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from ftcomm.errors import StateError
+from ftcomm.hsdp.replay import Replay
+from ftcomm.hsdp.state import allocate, digest, flatten
+
+JOINED = 3  # the step at which the joiner comes in
+
+
+def copied(state):
+    """The state as it travels."""
+    flat = flatten(state).on_host()
+    arrived = allocate(flat.skeleton)
+    for to, of in zip(arrived.views(), flat.views(), strict=True):
+        to[:] = of
+    return arrived
+
+
+class Training:
+    """A script: `step` is what every replica calls, with the gradients that the all-reduce gave to everybody."""
+
+    def __init__(self, optimizer, scheduler=None, by_hand=False, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+        self.optimizer = optimizer(self.model.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.by_hand = by_hand
+        if scheduler is not None:
+            self.state["scheduler"] = scheduler(self.optimizer)
+
+    def step(self, step):
+        generator = torch.Generator().manual_seed(step)
+        if self.by_hand:
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.1 if step < JOINED - 1 else 0.01 * (1 + math.cos(step // 2))
+        for number, p in enumerate(self.model.parameters()):
+            unused = number == 1 and step % 3 == 1
+            grad = torch.randn(p.shape, generator=generator)
+            if unused or p.grad is None:
+                p.grad = None if unused else grad
+            else:
+                p.grad.copy_(grad)  # in place, as in buckets
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=step % 4 == 0)
+        if "scheduler" in self.state:
+            metric = torch.rand((), generator=generator).item()
+            plateau = isinstance(self.state["scheduler"], schedules.ReduceLROnPlateau)
+            self.state["scheduler"].step(*[metric] if plateau else [])
+
+
+def catch_up(make, arrives, end, least=2):
+    """Everybody trains `end` steps; the joiner's state arrives before step `arrives`. Returns both trainings."""
+    healthy, joiner = make(seed=0), make(seed=1)
+    for step in range(JOINED):
+        healthy.step(step)
+    snapshot = copied(healthy.state)
+    replay = Replay(joiner.state)
+    loaded = done = False
+    for step in range(JOINED, end):
+        if step >= arrives and not done:
+            if not loaded:
+                replay.load(snapshot)
+                loaded = True
+            replay.apply(least, 0.0)
+            if replay.behind == 0:
+                replay.restore()
+                done = True
+        if not done:
+            replay.begin()
+        healthy.step(step)
+        joiner.step(step)
+    assert done
+    return healthy, joiner
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+SCHEDULERS = {
+    "none": None,
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 20),
+    "multistep": lambda o: schedules.MultiStepLR(o, [2, 4, 5]),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one_cycle": lambda o: schedules.OneCycleLR(o, 0.2, total_steps=30),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1),
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=4), schedules.ExponentialLR(o, 0.9)], milestones=[4]
+    ),
+}
+
+
+@pytest.mark.parametrize("arrives", [JOINED, JOINED + 1, JOINED + 6], ids=["at_once", "next_step", "late"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_ends_with_the_same_bits(optimizer, arrives):
+    healthy, joiner = catch_up(lambda seed: Training(OPTIMIZERS[optimizer], seed=seed), arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step.*")
+@pytest.mark.parametrize("arrives", [JOINED, JOINED + 6], ids=["at_once", "late"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_ends_with_the_same_bits(scheduler, arrives):
+    make = lambda seed: Training(OPTIMIZERS["adamw"], SCHEDULERS[scheduler], seed=seed)  # noqa: E731
+    healthy, joiner = catch_up(make, arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+@pytest.mark.parametrize("arrives", range(JOINED, JOINED + 8))
+def test_a_learning_rate_that_the_script_sets_itself(arrives):
+    make = lambda seed: Training(OPTIMIZERS["adamw"], by_hand=True, seed=seed)  # noqa: E731
+    healthy, joiner = catch_up(make, arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+@pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])
+def test_the_job_ends_before_the_state_arrives(end):
+    healthy, joiner = Training(OPTIMIZERS["adamw"]), Training(OPTIMIZERS["adamw"], seed=1)
+    for step in range(JOINED):
+        healthy.step(step)
+    snapshot, replay = copied(healthy.state), Replay(joiner.state)
+    for step in range(JOINED, end):
+        replay.begin()
+        healthy.step(step)
+        joiner.step(step)
+    replay.load(snapshot)
+    replay.apply(replay.behind, 0.0)
+    replay.restore()
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+def test_nothing_of_the_stand_ins_remains():
+    training = Training(OPTIMIZERS["adamw"], SCHEDULERS["cosine"])
+    plain = Training(OPTIMIZERS["adamw"])
+    patched_by_scheduler = training.optimizer.step
+    for subject in (training, plain):
+        replay = Replay(subject.state)
+        assert "step" in vars(subject.optimizer)
+        replay.restore()
+        replay.restore()
+        assert all(type(group) is dict for group in subject.optimizer.param_groups)
+    assert training.optimizer.step is patched_by_scheduler
+    assert "step" not in vars(plain.optimizer)
+    assert "step" not in vars(training.state["scheduler"])
+
+
+def test_a_joiner_changes_nothing_while_it_waits():
+    joiner = Training(OPTIMIZERS["adamw"], SCHEDULERS["cosine"])
+    before = digest({"model": joiner.model, "optimizer": joiner.optimizer})
+    replay = Replay(joiner.state)
+    for step in range(3):
+        replay.begin()
+        joiner.step(step)
+    assert replay.behind == 3
+    assert digest({"model": joiner.model, "optimizer": joiner.optimizer}) == before
+    replay.restore()
+
+
+def test_kept_gradients_have_a_limit():
+    joiner = Training(OPTIMIZERS["adamw"])
+    each = sum(p.numel() * 4 for p in joiner.model.parameters())
+    replay = Replay(joiner.state, limit=2 * each)
+    for step in (0, 2):  # steps without an unused parameter
+        replay.begin()
+        joiner.step(step)
+    replay.begin()
+    with pytest.raises(StateError, match=r"gradients of 3 steps.*FTCOMM_CATCHUP_BYTES"):
+        joiner.step(3)
+    replay.restore()
+
+
+def test_the_limit_counts_what_is_still_kept():
+    healthy, joiner = Training(OPTIMIZERS["adamw"]), Training(OPTIMIZERS["adamw"], seed=1)
+    each = sum(p.numel() * 4 for p in joiner.model.parameters())
+    replay = Replay(joiner.state, limit=2 * each)
+    replay.begin()
+    joiner.step(0)
+    replay.load(copied(healthy.state))
+    for step in (2, 3, 5, 6):
+        replay.apply(1, 0.0)
+        replay.begin()
+        joiner.step(step)
+    replay.restore()
+
+
+def test_gradients_stay_where_they_are():
+    """Replaying puts the gradients of old steps into the parameters and takes them out again: buckets hold views."""
+    training = Training(OPTIMIZERS["sgd_momentum"])
+    replay = Replay(training.state)
+    replay.begin()
+    training.step(0)
+    views = []
+    for p in training.model.parameters():
+        p.grad = torch.zeros_like(p)
+        views.append(p.grad)
+    replay.apply(1, 0.0)
+    replay.restore()
+    assert all(p.grad is view for p, view in zip(training.model.parameters(), views, strict=True))
+    assert all(view.count_nonzero() == 0 for view in views)
+
+
+def test_a_closure_is_evaluated_once():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replay = Replay({"model": model, "optimizer": optimizer})
+    replay.begin()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    before = model.weight.clone()
+    assert optimizer.step(closure).item() == model(torch.ones(1, 2)).item()
+    replay.apply(1, 0.0)
+    replay.restore()
+    assert torch.equal(model.weight, before - 0.1)
+
+
+def test_an_optimizer_that_cannot_be_replayed_is_refused():
+    model = nn.Linear(2, 1)
+    with pytest.raises(StateError, match="LBFGS"):
+        Replay({"optimizer": torch.optim.LBFGS(model.parameters())})
+
+
+def test_a_scaler_that_skips_a_step_skips_it_in_the_replay():
+    def make(seed):
+        return Training(OPTIMIZERS["adamw"], seed=seed)
+
+    def scaled_step(training, scaler, grad):
+        for p in training.model.parameters():
+            p.grad = torch.full_like(p, grad)
+        scaler.scale(torch.zeros(()))
+        scaler.step(training.optimizer)
+        scaler.update()
+
+    healthy, joiner = make(0), make(1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    replay = Replay(joiner.state)
+    snapshot = copied(healthy.state)
+    for grad in (1.0, float("inf"), 2.0):
+        replay.begin()
+        scaled_step(healthy, scalers[0], grad)
+        scaled_step(joiner, scalers[1], grad)
+    replay.load(snapshot)
+    replay.apply(replay.behind, 0.0)
+    replay.restore()
+    assert digest(healthy.state) == digest(joiner.state)

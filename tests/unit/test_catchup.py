@@ -1,0 +1,381 @@
+"""The transfer of a state from several sources to a joiner, over real sockets, with sources that die, lie or lag.
+
+The control plane's part (an authenticated connection to a named replica) is played by socket pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import zlib
+
+import pytest
+import torch
+
+from ftcomm.control.views import Member, View
+from ftcomm.errors import StateError, TransportError
+from ftcomm.hsdp.catchup import Fetch, Source, sources_of
+from ftcomm.hsdp.frames import MAX_FRAME, Block, Offer, Refusal, Stream, Wait, Want, Wrong, receive, send
+from ftcomm.hsdp.state import allocate, digest, flatten, load
+
+TIMEOUT = 20.0
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, value):
+        self.value = value
+
+
+class Network:
+    """All replicas of one test: who serves what, and which connections are open."""
+
+    def __init__(self):
+        self.handlers = {}
+        self.sockets = {}
+        self.dead = set()
+
+    def kill(self, replica):
+        self.dead.add(replica)
+        for sock in self.sockets.get(replica, []):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+class Node:
+    """What `Source` and `Fetch` use of a Group."""
+
+    def __init__(self, network, replica, members=(0, 1, 2, 3)):
+        self.network, self.replica, self.members, self.reports = network, replica, members, []
+
+    def dial(self, replica, purpose, fields):
+        if replica in self.network.dead or replica not in self.network.handlers:
+            raise TransportError(f"replica {replica} cannot be reached")
+        here, there = socket.socketpair()
+        self.network.sockets.setdefault(replica, []).append(there)
+        threading.Thread(target=self.network.handlers[replica], args=(there, fields), daemon=True).start()
+        return here
+
+    def serve(self, purpose, handler):
+        assert purpose == "state"
+        self.network.handlers[self.replica] = handler
+
+    def report(self, kind, **fields):
+        self.reports.append((kind, fields))
+
+
+def view(contributing, joining=(), step=7, life="a"):
+    members = [Member(r, f"{r}a", (), True) for r in contributing]
+    members += [Member(r, f"{r}{life}", (), False) for r in joining]
+    return View(epoch=3, step=step, members=tuple(sorted(members, key=lambda m: m.replica)))
+
+
+def make_state(seed=0, megabytes=6):
+    torch.manual_seed(seed)
+    tensors = [torch.randn(3), torch.randn(()), torch.randn(megabytes << 18), torch.empty(0), torch.randn(5).bfloat16()]
+    return {"model": Box({"tensors": tensors, "epoch": 4})}
+
+
+def sources(network, state, contributing=(0, 1, 2), joining=(3,), step=7):
+    """Healthy replicas that have passed the boundary at which `joining` came in."""
+    made = {}
+    for replica in contributing:
+        made[replica] = Source(Node(network, replica), state)
+        made[replica].at_boundary(step - 1, view(contributing))
+        made[replica].at_boundary(step, view(contributing, joining, step))
+    return made
+
+
+def fetch(network, replica=3, contributing=(0, 1, 2), step=7, here=None, life="a"):
+    here = make_state(seed=9) if here is None else here
+    return Fetch(Node(network, replica), view(contributing, (replica,), step, life), step, flatten(here).skeleton)
+
+
+def received(fetching):
+    fetching.wait(TIMEOUT)
+    box = Box(None)
+    state = {"model": box}
+    flat = fetching.take()
+    fetching.close()
+    load(flat, state)
+    return digest(state)
+
+
+@pytest.fixture
+def network():
+    made = Network()
+    yield made
+    for replica in list(made.sockets):
+        made.kill(replica)
+
+
+def test_the_state_arrives_striped_over_all_sources(network):
+    state = make_state()
+    sources(network, state)
+    fetching = fetch(network)
+    assert received(fetching) == digest(state)
+    assert set(fetching.sources) <= {0, 1, 2}
+    assert fetching.nbytes == flatten(state).nbytes
+
+
+def test_a_snapshot_does_not_change_with_the_live_state(network):
+    state = make_state()
+    before = digest(state)
+    sources(network, state)
+    for tensor in state["model"].value["tensors"]:
+        tensor.zero_()
+    assert received(fetch(network)) == before
+
+
+def test_a_state_without_tensors(network):
+    state = {"model": Box({"tensors": [], "epoch": 5})}
+    sources(network, state)
+    assert received(fetch(network, here={"model": Box({"tensors": [], "epoch": 0})})) == digest(state)
+
+
+def test_sources_are_the_same_four_for_everybody():
+    assert sources_of(view((0, 1, 2, 3, 4, 6), (5,))) == (0, 1, 2, 3)
+    assert sources_of(view((2,), (0, 1))) == (2,)
+
+
+def test_a_source_that_has_not_reached_the_boundary_lets_the_joiner_wait(network):
+    state = make_state()
+    late = Source(Node(network, 0), state)
+    late.at_boundary(6, view((0,)))
+    fetching = fetch(network, contributing=(0,))
+    assert not fetching.ready()
+    late.at_boundary(7, view((0,), (3,)))
+    assert received(fetching) == digest(state)
+
+
+def test_a_source_whose_script_is_not_in_the_loop_yet_is_asked_again(network):
+    """Nobody serves "state" there until then, so the connection is closed."""
+    state, refused = make_state(), threading.Event()
+
+    def nobody(sock, fields):
+        sock.close()
+        refused.set()
+
+    network.handlers[0] = nobody
+    fetching = fetch(network, contributing=(0,))
+    assert refused.wait(TIMEOUT)
+    sources(network, state, contributing=(0,))
+    assert received(fetching) == digest(state)
+
+
+def test_a_joiner_knows_soon_whether_the_state_fits(network):
+    state = make_state()
+    network.handlers[0] = serve_wrongly(state, lambda *_: threading.Event().wait(TIMEOUT))
+    fetching = fetch(network, contributing=(0,))
+    fetching.agree(TIMEOUT)
+    assert not fetching.ready()
+    fetching.close()
+    other = fetch(network, contributing=(0,), here=make_state(megabytes=7))
+    with pytest.raises(StateError, match="does not fit here"):
+        other.agree(TIMEOUT)
+
+
+def test_nobody_offers_in_time(network):
+    network.handlers[0] = lambda sock, fields: network.sockets[0].append(sock)
+    fetching = fetch(network, contributing=(0,))
+    with pytest.raises(StateError, match="No replica offered the state of step 7"):
+        fetching.agree(0.05)
+    fetching.close()
+
+
+def serve_wrongly(state, wrong):
+    """A source that follows the protocol but for what `wrong(sock, want, stream)` does instead of answering."""
+    flat = flatten(state).on_host()
+    stream = Stream(flat)
+
+    def handler(sock, fields):
+        with contextlib.suppress(OSError), contextlib.closing(sock):
+            send(sock, Wait())
+            send(sock, Offer(flat.skeleton, stream.nbytes, stream.block))
+            while isinstance(want := receive(sock), Want):
+                wrong(sock, want, stream)
+
+    return handler
+
+
+def dies(sock, want, stream):
+    sock.close()
+
+
+def dies_within_a_block(sock, want, stream):
+    send(sock, Block(want.number, min(stream.block, stream.nbytes), 0))
+    sock.sendall(b"x" * 1000)
+    sock.close()
+
+
+def flips_a_bit(sock, want, stream):
+    data = bytearray(b"".join(stream.pieces(want.number)))
+    crc = zlib.crc32(data)
+    data[len(data) // 2] ^= 1
+    send(sock, Block(want.number, len(data), crc))
+    sock.sendall(data)
+
+
+def answers_another_block(sock, want, stream):
+    send(sock, Block(want.number + 1, 8, 0))
+
+
+def answers_too_short(sock, want, stream):
+    send(sock, Block(want.number, 8, 0))
+
+
+def talks_nonsense(sock, want, stream):
+    sock.sendall(b"\xff" * 64)
+
+
+WRONG = [dies, dies_within_a_block, flips_a_bit, answers_another_block, answers_too_short, talks_nonsense]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_blocks_of_a_bad_source_come_from_the_others(network, wrong):
+    state = make_state()
+    sources(network, state)
+    network.handlers[1] = serve_wrongly(state, wrong)
+    fetching = fetch(network)
+    assert received(fetching) == digest(state)
+    assert 1 not in fetching.sources
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_only_bad_sources_is_an_error_that_names_each(network, wrong):
+    for replica in (0, 1):
+        network.handlers[replica] = serve_wrongly(make_state(), wrong)
+    fetching = fetch(network, contributing=(0, 1, 2))
+    with pytest.raises(StateError, match=r"no source is left.*replica 0: .*replica 1: .*replica 2: .*joins at a later"):
+        fetching.wait(TIMEOUT)
+
+
+def test_a_source_with_another_state_is_dropped(network):
+    state = make_state()
+    sources(network, state)
+    sources(network, {"model": Box({**state["model"].value, "epoch": 5})}, contributing=(1,))
+    fetching = fetch(network)
+    fetching.wait(TIMEOUT)
+    fetching.close()
+    assert fetching.sources in ([1], [0], [2], [0, 2], [2, 0])  # whichever offered first rules, never a mixture
+
+
+def test_a_silent_source_is_given_up_when_it_leaves_the_view(network):
+    state = make_state()
+    sources(network, state)
+    asked = threading.Event()
+
+    def silent(sock, fields):
+        network.sockets[1].append(sock)
+        asked.set()
+
+    network.handlers[1] = silent
+    fetching = fetch(network)
+    assert asked.wait(TIMEOUT)
+    fetching.keep((0, 2, 3))
+    assert received(fetching) == digest(state)
+
+
+def test_another_model_is_refused_before_its_bytes_move(network):
+    sources(network, make_state())
+    fetching = fetch(network, here=make_state(megabytes=7))
+    with pytest.raises(StateError, match=r"does not fit here: model\.tensors\.2 is float32\[\d+\] there and"):
+        fetching.wait(TIMEOUT)
+    assert fetching.sources == []
+
+
+def test_a_source_without_state_says_so(network):
+    Source(Node(network, 0), {}).at_boundary(7, view((0,), (3,)))
+    with pytest.raises(StateError, match="passes no `state` to steps"):
+        fetch(network, contributing=(0,)).wait(TIMEOUT)
+
+
+def test_nobody_contributes(network):
+    with pytest.raises(StateError, match="nobody contributes"):
+        fetch(network, contributing=()).ready()
+
+
+def test_a_second_joiner_while_the_first_still_fetches(network):
+    """Each joiner gets the state of the step at which it came in."""
+    state = make_state()
+    source = Source(Node(network, 0), state)
+    source.at_boundary(7, view((0,), (2,)))
+    first = digest(state)
+    state["model"].value["tensors"][2].add_(1)
+    source.at_boundary(8, view((0,), (2, 3), step=8))
+    second = digest(state)
+    state["model"].value["tensors"][2].add_(1)
+    at_7 = Fetch(Node(network, 2), view((0,), (2,)), 7, flatten(state).skeleton)
+    at_8 = Fetch(Node(network, 3), view((0,), (2, 3), step=8), 8, flatten(state).skeleton)
+    assert received(at_8) == second
+    assert received(at_7) == first
+
+
+def test_a_predecessor_of_the_joiner_gets_nothing(network):
+    sources(network, make_state(), contributing=(0,), joining=(3,))
+    with pytest.raises(StateError, match="took no snapshot for this replica"):
+        fetch(network, contributing=(0,), life="b").wait(TIMEOUT)
+
+
+def test_snapshots_go_when_nobody_needs_them(network):
+    made = sources(network, make_state())
+    assert all(len(source._snapshots) == 1 for source in made.values())
+    received(fetch(network))
+    for source in made.values():
+        source.linger(TIMEOUT)  # returns because the joiner said that it has everything
+        assert not source._snapshots
+    again = sources(network, make_state())[0]
+    again.at_boundary(8, view((0, 1, 2, 3), step=8))  # the joiner contributes
+    assert not again._snapshots
+    again = sources(network, make_state())[0]
+    again.at_boundary(8, view((0, 1, 2), step=None))  # the joiner died
+    assert not again._snapshots
+
+
+def test_the_end_waits_for_a_joiner_only_while_it_is_a_member(network):
+    source = sources(network, make_state())[0]
+    source._group.members = (0, 1, 2)
+    source.linger(TIMEOUT)
+    assert not source._snapshots
+
+
+def test_a_catching_up_member_is_no_source(network):
+    joiner = Source(Node(network, 2), make_state())
+    joiner.at_boundary(7, view((0,), (2, 3)))
+    assert not joiner._snapshots
+    joiner.at_boundary(9, view((0, 2), (3,), step=9))  # contributes now; 3 came in before and has its sources
+    assert not joiner._snapshots
+
+
+@pytest.mark.parametrize("block", [1, 7, 4096])
+def test_blocks_cover_every_byte_once(block):
+    flat = flatten({"s": Box([torch.arange(n, dtype=torch.int16) for n in (3, 0, 1, 500, 2)])}).on_host()
+    stream = Stream(flat, block)
+    joined = b"".join(bytes(piece) for n in range(stream.count) for piece in stream.pieces(n))
+    assert joined == b"".join(bytes(v) for v in flat.views())
+    assert max(sum(p.nbytes for p in stream.pieces(n)) for n in range(stream.count)) <= block
+
+
+def test_frames_have_a_limit():
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall((MAX_FRAME + 1).to_bytes(4, "big"))
+        with pytest.raises(Wrong, match="a frame of"):
+            receive(there)
+        send(here, Refusal("no"))
+        assert receive(there) == Refusal("no")
+
+
+def test_allocate_then_stream_is_writable():
+    flat = allocate(flatten(make_state()).skeleton)
+    stream = Stream(flat)
+    for number in range(stream.count):
+        for piece in stream.pieces(number):
+            piece[:] = b"\x01" * piece.nbytes
+    assert flat.tensors[0].view(torch.uint8).tolist() == [1] * 12

@@ -1,0 +1,228 @@
+"""Training state to bytes and back: every kind of value, the same bits, and a name for what does not fit."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ftcomm.errors import StateError
+from ftcomm.hsdp.state import allocate, digest, first_difference, flatten, load
+
+
+class Box:
+    """The smallest thing with a state."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, value):
+        self.value = value
+
+
+def over_the_wire(state):
+    """What a joiner ends up with: the skeleton as bytes, and tensors of its own that the bytes were copied into."""
+    flat = flatten(state).on_host()
+    received = allocate(bytes(flat.skeleton))
+    for to, of in zip(received.views(), flat.views(), strict=True):
+        to[:] = of
+    return received
+
+
+def round_trip(value):
+    box = Box(None)
+    load(over_the_wire({"box": Box(value)}), {"box": box})
+    return box.value
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+]
+DTYPES += [torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-(2**63), 2**63 - 1), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), values))
+@settings(deadline=None)
+def test_plain_values_come_back_as_they_were(value):
+    assert same(value, round_trip(value))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 0, 3)], ids=str)
+def test_tensors_of_every_dtype_and_shape(dtype, shape):
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    (back,) = round_trip({"x": [tensor]})["x"]
+    assert back.dtype == dtype
+    assert back.shape == tensor.shape
+    assert back.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_strided_conjugate_and_counter():
+    x = torch.randn(4, 6)
+    z = torch.randn(3, dtype=torch.complex64)
+    back = round_trip({"t": x.t(), "s": x[:, ::2], "z": z.conj(), "c": collections.Counter({3: 2}), "big": 2**70})
+    assert torch.equal(back["t"], x.t())
+    assert torch.equal(back["s"], x[:, ::2])
+    assert torch.equal(back["z"], z.conj())
+    assert type(back["c"]) is collections.Counter
+    assert back["c"][3] == 2
+    assert back["big"] == 2**70
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": {"b": object()}}, r"box\.a\.b is a builtins\.object"),
+        ({"a": [1, {1, 2}]}, r"box\.a\.1 is a builtins\.set"),
+        ({("tuple",): 1}, r"box has the key \('tuple',\)"),
+        ({"a": torch.eye(3).to_sparse()}, r"box\.a is a tensor of layout torch\.sparse_coo"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(value, words):
+    with pytest.raises(StateError, match=words):
+        flatten({"box": Box(value)})
+
+
+def training(width=8, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(state, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        state["optimizer"].zero_grad()
+        state["model"](torch.randn(6, 4, generator=generator)).square().sum().backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+
+
+def test_a_training_continues_with_the_same_bits():
+    one, other = training(), training(seed=1)
+    train(one, 3)
+    flat = over_the_wire(one)
+    assert first_difference(flatten(other).skeleton, flat.skeleton) is None
+    assert digest(one) != digest(other)
+    load(flat, other)
+    assert digest(one) == digest(other)
+    train(one, 3, seed=5)
+    train(other, 3, seed=5)
+    assert digest(one) == digest(other)
+
+
+def test_digest_sees_every_change_and_no_order():
+    base = {"a": torch.zeros(3), "b": {"x": 1, "y": 2.0}}
+    same_again = {"b": {"y": 2.0, "x": 1}, "a": torch.zeros(3)}
+    assert digest({"s": Box(base)}) == digest({"s": Box(same_again)})
+    changed = [
+        {**base, "a": torch.zeros(3, dtype=torch.float64)},
+        {**base, "a": torch.zeros(1, 3)},
+        {**base, "a": torch.tensor([0.0, 0.0, -0.0])},
+        {**base, "b": {"x": 1, "y": 2.5}},
+        {"a": base["a"], "c": base["b"]},
+    ]
+    digests = {digest({"s": Box(value)}) for value in changed}
+    assert len(digests) == len(changed)
+    assert digest({"s": Box(base)}) not in digests
+
+
+def change_names(state):
+    state["model"] = nn.Sequential(collections.OrderedDict(first=state["model"][0]))
+
+
+def change_groups(state):
+    model = state["model"]
+    state["optimizer"] = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.update(training(width=9)), r"model\.0\.weight is float32\[8, 4\] there and float32\[9, 4\] here"),
+        (lambda s: s["model"].double(), r"model\.0\.weight is float32\[8, 4\] there and float64\[8, 4\] here"),
+        (change_names, r"model\.0\.weight exists there only"),
+        (change_groups, r"optimizer\.param_groups has 1 entries there and 2 here"),
+        (
+            lambda s: s.update(optimizer=torch.optim.SGD(s["model"].parameters())),
+            r"optimizer\.param_groups\.0\..* only",
+        ),
+        (lambda s: s.pop("scheduler"), r"`state` has the entries \['model', 'optimizer', 'scheduler'\] there"),
+        (lambda s: s.update(scheduler=s["model"]), r"scheduler is of the kind other there and module here"),
+    ],
+)
+def test_the_first_difference_is_named(change, words):
+    here, there = training(), training()
+    change(here)
+    train(there, 1)
+    found = first_difference(flatten(here).skeleton, flatten(there).skeleton)
+    assert found is not None
+    assert re.search(words, found), found
+
+
+def test_an_object_that_refuses_is_named():
+    class Refuses(Box):
+        def load_state_dict(self, value):
+            raise ValueError("not this one")
+
+    with pytest.raises(StateError, match="box refused the state of the other replicas: not this one"):
+        load(over_the_wire({"box": Box({"a": 1})}), {"box": Refuses({})})
+
+
+@given(st.binary(max_size=60))
+@settings(deadline=None)
+def test_foreign_bytes_are_an_error_and_nothing_else(noise):
+    try:
+        allocate(noise)
+    except StateError:
+        return
+    assert noise == b"\x90"  # the empty list: a state without entries
+
+
+def test_loading_does_not_alias_the_source():
+    one, other = training(), training(seed=1)
+    train(one, 1)
+    before = copy.deepcopy(one["optimizer"].state_dict())
+    load(over_the_wire(one), other)
+    train(other, 2)
+    after = one["optimizer"].state_dict()
+    assert same(before["state"], after["state"])
