@@ -1,0 +1,198 @@
+"""`ftcomm bench`: what it costs, and what a failure costs. Heavy modules are imported by the command that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftcomm.bench.sizes import parse_size, sweep
+from ftcomm.errors import SettingsError
+
+if TYPE_CHECKING:
+    from ftcomm.bench.allreduce import Row
+
+SMOKE_SIZES = ("1K", "1M")
+
+
+@click.group()
+def bench() -> None:
+    """Measure ftcomm on this machine, beside what else there is."""
+
+
+class SizeType(click.ParamType):
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except SettingsError as error:
+            self.fail(str(error), param, ctx)
+
+
+class ListType(click.ParamType):
+    """Values of one kind with commas between them."""
+
+    def __init__(self, kind: click.ParamType, name: str) -> None:
+        self.kind = kind
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self.kind.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+SIZE = SizeType()
+json_option = click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write header and rows to this file."
+)
+transport_option = click.option(
+    "--transport", type=click.Choice(["auto", "shm", "tcp"]), default="auto", show_default=True, help="Of ftcomm."
+)
+
+
+@bench.command()
+@click.option("-b", "--minbytes", type=SIZE, default="1K", show_default=True, help="Smallest array, in bytes, K, M, G.")
+@click.option("-e", "--maxbytes", type=SIZE, default="64M", show_default=True, help="Largest array.")
+@click.option("-f", "--stepfactor", type=int, help="Factor between sizes.  [default: 4]")
+@click.option("-i", "--stepbytes", type=SIZE, help="Step between sizes, instead of a factor.")
+@click.option("--sizes", type=ListType(SIZE, "SIZE,..."), help="These sizes, instead of -b -e -f -i.")
+@click.option("-n", "--iters", type=int, help="Timed ops in a round.  [default: 100 to 10, by size]")
+@click.option("-w", "--warmup_iters", type=int, help="Ops before them.  [default: 5 to 1, by size]")
+@click.option("-d", "--datatype", default="float32", show_default=True, help="Type of the elements.")
+@click.option("-o", "--op", "redop", default="sum", show_default=True, help="sum, avg, min, max or product.")
+@click.option("--ranks", type=ListType(click.INT, "N,..."), default="2", show_default=True, help="Processes.")
+@transport_option
+@click.option("--compare", type=ListType(click.Choice(["gloo"]), "[gloo]"), default=(), help="Measure this beside it.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="So many times ftcomm, peer.")
+@json_option
+@click.option("--smoke", is_flag=True, help=f"A few ops at {' and '.join(SMOKE_SIZES)}, to see that it runs.")
+def allreduce(
+    *,
+    minbytes: int,
+    maxbytes: int,
+    stepfactor: int | None,
+    stepbytes: int | None,
+    sizes: tuple[int, ...] | None,
+    iters: int | None,
+    warmup_iters: int | None,
+    datatype: str,
+    redop: str,
+    ranks: tuple[int, ...],
+    transport: str,
+    compare: tuple[str, ...],
+    rounds: int,
+    json_file: Path | None,
+    smoke: bool,
+) -> None:
+    """All-reduce in place on CPU tensors; the flags and columns of nccl-tests.
+
+    Time is of the slowest rank of each op; p50 is the median over rounds of the rounds' medians, p99 of all ops. The
+    ratio is taken within each round, where both ran in the same second, and its median is shown: a machine that changes
+    its speed for minutes at a time does not change it. The result of every round is checked; #wrong counts elements.
+    """
+    from ftcomm.bench.allreduce import Request, measure
+    from ftcomm.bench.header import header, header_lines
+    from ftcomm.bench.progress import Watch
+    from ftcomm.bench.table import footer, heading, line
+
+    if stepfactor is None and stepbytes is None:
+        stepfactor = 4
+    wanted = sizes or sweep(minbytes, maxbytes, factor=stepfactor, step=stepbytes)
+    if smoke:
+        wanted, rounds, iters = [parse_size(size) for size in SMOKE_SIZES], 1, 5
+    request = Request(wanted, ranks, datatype, redop, rounds, iters, warmup_iters, transport, compare)
+    request.check()
+    fields = header()
+    rows: list[Row] = []
+    with _written(json_file, {"header": fields, "rows": rows}), Watch() as watch:
+        for text in (*header_lines(fields), *heading(compare)):
+            watch.line(text)
+
+        def on_rows(new: list[Row]) -> None:
+            rows.extend(new)
+            watch.line(line(new))
+
+        _run(measure(request, on_rows, watch.update))
+    wrong = sum(row.wrong for row in rows)
+    click.echo(footer(wrong))
+    if wrong:
+        raise click.exceptions.Exit(1)
+
+
+@bench.command()
+@click.option("--replicas", type=int, default=4, show_default=True, help="Processes; one of them is killed each time.")
+@click.option("--size", type=SIZE, default="64M", show_default=True, help="Array of the all-reduce (fp32).")
+@click.option("--kills", type=int, default=20, show_default=True, help="SIGKILLs, a replica after the other.")
+@transport_option
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the points in an op at which they come.")
+@json_option
+@click.option("--smoke", is_flag=True, help="Two kills of three replicas at 4M, to see that it runs.")
+def recovery(
+    *, replicas: int, size: int, kills: int, transport: str, seed: int, json_file: Path | None, smoke: bool
+) -> None:
+    """Kill a replica inside an all-reduce, and time what the others do.
+
+    Replicas under the launcher run all-reduces back to back. One is stopped, seen to be in the middle of an op, and
+    killed with SIGKILL. Counted from there: `detect` until the coordinator has decided on the view without it, `stall`
+    until that very op has returned on the last survivor, with the time that the op usually takes beside it, `rejoin`
+    until the restarted replica contributes again; then the next is killed. Results are compared by their SHA-256, and
+    every element with the sums that there can be. Exits with 1 if an op was lost, or its bytes were not equal or wrong.
+    """
+    from ftcomm.bench.header import header, header_lines
+    from ftcomm.bench.progress import Watch
+    from ftcomm.bench.recovery import Event, Request, measure, summarize
+    from ftcomm.bench.table import event_heading, event_line, summary_lines
+
+    request = Request(3, 4 << 20, 2, transport, seed) if smoke else Request(replicas, size, kills, transport, seed)
+    request.check()
+    fields = header()
+    events: list[Event] = []
+    result: dict[str, Any] = {"header": fields, "request": request, "events": events}
+    with _written(json_file, result), Watch() as watch:
+        for text in (*header_lines(fields), *event_heading()):
+            watch.line(text)
+
+        def on_event(event: Event) -> None:
+            events.append(event)
+            result["summary"] = summarize(events)
+            watch.line(event_line(event))
+
+        _run(measure(request, on_event, watch.update))
+    summary = summarize(events)
+    for text in summary_lines(summary):
+        click.echo(text)
+    if summary.wrong or summary.steps_lost or summary.equal < summary.kills:
+        raise click.exceptions.Exit(1)
+
+
+def _run(measurement: Coroutine[Any, Any, None]) -> None:
+    try:
+        asyncio.run(measurement)
+    except KeyboardInterrupt:  # all processes are gone by now
+        raise click.exceptions.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _written(path: Path | None, result: dict[str, Any]) -> Iterator[None]:
+    """Write the JSON however the block ends: what was measured before Ctrl-C or a crash is worth keeping."""
+    import msgspec
+
+    if path is None:
+        yield
+        return
+    try:
+        path.touch()
+    except OSError as error:
+        raise SettingsError(f"--json {path}: {error.strerror}; choose a file that you can write to.") from None
+    try:
+        yield
+    finally:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")

@@ -1,0 +1,54 @@
+"""What a figure is worth without: where, when, with which versions and by which command it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+HEADER_VERSION = 1  # of the JSON's shape
+
+
+def header() -> dict[str, str | int | float]:
+    """JSON-able. Reads /proc; does not import torch."""
+    return {
+        "schema": HEADER_VERSION,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1),
+        "load": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("ftcomm", "torch", "numpy")},
+    }
+
+
+def header_lines(fields: dict[str, str | int | float]) -> list[str]:
+    """For the top of a table, as comment lines."""
+    versions = ", ".join(f"{name} {fields[name]}" for name in ("ftcomm", "torch", "numpy", "python"))
+    return [
+        f"# {fields['command']}",
+        f"# {fields['date']}; {versions}, Linux {fields['kernel']}",
+        f"# {fields['cpu']}, {fields['cores']} cores, {fields['memory_gb']} GB; load before {fields['load']}",
+    ]
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,47 @@
+"""How far a measurement is, for who watches a terminal; rows go to standard output between two looks at it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Watch:
+    """A bar on standard error while it is a terminal, nothing otherwise."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f}%"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            refresh_per_second=4,  # it runs on the cores that are measured
+            redirect_stdout=False,  # rows belong to standard output, wherever that goes
+            redirect_stderr=False,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=1.0)
+
+    def __enter__(self) -> Watch:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, words: str, fraction: float) -> None:
+        self._bar.update(self._task, description=words, completed=fraction)
+
+    def line(self, text: str) -> None:
+        """A line of the result: the bar makes room for it."""
+        self._bar.stop()
+        click.echo(text)
+        self._bar.start()

@@ -1,0 +1,79 @@
+"""The columns of nccl-tests with a peer beside ftcomm, and those of a recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftcomm.bench.allreduce import Row
+from ftcomm.bench.recovery import Event, Summary
+
+
+def heading(peers: Sequence[str]) -> list[str]:
+    first = f"#{'':>47} {_middle('ftcomm', 43)}"
+    second = f"#{'size':>10} {'count':>11} {'type':>9} {'op':>8} {'ranks':>5}" + _columns(
+        "p50", "p99", "algbw", "busbw"
+    )
+    units = f"#{'(B)':>10} {'(elements)':>11} {'':>24}" + _columns("(us)", "(us)", "(GB/s)", "(GB/s)")
+    for peer in peers:
+        first += f"   {_middle(peer, 32)}   {_middle(f'{peer} / ftcomm', 21)}"
+        second += f"  {_columns('p50', 'p99', 'busbw')}   {'ratio':>7} {'over rounds':>13}"
+        units += f"  {_columns('(us)', '(us)', '(GB/s)')}   {'':>21}"
+    return [first, f"{second} {'#wrong':>8}", units.rstrip()]
+
+
+def line(rows: Sequence[Row]) -> str:
+    """The rows of one size, ftcomm first."""
+    own = rows[0]
+    text = f" {own.bytes:>10} {own.count:>11} {own.dtype:>9} {own.redop:>8} {own.ranks:>5}"
+    text += _columns(*map(_figure, (own.time_us_p50, own.time_us_p99, own.algbw_gbps, own.busbw_gbps)))
+    for peer in rows[1:]:
+        spread = f"{min(peer.round_ratio):.1f}-{max(peer.round_ratio):.1f}"
+        text += f"  {_columns(*map(_figure, (peer.time_us_p50, peer.time_us_p99, peer.busbw_gbps)))}"
+        text += f"   {f'{peer.ratio:.1f}x':>7} {spread:>13}"
+    return f"{text} {sum(row.wrong for row in rows):>8}"
+
+
+def footer(wrong: int) -> str:
+    return f"# Wrong elements: {wrong} {'OK' if wrong == 0 else 'FAILED'}"
+
+
+def event_heading() -> list[str]:
+    names = f"#{'kill':>5} {'replica':>8} {'in step':>8}" + _columns("detect", "stall", "usual op", "rejoin")
+    return [f"{names} {'bytes':>9} {'#wrong':>7}", f"#{'':>23}" + _columns("(ms)", "(ms)", "(ms)", "(ms)")]
+
+
+def event_line(event: Event) -> str:
+    times = _columns(*map(_maybe, (event.detect_ms, event.stall_ms, event.usual_ms, event.rejoin_ms)))
+    verdict = "equal" if event.equal else "NOT EQUAL"
+    return f" {event.number + 1:>5} {event.victim:>8} {event.step:>8}{times} {verdict:>9} {event.wrong:>7}"
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    lines = []
+    for name in ("p50", "p99", "max"):
+        spreads = (summary.detect_ms, summary.stall_ms, summary.usual_ms, summary.rejoin_ms)
+        lines.append(f"#{name:>5} {'':>17}" + _columns(*(_maybe(spread.get(name)) for spread in spreads)))
+    good = summary.completed == summary.equal == summary.kills and summary.wrong == 0
+    said = (
+        f"ops that survived: {summary.completed} of {summary.kills}",
+        f"equal bytes on all survivors: {summary.equal} of {summary.kills}",
+        f"wrong elements: {summary.wrong}",
+        f"steps lost: {summary.steps_lost} {'OK' if good else 'FAILED'}",
+    )
+    return [*lines, f"# {'; '.join(said)}"]
+
+
+def _columns(*texts: str) -> str:
+    return "".join(f" {text:>10}" for text in texts)
+
+
+def _maybe(value: float | None) -> str:
+    return "never" if value is None else _figure(value)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+def _middle(text: str, width: int) -> str:
+    return f" {text} ".center(width, "-")
