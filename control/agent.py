@@ -84,7 +84,9 @@ class Agent:
         sock: socket.socket,
         address: Address,
         heartbeat_timeout: float,
+        on_start: Callable[[], object] = lambda: None,
     ) -> None:
+        """`on_start` is called first in the control thread, which lives as long as this rank takes part."""
         self.engine = engine
         self.replica, self.rank = replica, rank
         self._coordinator, self._token = coordinator, token
@@ -96,6 +98,7 @@ class Agent:
         self._lock = threading.Lock()  # guards the machine; never held across a wait
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
+        self._on_start = on_start
         self._handlers: dict[str, Handler] = {}
         self._up: Link | None = None  # to the coordinator (rank 0) or to the leader
         self._ranks: dict[int, asyncio.StreamWriter] = {}  # rank 0: the other ranks of the replica
@@ -185,14 +188,14 @@ class Agent:
         """The same to any rank of the job. Raises `OSError`."""
         return wire.connect(address, self._token, purpose, fields, timeout)
 
-    def suspect(self, replica: int, epoch: int, reason: str) -> None:
-        """Report a replica that cannot be reached from here since some moment of `epoch`; from any thread."""
+    def suspect(self, replica: int, epoch: int, reason: str, proof: bool) -> None:
+        """Report a replica that cannot be reached since some moment of `epoch`, or (`proof`) is certainly dead."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._suspected, replica, epoch, reason)
+            self._loop.call_soon_threadsafe(self._suspected, replica, epoch, reason, proof)
 
-    def _suspected(self, replica: int, epoch: int, reason: str) -> None:
+    def _suspected(self, replica: int, epoch: int, reason: str, proof: bool) -> None:
         if self.view is not None and self.view.epoch == epoch:
-            self._suspect(self.view, replica, reason, proof=False)
+            self._suspect(self.view, replica, reason, proof)
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand incoming authenticated connections of `purpose` (blocking sockets) to `handler`, each in a thread."""
@@ -201,6 +204,7 @@ class Agent:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._on_start()
         asyncio.set_event_loop(self._loop)
         self._spawn(self._main())
         try:

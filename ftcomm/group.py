@@ -21,8 +21,9 @@ from ftcomm.control.links import listen
 from ftcomm.control.views import Address, View
 from ftcomm.engine import Engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
+from ftcomm.kernels.life import hold
 from ftcomm.settings import Settings, split_endpoint
-from ftcomm.transport.segment import Segment
+from ftcomm.transport.segment import LIFE, Segment
 
 log = logging.getLogger("ftcomm")
 
@@ -101,6 +102,7 @@ class Group:
             op_timeout=settings.op_timeout,
             on_stall=self._stalled,
             on_lost=self._lost,
+            on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
             ranks_per_replica=settings.ranks_per_replica,
         )
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
@@ -125,6 +127,7 @@ class Group:
             sock=sock,
             address=address,
             heartbeat_timeout=settings.heartbeat_timeout,
+            on_start=lambda: hold(self._segment.address + 8 * LIFE),
         )
         self._agent.serve("data", self._attach)
         self._open = True
@@ -259,7 +262,7 @@ class Group:
         self._exchange.attach(sock, int(fields["replica"]), int(fields["epoch"]))
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
-        self._agent.suspect(replica, epoch, reason)
+        self._agent.suspect(replica, epoch, reason, proof=False)
 
     def _stalled(self, stall: Stall) -> None:
         waiting = ", ".join(map(str, stall.waiting_on))

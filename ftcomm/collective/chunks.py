@@ -7,29 +7,20 @@ change which chunks they hold.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from ftcomm.transport.segment import CHUNK
 
 Contributors = tuple[int, ...]  # replicas whose inputs a FINAL chunk holds, ascending
 
-# An op in the middle is cut in about four, so that copying the next chunk overlaps with the others' work on this one.
-_SMALLEST = 64 << 10
-_PIECES = 4
 
-
-@lru_cache(maxsize=1024)
-def chunk_elements(count: int, itemsize: int) -> int:
-    """Elements in each chunk (but the last) of an op of `count` elements."""
-    nbytes = count * itemsize
-    size = min(CHUNK, max(_SMALLEST, -(-nbytes // _PIECES)))
-    size = -(-size // 4096) * 4096
-    return size // itemsize
+def chunk_elements(itemsize: int) -> int:
+    """Elements in each chunk of an op but the last."""
+    return CHUNK // itemsize
 
 
 def chunk_count(count: int, itemsize: int) -> int:
     """At least 1: an op without elements still compares what its members called."""
-    return max(1, -(-count // chunk_elements(count, itemsize)))
+    return max(1, -(-count // chunk_elements(itemsize)))
 
 
 def pack(chunks: Iterable[int], total: int) -> bytes:

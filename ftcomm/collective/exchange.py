@@ -37,7 +37,7 @@ from ftcomm.transport.tcp import Lost, Reader
 # Rounds of polling and yielding before a sleep. A sleeping member takes 26 us to answer, a polling one 1 us. Without
 # the yield two members that share a core wait for each other until the polls are used up (1 KB: 160 us, not 5 us).
 _ROUNDS = 32  # every member on this host has a core: about 80 us
-_ROUNDS_CROWDED = 2  # 1 KB, four members on two cores: 21 us; 63 us without a yield
+_ROUNDS_CROWDED = 4  # 1 KB, four members on two cores: 21 us; 63 us without a yield
 
 
 class Stall(NamedTuple):
@@ -54,7 +54,8 @@ class Exchange:
     `on_stall` is called once, by the driving thread, when an op has made no progress for `op_timeout` seconds; after
     twice that time without a new view the engine fails with `CollectiveTimeout`. `on_lost(replica, epoch, reason)` is
     called by the driving thread when the connection to a member that reads through TCP has broken; the op goes on
-    waiting, for the view change. `ranks_per_replica` tells how crowded the host is.
+    waiting, for the view change. `on_died(replica, epoch)` is called by the driving thread, once an epoch, for a member
+    of this host that is seen to be dead while the op waits. `ranks_per_replica` tells how crowded the host is.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Exchange:
         op_timeout: float,
         on_stall: Callable[[Stall], None],
         on_lost: Lost = lambda replica, epoch, reason: None,
+        on_died: Callable[[int, int], None] = lambda replica, epoch: None,
         ranks_per_replica: int = 1,
     ) -> None:
         self.replica = replica
@@ -72,6 +74,7 @@ class Exchange:
         self._op_timeout = op_timeout
         self._on_stall = on_stall
         self._on_lost = on_lost
+        self._on_died = on_died
         self._ranks_per_replica = ranks_per_replica
         self._waiter = Waiter(segment.words, ASLEEP, 0)
         self._reducer = Reducer()
@@ -373,6 +376,8 @@ class Exchange:
 
     def _watch(self, stream: Stream, op: Operation, missing: tuple[int, ...]) -> None:
         """A wait for the replicas `missing` has ended without progress."""
+        for replica in stream.died():
+            self._on_died(replica, stream.view.epoch)
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since, self._stalled = now, False

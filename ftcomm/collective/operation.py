@@ -45,7 +45,7 @@ class Operation:
         self.op = op
         self.count = array.size
         self.call = array.size << 16 | call  # compared between members
-        self.elements = chunk_elements(self.count, self.itemsize)
+        self.elements = chunk_elements(self.itemsize)
         chunks = chunk_count(self.count, self.itemsize)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] = all_reduce(chunks)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors, unpack
-from ftcomm.control.messages import OpProgress, Progress
+from ftcomm.control.messages import Progress
 from ftcomm.errors import FtcommError
 
 REDUCE = -1  # as `Task.holder`
@@ -57,47 +57,30 @@ def resume_tasks(number: int, chunks: int, progress: Mapping[int, Progress]) -> 
 
     Raises `ProtocolError` if the members contradict each other.
     """
-    reports = {replica: _report(number, p) for replica, p in progress.items()}
-    held = {replica: _held(report) for replica, report in reports.items()}
+    held = {replica: _held(number, p) for replica, p in progress.items()}
     if not any(held.values()):
         return all_reduce(chunks)
-    absent = [replica for replica, report in reports.items() if report is None]
+    absent = [replica for replica, finals in held.items() if finals is None]
     if absent:
         raise ProtocolError(f"op {number} is FINAL in part, but replicas {absent} have not called it")
-    if max(bits.bit_length() for bits in held.values()) > chunks:
-        raise ProtocolError(f"op {number} has {chunks} chunks, but a member holds more")
-    everywhere = (1 << chunks) - 1
-    for bits in held.values():
-        everywhere &= bits
     tasks = []
     for chunk in range(chunks):
-        if everywhere >> chunk & 1:
-            continue
-        holder = min((replica for replica, bits in held.items() if bits >> chunk & 1), default=REDUCE)
-        tasks.append(Task(chunk, holder, () if holder == REDUCE else _contributors(chunk, reports)))
+        bit = 1 << chunk
+        holders = {m: who for m, finals in held.items() for who, bits in (finals or {}).items() if bits & bit}
+        if len(set(holders.values())) > 1:
+            raise ProtocolError(f"op {number}: chunk {chunk} is FINAL with different contributors: {holders}")
+        if not holders:
+            tasks.append(Task(chunk, REDUCE, ()))
+        elif len(holders) < len(held):
+            tasks.append(Task(chunk, min(holders), holders[min(holders)]))
+    if any(bits >> chunks for finals in held.values() for bits in (finals or {}).values()):
+        raise ProtocolError(f"op {number} has {chunks} chunks, but a member holds more")
     return tuple(tasks)
 
 
-def _report(number: int, progress: Progress) -> OpProgress | None:
-    return next((op for op in progress.ops if op.number == number), None)
-
-
-def _held(report: OpProgress | None) -> int:
-    bits = 0
-    for final in report.finals if report else ():
-        bits |= unpack(final.chunks)
-    return bits
-
-
-def _contributors(chunk: int, reports: Mapping[int, OpProgress | None]) -> Contributors:
-    """Whose inputs the chunk holds; all holders must say the same."""
-    said = {
-        tuple(final.contributors)
-        for report in reports.values()
-        if report
-        for final in report.finals
-        if unpack(final.chunks) >> chunk & 1
-    }
-    if len(said) != 1:
-        raise ProtocolError(f"chunk {chunk} is FINAL with different contributors: {sorted(said)}")
-    return said.pop()
+def _held(number: int, progress: Progress) -> dict[Contributors, int] | None:
+    """The FINAL chunks of an op at one member, a bitmap for each set of contributors; None if it is not in flight."""
+    for op in progress.ops:
+        if op.number == number:
+            return {tuple(final.contributors): unpack(final.chunks) for final in op.finals}
+    return None

@@ -25,8 +25,9 @@ from ftcomm.errors import TransportError
 MAGIC = 0x6674636F6D6D0001  # "ftcomm", layout 1
 HEADER = 4096
 
-# Two ranks on two cores, 64 MB: chunks of 128 KB 10.0 ms, 256 KB 8.6, 512 KB 8.2, 1 MB 8.6, 2 MB 13. A chunk, its
-# copy and the peer's copy must stay in a 1 MB L2. Four slots let a member run two chunks ahead of the slowest one.
+# Two ranks on two cores with 1 MB of L2 each, 64 MB: chunks of 128 KB 5.5 ms, 256 KB 5.0, 512 KB 5.0, 1 MB 6.0, 2 MB
+# 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. A chunk and its copy must stay in the cache.
+# For the slots see AHEAD in ftcomm/collective/stream.py.
 CHUNK = 512 << 10
 SLOTS = 4
 
@@ -36,6 +37,7 @@ POSTED = 1 * _LINE
 REDUCED = 2 * _LINE
 TAKEN = 3 * _LINE
 ASLEEP = 4 * _LINE
+LIFE = 5 * _LINE  # a mutex that the owner holds while it lives, see ftcomm.kernels.life
 _DESCRIPTORS = 8 * _LINE
 SIZE = HEADER + 2 * SLOTS * CHUNK
 

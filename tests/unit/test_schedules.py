@@ -12,6 +12,7 @@ import random
 import numpy as np
 import pytest
 
+from ftcomm.collective import chunks
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
@@ -23,7 +24,8 @@ from ftcomm.kernels.wait import Waiter
 from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer
 
-COUNTS = (0, 1000, 20_000, 70_000, 100_000)  # of float32: one chunk to seven
+CHUNK = 4096  # bytes; more chunks of less to copy
+COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot
 
 
 @dataclasses.dataclass
@@ -251,6 +253,11 @@ class World:
 @pytest.fixture(scope="module")
 def segments() -> dict[int, Segment]:
     return {m: Segment() for m in range(5)}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize("block", range(20))

@@ -1,0 +1,199 @@
+"""`stage` for arrays that are neither torch nor NumPy on the CPU: JAX, whatever speaks DLPack, CUDA and CuPy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ftcomm.arrays import Staged, stage
+from ftcomm.errors import ArgumentError
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def add_one(staged: Staged) -> object:
+    """Play the op: `flat += 1`, bfloat16 as such. Returns what `finish` does, None if there is none."""
+    flat = staged.flat
+    assert flat.ndim == 1
+    assert flat.flags.carray
+    assert flat.dtype.isnative
+    if staged.dtype == "bfloat16":
+        assert flat.dtype == np.uint16
+        torch.from_numpy(flat).view(torch.bfloat16).add_(1)
+    else:
+        assert flat.dtype.name == staged.dtype
+        flat += np.ones((), flat.dtype)
+    return staged.finish() if staged.finish is not None else None
+
+
+def read_only() -> np.ndarray:
+    x = np.ones(3)
+    x.flags.writeable = False
+    return x
+
+
+# ---- JAX ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jax():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return pytest.importorskip("jax")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_jax_gives_a_new_array(jax, name: str, shape: tuple[int, ...]) -> None:
+    x = jax.numpy.zeros(shape, name)
+    staged = stage(x)
+    assert staged.dtype == name
+    new = add_one(staged)
+    assert isinstance(new, jax.Array)
+    assert (new.shape, new.dtype, new.sharding) == (x.shape, x.dtype, x.sharding)
+    assert (np.asarray(new) == 1).all()
+    assert (np.asarray(x) == 0).all()
+
+
+def test_jax_float64(jax) -> None:
+    """In a process of its own: 64-bit types are a switch of the whole process."""
+    script = """
+import numpy as np, jax
+jax.config.update("jax_enable_x64", True)
+from ftcomm.arrays import stage
+staged = stage(jax.numpy.zeros(3, "float64"))
+staged.flat += 1
+new = staged.finish()
+print(staged.dtype, new.dtype, new.tolist())
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env=env, check=True
+    )
+    assert done.stdout.split(maxsplit=2) == ["float64", "float64", "[1.0, 1.0, 1.0]\n"]
+
+
+def test_jax_sharded_over_devices_keeps_its_sharding() -> None:
+    pytest.importorskip("jax")
+    script = """
+import numpy as np, jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ftcomm.arrays import stage
+sharding = NamedSharding(Mesh(np.array(jax.devices()), ("i",)), PartitionSpec("i"))
+staged = stage(jax.device_put(np.zeros(8, "f4"), sharding))
+staged.flat += 1
+new = staged.finish()
+print(len(jax.devices()), new.sharding == sharding, new.tolist() == [1] * 8)
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env=env, check=True
+    )
+    assert done.stdout.split() == ["4", "True", "True"]
+
+
+def test_jax_refused(jax) -> None:
+    with pytest.raises(ArgumentError, match=r"traced.*outside jit"):
+        jax.jit(lambda x: stage(x).flat)(jax.numpy.zeros(3))
+    with pytest.raises(ArgumentError, match="complex64"):
+        stage(jax.numpy.zeros(3, "complex64"))
+    with pytest.raises(ArgumentError, match="float8_e4m3fn"):
+        stage(jax.numpy.zeros(3, "float8_e4m3fn"))
+    with pytest.raises(ArgumentError, match=r"key.*key_data"):
+        stage(jax.random.key(0))
+    gone = jax.numpy.zeros(3)
+    gone.delete()
+    with pytest.raises(ArgumentError, match="deleted"):
+        stage(gone)
+
+
+# ---- other libraries, by DLPack -----------------------------------------------------------------------------------
+
+
+class Exported:
+    """What another array library shows: DLPack over `values`, device included."""
+
+    def __init__(self, values: np.ndarray, device: tuple[int, int] = (1, 0)) -> None:
+        self.values = values
+        self.device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **kwargs: object) -> object:
+        return self.values.__dlpack__(**kwargs)
+
+
+class Namespaced(Exported):
+    def __array_namespace__(self, api_version: str | None = None) -> type[Namespaced]:
+        return Namespaced
+
+    @staticmethod
+    def from_dlpack(x: np.ndarray) -> Namespaced:
+        return Namespaced(np.from_dlpack(x))
+
+
+def test_dlpack_writable_is_in_place() -> None:
+    x = Exported(np.zeros((2, 3), np.float32))
+    staged = stage(x)
+    assert np.shares_memory(staged.flat, x.values)
+    assert add_one(staged) is x
+    assert (x.values == 1).all()
+
+
+def test_dlpack_strided_is_copied_back() -> None:
+    x = Exported(np.zeros((2, 6), np.float32)[:, ::2])
+    assert add_one(stage(x)) is x
+    assert (x.values == 1).all()
+
+
+def test_dlpack_read_only_gives_a_new_array() -> None:
+    x = Namespaced(read_only())
+    new = add_one(stage(x))
+    assert isinstance(new, Namespaced)
+    assert new.values.tolist() == [2, 2, 2]
+    assert x.values.tolist() == [1, 1, 1]
+
+
+def test_dlpack_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"read-only.*np\.array"):
+        stage(Exported(read_only()))
+    with pytest.raises(ArgumentError, match=r"DLPack device \(2, 0\).*torch.from_dlpack"):
+        stage(Exported(np.ones(3), (2, 0)))
+    with pytest.raises(ArgumentError, match="complex64"):
+        stage(Exported(np.ones(3, np.complex64)))
+    with pytest.raises(ArgumentError, match="NumPy cannot read"):
+        stage(Exported(torch.ones(3, dtype=torch.bfloat16)))  # type: ignore[arg-type]
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("cut", [lambda t: t, lambda t: t[:, ::2]], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_cuda(cut, dtype: torch.dtype) -> None:
+    base = torch.zeros(4, 6, dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    x = cut(base)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)  # the value is only written when the stream gets there
+        x.add_(1)
+        staged = stage(x)
+    assert add_one(staged) is x
+    assert (x == 2).all()
+
+
+@pytest.mark.gpu
+@cuda
+def test_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    base = cupy.zeros((4, 6), np.float32)
+    for x in (base, base[:, ::2]):
+        assert add_one(stage(x)) is x
+    assert base.get().tolist() == [[2, 1, 2, 1, 2, 1]] * 4

@@ -1,0 +1,158 @@
+"""What a TCP reader makes of frames, right ones and wrong ones, and which transport is chosen."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from ftcomm.control.views import Address
+from ftcomm.errors import TransportError
+from ftcomm.transport.connect import connect
+from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, SIZE, TAKEN, Segment, descriptor
+from ftcomm.transport.shm import ShmPeer
+from ftcomm.transport.tcp import Reader, TcpPeer
+from tests.exchange_rig import DEADLINE, socket_pair
+
+EPOCH = 3
+FRAME = struct.Struct("<IIQIIQQ")
+
+
+class Wire:
+    """A mirror, and the writer's end of its connection."""
+
+    def __init__(self) -> None:
+        near, self.far = socket_pair()
+        self.lost: queue.Queue[tuple[int, int, str]] = queue.Queue()
+        self.peer = TcpPeer(7, EPOCH, near, lambda *args: self.lost.put(args))
+
+    def wait(self, word: int, value: int) -> None:
+        end = 0
+        while self.peer.words[word] != value:
+            with pytest.raises(queue.Empty):
+                print(self.lost.get(timeout=0.01))
+            end += 1
+            assert end < DEADLINE * 100
+
+
+def never(replica: int) -> None:
+    raise AssertionError("the socket is full")
+
+
+def test_a_frame_fills_the_mirror() -> None:
+    wire = Wire()
+    reader = Reader(wire.far, 1, EPOCH)
+    assert wire.peer.words[TAKEN] == EPOCH << 32
+    payload = np.arange(1000, dtype=np.uint16)
+    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99), never)
+    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0), never)
+    wire.wait(TAKEN, EPOCH << 32 | 1)
+    assert wire.peer.words[POSTED] == EPOCH << 32 | 2
+    assert (wire.peer.words[descriptor(1)], wire.peer.words[descriptor(1) + 1]) == (41, 99)
+    assert (wire.peer.carve(POSTED, 1, 32, 1000, payload.dtype) == payload).all()
+    wire.peer.close()
+    reader.close()
+    assert wire.lost.empty()
+
+
+MAGIC = 0x66746331
+WRONG = {
+    "magic": (1, POSTED, EPOCH << 32 | 1, 0, 0),
+    "word": (MAGIC, 1, EPOCH << 32 | 1, 0, 0),
+    "other epoch": (MAGIC, POSTED, (EPOCH + 1) << 32 | 1, 0, 0),
+    "old epoch": (MAGIC, POSTED, (EPOCH - 1) << 32 | 1, 0, 0),
+    "no increase": (MAGIC, POSTED, EPOCH << 32, 0, 0),
+    "beyond the chunk": (MAGIC, REDUCED, EPOCH << 32 | 1, CHUNK - 4, 8),
+    "payload of nothing": (MAGIC, TAKEN, EPOCH << 32 | 1, 0, 8),
+}
+
+
+@pytest.mark.parametrize("frame", WRONG.values(), ids=WRONG)
+def test_a_wrong_frame_changes_nothing_and_ends_the_connection(frame: tuple[int, ...]) -> None:
+    wire = Wire()
+    before = wire.peer.buffer.tobytes()
+    wire.far.sendall(FRAME.pack(*frame, 1, 1) + b"x" * 8)
+    replica, epoch, reason = wire.lost.get(timeout=DEADLINE)
+    assert (replica, epoch) == (7, EPOCH)
+    assert "frame" in reason or "payload" in reason
+    assert wire.peer.buffer.tobytes() == before
+    assert len(before) == SIZE
+    wire.far.close()
+
+
+def test_a_connection_that_ends_is_reported_once_and_not_when_quiet() -> None:
+    wire, quiet = Wire(), Wire()
+    quiet.peer.quiet()
+    quiet.far.close()
+    wire.far.close()
+    assert wire.lost.get(timeout=DEADLINE) == (7, EPOCH, "connection for data: closed by the other side")
+    with pytest.raises(queue.Empty):
+        quiet.lost.get(timeout=0.05)
+
+
+def test_a_full_socket_asks_whether_to_go_on() -> None:
+    near, far = socket_pair()
+    reader = Reader(far, 5, EPOCH)
+    asked = []
+
+    def give_up(replica: int) -> None:
+        asked.append(replica)
+        raise InterruptedError
+
+    payload = memoryview(bytes(CHUNK))
+
+    def fill() -> None:
+        for count in range(1, 1000):
+            reader.send(POSTED, EPOCH << 32 | count, 0, payload, (0, 0), give_up)
+
+    with pytest.raises(InterruptedError):
+        fill()
+    assert asked == [5]
+    near.close()
+    reader.close()
+
+
+def here(segment: Segment, boot: str = "a") -> Address:
+    return Address("127.0.0.1", 1, boot, os.getpid(), segment.fd, segment.nonce)
+
+
+def ignore(*args: object) -> None:
+    pass
+
+
+def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+    assert purpose == "data"
+    assert dict(fields) == {"replica": 0, "epoch": EPOCH}
+    return socket_pair()[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "boot", "nonce", "how"),
+    [
+        ("auto", "a", None, "shm"),
+        ("shm", "a", None, "shm"),
+        ("tcp", "a", None, "tcp"),
+        ("auto", "b", None, "tcp"),
+        ("auto", "a", "0" * 32, "tcp"),  # the same kernel, another container: the process number means another one
+    ],
+)
+def test_the_transport_that_reaches_the_peer_is_chosen(mode: str, boot: str, nonce: str | None, how: str) -> None:
+    segment = Segment()
+    there = here(segment, boot)
+    if nonce:
+        there = Address(there.host, there.port, there.boot, there.pid, there.segment, nonce)
+    peer = connect(0, here(segment), 1, there, epoch=EPOCH, mode=mode, dial=dial, on_lost=ignore)
+    assert peer.how == how
+    assert isinstance(peer, ShmPeer if how == "shm" else TcpPeer)
+    peer.close()
+
+
+def test_shared_memory_that_is_demanded_and_cannot_be_had_is_an_error() -> None:
+    segment = Segment()
+    with pytest.raises(TransportError, match=r"replica 1 .*another host.*FTCOMM_TRANSPORT=auto"):
+        connect(0, here(segment), 1, here(segment, "b"), epoch=EPOCH, mode="shm", dial=dial, on_lost=ignore)
