@@ -69,8 +69,8 @@ class Job:
         body: Body,
         ranks: int = 1,
         transport: str = "auto",
-        heartbeat_timeout: float = 3.0,
-        op_timeout: float = 20.0,
+        heartbeat_timeout: float = 10.0,  # no test waits for it; long, so that a slow machine loses nobody
+        op_timeout: float = 60.0,
         **arguments: Any,
     ) -> None:
         self.folder, self.replicas, self.ranks = folder, replicas, ranks

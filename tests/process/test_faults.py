@@ -95,7 +95,7 @@ def test_a_replica_of_two_ranks_dies_as_one(tmp_path: Path, rank: int) -> None:
 
 
 def test_a_frozen_replica_is_expelled_and_learns_it(tmp_path: Path) -> None:
-    with job(tmp_path, replicas=3, heartbeat_timeout=1.0) as running:
+    with job(tmp_path, replicas=3, heartbeat_timeout=2.0) as running:
         for _ in _until(lambda: bool(steps_of(running, 1)), "replica 1 makes no steps"):
             pass
         running.signal(1, signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_the_coordinator_dies_and_nobody_notices(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_back(tmp_path: Path) -> None:
-    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=1.0) as running:
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=2.0) as running:
         running.wait_contributing({0, 1, 2})
         running.stop_coordinator()
         running.kill(2)
@@ -138,7 +138,7 @@ def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_ba
 
 def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) -> None:
     """`ftcomm coordinator` gets SIGKILL; while it is away the training goes on, and after it a loss is dealt with."""
-    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=1.0) as running:
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=2.0) as running:
         running.stop_coordinator()  # the one of the test gives its place to a process
         port = running.server.endpoint.rpartition(":")[2]
         command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
