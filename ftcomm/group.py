@@ -158,6 +158,11 @@ class Group:
         `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
         it ends among the others. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`, `ExpelledError`.
         """
+        if self.drained:
+            raise ExpelledError(
+                f"replica {self.replica} has left the job at the boundary of step {self.step - 1}; look at "
+                "Group.drained before a collective that follows the step loop"
+            )
         staged = stage(x)
         operation = Operation(staged.flat, staged.dtype, op)
         if async_op:

@@ -37,6 +37,11 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         notes.write(
             kind="step", step=step, crc=crc, spans=[list(span) for span in spans], whole=whole, epoch=group.epoch
         )
+    if group.drained:
+        try:
+            group.allreduce(array)
+        except ftcomm.ExpelledError as error:
+            notes.write(kind="left", text=str(error))
 
 
 def seen(array: np.ndarray) -> list[tuple[int, int, list[int]]]:

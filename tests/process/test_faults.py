@@ -142,7 +142,7 @@ def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) ->
         running.stop_coordinator()  # the one of the test gives its place to a process
         port = running.server.endpoint.rpartition(":")[2]
         command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
-        command += ["--port", port, "--store", str(tmp_path / "views-of-the-process"), "--heartbeat-timeout", "1"]
+        command += ["--port", port, "--store", str(tmp_path / "views-of-the-process"), "--heartbeat-timeout", "2"]
         environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
 
         def steps(replica: int, more: int) -> None:
@@ -179,6 +179,9 @@ def test_drain_ends_all_at_the_same_step(tmp_path: Path) -> None:
         running.wait_contributing({0, 1, 2, 3})
         finish(running, {0, 1, 2, 3})
         assert len({steps_of(running, replica)[-1] for replica in range(4)}) == 1
+        refusals = [note["text"] for _, _, note in running.notes() if note["kind"] == "left"]
+        assert len(refusals) == 4
+        assert all("has left the job" in text for text in refusals), "an op after leaving would wait for nobody"
 
 
 def test_a_job_that_ends_by_itself(tmp_path: Path) -> None:
