@@ -300,6 +300,9 @@ class Coordinator:
             members = given_up(base, self._before, gone, withdrawn=not lost)
             base = self._before
         members = tuple(member for member in members if member.replica not in gone)
+        if not any(member.contributing for member in members):  # who has caught up holds the state, boundary or not
+            holders = self.caught_up | (self.view.contributing - gone)
+            members = tuple(contributing(member) if member.replica in holders else member for member in members)
         for replica in gone:
             self.detector.forget(replica)
             self.caught_up.discard(replica)

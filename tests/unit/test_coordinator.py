@@ -1,0 +1,122 @@
+"""Short scripts of what the coordinator is told and what it decides; the long random ones are in tests/simulation."""
+
+from __future__ import annotations
+
+from ftcomm.control import messages as m
+from ftcomm.control.coordinator import Action, Coordinator, Done, Persist, Send
+from ftcomm.control.views import Address, View
+
+
+class Script:
+    """A coordinator and its leaders; connection r is replica r's, 10 + r that of its second life."""
+
+    def __init__(self, replicas: int) -> None:
+        self.coordinator = Coordinator(replicas, 1, 10.0, 5.0, views=[], now=0.0, lifetime=1)
+        self.views: list[View] = []
+        self.sent: dict[int, list[m.Message]] = {}
+        self.done: list[str] = []
+        for replica in range(replicas):
+            self.join(replica)
+        self.install(*range(replicas))
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Persist):
+                self.views.append(action.view)
+            elif isinstance(action, Send):
+                self.sent.setdefault(action.conn, []).append(action.message)
+            elif isinstance(action, Done):
+                self.done.append(action.failed)
+
+    def tell(self, conn: int, message: m.Message) -> None:
+        self.do(self.coordinator.receive(conn, message, now=1.0))
+
+    def join(self, conn: int) -> None:
+        address = Address("h", 1, "b", conn, 3, "n")
+        self.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), epoch=0, step=-1))
+
+    def install(self, *conns: int) -> None:
+        for conn in conns:
+            self.tell(conn, m.Installed(self.views[-1].epoch))
+
+    def promise(self, *conns: int) -> None:
+        """All answer the newest proposal with yes."""
+        for conn in conns:
+            prepare = next(message for message in reversed(self.sent[conn]) if isinstance(message, m.Prepare))
+            self.tell(conn, m.Promise(prepare.proposal, True, step=0))
+
+    def lose(self, conn: int) -> None:
+        self.do(self.coordinator.disconnected(conn, now=1.0))
+
+    def rejoin(self, replica: int, others: list[int]) -> None:
+        """A second life of a lost replica is taken in, catching up."""
+        self.join(10 + replica)
+        self.promise(*others)
+        self.install(*others, 10 + replica)
+
+    @property
+    def newest(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        return self.views[-1].replicas, self.views[-1].contributing
+
+
+def test_a_loss_is_a_view_at_once() -> None:
+    script = Script(3)
+    script.lose(1)
+    assert script.newest == ((0, 2), {0, 2})
+    assert script.views[-1].proposal == 0
+    assert [view.epoch for view in script.views] == [1, 2]
+
+
+def test_a_joiner_comes_in_catching_up_and_contributes_when_it_says_so() -> None:
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    assert script.newest == ((0, 1), {0})
+    script.tell(11, m.CaughtUp(5))
+    script.promise(0, 11)
+    assert script.newest == ((0, 1), {0, 1})
+
+
+def test_one_that_has_caught_up_carries_the_job_on_alone() -> None:
+    """The last contributing member dies before the view that makes the other one contribute is installed."""
+    for committed in (False, True):
+        script = Script(2)
+        script.lose(1)
+        script.install(0)
+        script.rejoin(1, [0])
+        script.tell(11, m.CaughtUp(5))
+        if committed:
+            script.promise(0, 11)
+        script.lose(0)
+        assert script.newest == ((1,), {1})
+        assert not script.done
+
+
+def test_without_anybody_who_holds_the_state_the_job_has_failed() -> None:
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.lose(0)
+    assert "no replica that holds the state" in script.done[0]
+
+
+def test_an_older_life_of_a_replica_that_was_removed_is_told_so() -> None:
+    script = Script(3)
+    script.lose(1)
+    address = Address("h", 1, "b", 1, 3, "n")
+    script.tell(21, m.Join(1, "life-1", (address,), epoch=1, step=4))
+    assert isinstance(script.sent[21][-1], m.Expelled)
+
+
+def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
+    script = Script(3)
+    script.lose(2)
+    script.install(0, 1)
+    script.join(12)
+    script.promise(0)
+    script.lose(1)
+    assert script.newest == ((0,), {0})
+    script.promise(0)  # of the proposal that is given up: nothing comes of it
+    assert script.newest == ((0,), {0})
