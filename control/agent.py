@@ -84,6 +84,7 @@ class Agent:
         sock: socket.socket,
         address: Address,
         heartbeat_timeout: float,
+        op_timeout: float,
         on_start: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_start` is called first in the control thread, which lives as long as this rank takes part."""
@@ -93,8 +94,9 @@ class Agent:
         self._leader_address, self._leader_socket = leader, leader_socket
         self._sock, self.address = sock, address
         self._heartbeat = heartbeat_timeout / 10
+        self._op_timeout = op_timeout
         self._machine = mem.Machine(replica)
-        self._leader = lead.Leader(replica, secrets.token_hex(8), ranks) if rank == 0 else None
+        self._leader = lead.Leader(replica, secrets.token_hex(8), ranks, heartbeat_timeout) if rank == 0 else None
         self._lock = threading.Lock()  # guards the machine; never held across a wait
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
@@ -103,7 +105,7 @@ class Agent:
         self._up: Link | None = None  # to the coordinator (rank 0) or to the leader
         self._ranks: dict[int, asyncio.StreamWriter] = {}  # rank 0: the other ranks of the replica
         self._tasks: set[asyncio.Task[None]] = set()
-        self._peers = Peers(replica, rank, token, on_open=self._again, on_lost=self._suspect)
+        self._peers = Peers(replica, rank, token, on_open=self._again, on_lost=self._suspect, on_back=self._reachable)
         self._joined: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
@@ -122,6 +124,7 @@ class Agent:
         """Blocks until this rank runs in a view. Raises `JoinError`; a queued joiner may wait longer than `timeout`."""
         deadline = time.monotonic() + timeout
         told = time.monotonic()
+        news = self._news
         while True:
             try:
                 return self._joined.result(timeout=0.2)
@@ -130,8 +133,11 @@ class Agent:
             except Gone as error:
                 raise JoinError(str(error)) from None
             now = time.monotonic()
-            if isinstance(self._refused, wire.HandshakeError):
+            if isinstance(self._refused, wire.Refused):
                 raise JoinError(str(self._refused))
+            if news.startswith("joins") and self._news != news:  # it was on the way in: a new wait for another thing
+                deadline = now + timeout
+            news = self._news
             if now > deadline and not self._news.startswith("joins"):
                 raise JoinError(f"{self._news} (waited {timeout:g} s)")
             if now - told > 10:
@@ -162,10 +168,21 @@ class Agent:
             self._loop.call_soon_threadsafe(self._do, [mem.ToLeader(message)])
 
     def finish(self, timeout: float) -> None:
-        """Say that the script has ended; waits for the acknowledgement, `timeout` seconds at most."""
-        if self._thread.is_alive() and not self._acked.is_set():
-            self.tell(m.Finished())
-            self._acked.wait(timeout)
+        """Say that the script has ended, and wait until that is known.
+
+        The ranks of a replica live and die together, so they wait for each other here, as long as they all live; then
+        for the acknowledgement of the coordinator, `timeout` seconds at most.
+        """
+        self.tell(m.Finished())
+        deadline: float | None = None
+        while self._thread.is_alive() and self._machine.phase != "failed" and not self._acked.wait(0.05):
+            alone = self._leader.finished if self._leader is not None else not (self._up and self._up.is_up)
+            if not alone:
+                continue
+            now = time.monotonic()
+            deadline = now + timeout if deadline is None else deadline
+            if now > deadline:
+                return
 
     def stop(self) -> None:
         """End the control thread; idempotent."""
@@ -194,8 +211,13 @@ class Agent:
             self._loop.call_soon_threadsafe(self._suspected, replica, epoch, reason, proof)
 
     def _suspected(self, replica: int, epoch: int, reason: str, proof: bool) -> None:
-        if self.view is not None and self.view.epoch == epoch:
-            self._suspect(self.view, replica, reason, proof)
+        for view in (self.view, self._machine.view):  # the second is of a change that is under way
+            if view is not None and view.epoch == epoch:
+                self._suspect(view, replica, reason, proof)
+                return
+
+    def _reachable(self, replica: int) -> None:
+        self._do([mem.ToLeader(m.Reachable(replica))])
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand incoming authenticated connections of `purpose` (blocking sockets) to `handler`, each in a thread."""
@@ -263,9 +285,16 @@ class Agent:
             await asyncio.sleep(self._heartbeat)
             if self._leader is not None:
                 self._leader.from_rank(0, m.Heartbeat(self._machine.step))
-                self._do_leader(self._leader.heartbeat())
+                self._do_leader(self._leader.tick(time.monotonic()))
             else:
                 self._send_up(m.Heartbeat(self._machine.step))
+            self._watch_change()
+
+    def _watch_change(self) -> None:
+        """A change of view that does not come about is a stall like that of an op."""
+        view, missing = self._machine.view, self._machine.missing()
+        if view is not None and missing and time.monotonic() - self._since > self._op_timeout:
+            self._do([mem.ToLeader(m.Stalled(view.epoch, -1, missing))])
 
     def _lead(self) -> lead.Leader:
         assert self._leader is not None
@@ -304,7 +333,12 @@ class Agent:
             def ready(writer: asyncio.StreamWriter) -> None:
                 self._ranks[rank] = writer
 
-            why = await serve_messages(sock, lambda message: self._do_leader(leader.from_rank(rank, message)), ready)
+            def received(message: m.AnyMessage) -> None:
+                leader.detector.heard(rank, time.monotonic())
+                self._do_leader(leader.from_rank(rank, message))
+
+            why = await serve_messages(sock, received, ready)
+            leader.detector.forget(rank)
             self._ranks.pop(rank, None)
             self._do_leader(leader.rank_lost(rank, why))
         elif opening.purpose in self._handlers:
@@ -375,9 +409,20 @@ class Agent:
         if passed is not None and not passed.done():
             passed.set_result(view)
 
+    def failed(self, reason: str) -> None:
+        """The engine cannot go on; from any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._fail, reason)
+
     def _fail(self, reason: str) -> None:
+        """The end for this rank. It hangs up, so that nobody waits for it."""
+        with self._lock:
+            self._machine.fail()
         self._news = reason
         self.engine.fail(reason)
+        if self._up is not None:
+            self._up.close()
+            self._up = None
         for future in (self._joined, self._passed):
             if future is not None and not future.done():
                 future.set_exception(Gone(reason))
@@ -392,8 +437,13 @@ class Agent:
         def quiesced() -> None:
             still.set()
             if self._machine.view is view:
+                try:
+                    progress = self.engine.progress()
+                except Exception as error:  # it has failed, and says with what
+                    self._fail(str(error))
+                    return
                 with self._lock:
-                    actions = self._machine.quiesced(view.epoch, self.engine.progress())
+                    actions = self._machine.quiesced(view.epoch, progress)
                 self._do(actions)
 
         def tell() -> None:
@@ -440,9 +490,13 @@ class Agent:
 
         def run() -> None:
             try:
-                future.set_result(work(view))
+                result = work(view)
             except BaseException as error:
-                future.set_exception(error)
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
+                    future.set_exception(error)
+            else:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):
+                    future.set_result(result)
 
         threading.Thread(target=run, name="ftcomm-reach", daemon=True).start()
         return asyncio.wrap_future(future, loop=self._loop)

@@ -128,7 +128,10 @@ class Coordinator:
         elif isinstance(message, m.Suspect):
             return self._suspected(replica, message, now)
         elif isinstance(message, m.Stalled):
-            self._blame.stalled(replica, message.op, message.waiting_on, now)
+            if self.view is not None and message.epoch == self.view.epoch:
+                self._blame.stalled(replica, message.op, message.waiting_on, now)
+        elif isinstance(message, m.Reachable):
+            self._blame.withdraw(replica, message.replica)
         elif isinstance(message, m.Promise):
             return self._promised(link, message)
         elif isinstance(message, m.Withdrawn):
@@ -193,13 +196,13 @@ class Coordinator:
             conn = self._conn(replica)
             if conn is not None and not self._counts(replica, self.links[conn].incarnation):
                 actions += [Close(conn), *self.disconnected(conn, now)]
-            elif replica not in self.finished and any(replica in view.replicas for view in self._in_force()):
+            elif replica not in self.finished and self._is_member(replica):
                 lost[replica] = f"silent for {seconds:.1f} s"
         for replica, since in self.finished.items():
             if self.view is not None and replica in self.view.replicas and now - since > LINGER:
                 lost[replica] = "finished"
         if not lost:
-            lost = self._blame.culprit(now)
+            lost = self._blame.culprit(now, self.view.contributing if self.view is not None else frozenset())
         return actions + (self._lose(lost) if lost else [])
 
     # -- joining -------------------------------------------------------------------------------------------------
@@ -221,6 +224,11 @@ class Coordinator:
             else:
                 actions += self.disconnected(old, now)
             actions.append(Close(old))
+        if join.epoch == 0 and not self._counts(replica, join.incarnation) and self._is_member(replica):
+            self.finished.pop(replica, None)  # its earlier life is lost, whatever became of it
+            actions += self._lose({replica: "restarted"})
+            if self.done:
+                return [*actions, Send(conn, m.Expelled("the job has ended with its earlier life")), Close(conn)]
         self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
         self.detector.heard(replica, now)
         if self._counts(replica, join.incarnation):
@@ -235,11 +243,10 @@ class Coordinator:
                 f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
             )
             return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
-        if any(replica in view.replicas for view in self._in_force()):
-            self.finished.pop(replica, None)
-            actions += self._lose({replica: "restarted"})
         self.waiting[replica] = Member(replica, join.incarnation, join.ranks, contributing=False)
         self.finished.pop(replica, None)
+        self.leaving.discard(replica)  # what its earlier life wanted
+        self.caught_up.discard(replica)
         actions.append(Log("joined", {"replica": replica}))
         if self.view is None:
             return actions + self._form()
@@ -295,7 +302,7 @@ class Coordinator:
         members = base.members
         if base.proposal and self._before is not None and not self._settled():
             old = set(self._before.replicas)  # its joiners wait again: who ran with them has to start anew, too
-            joiners = [member for member in base.members if member.replica not in old | gone]
+            joiners = [x for x in base.members if x.replica not in old | gone and self._conn(x.replica) is not None]
             self.waiting.update({member.replica: member for member in joiners})
             members = given_up(base, self._before, gone, withdrawn=not lost)
             base = self._before
@@ -313,8 +320,8 @@ class Coordinator:
         why = "; ".join(f"lost {replica}: {reason}" for replica, reason in lost.items()) or "a change was withdrawn"
         if any(member.contributing for member in members):
             return actions + self._decide(members, step, why)
-        if set(base.replicas) <= set(self.finished):
-            return actions + self._finish()
+        if base.contributing & set(self.finished):  # the training is complete; who still catches up may end in peace
+            return [*actions, *self._turn_away("the job has finished"), *self._finish()]
         failed = (
             f"{why}: no replica that holds the state of the training is left; restart the job from its last checkpoint"
         )
@@ -362,7 +369,6 @@ class Coordinator:
         for replica in proposal.joins:
             self.waiting.pop(replica, None)
         self.caught_up -= proposal.contributes
-        self.leaving -= proposal.leaves
         members = proposal.applied(view.members)
         return self._decide(members, proposal.step, proposal.why(), proposal.number)
 
@@ -428,6 +434,10 @@ class Coordinator:
     def _counts(self, replica: int, incarnation: str) -> bool:
         """Whether this life of the replica is a member that others may wait for."""
         return any(view.has(replica, incarnation) for view in self._in_force())
+
+    def _is_member(self, replica: int) -> bool:
+        """Whether some life of the replica is."""
+        return any(replica in view.replicas for view in self._in_force())
 
     def _conn(self, replica: int) -> Conn | None:
         return next((conn for conn, link in self.links.items() if link.replica == replica), None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 
 from ftcomm.control import messages as m
+from ftcomm.control.detector import Detector
 from ftcomm.control.views import Address, View
 
 
@@ -50,6 +51,7 @@ class _Change:
 
     number: int
     step: int
+    epoch: int  # of the view that it replaces
     promised: set[int] = dataclasses.field(default_factory=set)  # ranks
     bound: bool = False  # all ranks have promised, and so have we
     commit: View | None = None
@@ -62,7 +64,8 @@ class _Change:
 class Leader:
     """Not thread-safe; every method returns actions in order."""
 
-    def __init__(self, replica: int, incarnation: str, ranks: int) -> None:
+    def __init__(self, replica: int, incarnation: str, ranks: int, heartbeat_timeout: float) -> None:
+        self.detector: Detector[int] = Detector(heartbeat_timeout)  # of our other ranks
         self.replica = replica
         self.incarnation = incarnation
         self.ranks = ranks
@@ -90,8 +93,13 @@ class Leader:
     def step(self) -> int:
         return max(self.steps.values(), default=-1)
 
-    def heartbeat(self) -> list[Action]:
-        return [ToCoordinator(m.Heartbeat(self.step))]
+    def tick(self, now: float) -> list[Action]:
+        """To be called several times per heartbeat timeout: our sign of life, if our ranks give theirs."""
+        actions: list[Action] = [ToCoordinator(m.Heartbeat(self.step))]
+        for rank, seconds in self.detector.silent(now).items():
+            self.detector.forget(rank)
+            actions += self.rank_lost(rank, f"silent for {seconds:.1f} s")
+        return actions
 
     def from_coordinator(self, message: m.Message) -> list[Action]:
         if isinstance(message, m.NewView):
@@ -128,7 +136,7 @@ class Leader:
             return [ToCoordinator(m.Promise(prepare.proposal, False, self.step))]
         # One view has one proposal at a time: a new one means that the old one was never committed.
         given_up = [] if self.change is None or self.change.decided else self._decide(None)
-        self.change = _Change(prepare.proposal, prepare.step)
+        self.change = _Change(prepare.proposal, prepare.step, prepare.epoch)
         return [*given_up, *self._to_ranks(prepare)]
 
     # -- the ranks -----------------------------------------------------------------------------------------------
@@ -201,25 +209,26 @@ class Leader:
     # -- the other leaders ---------------------------------------------------------------------------------------
 
     def from_leader(self, message: m.Boundary) -> list[Action]:
-        if self.view is None or message.epoch != self.view.epoch:
-            return []
         change = self.change
-        if change is not None and change.number == message.proposal and not change.decided:
+        ours = change is not None and (change.number, change.epoch) == (message.proposal, message.epoch)
+        if self.view is None or not (ours or message.epoch == self.view.epoch):
+            return []
+        if change is not None and ours and not change.decided:
             change.heard[message.replica] = message.view
             return self._agree()
-        known = change.commit if change is not None and change.number == message.proposal else None
+        known = change.commit if change is not None and ours else None
         self._refused.add(message.proposal)
         if message.view is not None or (message.proposal, message.replica) in self._answered:
             return []
         self._answered.add((message.proposal, message.replica))
-        return [ToLeader(message.replica, m.Boundary(self.replica, self.view.epoch, message.proposal, known))]
+        return [ToLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
 
     def again(self, replica: int) -> list[Action]:
         """The link to another leader was made anew: say once more what may have been lost."""
         change = self.change
-        if change is None or self.view is None or not (change.said_none or (change.decided and change.commit)):
+        if change is None or not (change.said_none or (change.decided and change.commit)):
             return []
-        return [ToLeader(replica, m.Boundary(self.replica, self.view.epoch, change.number, change.commit))]
+        return [ToLeader(replica, m.Boundary(self.replica, change.epoch, change.number, change.commit))]
 
     def _agree(self, first: bool = False) -> list[Action]:
         """At the boundary: tell the others what we hold, and decide as soon as the answer cannot change."""
@@ -233,7 +242,7 @@ class Leader:
             change.commit = next((seen for seen in change.heard.values() if seen is not None), None)
         actions: list[Action] = []
         if change.commit is not None or first:
-            said = m.Boundary(self.replica, view.epoch, change.number, change.commit)
+            said = m.Boundary(self.replica, change.epoch, change.number, change.commit)
             actions += [ToLeader(replica, said) for replica in others]
             change.said_none = change.said_none or change.commit is None
         if change.commit is not None:
@@ -255,7 +264,7 @@ class Leader:
         freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:
             return [*asked, *freed]
-        said = m.Boundary(self.replica, self.view.epoch, change.number, None)
+        said = m.Boundary(self.replica, change.epoch, change.number, None)
         return [*asked, *freed, *[ToLeader(replica, said) for replica in change.heard]]  # they stand and wait for it
 
     def _leave(self, number: int, view: View) -> list[Action]:

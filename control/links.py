@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from ftcomm.control import wire
 log = logging.getLogger("ftcomm.control")
 
 HANDSHAKE_TIMEOUT = 5.0  # s
+FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to half a second
 
 
 async def serve_messages(
@@ -67,6 +69,7 @@ class Link:
         self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_log_error)
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
@@ -79,7 +82,8 @@ class Link:
             self._writer.close()
 
     async def _run(self) -> None:
-        pause = 0.02
+        loop = asyncio.get_running_loop()
+        pause = FIRST_PAUSE
         while True:
             try:
                 sock = await open_socket(self.address, self._token, self._purpose, self._fields)
@@ -88,15 +92,27 @@ class Link:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.5)
                 continue
-            pause = 0.02
+            opened = loop.time()
             why = await serve_messages(sock, self._on_message, self._opened)
             self._writer = None
+            if loop.time() - opened > 1.0:  # who is turned away at once must not come back at once
+                pause = FIRST_PAUSE
             self._on_down(ConnectionError(why))
             await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    @property
+    def is_up(self) -> bool:
+        return self._writer is not None
 
     def _opened(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._on_open()
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("internal error in a connection of the control plane", exc_info=task.exception())
 
 
 async def open_socket(address: tuple[str, int], token: str, purpose: str, fields: wire.Fields) -> socket.socket:
@@ -106,7 +122,7 @@ async def open_socket(address: tuple[str, int], token: str, purpose: str, fields
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.tune(sock)
         try:
             await asyncio.wait_for(loop.sock_connect(sock, address), HANDSHAKE_TIMEOUT)
         except (asyncio.TimeoutError, TimeoutError):
@@ -129,10 +145,11 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
-    def _start(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_error)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -148,7 +165,7 @@ class Listener:
     async def _incoming(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.tune(sock)
             opening = await wire.handshake(sock, wire.server_steps(self._token), HANDSHAKE_TIMEOUT)
         except OSError as error:
             log.warning("refused a connection: %s", error)

@@ -154,7 +154,7 @@ class Machine:
         if not view.has(self.replica, self.incarnation):
             if not self.ran:
                 self.phase, self.view = "joining", None
-                return [Queued("the change that was to add this replica was given up; it will be proposed again")]
+                return [Queued("joins at a later boundary: the change that was to add this replica was given up")]
             self.phase = "failed"
             return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
         self.phase, self.view, self._mine = "changing", view, None
@@ -184,6 +184,17 @@ class Machine:
             return []
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, self._mine)
         return [ToMember(replica, told)]
+
+    def missing(self) -> tuple[int, ...]:
+        """Whose progress a change of view waits for; empty if none is under way or we have not told ours."""
+        if self.phase != "changing" or self.view is None or self._mine is None:
+            return ()
+        told = self._theirs.get(self.view.epoch, {})
+        return tuple(replica for replica in self.view.replicas if replica != self.replica and replica not in told)
+
+    def fail(self) -> None:
+        """This rank cannot go on."""
+        self.phase = "failed"
 
     def _resume(self) -> list[Action]:
         if self.phase != "changing" or self.view is None or self._mine is None:

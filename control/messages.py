@@ -54,8 +54,14 @@ class Suspect(Message, frozen=True):
     proof: bool
 
 
+class Reachable(Message, frozen=True):
+    """A member that was suspected without proof can be reached again."""
+
+    replica: int
+
+
 class Stalled(Message, frozen=True):
-    """An op made no progress for the op timeout; `waiting_on` are the members whose flags are missing."""
+    """An op (-1: a change of view) made no progress for the op timeout; `waiting_on` are those who have to move."""
 
     epoch: int
     op: int
@@ -212,6 +218,7 @@ AnyMessage = (
     | Join
     | Heartbeat
     | Suspect
+    | Reachable
     | Stalled
     | Promise
     | AtBoundary

@@ -16,12 +16,23 @@ Lost = Callable[[View, int, str, bool], None]  # (view, replica, reason, whether
 class Peers:
     """All of it runs in the event loop of the control thread.
 
-    `on_open(replica)` is called when a link is there, for the first time or again. `on_lost` may be called often.
+    `on_open(replica)` is called when a link is there, for the first time or again, `on_back(replica)` if its loss had
+    been told. `on_lost` may be called often.
     """
 
-    def __init__(self, replica: int, rank: int, token: str, *, on_open: Callable[[int], None], on_lost: Lost) -> None:
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        token: str,
+        *,
+        on_open: Callable[[int], None],
+        on_lost: Lost,
+        on_back: Callable[[int], None],
+    ) -> None:
         self._replica, self._rank, self._token = replica, rank, token
-        self._on_open, self._on_lost = on_open, on_lost
+        self._on_open, self._on_lost, self._on_back = on_open, on_lost, on_back
+        self._down: set[int] = set()  # links that we have complained about
         self._view: View | None = None
         self._links: dict[int, tuple[str, Link]] = {}  # replica -> (incarnation, link)
         self._watched: dict[int, tuple[str, int | None]] = {}  # replica -> (incarnation, pidfd; None when it has ended)
@@ -33,6 +44,7 @@ class Peers:
             if not view.has(replica, incarnation):
                 link.close()
                 del self._links[replica]
+                self._down.discard(replica)
         for replica, (incarnation, _) in list(self._watched.items()):
             if not view.has(replica, incarnation):
                 self._unwatch(replica)
@@ -47,9 +59,19 @@ class Peers:
             self._token,
             "member",
             {"replica": self._replica},
-            on_open=lambda: self._on_open(member.replica),
-            on_down=lambda error: self._lost(member, f"the link to it is down: {error}", proof=False),
+            on_open=lambda: self._opened(member.replica),
+            on_down=lambda error: self._broken(member, error),
         )
+
+    def _opened(self, replica: int) -> None:
+        self._on_open(replica)
+        if replica in self._down:
+            self._down.discard(replica)
+            self._on_back(replica)
+
+    def _broken(self, member: Member, error: Exception) -> None:
+        self._down.add(member.replica)
+        self._lost(member, f"the link to it is down: {error}", proof=False)
 
     def send(self, replica: int, message: m.Message) -> None:
         """Dropped without a link; `on_open` is the moment to say again what matters."""

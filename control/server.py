@@ -59,11 +59,6 @@ class CoordinatorServer:
     def endpoint(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
-    @property
-    def finished(self) -> set[int]:
-        """Replicas whose script has ended well."""
-        return set(self._machine.finished) if self._machine is not None else set()
-
     async def start(self) -> None:
         """Raises `ServerError` if the port is taken or another coordinator holds the file of views."""
         try:
@@ -139,13 +134,28 @@ class CoordinatorServer:
                 if writer is not None:
                     wire.write_frame(writer, m.encode(action.message))
             elif isinstance(action, c.Persist):
-                self._store.append(action.view)
+                try:
+                    self._store.append(action.view)
+                except OSError as error:  # a view that is not on the disk must not be heard of
+                    reason = f"the views cannot be stored in {self._store.path}: {error.strerror}; free space there"
+                    self._log("failed", {"reason": reason})
+                    self._over(reason)
+                    return
             elif isinstance(action, c.Close):
                 writer = self._writers.pop(action.conn, None)
                 if writer is not None:
                     writer.close()
             elif isinstance(action, c.Log):
-                self._on_event({"time": time.time(), "mono": time.monotonic(), "kind": action.kind, **action.fields})
+                self._log(action.kind, action.fields)
             else:
-                self.failed = action.failed
-                self._done.set()
+                self._over(action.failed)
+
+    def _over(self, failed: str) -> None:
+        self.failed = self.failed or failed
+        self._done.set()
+
+    def _log(self, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            self._on_event({"time": time.time(), "mono": time.monotonic(), "kind": kind, **fields})
+        except Exception:  # whoever listens must not keep a decision from those who wait for it
+            log.exception("cannot tell of the event %s", kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -61,10 +62,14 @@ class ViewStore:
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error
 
     def append(self, view: View) -> None:
-        self.views = [*self.views[-1:], view]
         if self._fd is not None:
-            os.write(self._fd, msgspec.json.encode(view) + b"\n")
+            line = msgspec.json.encode(view) + b"\n"
+            end = os.lseek(self._fd, 0, os.SEEK_END)
+            if os.write(self._fd, line) < len(line):
+                os.ftruncate(self._fd, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fdatasync(self._fd)
+        self.views = [*self.views[-1:], view]
 
     def close(self) -> None:
         """Give the lock back; idempotent."""

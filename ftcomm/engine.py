@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 
 from ftcomm.collective.exchange import Exchange
@@ -36,6 +37,8 @@ class Engine:
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
+        self._lock = threading.Lock()  # guards the rest; never held across a wait
+        self._epoch = -1  # resumed
         self._kept: dict[str, Peer] = {}  # shared memory, by the nonce of the segment
         self._reached: dict[int, dict[int, Peer]] = {}  # epoch -> replica -> peer; of views that are not resumed yet
 
@@ -50,16 +53,31 @@ class Engine:
 
     def reach(self, view: View) -> Iterable[int]:
         """In a thread; for the next view maybe before this one is through. Called again after `Unreachable`."""
-        reached = self._reached.setdefault(view.epoch, {})
+        with self._lock:
+            if view.epoch <= self._epoch:
+                return ()  # nobody needs it any more
+            reached = self._reached.setdefault(view.epoch, {})
         for member in view.members:
-            if member.replica != self._exchange.replica and member.replica not in reached:
-                reached[member.replica] = self._connect(view.epoch, member.replica, member.ranks[self._rank])
-        return [replica for replica, peer in reached.items() if peer.how == "shm"]
+            replica, there = member.replica, member.ranks[self._rank]
+            if replica == self._exchange.replica:
+                continue
+            with self._lock:
+                known = reached.get(replica, self._kept.get(there.nonce))
+                if known is not None:
+                    reached[replica] = known
+                    continue
+            peer = self._connect(view.epoch, replica, there)
+            with self._lock:
+                if view.epoch <= self._epoch or replica in reached:
+                    peer.close()  # it comes too late
+                    continue
+                reached[replica] = peer
+                if peer.how == "shm":
+                    self._kept[there.nonce] = peer
+        with self._lock:
+            return [replica for replica, peer in reached.items() if peer.how == "shm"]
 
     def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
-        known = self._kept.get(there.nonce)
-        if known is not None:
-            return known
         me = self._exchange.replica
         try:
             peer = connect(
@@ -72,22 +90,22 @@ class Engine:
                 dial=self._dial,
                 on_lost=self._on_lost,
             )
-        except (TransportError, OSError) as error:
+        except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
             raise Unreachable(replica, str(error)) from error
-        if peer.how == "shm":
-            self._kept[there.nonce] = peer
         log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, peer.how)
         return peer
 
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
-        peers = self._reached.pop(view.epoch)
-        for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
-            for peer in self._reached.pop(epoch).values():
-                if all(peer is not kept for kept in peers.values()):
-                    peer.close()
         addresses = {member.replica: member.ranks[self._rank] for member in view.members}
         members = {there.nonce for there in addresses.values()}
-        self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
+        with self._lock:
+            self._epoch = view.epoch
+            peers = self._reached.pop(view.epoch)
+            for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
+                for peer in self._reached.pop(epoch).values():
+                    if all(peer is not kept for kept in peers.values()):
+                        peer.close()
+            self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
         one_host = all(there.boot == self._here.boot for there in addresses.values())
         plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host)
         return self._exchange.resume(plan, peers, progress)._asdict()

@@ -103,6 +103,7 @@ class Group:
             on_stall=self._stalled,
             on_lost=self._lost,
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
+            on_failed=lambda error: self._agent.failed(str(error)),
             ranks_per_replica=settings.ranks_per_replica,
         )
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
@@ -127,6 +128,7 @@ class Group:
             sock=sock,
             address=address,
             heartbeat_timeout=settings.heartbeat_timeout,
+            op_timeout=settings.op_timeout,
             on_start=lambda: hold(self._segment.address + 8 * LIFE),
         )
         self._agent.serve("data", self._attach)
@@ -211,7 +213,7 @@ class Group:
             return self.view
         try:
             self._exchange.drain(timeout)
-            view = self._agent.boundary(step, timeout)
+            view = self._agent.boundary(step, 2 * self.settings.op_timeout if timeout is None else timeout)
         except Gone as error:
             raise ExpelledError(str(error)) from None
         except TimeoutError as error:
@@ -360,8 +362,9 @@ def report(**fields: str | int | float | bool | None) -> None:
 
 
 def shutdown() -> None:
-    """Say that this rank's work is done, and leave. Called at exit if the script ended well; idempotent. Blocks for
-    2 seconds at most."""
+    """Say that this rank's work is done, and leave. Called at exit if the script ended well; idempotent.
+
+    Blocks until all ranks of the replica have said so, or one has died, and then for 2 seconds at most."""
     global _default
     group, _default = _default, None
     if group is not None:

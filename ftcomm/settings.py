@@ -16,7 +16,7 @@ class Settings:
     """Times are seconds. `leader` is where rank 0 of this replica listens; unused with one rank a replica."""
 
     coordinator: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     replica: int
     replicas: int
     rank: int = 0

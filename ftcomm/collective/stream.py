@@ -90,7 +90,7 @@ class _Lane:
 
 
 class _Slot:
-    """A task on its way."""
+    """A task on its way. `op` and `here` end when it is taken: the caller's arrays are not ours to keep."""
 
     __slots__ = ("first", "here", "lane", "op", "task", "two_shot")
 
@@ -164,6 +164,9 @@ class Stream:
         if reader.replica not in self.memories or reader.replica == self.view.me:
             reader.close()
             return
+        for earlier in [known for known in self._readers if known.replica == reader.replica]:
+            self._readers.remove(earlier)
+            earlier.close()
         self._readers.append(reader)
         for index in range(self.posted):
             self._send(reader, POSTED, index + 1)
@@ -178,6 +181,8 @@ class Stream:
         for reader in self._readers:
             reader.close()
         self._readers.clear()
+        self._ring.clear()
+        self.unposted.clear()
 
     def advance(self) -> bool:
         """Move what can move without waiting, at most one task per stage; False if nothing could."""
@@ -328,6 +333,7 @@ class Stream:
                     sources = (out, sources[1]) if self._mine_first else (sources[0], out)
                 self._reducer.get(op.dtype, op.op)(sources, out)
             op.finals[chunk] = contributors or self._contributors
+        del slot.op, slot.here
         self.taken = index + 1
         self._publish(TAKEN, index + 1)
 
@@ -351,24 +357,27 @@ class Stream:
         index = (count - 1) % SLOTS
         if word != TAKEN:
             slot = self._ring[index]
-            op, holder = slot.op, slot.task.holder
-            call = (op.number, op.call)
-            begin, end = 0, len(slot.here)
+            holder = slot.task.holder
+            mine = slot.lane.mine
+            at = descriptor(index)
+            call = (self._own[at], self._own[at + 1])
+            begin, end = 0, len(mine)
             if word == REDUCED:
                 begin, end = slot.lane.shards[self.view.me]
             elif not (self._contributes if holder == REDUCE else holder == self.view.me):
                 end = 0
             elif slot.two_shot:
                 begin, end = slot.lane.shards[reader.replica]
-            start, nbytes = begin * op.itemsize, (end - begin) * op.itemsize
+            start, nbytes = begin * mine.itemsize, (end - begin) * mine.itemsize
         base = offset(word, index) + start
         try:
             payload = self._segment.buffer[base : base + nbytes]
             reader.send(word, self._low + count, start, payload, call, self._pause)
         except OSError as error:
-            self._readers.remove(reader)
             reader.close()
-            self._on_lost(reader.replica, self.view.epoch, f"connection for data: {error}")
+            if reader in self._readers:  # once
+                self._readers.remove(reader)
+                self._on_lost(reader.replica, self.view.epoch, f"connection for data: {error}")
 
     def _all(self, word: int, count: int) -> bool:
         target = self._low + count

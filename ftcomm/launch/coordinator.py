@@ -24,7 +24,7 @@ class CoordinatorOptions:
     """Times are seconds. Without `store` the file of views lies in the working directory, named after the port."""
 
     replicas: int
-    token: str
+    token: str = dataclasses.field(repr=False)
     ranks_per_replica: int = 1
     host: str = "127.0.0.1"
     port: int = 29400
@@ -55,6 +55,13 @@ def run(options: CoordinatorOptions) -> int:
 
 async def _serve(options: CoordinatorOptions) -> int:
     store = options.store or Path(f"ftcomm-views-{options.port}.jsonl")
+    lost = False
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal lost
+        lost |= event["kind"] == "failed"
+        _say(event)
+
     server = CoordinatorServer(
         replicas=options.replicas,
         ranks_per_replica=options.ranks_per_replica,
@@ -64,7 +71,7 @@ async def _serve(options: CoordinatorOptions) -> int:
         store=store,
         heartbeat_timeout=options.heartbeat_timeout,
         op_timeout=options.op_timeout,
-        on_event=_say,
+        on_event=on_event,
     )
     try:
         await server.start()
@@ -81,9 +88,11 @@ async def _serve(options: CoordinatorOptions) -> int:
         await asyncio.wait({done, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if done.done():
-            if not server.failed:
-                # A file of a finished job would make the next one of this name begin with members that are gone.
-                store.unlink(missing_ok=True)
+            if server.failed and not lost:  # the file could not be written: the job goes on, and needs it
+                _tell(f"{server.failed}. Then start this coordinator again with --port and --store as they were.")
+                return FAILED
+            # The file of a job that is over would make the next one of this name begin with members that are gone.
+            store.unlink(missing_ok=True)
             return FAILED if server.failed else FINISHED
         done.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -33,7 +33,7 @@ class RunOptions:
     grace: float = 30.0  # for leaving after a first signal
     backoff: float = 0.5  # before the first restart; doubled each time
     backoff_limit: float = 30.0
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # secrets may be in it
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot work. Reads the file system, changes nothing."""

@@ -16,7 +16,7 @@ class State(enum.Enum):
     WAITING = "waiting"  # dead, to be restarted after its back-off
     FINISHED = "finished"  # all its ranks exited with 0
     FAILED = "failed"  # for good
-    STOPPED = "stopped"  # ended while the job was being drained or killed
+    STOPPED = "stopped"  # ended while the job was being drained or killed, or came back when it was complete
 
     @property
     def over(self) -> bool:
@@ -68,6 +68,7 @@ CHECKPOINT = "Start the job again from its last checkpoint"
 
 def after_death(
     others: Mapping[int, State],
+    code: int,
     said_finished: bool,
     restarts: Restarts,
     now: float,
@@ -80,7 +81,7 @@ def after_death(
 ) -> Restart | GiveUp | JobLost:
     """A replica died unasked; `others` are the states of all the others, `restarts` its own past as of now.
 
-    `began`: there was a view, so there is a state of the training to be lost.
+    `code` as in `Popen.returncode`. `began`: there was a view, so there is a state of the training to be lost.
     """
     states = list(others.values())
     if State.RUNNING not in states:
@@ -89,7 +90,7 @@ def after_death(
         if not began:
             return JobLost("all replicas died before the job began; their output says why")
         return JobLost(f"no replica is left that holds the training state. {CHECKPOINT}")
-    if said_finished:
+    if said_finished and code < 0:  # a script says so at any exit of its own, sys.exit(1) too
         return GiveUp("it is not restarted: its training had finished")
     if len(restarts.times) < max_restarts:
         return Restart(restarts.delay(backoff, backoff_limit), len(restarts.times) + 1, restarts.another(now))

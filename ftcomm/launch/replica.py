@@ -53,6 +53,9 @@ class Replica:
         self.death: Death | None = None
         self.asked_to_end = False  # by the launcher, so its death is no failure
         self.joined = False  # was in a view since it started
+        self.contributed = False  # in some view since it started, so it held the state of the training
+        self.said_finished = False  # since it started
+        self.failed_at_end = False  # said finished and failed; no later life has made that good
         self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
         self._options = options
         self._environment = environment
@@ -70,6 +73,8 @@ class Replica:
         self.death = None
         self.asked_to_end = False
         self.joined = False
+        self.contributed = False
+        self.said_finished = False
         self.timer = None
         self.starts += 1
         environment = {

@@ -57,7 +57,6 @@ class Launcher:
         self._token = secrets.token_hex(16)
         self._replicas: list[Replica] = []
         self._has_views = False  # the script uses ftcomm
-        self._finished: set[int] = set()  # said so to a coordinator that has been replaced since
         self._draining = False
         self._unclean = False  # a member died while draining
         self._lost = False
@@ -102,6 +101,7 @@ class Launcher:
                     replica.start()
             self._check_over()
             await self._over
+            self._tell_who_finished()
         return self._exit_code()
 
     @property
@@ -121,7 +121,6 @@ class Launcher:
     async def restart_coordinator(self) -> None:
         """Put a new coordinator at the same address that knows only what was stored, as after a crash."""
         old = self.coordinator
-        self._finished |= old.finished
         await old.stop()
         self._server = self._new_server(self._store, int(old.endpoint.rpartition(":")[2]))
         await _start(self._server)
@@ -194,10 +193,15 @@ class Launcher:
             replica.state = State.STOPPED
             self._report.log(what)
             return
+        if not replica.contributed and self._is_complete():
+            replica.state = State.FAILED if replica.failed_at_end else State.STOPPED
+            self._report.log(f"{what}; it was not back in the job when the others finished")
+            return
         now = self._loop.time()
         decision = after_death(
             {other.number: other.state for other in self._replicas if other is not replica},
-            replica.number in self._finished | self.coordinator.finished,
+            replica.death.code,
+            replica.said_finished,
             replica.restarts.after(now, time.monotonic() - replica.started),
             now,
             began=self._has_views,
@@ -209,6 +213,7 @@ class Launcher:
         if isinstance(decision, Restart):
             replica.state = State.WAITING
             replica.restarts = decision.restarts
+            replica.failed_at_end |= replica.said_finished
             replica.timer = self._loop.call_later(decision.delay, self._restart, replica)
             which = f"restart {decision.count} of {self.options.max_restarts}"
             self._report.log(f"{what}; restarting it in {decision.delay:g} s ({which})")
@@ -264,12 +269,29 @@ class Launcher:
         if not running and all(replica.state.over for replica in self._replicas) and not self._over.done():
             self._over.set_result(None)
 
+    def _is_complete(self) -> bool:
+        """All that live and have held the state of the training have done all of it."""
+        holders = [
+            replica
+            for replica in self._replicas
+            if replica.contributed and replica.state in (State.RUNNING, State.FINISHED)
+        ]
+        return bool(holders) and all(replica.said_finished or replica.state is State.FINISHED for replica in holders)
+
     def _end_outsider(self, replica: Replica) -> None:
         if not replica.asked_to_end:
             replica.asked_to_end = True
             self._report.log(f"replica {replica.number} is ended: the others finished before it could rejoin")
             replica.signal(signal.SIGTERM)
             self._timers.append(self._loop.call_later(TERM_TO_KILL, replica.kill))
+
+    def _tell_who_finished(self) -> None:
+        finished, failed = (
+            [replica.number for replica in self._replicas if replica.state is state]
+            for state in (State.FINISHED, State.FAILED)
+        )
+        if finished and failed and not (self._lost or self._killed):
+            self._report.log(f"the training is complete on {replicas(finished)}; {replicas(failed)} failed")
 
     def _exit_code(self) -> int:
         if self._killed:
@@ -349,9 +371,13 @@ class Launcher:
         kind = event["kind"]
         if kind == "view":
             self._has_views = True
-            members = {member["replica"] for member in event["members"]}
+            contributing = {member["replica"]: member["contributing"] for member in event["members"]}
             for replica in self._replicas:
-                replica.joined |= replica.number in members
+                replica.joined |= replica.number in contributing
+                if contributing.get(replica.number):
+                    replica.contributed, replica.failed_at_end = True, False
+        for replica in self._replicas:
+            replica.said_finished |= kind == "finished" and replica.number == event["replica"]
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)

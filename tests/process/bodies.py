@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import zlib
 from typing import Any
 
@@ -62,3 +63,12 @@ def calls(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             notes.write(kind="call", value=float(array[0]))
         except ftcomm.FtcommError as error:
             notes.write(kind="call", error=type(error).__name__, text=str(error))
+
+
+def end_apart(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Some steps together; then one rank of each replica has something left to do, a checkpoint to write, say."""
+    array = np.ones(100, np.float32)
+    for _ in ftcomm.steps(20):
+        group.allreduce(array, "avg")
+    if group.rank == arguments["slow"]:
+        time.sleep(arguments["seconds"])

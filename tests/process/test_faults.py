@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .bodies import reduce_forever
+from .bodies import end_apart, reduce_forever
 from .job import TOKEN, Job
 from .test_kills import ENDLESS, check
 
@@ -106,6 +106,31 @@ def test_a_frozen_replica_is_expelled_and_learns_it(tmp_path: Path) -> None:
         running.drain()
         assert running.join(0) == running.join(2) == [0]
         check(running)
+
+
+def test_a_frozen_rank_takes_its_replica_along(tmp_path: Path) -> None:
+    """It is not the leader, whose heartbeats go on: the leader has to notice."""
+    with job(tmp_path, replicas=3, ranks=2, elements=1000, heartbeat_timeout=2.0) as running:
+        for _ in _until(lambda: bool(steps_of(running, 1)), "replica 1 makes no steps"):
+            pass
+        pid = running.processes[1, 1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        running.wait_event("view without 1", lambda events: any(_members(e) == [0, 2] for e in events))
+        running.drain()
+        assert running.join(0) == running.join(2) == [0, 0]
+        check(running)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_ranks_of_a_replica_end_apart(tmp_path: Path, slow: int) -> None:
+    """The one that is ready waits for the other: neither is taken for lost, and the job ends well."""
+    with Job(tmp_path, replicas=2, ranks=2, body=end_apart, slow=slow, seconds=3.0) as running:
+        assert running.join(0) == running.join(1) == [0, 0]
+        assert not running.errors()
+        running.do(running.server.wait_done())
+        assert not running.server.failed
+        assert not [event for event in running.events if event["kind"] in ("suspect", "failed")]
 
 
 def test_the_coordinator_dies_and_nobody_notices(tmp_path: Path) -> None:

@@ -366,3 +366,24 @@ def test_two_coordinators_of_one_file(shell: Shell) -> None:
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=DEADLINE)
     assert first.returncode == 3
+
+
+def test_a_job_that_failed_leaves_no_file_of_views(shell: Shell) -> None:
+    """The start from a checkpoint that the message asks for goes with the same options."""
+    argv = ("coordinator", "--replicas", "1", "--port", "0", "--store", "views")
+    shell.script("import os, signal, ftcomm; ftcomm.init(); os.kill(os.getpid(), signal.SIGKILL)")
+    for _ in range(2):
+        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+        assert command.stdout is not None
+        endpoint = command.stdout.readline().split()[3].rstrip(",")
+        place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "1", "FTCOMM_REPLICA": "0"}
+        rank = subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=shell.directory,
+            env={**os.environ, **place, "FTCOMM_TOKEN": "a-secret", MARK: str(shell.directory)},
+        )
+        assert rank.wait(DEADLINE) == -signal.SIGKILL
+        _, err = command.communicate(timeout=DEADLINE)
+        assert command.returncode == 1
+        assert "last checkpoint" in err
+        assert not shell.files("views")

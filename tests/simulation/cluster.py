@@ -79,7 +79,7 @@ class Cluster:
         self.incarnations += 1
         incarnation = f"{number}.{self.incarnations}"
         ranks = [Rank(mem.Machine(number)) for _ in range(self.w)]
-        replica = Replica(number, incarnation, lead.Leader(number, incarnation, self.w), ranks)
+        replica = Replica(number, incarnation, lead.Leader(number, incarnation, self.w, HEARTBEAT), ranks)
         self.replicas[number] = replica
         self._log(f"start {incarnation}")
         for rank in range(self.w):
@@ -101,6 +101,24 @@ class Cluster:
         """The connection between a leader and the coordinator breaks; the coordinator takes that for a loss."""
         self._log(f"cut {number}")
         self._hang_up(self.replicas[number])
+
+    def flap(self) -> None:
+        """A link between two members breaks and comes back: messages are lost, then what matters is said again."""
+        links = [key for key in self.channels if key[0].endswith(">")]
+        if not links:
+            return
+        source, target = self.random.choice(links)
+        del self.channels[source, target]
+        replica = next((r for r in self.replicas.values() if source.startswith(r.incarnation + "/")), None)
+        peer = next((r for r in self.replicas.values() if target.startswith(r.incarnation + "/")), None)
+        if replica is None or peer is None or not (replica.alive and peer.alive):
+            return
+        self._log(f"flap {source} {target}")
+        index = source[:-1].partition("/")[2]
+        if index == "L":
+            self._do_leader(replica, replica.leader.again(peer.number))
+        else:
+            self._do_member(replica, int(index), replica.ranks[int(index)].machine.again(peer.number))
 
     def leave(self, number: int) -> None:
         """SIGTERM to one replica: it leaves at a boundary, and stays away."""
@@ -155,7 +173,7 @@ class Cluster:
             if replica.alive:
                 for index, rank in enumerate(replica.ranks):
                     replica.leader.from_rank(index, m.Heartbeat(rank.machine.step))
-                self._do_leader(replica, replica.leader.heartbeat())
+                self._do_leader(replica, replica.leader.tick(self.now))
         if self.coordinator is not None:
             self._do_coordinator(self.coordinator.tick(self.now))
 

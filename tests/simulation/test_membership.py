@@ -42,11 +42,13 @@ def run(seed: int) -> Cluster:
 
 def fault(cluster: Cluster, rng: random.Random) -> None:
     alive = [number for number, replica in cluster.replicas.items() if replica.alive]
-    kind = rng.choice(("kill", "kill", "kill", "leave", "cut", "coordinator"))
+    kind = rng.choice(("kill", "kill", "kill", "leave", "cut", "flap", "flap", "coordinator"))
     if kind == "kill" and len(alive) > 1:
         cluster.kill(rng.choice(alive))
     elif kind == "cut" and alive and rng.random() < 0.3:
         cluster.cut(rng.choice(alive))
+    elif kind == "flap":
+        cluster.flap()
     elif kind == "leave" and len(alive) > 1:
         cluster.leave(rng.choice(alive))
     elif kind == "coordinator":

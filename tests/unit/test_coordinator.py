@@ -120,3 +120,24 @@ def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
     assert script.newest == ((0,), {0})
     script.promise(0)  # of the proposal that is given up: nothing comes of it
     assert script.newest == ((0,), {0})
+
+
+def test_a_second_life_that_comes_before_the_end_of_the_first_is_seen_is_not_expelled() -> None:
+    script = Script(2)
+    script.join(11)
+    assert script.newest == ((0,), {0})
+    assert not any(isinstance(message, m.Expelled) for message in script.sent[11])
+    script.install(0)
+    script.promise(0)
+    assert script.newest == ((0, 1), {0})
+
+
+def test_a_complete_job_has_not_failed_when_only_a_joiner_is_left() -> None:
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.tell(0, m.Finished())
+    script.lose(0)
+    script.do(script.coordinator.tick(now=4.0))
+    assert script.done == [""]

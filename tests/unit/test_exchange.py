@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import socket
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
+import ftcomm.collective.exchange
+import ftcomm.engine
+from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
-from ftcomm.errors import CollectiveTimeout, MismatchError
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import ProtocolError
+from ftcomm.control import views
+from ftcomm.control.agent import Unreachable
+from ftcomm.control.messages import FailedOp, Progress
+from ftcomm.errors import CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.reduce import DTYPES, OPS, Reducer, operand, unsupported
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from ftcomm.transport.segment import POSTED, Peer
+from ftcomm.transport.tcp import TcpPeer
+from tests.exchange_rig import DEADLINE, Caller, Member, Rig, socket_pair
 
 HOWS = ("shm", "tcp", "mixed")
 
@@ -273,3 +289,349 @@ def test_overflow_warns_nobody(recwarn: pytest.WarningsRecorder) -> None:
             caller.join()
         assert np.isinf(ops[0].array).all()
     assert not recwarn.list
+
+
+def ones(count: int = 4) -> Operation:
+    return Operation(np.ones(count), "float64", "sum")
+
+
+def hear(member: Member, op_timeout: float = DEADLINE, **callbacks: Any) -> list[BaseException]:
+    """Give the member an exchange that reports its own failures here. The callback would deadlock under the mutex."""
+    failures: list[BaseException] = []
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        member.exchange.fail(RuntimeError("hung up"))
+
+    stalls = {"on_stall": member.stalls.append}
+    member.exchange = Exchange(
+        member.replica, member.segment, op_timeout=op_timeout, on_failed=failed, **{**stalls, **callbacks}
+    )
+    return failures
+
+
+def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ftcomm.collective.exchange, "_REPORTS", 0.05)
+    with Rig(range(2), op_timeout=0.5) as rig:
+        rig.view(range(2))
+        op = ones()
+        began = time.monotonic()
+        rig.members[0].exchange.run(op)
+        assert isinstance(op.error, CollectiveTimeout)
+        assert time.monotonic() - began >= 1.0
+        assert 3 <= len(rig.members[0].stalls) <= 10
+        assert set(rig.members[0].stalls) == {(1, 0, (1,))}
+
+
+def test_an_engine_that_fails_says_so_once() -> None:
+    with Rig(range(2)) as rig:
+        failures = hear(rig.members[0], op_timeout=0.05)
+        rig.view(range(2))
+        ops = [ones(), ones()]
+        rig.members[0].exchange.submit(ops[1])
+        rig.members[0].exchange.run(ops[0])
+        assert ops[1].wait(DEADLINE)
+        assert [op.error for op in ops] == failures * 2
+        assert isinstance(failures[0], CollectiveTimeout)
+
+
+def test_an_engine_that_gets_no_view_says_so_once() -> None:
+    with Rig(range(1)) as rig:
+        failures = hear(rig.members[0], op_timeout=0.05)
+        op = ones()
+        rig.members[0].exchange.run(op)
+        assert [op.error] == failures
+        assert "no view was agreed upon" in str(op.error)
+
+
+@pytest.mark.parametrize(
+    ("why", "in_flight"), [("contradiction", True), ("nobody contributes", True), ("nobody contributes", False)]
+)
+def test_a_view_that_cannot_be_entered_ends_the_engine_which_says_so_once(why: str, in_flight: bool) -> None:
+    with Rig(range(2)) as rig:
+        failures = hear(rig.members[0])
+        rig.view(range(2))
+        exchange = rig.members[0].exchange
+        op = ones()
+        if in_flight:
+            exchange.submit(op)
+        quiesced = threading.Event()
+        exchange.freeze(quiesced.set)
+        while not quiesced.wait(0.001):
+            exchange.nudge()
+        progress = {0: exchange.progress(), 1: Progress(returned=int(why == "contradiction"), ops=())}
+        contributing = frozenset({0, 1} if why == "contradiction" else ())
+        exchange.resume(GroupView(2, 0, (0, 1), contributing, one_host=True), rig.peers(0, (0, 1)), progress)
+        late = ones()
+        exchange.run(late)
+        assert [late.error] == failures
+        assert isinstance(late.error, ProtocolError if why == "contradiction" else FtcommError)
+        if in_flight:
+            assert op.wait(DEADLINE)
+            assert op.error is late.error
+
+
+def test_an_engine_whose_driver_is_interrupted_says_so_once() -> None:
+    def interrupt(stall: object) -> None:
+        raise KeyboardInterrupt
+
+    with Rig(range(2)) as rig:
+        failures = hear(rig.members[0], op_timeout=0.05, on_stall=interrupt)
+        rig.view(range(2))
+        op = ones()
+        with pytest.raises(KeyboardInterrupt):
+            rig.members[0].exchange.run(op)
+        assert [op.error] == failures
+        assert "KeyboardInterrupt" in str(op.error)
+
+
+def test_an_engine_that_is_made_to_fail_does_not_say_so() -> None:
+    with Rig(range(2)) as rig:
+        failures = hear(rig.members[0])
+        rig.view(range(2))
+        op = ones()
+        rig.members[0].exchange.submit(op)
+        rig.members[0].exchange.fail(RuntimeError("expelled"))
+        assert op.wait(DEADLINE)
+        assert str(op.error) == "expelled"
+    assert not failures
+
+
+def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> None:
+    """It goes on, or it has failed and says so."""
+    names = {"submit", "run", "_admit", "_kick", "_drive", "_loop", "_let_go"}
+    where = sys.modules[Exchange.__module__].__file__
+
+    def stopped_at(line: int, how: str) -> bool:
+        """Call, with an interrupt at the n-th line; False when there are fewer."""
+        left = line
+        with Rig(range(1)) as rig:
+            failures = hear(rig.members[0])
+            rig.view((0,))
+            exchange = rig.members[0].exchange
+
+            def trace(frame: FrameType, event: str, arg: object) -> Any:
+                nonlocal left
+                if frame.f_code.co_filename != where or frame.f_code.co_name not in names:
+                    return None
+                # On the way out of a `with` a tracer is called where no interrupt is looked for.
+                if event == "line" and not exchange._mutex.locked():
+                    left -= 1
+                    if left == 0:
+                        sys.settrace(None)
+                        raise KeyboardInterrupt
+                return trace
+
+            first, interrupted = ones(), False
+
+            def call() -> None:
+                nonlocal interrupted
+                sys.settrace(trace)
+                try:
+                    getattr(exchange, how)(first)
+                except KeyboardInterrupt:
+                    interrupted = True
+                finally:
+                    sys.settrace(None)
+
+            Caller.start(call).join()
+            later = ones()
+            Caller.start(exchange.run, later).join()
+            assert later.done
+            assert [later.error] == (failures or [None])
+            return interrupted
+
+    for how in ("run", "submit"):
+        line = 1
+        while stopped_at(line, how):
+            line += 1
+        assert line > 4
+
+
+def test_a_thread_that_cannot_be_started_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Rig(range(1)) as rig:
+        failures = hear(rig.members[0])
+        rig.view((0,))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                rig.members[0].exchange.submit(ones())
+        later = ones()
+        rig.members[0].exchange.run(later)
+        assert [later.error] == failures
+
+
+def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
+    """A view change returns the op, and the next one begins before the driver has woken up."""
+    with Rig(range(2)) as rig:
+        failures = hear(rig.members[0], op_timeout=0.1)
+        rig.view(range(2))
+        exchange = rig.members[0].exchange
+        op = ones()
+        caller = Caller.start(exchange.run, op)
+        while op.number < 0:
+            caller.thread.join(0.001)
+        events = [threading.Event(), threading.Event()]
+        exchange.freeze(events[0].set)
+        while not events[0].wait(0.001) or not exchange._changed._waiters:  # type: ignore[attr-defined]
+            exchange.nudge()
+        elsewhere = Progress(returned=1, ops=(), failed=(FailedOp(0, "different calls"),))
+        progress = {0: exchange.progress(), 1: elsewhere}
+        peers = rig.peers(0, (0, 1))
+        sys.setswitchinterval(5)  # the driver stays where it is until this thread waits
+        exchange.resume(GroupView(2, 0, (0, 1), frozenset((0, 1)), one_host=True), peers, progress)
+        exchange.freeze(events[1].set)
+        sys.setswitchinterval(1e-4)
+        assert events[1].wait(DEADLINE)
+        caller.join()
+        assert isinstance(op.error, MismatchError)
+        time.sleep(0.3)  # more than it gives a view change when an op waits
+        assert not failures
+        assert exchange.progress().returned == 1
+        rig.epoch = 2
+        rig.view((0,))
+        exchange.run(later := ones())
+        assert later.error is None
+
+
+def test_a_second_connection_replaces_the_first() -> None:
+    with Rig(range(2), "tcp") as rig:
+        writer = rig.members[0]
+        unwelcome, far = socket_pair()
+        writer.exchange.attach(far, 1, 1)
+        rig.view(range(2))  # attaches again, for the same epoch
+        assert far.fileno() == -1
+        ops = [ones(), ones()]
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
+            caller.join()
+        near, far = socket_pair()
+        writer.exchange.attach(far, 1, 1)
+        again = TcpPeer(1, 1, near, lambda *args: None)
+        (peer,) = rig.members[1].exchange._peers.values()
+        peer.close()  # the reader gives the connection up
+        writer.exchange.submit(ones())
+        deadline = time.monotonic() + DEADLINE
+        while again.words[POSTED] != 1 << 32 | 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert again.words[POSTED] == 1 << 32 | 2
+        assert not writer.lost
+        again.close()
+        unwelcome.close()
+
+
+def test_a_connection_that_breaks_while_it_gets_what_it_missed_is_lost_once() -> None:
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        writer = rig.members[0]
+        mine = [ones(), ones()]
+        for op in mine:
+            writer.exchange.submit(op)
+        near, far = socket_pair()
+        far.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + DEADLINE
+        while writer.segment.words[POSTED] != 1 << 32 | 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        writer.exchange.attach(far, 1, 1)
+        while not writer.lost and time.monotonic() < deadline:
+            writer.exchange.nudge()
+            time.sleep(0.001)
+        for _ in mine:
+            rig.members[1].exchange.run(ones())
+        assert all(op.wait(DEADLINE) for op in mine)
+        assert [op.error for op in mine] == [None, None]
+        assert [lost[:2] for lost in writer.lost] == [(1, 1)]
+        near.close()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("count", [4, 500_000])
+def test_the_engine_keeps_nothing_of_an_op_that_has_ended(count: int, how: str) -> None:
+    with Rig(range(3), how) as rig:
+        rig.view(range(3))
+        ops = {m: ones(count) for m in rig.members}
+        alive = [weakref.ref(op.array) for op in ops.values()]
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
+            caller.join()
+        waiting = ones(count)
+        alive.append(weakref.ref(waiting.array))
+        rig.members[0].exchange.submit(waiting)
+        rig.members[0].exchange.fail(RuntimeError("expelled"))
+        assert waiting.wait(DEADLINE)
+        caller.errors.clear()
+        del ops, waiting, caller
+        deadline = time.monotonic() + DEADLINE
+        while any(array() is not None for array in alive) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert [array() for array in alive] == [None] * 4
+
+
+# -- the way to the peers' memory --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Way:
+    """An `Engine` of replica 0, whose connections are those that the test makes."""
+
+    made: list[Peer] = dataclasses.field(default_factory=list)
+    closed: list[Peer] = dataclasses.field(default_factory=list)
+    dialling: threading.Event = dataclasses.field(default_factory=threading.Event)
+    answered: threading.Event = dataclasses.field(default_factory=threading.Event)
+    slow: int = -1  # the epoch whose connections come when they are `answered`
+
+    def connect(self, *args: object, epoch: int, **options: object) -> Peer:
+        if epoch == self.slow:
+            self.dialling.set()
+            assert self.answered.wait(DEADLINE)
+        peer = Peer(1, "tcp")
+        peer.close = lambda: self.closed.append(peer)  # type: ignore[method-assign]
+        self.made.append(peer)
+        return peer
+
+
+class NoExchange:
+    replica = 0
+
+    def resume(self, *args: object) -> NoExchange:
+        return self
+
+    def _asdict(self) -> dict[str, int]:
+        return {}
+
+
+def engine() -> ftcomm.engine.Engine:
+    here = views.Address("host", 0, "boot", 0, 0, "nonce")
+    exchange: Any = NoExchange()
+    return ftcomm.engine.Engine(0, exchange, here, mode="tcp", dial=lambda *args: None, on_lost=lambda *args: None)
+
+
+def a_view(epoch: int) -> views.View:
+    ranks = [(views.Address("host", 0, "boot", 0, 0, f"nonce {m}"),) for m in range(2)]
+    return views.View(epoch, None, tuple(views.Member(m, "", ranks[m], True) for m in range(2)))
+
+
+def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way(slow=1)
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    late = Caller.start(subject.reach, a_view(1))
+    assert way.dialling.wait(DEADLINE)
+    subject.reach(a_view(2))
+    subject.resume(a_view(2), {})
+    way.answered.set()
+    late.join()
+    assert way.closed == way.made[1:]
+    assert list(subject.reach(a_view(1))) == []
+    assert len(way.made) == 2
+
+
+def test_a_peer_for_which_no_thread_can_be_started_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*args: object, **options: object) -> Peer:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ftcomm.engine, "connect", connect)
+    with pytest.raises(Unreachable, match="new thread") as raised:
+        engine().reach(a_view(1))
+    assert raised.value.replica == 1

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
 from ftcomm.launch.policy import (
@@ -33,6 +34,7 @@ RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHE
 
 def decide(*others: State, restarts: Restarts = Restarts(), **changes: Any) -> Restart | GiveUp | JobLost:  # noqa: B008
     arguments: dict[str, Any] = {
+        "code": -9,
         "said_finished": False,
         "began": True,
         "max_restarts": 3,
@@ -73,6 +75,12 @@ def test_no_restart_of_one_whose_training_was_over() -> None:
     decision = decide(RUNNING, said_finished=True)
     assert isinstance(decision, GiveUp)
     assert "had finished" in decision.reason
+
+
+def test_an_exit_code_is_a_failure_whatever_was_said() -> None:
+    """A script that ends by sys.exit(1) says at its exit that it has finished, in the middle of the training too."""
+    assert decide(RUNNING, said_finished=True, code=1) == Restart(0.5, 1, Restarts((1000.0,), 1))
+    assert isinstance(decide(RUNNING, said_finished=True, code=1, max_restarts=0), GiveUp)
 
 
 def test_restarts_run_out_and_come_back_with_time() -> None:
@@ -263,6 +271,11 @@ def test_options_find_modules_without_importing_them(tmp_path: Path, monkeypatch
         options = RunOptions(replicas=1, script=module, module=True, args=("-x",))
         options.check()
         assert options.command()[1:] == ["-u", "-m", module, "-x"]
+
+
+def test_secrets_are_in_no_repr() -> None:
+    assert "secret" not in repr(CoordinatorOptions(replicas=1, token="a-secret"))
+    assert "secret" not in repr(RunOptions(replicas=1, script="x.py", env={"FTCOMM_TOKEN": "a-secret"}))
 
 
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
