@@ -133,6 +133,7 @@ class Group:
         )
         self._agent.serve("data", self._attach)
         self._open = True
+        self._stall: Stall | None = None  # the last that was reported
         self.step = 0
 
     def _join(self) -> None:
@@ -272,14 +273,12 @@ class Group:
         self._agent.suspect(replica, epoch, reason, proof=False)
 
     def _stalled(self, stall: Stall) -> None:
-        waiting = ", ".join(map(str, stall.waiting_on))
-        log.warning(
-            "replica %d rank %d: op %d makes no progress; waiting for replicas %s",
-            self.replica,
-            self.rank,
-            stall.op,
-            waiting,
-        )
+        """Comes every second as long as the op stands still; one word in the log is enough."""
+        if stall != self._stall:
+            self._stall = stall
+            waiting = ", ".join(map(str, stall.waiting_on))
+            who = f"replica {self.replica} rank {self.rank}"
+            log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
         self._agent.tell(m.Stalled(stall.epoch, stall.op, tuple(stall.waiting_on)))
 
 
