@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-FRESH = 3.0  # seconds that a report of a stall is good for; it is repeated every second
+FRESH = 1.5  # seconds that a report of a stall is good for; it is repeated every second
 
 
 class _Stall(NamedTuple):
@@ -19,8 +19,8 @@ class Blame:
     """Complaints and wait-for reports since the last view. All times are seconds.
 
     A complaint is acted upon `patience` seconds after it came, unless it was withdrawn, so that those of the others can
-    join it; a stall after `stall_grace` seconds, so that all who wait have said so. A stall that is not said again is
-    over.
+    join it; a stall when it is still said after `stall_grace` seconds, so that all who wait have said so. One that is
+    not said again is over.
     """
 
     def __init__(self, patience: float, stall_grace: float) -> None:
@@ -69,7 +69,7 @@ class Blame:
     def _waited_for(self, now: float) -> dict[int, str]:
         """Follow the reports from one to the next, to the member that waits for nobody: it holds all the others up."""
         stalls = {by: stall for by, stall in self._stalls.items() if now - stall.last < FRESH}
-        first = next((by for by, stall in stalls.items() if now - stall.since > self._stall_grace), None)
+        first = next((by for by, stall in stalls.items() if stall.last - stall.since > self._stall_grace), None)
         if first is None:
             return {}
         path = [first]
