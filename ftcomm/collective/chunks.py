@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ftcomm.transport.segment import CHUNK
-
 Contributors = tuple[int, ...]  # replicas whose inputs a FINAL chunk holds, ascending
 
 
-def chunk_elements(itemsize: int) -> int:
-    """Elements in each chunk of an op but the last."""
-    return CHUNK // itemsize
-
-
-def chunk_count(count: int, itemsize: int) -> int:
-    """At least 1: an op without elements still compares what its members called."""
-    return max(1, -(-count // chunk_elements(itemsize)))
+def chunk_count(count: int, elements: int) -> int:
+    """Chunks of at most `elements` elements each. At least 1: an op without any still compares what was called."""
+    return max(1, -(-count // elements))
 
 
 def pack(chunks: Iterable[int], total: int) -> bytes:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.collective.chunks import Contributors, chunk_count, chunk_elements, spans
+from ftcomm.collective.chunks import Contributors, chunk_count, spans
 from ftcomm.collective.resume import Task, all_reduce
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.reduce import DTYPES, OPS, unsupported
+from ftcomm.transport.segment import CHUNK
 
 _CODES = {dtype.code: dtype.name for dtype in DTYPES.values()}
 
@@ -19,6 +20,7 @@ _CODES = {dtype.code: dtype.name for dtype in DTYPES.values()}
 class Operation:
     """`array` is reduced in place: one-dimensional, contiguous, writable, on the host, and the caller keeps its hands
     off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
+    `chunk` is the size of a chunk in bytes, that of the staging of all members.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
@@ -33,7 +35,7 @@ class Operation:
     two_shot = False
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
-    def __init__(self, array: np.ndarray[Any, Any], dtype: str, op: str) -> None:
+    def __init__(self, array: np.ndarray[Any, Any], dtype: str, op: str, chunk: int = CHUNK) -> None:
         call, self.itemsize = _call(dtype, op)
         if array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
             raise ArgumentError(
@@ -45,8 +47,8 @@ class Operation:
         self.op = op
         self.count = array.size
         self.call = array.size << 16 | call  # compared between members
-        self.elements = chunk_elements(self.itemsize)
-        chunks = chunk_count(self.count, self.itemsize)
+        self.elements = chunk // self.itemsize  # in each chunk but the last
+        chunks = chunk_count(self.count, self.elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] = all_reduce(chunks)
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.

@@ -49,7 +49,6 @@ from ftcomm.transport.segment import (
     Peer,
     Segment,
     descriptor,
-    offset,
 )
 from ftcomm.transport.tcp import Reader
 
@@ -369,7 +368,7 @@ class Stream:
             elif slot.two_shot:
                 begin, end = slot.lane.shards[reader.replica]
             start, nbytes = begin * mine.itemsize, (end - begin) * mine.itemsize
-        base = offset(word, index) + start
+        base = self._segment.offset(word, index) + start
         try:
             payload = self._segment.buffer[base : base + nbytes]
             reader.send(word, self._low + count, start, payload, call, self._pause)

@@ -50,6 +50,7 @@ def descriptor(slot: int) -> int:
 class Memory:
     """A segment or a mirror of one. `words` are its 64-bit words; `address` is where the first lies."""
 
+    chunk = CHUNK  # bytes staged in a slot
     words: memoryview
     address: int
     buffer: memoryview  # all of it, in bytes
@@ -63,13 +64,12 @@ class Memory:
 
     def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """`count` elements from element `start` of the chunk in `slot`; `region` is POSTED or REDUCED."""
-        base = offset(region, slot) + start * carrier.itemsize
+        base = self.offset(region, slot) + start * carrier.itemsize
         return self._bytes[base : base + count * carrier.itemsize].view(carrier)
 
-
-def offset(region: int, slot: int) -> int:
-    """Where in the memory the chunk of `slot` starts."""
-    return HEADER + ((region == REDUCED) * SLOTS + slot) * CHUNK
+    def offset(self, region: int, slot: int) -> int:
+        """Where in the memory the chunk of `slot` starts."""
+        return HEADER + ((region == REDUCED) * SLOTS + slot) * self.chunk
 
 
 class Segment(Memory):

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 
 from ftcomm.kernels.wait import wake
-from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor, offset
+from ftcomm.transport.segment import POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor
 
 Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
 
@@ -77,11 +77,11 @@ class TcpPeer(Peer):
         magic, word, value, start, nbytes, number, call = _FRAME.unpack(header)
         if magic != _MAGIC or word not in _WORDS or not self.words[word] < value < (self._epoch + 1) << 32:
             raise ValueError(f"a frame that cannot be: magic {magic:#x}, word {word}, value {value:#x}")
-        if start + nbytes > (0 if word == TAKEN else CHUNK):
-            raise ValueError(f"a payload of {nbytes} bytes at {start} of a chunk of {CHUNK}")
+        if start + nbytes > (0 if word == TAKEN else self.chunk):
+            raise ValueError(f"a payload of {nbytes} bytes at {start} of a chunk of {self.chunk}")
         slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
         if nbytes:
-            base = offset(word, slot) + start
+            base = self.offset(word, slot) + start
             self._fill(self.buffer[base : base + nbytes])
         if word == POSTED:
             at = descriptor(slot)

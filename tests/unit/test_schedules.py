@@ -12,7 +12,6 @@ import random
 import numpy as np
 import pytest
 
-from ftcomm.collective import chunks
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
@@ -87,7 +86,7 @@ class World:
         # Nobody goes beyond the boundary at which the group grows before it has installed that view.
         last = self.total if node.target >= self.boundary else self.total // 2
         if node.issued < last and node.stream:
-            op = Operation(self.input(node.replica, node.issued), "float32", "sum")
+            op = Operation(self.input(node.replica, node.issued), "float32", "sum", CHUNK)
             node.flight.add(op)
             assert op.number == node.issued
             node.ops[op.number] = op
@@ -253,11 +252,6 @@ class World:
 @pytest.fixture(scope="module")
 def segments() -> dict[int, Segment]:
     return {m: Segment() for m in range(5)}
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize("block", range(20))
