@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-FRESH = 1.5  # seconds that a report of a stall is good for; it is repeated every second
+from ftcomm.control.timeouts import REPORT
+
+FRESH = 2.5 * REPORT  # seconds that a report of a stall is good for
 
 
 class _Stall(NamedTuple):
-    op: int  # -1: a change of view
+    op: int  # below 0: no op, but a change of view or a boundary
     waiting_on: tuple[int, ...]
     since: float
     last: float
+    due: bool  # it waits for longer than its deadline; else it only answers a question
 
 
 class Blame:
     """Complaints and wait-for reports since the last view. All times are seconds.
 
     A complaint is acted upon `patience` seconds after it came, unless it was withdrawn, so that those of the others can
-    join it; a stall when it is still said after `stall_grace` seconds, so that all who wait have said so. One that is
-    not said again is over.
+    join it; a stall when it is still said after `grace` seconds, so that all who wait have said so. One that is not
+    said again is over. Reports are by rank: the ranks of a replica stand in different groups and may wait for different
+    members, but the replica is removed as one.
     """
 
-    def __init__(self, patience: float, stall_grace: float) -> None:
-        self._patience, self._stall_grace = patience, stall_grace
+    def __init__(self, patience: float, grace: float) -> None:
+        self._patience, self._grace = patience, grace
         self._complaints: dict[tuple[int, int], float] = {}  # (by, accused) -> since
-        self._stalls: dict[int, _Stall] = {}  # by whom it was reported
+        self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
+        self._asked = float("-inf")
 
     def complaint(self, by: int, accused: int, now: float) -> None:
         """`by` cannot reach `accused`."""
@@ -36,25 +41,39 @@ class Blame:
         """They reach each other again."""
         self._complaints.pop((by, accused), None)
 
-    def stalled(self, by: int, op: int, waiting_on: tuple[int, ...], now: float) -> None:
-        """`by` makes no progress in `op`; said again every second as long as that is so."""
-        known = self._stalls.get(by)
-        since = known.since if known is not None and known.op == op and now - known.last < FRESH else now
-        self._stalls[by] = _Stall(op, waiting_on, since, now)
+    def stalled(self, by: int, rank: int, op: int, waiting_on: tuple[int, ...], due: bool, now: float) -> bool:
+        """Rank `rank` of `by` makes no progress in `op`; said again every second as long as that is so. Without anybody
+        to wait for: it does not wait (any more).
+
+        True if all others should be asked on whom they wait, now: a member whose own deadline is later would else look
+        like the one that waits for nobody.
+        """
+        known = self._stalls.pop((by, rank), None)
+        if not waiting_on:
+            return False
+        lasts = known is not None and known.op == op and now - known.last < FRESH
+        since, was_due = (known.since, known.due) if lasts and known is not None else (now, False)
+        self._stalls[by, rank] = _Stall(op, waiting_on, since, now, due or was_due)
+        if not due or now - self._asked < REPORT / 2:
+            return False
+        self._asked = now
+        return True
 
     def clear(self) -> None:
         """A new view: all of it is of the past."""
         self._complaints.clear()
         self._stalls.clear()
 
-    def culprit(self, now: float, contributing: Set[int]) -> dict[int, str]:
-        """The replica to remove now and why; empty if there is none."""
-        return self._unreachable(now, contributing) or self._waited_for(now)
+    def culprit(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
+        """The replica to remove now and why; empty if there is none. `present`: who has just given a sign of life."""
+        return self._unreachable(now, contributing, present) or self._waited_for(now, contributing)
 
-    def _unreachable(self, now: float, contributing: Set[int]) -> dict[int, str]:
+    def _unreachable(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
         """Of two that cannot reach each other the one goes that more others cannot reach or be reached by; then one
-        that only catches up; then the higher replica."""
-        pair = next((pair for pair, since in self._complaints.items() if now - since > self._patience), None)
+        that only catches up; then the higher replica. That is for a broken network between two that live: of one that
+        is not present its silence will tell."""
+        ripe = (pair for pair, since in self._complaints.items() if now - since > self._patience)
+        pair = next((pair for pair in ripe if present >= set(pair)), None)
         if pair is None:
             return {}
         broken = {frozenset(complaint) for complaint in self._complaints}
@@ -66,18 +85,37 @@ class Blame:
         other = pair[0] if victim == pair[1] else pair[1]
         return {victim: f"replicas {other} and {victim} cannot reach each other"}
 
-    def _waited_for(self, now: float) -> dict[int, str]:
-        """Follow the reports from one to the next, to the member that waits for nobody: it holds all the others up."""
+    def _waited_for(self, now: float, contributing: Set[int]) -> dict[int, str]:
+        """Follow the reports to the members that wait for nobody: they hold all the others up."""
         stalls = {by: stall for by, stall in self._stalls.items() if now - stall.last < FRESH}
-        first = next((by for by, stall in stalls.items() if stall.last - stall.since > self._stall_grace), None)
+        first = next(
+            (by for by, stall in stalls.items() if stall.due and stall.last - stall.since > self._grace),
+            None,
+        )
         if first is None:
             return {}
-        path = [first]
-        while path[-1] in stalls:
-            following = [replica for replica in stalls[path[-1]].waiting_on if replica not in path]
-            if not following:  # they wait in a circle
-                path.append(max(path))
-                break
-            path.append(following[0])
-        what = f"op {stalls[first].op}" if stalls[first].op >= 0 else "the change of view"
-        return {path[-1]: f"{what} waits for it (replica {first} reported the stall)"}
+        replicas = {replica for replica, _ in stalls}
+        reached, edges = [first[0]], set[tuple[int, int, int]]()  # (by, its rank, for whom it waits)
+        for replica in reached:
+            for (by, rank), stall in stalls.items():
+                if by == replica:
+                    edges.update((by, rank, other) for other in stall.waiting_on)
+                    reached += [other for other in stall.waiting_on if other not in reached]
+        # All of them wait in a circle, by different ranks: then it is one whose rank in some group waits for nobody.
+        idle = {other for _, rank, other in edges if (other, rank) not in stalls}
+        candidates = [replica for replica in reached if replica not in replicas] or sorted(idle) or reached
+
+        def weight(replica: int) -> tuple[int, int, bool, int]:
+            """A rank of another group may have waited for just the moment in which it was asked: that counts less."""
+            waiters = {(by, rank) for by, rank, other in edges if other == replica}
+            return sum(stalls[by].due for by in waiters), len(waiters), replica not in contributing, replica
+
+        what = _what(stalls[first].op)
+        return {max(candidates, key=weight): f"{what} waits for it (replica {first[0]} reported the stall)"}
+
+
+CHANGE, BOUNDARY = -1, -2  # what is waited for, in place of the number of an op
+
+
+def _what(op: int) -> str:
+    return {CHANGE: "the change of view", BOUNDARY: "the step boundary"}.get(op, f"op {op}")

@@ -15,9 +15,11 @@ from __future__ import annotations
 import dataclasses
 
 from ftcomm.control import messages as m
+from ftcomm.control.admission import other_job
 from ftcomm.control.blame import Blame
 from ftcomm.control.detector import Detector
 from ftcomm.control.growth import Proposal, contributing, given_up, wanted
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
@@ -76,8 +78,7 @@ class Coordinator:
         self,
         replicas: int,
         ranks_per_replica: int,
-        heartbeat_timeout: float,
-        stall_grace: float,
+        timeouts: Timeouts,
         views: list[View],
         now: float,
         lifetime: int,
@@ -90,7 +91,8 @@ class Coordinator:
         self._before: View | None = views[-2] if len(views) > 1 else None  # what a change not yet installed replaces
         self._epoch = self.view.epoch if self.view else 0
         self._lifetime, self._proposals = lifetime & 0xFFFF_FFFF, 0
-        self.detector: Detector[int] = Detector(heartbeat_timeout)
+        self.timeouts = timeouts
+        self.detector: Detector[int] = Detector(timeouts.silence)
         self.links: dict[Conn, _Link] = {}
         self.waiting: dict[int, Member] = {}  # joiners: no view has them, or one that nobody will install
         self.installed: set[int] = set()
@@ -100,7 +102,7 @@ class Coordinator:
         self.leaving: set[int] = set()
         self.draining = False
         self.finished: dict[int, float] = {}
-        self._blame = Blame(heartbeat_timeout / 10, stall_grace)
+        self._blame = Blame(timeouts.patience, timeouts.grace)
         self.done = False
         for view in self._in_force():  # restarted: the members have a heartbeat timeout to show up
             for replica in view.replicas:
@@ -116,7 +118,7 @@ class Coordinator:
             return [Close(conn)]
         self.detector.heard(link.replica, now)
         if isinstance(message, m.Report):
-            return [Log(message.kind, {"replica": link.replica, **message.fields})]
+            return [Log(message.kind, {**message.fields, "replica": link.replica})]
         if not self._counts(link.replica, link.incarnation):
             return [Send(conn, m.FinishAck())] if isinstance(message, m.Finished) else []
         return self._from_member(conn, link, message, now)
@@ -128,8 +130,7 @@ class Coordinator:
         elif isinstance(message, m.Suspect):
             return self._suspected(replica, message, now)
         elif isinstance(message, m.Stalled):
-            if self.view is not None and message.epoch == self.view.epoch:
-                self._blame.stalled(replica, message.op, message.waiting_on, now)
+            return self._stalled(replica, message, now)
         elif isinstance(message, m.Reachable):
             self._blame.withdraw(replica, message.replica)
         elif isinstance(message, m.Promise):
@@ -202,14 +203,26 @@ class Coordinator:
             if self.view is not None and replica in self.view.replicas and now - since > LINGER:
                 lost[replica] = "finished"
         if not lost:
-            lost = self._blame.culprit(now, self.view.contributing if self.view is not None else frozenset())
+            lost = self._culprit(now)
         return actions + (self._lose(lost) if lost else [])
+
+    def _culprit(self, now: float) -> dict[int, str]:
+        if self.view is None:
+            return {}
+        present = {  # after a restart all count as heard, so ask for a connection, too
+            replica
+            for replica in self.view.replicas
+            if self._conn(replica) is not None and self.detector.within(replica, self.timeouts.presence, now)
+        }
+        return self._blame.culprit(now, self.view.contributing, present)
 
     # -- joining -------------------------------------------------------------------------------------------------
 
     def _join(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         replica = join.replica
         refused = self._refusal(join)
+        if refused and join.epoch > 0 and not self.done:  # it runs: its job must not end with a wrong start of ours
+            return [Log("refused", {"replica": replica, "reason": refused}), Close(conn)]
         if refused:
             return [
                 Log("refused", {"replica": replica, "reason": refused}),
@@ -217,6 +230,11 @@ class Coordinator:
                 Close(conn),
             ]
         actions: list[Action] = []
+        said = self.links.get(conn)
+        if said is not None and (said.replica, said.incarnation) != (replica, join.incarnation):
+            return [*self.disconnected(conn, now), Close(conn)]  # it speaks for one life of one replica, or for none
+        if join.epoch > 0 and not self._counts(replica, join.incarnation):
+            return self._outlived(conn, join)
         old = self._conn(replica)
         if old is not None and old != conn:
             if self.links[old].incarnation == join.incarnation:
@@ -224,7 +242,7 @@ class Coordinator:
             else:
                 actions += self.disconnected(old, now)
             actions.append(Close(old))
-        if join.epoch == 0 and not self._counts(replica, join.incarnation) and self._is_member(replica):
+        if not self._counts(replica, join.incarnation) and self._is_member(replica):
             self.finished.pop(replica, None)  # its earlier life is lost, whatever became of it
             actions += self._lose({replica: "restarted"})
             if self.done:
@@ -232,17 +250,9 @@ class Coordinator:
         self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
         self.detector.heard(replica, now)
         if self._counts(replica, join.incarnation):
+            if join.leaving:
+                self.leaving.add(replica)
             return actions + self._rejoined(conn, join)
-        if join.epoch > 0:
-            del self.links[conn]
-            self.detector.forget(replica)
-            if self.view is None:  # let it train on: nobody is served by ending a job for a lost file
-                reason = f"it runs in epoch {join.epoch} of a job that this coordinator has no file of views of"
-                return [*actions, Log("refused", {"replica": replica, "reason": reason}), Close(conn)]
-            reason = (
-                f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
-            )
-            return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
         self.waiting[replica] = Member(replica, join.incarnation, join.ranks, contributing=False)
         self.finished.pop(replica, None)
         self.leaving.discard(replica)  # what its earlier life wanted
@@ -253,13 +263,28 @@ class Coordinator:
         reason = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
         return [*actions, Send(conn, m.Queued(reason)), *self._propose()]
 
+    def _outlived(self, conn: Conn, join: m.Join) -> list[Action]:
+        """It says that it runs in the job, which went on without it; another life may have its number by now."""
+        replica = join.replica
+        actions: list[Action] = []
+        old = self._conn(replica)
+        if old is not None and self.links[old].incarnation == join.incarnation:
+            del self.links[old]
+            self.detector.forget(replica)
+            if old != conn:
+                actions.append(Close(old))
+        if self.view is None:  # let it train on: nobody is served by ending a job for a lost file
+            reason = f"it runs in epoch {join.epoch} of a job that this coordinator has no file of views of"
+            return [*actions, Log("refused", {"replica": replica, "reason": reason}), Close(conn)]
+        reason = f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
+        return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
+
     def _refusal(self, join: m.Join) -> str:
-        if len(join.ranks) != self.ranks_per_replica:
-            return (
-                f"replica {join.replica} has {len(join.ranks)} ranks, the job has {self.ranks_per_replica} a replica; "
-                "start all with the same FTCOMM_RANKS_PER_REPLICA"
-            )
-        if self.done or self.draining:
+        other = other_job(join, self.ranks_per_replica, self.timeouts)
+        if other:
+            return other
+        member = self._counts(join.replica, join.incarnation)  # of a view that it may not have installed yet
+        if self.done or (self.draining and join.epoch == 0 and not member):
             return "the job has ended or is being drained"
         return ""
 
@@ -292,6 +317,16 @@ class Coordinator:
         self._blame.complaint(by, suspect.replica, now)
         return [Log("suspect", fields)]
 
+    def _stalled(self, by: int, stall: m.Stalled, now: float) -> list[Action]:
+        if all(stall.epoch != view.epoch for view in self._in_force()):
+            return []
+        here = {replica for view in self._in_force() for replica in view.replicas}
+        waiting_on = tuple(replica for replica in stall.waiting_on if replica in here and replica != by)
+        if not self._blame.stalled(by, stall.rank, stall.op, waiting_on, stall.due, now):
+            return []
+        conns = [self._conn(replica) for replica in sorted(here)]
+        return [Send(conn, m.WhoWaits()) for conn in conns if conn is not None]
+
     def _lose(self, lost: dict[int, str]) -> list[Action]:
         """A view without `lost`, at once. A change that is not installed everywhere is given up with it."""
         assert self.view is not None
@@ -316,7 +351,8 @@ class Coordinator:
         for replica, why in lost.items():
             conn = self._conn(replica)
             if why != "finished" and conn is not None:
-                actions.append(Send(conn, m.Expelled(f"replica {replica} was removed from the job: {why}")))
+                said = f"replica {replica} was removed from the job after epoch {self._epoch}: {why}"
+                actions.append(Send(conn, m.Expelled(said)))
         why = "; ".join(f"lost {replica}: {reason}" for replica, reason in lost.items()) or "a change was withdrawn"
         if any(member.contributing for member in members):
             return actions + self._decide(members, step, why)
@@ -357,7 +393,7 @@ class Coordinator:
     def _promised(self, link: _Link, promise: m.Promise) -> list[Action]:
         link.step = max(link.step, promise.step)
         proposal, view = self.proposal, self.view
-        if proposal is None or view is None or promise.proposal != proposal.number:
+        if proposal is None or view is None or self.done or promise.proposal != proposal.number:
             return []
         if not promise.ok:
             self._margin = min(2 * self._margin, 1 << 20)
@@ -376,7 +412,7 @@ class Coordinator:
         if self.proposal is not None and self.proposal.number == message.proposal:
             self._margin = min(2 * self._margin, 1 << 20)
             return [*self._cancel(), *self._propose()]
-        if self.view is not None and self.view.proposal == message.proposal and not self._settled():
+        if self.view is not None and 0 != self.view.proposal == message.proposal and not self._settled():
             self._margin = min(2 * self._margin, 1 << 20)
             return self._lose({})
         return []

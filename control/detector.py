@@ -24,6 +24,10 @@ class Detector(Generic[Peer]):
     def heard(self, peer: Peer, now: float) -> None:
         self._heard[peer] = now
 
+    def within(self, peer: Peer, seconds: float, now: float) -> bool:
+        """Whether it gave a sign of life in the last `seconds`."""
+        return now - self._heard.get(peer, float("-inf")) <= seconds
+
     def forget(self, peer: Peer) -> None:
         self._heard.pop(peer, None)
 

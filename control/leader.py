@@ -20,6 +20,7 @@ import dataclasses
 
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
 
@@ -44,6 +45,8 @@ class ToLeader:
 
 Action = ToCoordinator | ToRank | ToLeader
 
+MANY = 256  # proposals of one view that we keep an answer for; far more than there can be
+
 
 @dataclasses.dataclass
 class _Change:
@@ -64,8 +67,9 @@ class _Change:
 class Leader:
     """Not thread-safe; every method returns actions in order."""
 
-    def __init__(self, replica: int, incarnation: str, ranks: int, heartbeat_timeout: float) -> None:
-        self.detector: Detector[int] = Detector(heartbeat_timeout)  # of our other ranks
+    def __init__(self, replica: int, incarnation: str, ranks: int, timeouts: Timeouts) -> None:
+        self.detector: Detector[int] = Detector(timeouts.silence)  # of our other ranks
+        self._timeouts = timeouts
         self.replica = replica
         self.incarnation = incarnation
         self.ranks = ranks
@@ -77,8 +81,9 @@ class Leader:
         self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that has heard our last word
         self._installed: dict[int, int] = {}  # rank -> epoch
         self.epoch = 0  # the newest view that all our ranks have installed
-        self._told: dict[str, set[int]] = {"CaughtUp": set(), "Leave": set(), "Finished": set()}
+        self._told: dict[str, set[int]] = {"CaughtUp": set(), "Finished": set()}
         self.finished = False
+        self.leaving = False
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
@@ -87,7 +92,8 @@ class Leader:
         if len(self.addresses) < self.ranks:
             return None
         addresses = tuple(self.addresses[rank] for rank in range(self.ranks))
-        return m.Join(self.replica, self.incarnation, addresses, self.epoch, self.step)
+        timeouts = dataclasses.astuple(self._timeouts)
+        return m.Join(self.replica, self.incarnation, addresses, self.epoch, self.step, timeouts, self.leaving)
 
     @property
     def step(self) -> int:
@@ -110,7 +116,9 @@ class Leader:
             if self.change is not None and self.change.number == message.proposal and not self.change.decided:
                 return self._decide(None)
             return []
-        return self._to_ranks(message)  # Queued, Expelled, FinishAck
+        if isinstance(message, m.Queued | m.Expelled | m.WhoWaits | m.FinishAck):
+            return self._to_ranks(message)
+        return []
 
     def _new_view(self, view: View) -> list[Action]:
         if self.view is not None and view.epoch <= self.view.epoch:
@@ -132,7 +140,7 @@ class Leader:
     def _prepare(self, prepare: m.Prepare) -> list[Action]:
         if self.view is None or prepare.epoch != self.view.epoch:
             return []  # of a view that we have not heard of yet, or of an older one: the coordinator asks again
-        if self.step >= prepare.step or prepare.proposal in self._refused:
+        if self.step >= prepare.step or prepare.proposal in self._refused or len(self._refused) >= MANY:
             return [ToCoordinator(m.Promise(prepare.proposal, False, self.step))]
         # One view has one proposal at a time: a new one means that the old one was never committed.
         given_up = [] if self.change is None or self.change.decided else self._decide(None)
@@ -160,7 +168,10 @@ class Leader:
                 return []
             self.epoch = message.epoch
             return [ToCoordinator(message)]
-        if isinstance(message, m.CaughtUp | m.Leave | m.Finished):
+        if isinstance(message, m.Leave):
+            self.leaving = True
+            return [ToCoordinator(message)]
+        if isinstance(message, m.CaughtUp | m.Finished):
             told = self._told[type(message).__name__]
             told.add(rank)
             if len(told) < self.ranks:
@@ -168,7 +179,9 @@ class Leader:
             told.clear()
             self.finished = self.finished or isinstance(message, m.Finished)
             return [ToCoordinator(message)]
-        return [ToCoordinator(message)]  # Suspect, Stalled, Report
+        if isinstance(message, m.Suspect | m.Reachable | m.Stalled | m.Report):
+            return [ToCoordinator(message)]
+        return []
 
     def rank_lost(self, rank: int, reason: str) -> list[Action]:
         """The replica is the unit of failure: without one of its ranks it is lost."""
@@ -214,11 +227,14 @@ class Leader:
         if self.view is None or not (ours or message.epoch == self.view.epoch):
             return []
         if change is not None and ours and not change.decided:
-            change.heard[message.replica] = message.view
+            if message.replica in self.view.replicas:
+                change.heard[message.replica] = message.view
             return self._agree()
         known = change.commit if change is not None and ours else None
-        self._refused.add(message.proposal)
-        if message.view is not None or (message.proposal, message.replica) in self._answered:
+        if len(self._refused) < MANY:
+            self._refused.add(message.proposal)
+        answered = (message.proposal, message.replica) in self._answered or len(self._answered) >= 16 * MANY
+        if message.view is not None or answered:
             return []
         self._answered.add((message.proposal, message.replica))
         return [ToLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
@@ -229,6 +245,13 @@ class Leader:
         if change is None or not (change.said_none or (change.decided and change.commit)):
             return []
         return [ToLeader(replica, m.Boundary(self.replica, change.epoch, change.number, change.commit))]
+
+    def waiting(self) -> tuple[int, ...]:
+        """Whose word we wait for at a boundary."""
+        change, view = self.change, self.view
+        if change is None or view is None or change.decided or not change.asked:
+            return ()
+        return tuple(replica for replica in view.replicas if replica != self.replica and replica not in change.heard)
 
     def _agree(self, first: bool = False) -> list[Action]:
         """At the boundary: tell the others what we hold, and decide as soon as the answer cannot change."""
@@ -260,6 +283,7 @@ class Leader:
         asked: list[Action] = [ToRank(rank, m.Decision(change.number, view)) for rank in sorted(change.asked)]
         if view is not None:
             self.view = view  # the ranks that are still under way ask later
+            self._refused.clear()  # nobody asks for a promise of the view before any more
             return asked
         freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:

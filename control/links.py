@@ -1,4 +1,8 @@
-"""Connections of the control plane in asyncio: an outgoing link that comes back, and a listening port."""
+"""Connections of the control plane in asyncio: an outgoing link that comes back, and a listening port.
+
+Nothing that arrives ends a loop here, nor does an error in what is called from one: a link is made again, a port goes
+on accepting, and what was dropped is counted in `ftcomm.control.dropped`. So no task dies unseen.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,12 @@ import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control import wire
+from ftcomm.control.dropped import drop
 
 log = logging.getLogger("ftcomm.control")
 
 HANDSHAKE_TIMEOUT = 5.0  # s
+MAX_HANDSHAKES = 256  # under way at one port; the oldest makes room for a newer one
 FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to half a second
 
 
@@ -25,22 +31,28 @@ async def serve_messages(
     on_message: Callable[[m.AnyMessage], None],
     writer_ready: Callable[[asyncio.StreamWriter], None],
 ) -> str:
-    """Read messages until the connection ends; returns why it did. A frame that is no message is dropped."""
+    """Read messages until the connection ends; returns why it did. Owns `sock`.
+
+    A frame that is no message is dropped, one that is too long ends the connection, since what follows it cannot be
+    found.
+    """
     reader, writer = await asyncio.open_connection(sock=sock)
     try:
         writer_ready(writer)
         while True:
-            data = await wire.read_frame(reader, m.MAX_MESSAGE)
+            data = await wire.read_frame(reader, wire.MAX_MESSAGE)
             try:
                 message = m.decode(data)
             except msgspec.DecodeError as error:
-                log.warning("dropped a frame of %d bytes that is no message: %s", len(data), error)
+                drop("message", f"a frame of {len(data)} bytes that is no message: {error}")
                 continue
             try:
                 on_message(message)
-            except Exception:
-                log.exception("internal error while handling %s", type(message).__name__)
+            except Exception as error:
+                drop("internal", f"{type(message).__name__}: {error!r}", error=error)
     except (asyncio.IncompleteReadError, OSError) as error:
+        if isinstance(error, wire.HandshakeError):
+            drop(error.kind, str(error))
         return str(error) if isinstance(error, OSError) and str(error) else "its connection closed"
     finally:
         writer.close()
@@ -50,7 +62,7 @@ class Link:
     """An authenticated connection that is made again whenever it breaks, until `close`.
 
     `send` never blocks: with no connection a message is dropped, and `on_open` says again what matters. All of it runs
-    in one event loop.
+    in one event loop. An error in a callback costs the connection, which is made again, and never the link.
     """
 
     def __init__(
@@ -69,7 +81,6 @@ class Link:
         self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(_log_error)
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
@@ -85,21 +96,28 @@ class Link:
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE
         while True:
+            begun = loop.time()
             try:
-                sock = await open_socket(self.address, self._token, self._purpose, self._fields)
+                why = await self._once()
             except OSError as error:
-                self._on_down(error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 0.5)
-                continue
-            opened = loop.time()
-            why = await serve_messages(sock, self._on_message, self._opened)
+                why = error
+            except Exception as error:
+                drop("internal", f"the connection to {self.address[0]}:{self.address[1]}: {error!r}", error=error)
+                why = ConnectionError(repr(error))
             self._writer = None
-            if loop.time() - opened > 1.0:  # who is turned away at once must not come back at once
-                pause = FIRST_PAUSE
-            self._on_down(ConnectionError(why))
+            if loop.time() - begun > 1.0:
+                pause = FIRST_PAUSE  # who is turned away at once must not come back at once
+            try:
+                self._on_down(why)
+            except Exception as error:
+                drop("internal", f"on the loss of a connection: {error!r}", error=error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.5)
+
+    async def _once(self) -> OSError:
+        """One connection from its beginning to its end; why it ended. Raises `OSError` if there was none."""
+        sock = await open_socket(self.address, self._token, self._purpose, self._fields)
+        return ConnectionError(await serve_messages(sock, self._on_message, self._opened))
 
     @property
     def is_up(self) -> bool:
@@ -108,11 +126,6 @@ class Link:
     def _opened(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._on_open()
-
-
-def _log_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("internal error in a connection of the control plane", exc_info=task.exception())
 
 
 async def open_socket(address: tuple[str, int], token: str, purpose: str, fields: wire.Fields) -> socket.socket:
@@ -127,6 +140,8 @@ async def open_socket(address: tuple[str, int], token: str, purpose: str, fields
             await asyncio.wait_for(loop.sock_connect(sock, address), HANDSHAKE_TIMEOUT)
         except (asyncio.TimeoutError, TimeoutError):
             raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
+        except (ValueError, OverflowError) as error:  # somebody has told us an address that cannot be
+            raise ConnectionError(f"no address: {error}") from None
         await wire.handshake(sock, wire.client_steps(token, purpose, fields), HANDSHAKE_TIMEOUT)
         return sock
     except BaseException:
@@ -135,21 +150,26 @@ async def open_socket(address: tuple[str, int], token: str, purpose: str, fields
 
 
 class Listener:
-    """Accepts connections, does the handshake, and hands the socket (non-blocking) with its `Opening` on."""
+    """Accepts connections, does the handshake, and hands the socket (non-blocking) with its `Opening` on.
+
+    `on_peer` owns the socket from then on; if it raises, the socket is closed. Who has not proved to hold the token may
+    keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more than `MAX_HANDSHAKES` may do so at a time.
+    """
 
     def __init__(
         self, sock: socket.socket, token: str, on_peer: Callable[[socket.socket, wire.Opening], Awaitable[None]]
     ):
         sock.setblocking(False)
         self._sock, self._token, self._on_peer = sock, token, on_peer
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in their handshake, the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_log_error)
+        return task
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -160,21 +180,37 @@ class Listener:
                 log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            self._start(self._incoming(sock))
+            if len(self._strangers) >= MAX_HANDSHAKES:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
+                drop("crowded", f"the oldest of {MAX_HANDSHAKES} connections that had not proved who they are")
+            task = self._start(self._incoming(sock))
+            self._strangers[task] = None
+            task.add_done_callback(self._known)
+            await asyncio.sleep(0)  # the next may be there already; others must have their turn in a flood
+
+    def _known(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
 
     async def _incoming(self, sock: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             sock.setblocking(False)
             wire.tune(sock)
             opening = await wire.handshake(sock, wire.server_steps(self._token), HANDSHAKE_TIMEOUT)
+            self._known(task)
+            await self._on_peer(sock, opening)
         except OSError as error:
-            log.warning("refused a connection: %s", error)
+            drop(error.kind if isinstance(error, wire.HandshakeError) else "handshake", f"a connection: {error}")
             sock.close()
-            return
+        except Exception as error:
+            drop("internal", f"a connection: {error!r}", error=error)
+            sock.close()
         except BaseException:
             sock.close()
             raise
-        await self._on_peer(sock, opening)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -183,6 +219,18 @@ class Listener:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
         self._sock.close()
+
+
+def hand_over(handler: Callable[[socket.socket, wire.Fields], None], sock: socket.socket, fields: wire.Fields) -> None:
+    """Run `handler`, which owns `sock` from then on, and close that if it raises: for a thread of its own."""
+    try:
+        handler(sock, fields)
+    except wire.BadFields as error:
+        drop("fields", f"a connection: {error}")
+        sock.close()
+    except Exception as error:
+        drop("internal", f"a connection: {error!r}", error=error)
+        sock.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

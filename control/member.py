@@ -70,6 +70,8 @@ class Queued:
 
 Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queued
 
+AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is heard of
+
 
 class Machine:
     """Not thread-safe; every method returns actions in order."""
@@ -175,7 +177,11 @@ class Machine:
     def from_member(self, message: m.MemberProgress) -> list[Action]:
         if self.view is not None and message.epoch < self.view.epoch:
             return []
-        self._theirs.setdefault(message.epoch, {})[message.replica] = message.progress
+        told = self._theirs.setdefault(message.epoch, {})
+        if message.replica in told or len(told) < MANY:
+            told[message.replica] = message.progress
+        while len(self._theirs) > AHEAD:
+            del self._theirs[max(self._theirs)]
         return self._resume()
 
     def again(self, replica: int) -> list[Action]:

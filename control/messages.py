@@ -5,20 +5,27 @@ Who speaks to whom (a rank's Member machine lives beside the user's code, a Lead
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Expelled, ...
     Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary
-    Member       <->  Member      Progress: what each holds, after a view change, within one shard group
+    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
-from ftcomm.control.views import Address, View
-
-MAX_MESSAGE = 16 << 20  # bytes; a longer frame is refused before it is read
+from ftcomm.control import bounds as b
+from ftcomm.control.unpack import unpack
+from ftcomm.control.views import Address, Addresses, View
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages; the tag on the wire is the class name."""
+
+
+# Kinds of events that are the coordinator's word, on which a launcher acts.
+RESERVED = frozenset({"caught_up", "draining", "failed", "finished", "joined", "refused", "suspect", "view"})
 
 
 # -- rank -> leader -> coordinator -------------------------------------------------------------------------------
@@ -27,81 +34,86 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """First message of a rank to its leader: where it is reached, and where it stands (after a reconnection)."""
 
-    rank: int
+    rank: b.Rank
     address: Address
 
 
 class Join(Message, frozen=True):
     """First message of a leader to the coordinator, and again after every reconnection."""
 
-    replica: int
-    incarnation: str
-    ranks: tuple[Address, ...]
-    epoch: int  # of the view it runs in; 0: was never in one
-    step: int
+    replica: b.Replica
+    incarnation: b.Name
+    ranks: Addresses
+    epoch: b.Epoch  # of the view it runs in; 0: was never in one
+    step: b.Step
+    timeouts: tuple[float, float, float]  # heartbeat, floor and ceiling of an op; must be those of the whole job
+    leaving: bool = False  # has asked to leave, which an earlier life of the coordinator may have heard
 
 
 class Heartbeat(Message, frozen=True):
-    step: int
+    step: b.Step
 
 
 class Suspect(Message, frozen=True):
     """A member is lost. `proof`: its process is known to have ended; else it merely cannot be reached from here."""
 
-    replica: int
-    incarnation: str
-    reason: str
+    replica: b.Replica
+    incarnation: b.Name
+    reason: b.Text
     proof: bool
 
 
 class Reachable(Message, frozen=True):
     """A member that was suspected without proof can be reached again."""
 
-    replica: int
+    replica: b.Replica
 
 
 class Stalled(Message, frozen=True):
-    """An op (-1: a change of view) made no progress for the op timeout; `waiting_on` are those who have to move."""
+    """A rank waits, in an op (or what `ftcomm.control.blame` numbers below 0); `waiting_on` are those who have to move,
+    none if it does not wait. `due`: for longer than its deadline, said unasked; else the answer to `WhoWaits`."""
 
-    epoch: int
-    op: int
-    waiting_on: tuple[int, ...]
+    rank: b.Rank
+    epoch: b.Epoch
+    op: b.Op
+    waiting_on: b.Replicas
+    due: bool
 
 
 class Promise(Message, frozen=True):
     """Answer to `Prepare`: bound to the proposal if `ok`, else the boundary has been passed (now at `step`)."""
 
-    proposal: int
+    proposal: b.Proposal
     ok: bool
-    step: int
+    step: b.Step
 
 
 class AtBoundary(Message, frozen=True):
     """A rank with a promise stands at its boundary and asks its leader what was decided."""
 
-    proposal: int
+    proposal: b.Proposal
 
 
 class Withdrawn(Message, frozen=True):
     """All leaders withdrew their promise together; the coordinator must give the proposal up."""
 
-    proposal: int
+    proposal: b.Proposal
 
 
 class Installed(Message, frozen=True):
     """The view is in force at this rank (from a leader: at all ranks of its replica)."""
 
-    epoch: int
+    epoch: b.Epoch
 
 
 class CaughtUp(Message, frozen=True):
     """The rank (from a leader: the replica) holds the state of everybody and can contribute."""
 
-    step: int
+    step: b.Step
 
 
 class Leave(Message, frozen=True):
-    """Drain: this replica wants to leave at a step boundary."""
+    """Drain: this replica wants to leave at a step boundary. One of its ranks is enough to say so."""
 
 
 class Finished(Message, frozen=True):
@@ -111,8 +123,12 @@ class Finished(Message, frozen=True):
 class Report(Message, frozen=True):
     """A line for the coordinator's event log: `kind` and JSON-able fields."""
 
-    kind: str
-    fields: dict[str, str | int | float | bool | None]
+    kind: b.Name
+    fields: Annotated[dict[b.Name, b.Text | int | float | bool | None], Meta(max_length=256)]
+
+    def __post_init__(self) -> None:
+        if self.kind in RESERVED:
+            raise ValueError(f"a report of the kind {self.kind!r}, which the coordinator itself uses; choose another")
 
 
 # -- coordinator -> leader -> rank -------------------------------------------------------------------------------
@@ -127,36 +143,40 @@ class NewView(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Leader to rank, in answer to `Hello`: the life of the replica that the rank is part of."""
 
-    incarnation: str
+    incarnation: b.Name
 
 
 class Queued(Message, frozen=True):
     """The replica is known and waits for its first view; `reason` says for what."""
 
-    reason: str
+    reason: b.Text
 
 
 class Prepare(Message, frozen=True):
     """Will you stop at the boundary of `step` to hear whether membership changes there?"""
 
-    proposal: int
-    epoch: int  # the view that it would replace
-    step: int
+    proposal: b.Proposal
+    epoch: b.Epoch  # the view that it would replace
+    step: b.Step
 
 
 class Cancel(Message, frozen=True):
-    proposal: int
+    proposal: b.Proposal
+
+
+class WhoWaits(Message, frozen=True):
+    """Somebody has reported a stall: on whom does each rank wait?"""
 
 
 class Decision(Message, frozen=True):
     """Leader to its ranks at the boundary: the view to install, or None to go on as before."""
 
-    proposal: int
+    proposal: b.Proposal
     view: View | None
 
 
 class Expelled(Message, frozen=True):
-    reason: str
+    reason: b.Text
 
 
 class FinishAck(Message, frozen=True):
@@ -169,9 +189,9 @@ class FinishAck(Message, frozen=True):
 class Boundary(Message, frozen=True):
     """What a leader knows of a proposal when it reaches the boundary: the committed view, or None."""
 
-    replica: int
-    epoch: int
-    proposal: int
+    replica: b.Replica
+    epoch: b.Epoch
+    proposal: b.Proposal
     view: View | None
 
 
@@ -181,36 +201,43 @@ class Boundary(Message, frozen=True):
 class Final(msgspec.Struct, frozen=True):
     """Chunks that are FINAL with the same contributors. Bit i of `chunks` (little endian) is chunk i."""
 
-    contributors: tuple[int, ...]
-    chunks: bytes
+    contributors: b.Replicas
+    chunks: b.Bitmap
 
 
 class OpProgress(msgspec.Struct, frozen=True):
-    number: int
-    finals: tuple[Final, ...]
+    number: b.Op
+    finals: Annotated[tuple[Final, ...], b.MANY]
 
 
 class FailedOp(msgspec.Struct, frozen=True):
-    number: int
-    message: str
+    number: b.Op
+    message: b.Text
 
 
 class Progress(msgspec.Struct, frozen=True):
     """Where a member stands when it has quiesced. Ops are numbered from 0 in their group and return in order."""
 
-    returned: int  # ops that returned, with a result or an error
-    ops: tuple[OpProgress, ...]  # issued and not returned, in order
-    failed: tuple[FailedOp, ...] = ()  # returned with an error that must reach everybody
+    returned: Annotated[int, Meta(ge=0, le=1 << 53)]  # ops that returned, with a result or an error
+    ops: Annotated[tuple[OpProgress, ...], b.MANY]  # issued and not returned, in order
+    failed: Annotated[tuple[FailedOp, ...], b.MANY] = ()  # returned with an error that must reach everybody
     fresh: bool = False  # a joiner that has run nothing: takes over the numbering of the others
 
 
 class MemberProgress(Message, frozen=True):
     """`Progress` of `replica` for the view of `epoch`."""
 
-    replica: int
-    incarnation: str
-    epoch: int
+    replica: b.Replica
+    incarnation: b.Name
+    epoch: b.Epoch
     progress: Progress
+
+
+class Alive(Message, frozen=True):
+    """A sign of life, over the link that would carry the progress: the network between two may be cut in silence."""
+
+    replica: b.Replica
+    incarnation: b.Name
 
 
 AnyMessage = (
@@ -233,11 +260,13 @@ AnyMessage = (
     | Queued
     | Prepare
     | Cancel
+    | WhoWaits
     | Decision
     | Expelled
     | FinishAck
     | Boundary
     | MemberProgress
+    | Alive
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -249,6 +278,6 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Raises `msgspec.DecodeError` (or its `ValidationError`) on bytes that are no message."""
-    message: AnyMessage = _decoder.decode(data)
+    """Raises `msgspec.DecodeError`, and nothing else, on what is no message, or one with numbers out of bounds."""
+    message: AnyMessage = unpack(_decoder, data)
     return message

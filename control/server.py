@@ -14,8 +14,10 @@ from typing import Any
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import wire
+from ftcomm.control.dropped import drop
 from ftcomm.control.links import Listener, listen, serve_messages
 from ftcomm.control.store import StoreError, ViewStore
+from ftcomm.control.timeouts import Timeouts
 
 log = logging.getLogger("ftcomm.control")
 
@@ -38,15 +40,14 @@ class CoordinatorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         store: Path | None = None,
-        heartbeat_timeout: float = 5.0,
-        op_timeout: float = 120.0,
+        timeouts: Timeouts,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._new = (replicas, ranks_per_replica, heartbeat_timeout, min(op_timeout / 4, 5.0))
+        self._new = (replicas, ranks_per_replica, timeouts)
         self._token, self._host, self._port = token, host, port
         self._store = ViewStore(store)
         self._on_event = on_event
-        self._heartbeat_timeout = heartbeat_timeout
+        self._beat = timeouts.beat
         self._machine: c.Coordinator | None = None
         self._writers: dict[c.Conn, asyncio.StreamWriter] = {}
         self._conns = 0
@@ -59,12 +60,24 @@ class CoordinatorServer:
     def endpoint(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
+    @property
+    def steps(self) -> dict[int, int]:
+        """Replica -> the last step that its heartbeats told; of those that are connected."""
+        return {} if self._machine is None else {link.replica: link.step for link in self._machine.links.values()}
+
     async def start(self) -> None:
         """Raises `ServerError` if the port is taken or another coordinator holds the file of views."""
         try:
             self._store.open()
         except StoreError as error:
             raise ServerError(str(error)) from None
+        ranks = {len(member.ranks) for view in self._store.views for member in view.members} - {self._new[1]}
+        if ranks:
+            self._store.close()
+            raise ServerError(
+                f"{self._store.path} is of a job with {ranks.pop()} ranks a replica, not {self._new[1]}; choose "
+                "another --store, or the --ranks-per-replica of that job"
+            )
         try:
             sock = listen(self._host, self._port)
         except OSError as error:
@@ -103,7 +116,7 @@ class CoordinatorServer:
 
     async def _peer(self, sock: socket.socket, opening: wire.Opening) -> None:
         if opening.purpose != "leader" or self._machine is None:
-            log.warning("closed a connection for %r, which a coordinator does not serve", opening.purpose)
+            drop("purpose", f"a connection for {opening.purpose!r}, which a coordinator does not serve")
             sock.close()
             return
         self._conns += 1
@@ -123,7 +136,7 @@ class CoordinatorServer:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_timeout / 20)
+            await asyncio.sleep(self._beat / 2)
             if self._machine is not None:
                 self._do(self._machine.tick(time.monotonic()))
 
@@ -156,6 +169,6 @@ class CoordinatorServer:
 
     def _log(self, kind: str, fields: dict[str, Any]) -> None:
         try:
-            self._on_event({"time": time.time(), "mono": time.monotonic(), "kind": kind, **fields})
+            self._on_event({**fields, "time": time.time(), "mono": time.monotonic(), "kind": kind})
         except Exception:  # whoever listens must not keep a decision from those who wait for it
             log.exception("cannot tell of the event %s", kind)

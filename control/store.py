@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from ftcomm.control.unpack import unpack
 from ftcomm.control.views import View
+
+_DECODER = msgspec.json.Decoder(View)
 
 
 class StoreError(RuntimeError):
@@ -56,7 +59,7 @@ class ViewStore:
         if rest:  # a power cut in the middle of a write: that view was never sent to anybody
             os.ftruncate(fd, sum(len(line) + 1 for line in whole))
         try:
-            return [msgspec.json.decode(line, type=View) for line in whole[-2:]]
+            return [unpack(_DECODER, line) for line in whole[-2:]]
         except msgspec.DecodeError as error:
             self.close()
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+from ftcomm.control import bounds as b
 
 
 class Address(msgspec.Struct, frozen=True):
     """Where one rank can be reached: its listening port, and its shared-memory segment for ranks of the same host."""
 
-    host: str
-    port: int
-    boot: str  # the kernel's boot id: equal on both sides means the same running kernel
-    pid: int
-    segment: int  # file descriptor of the segment in process `pid`
-    nonce: str  # hex; proves that an opened segment is the right one
+    host: b.Name
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    boot: b.Name  # the kernel's boot id: equal on both sides means the same running kernel
+    pid: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+    segment: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # file descriptor of the segment in process `pid`
+    nonce: b.Hex  # hex; proves that an opened segment is the right one
+
+
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]  # of a replica's ranks, in order
 
 
 class Member(msgspec.Struct, frozen=True):
     """A replica in a view. `incarnation` tells a restarted replica from its dead predecessor."""
 
-    replica: int
-    incarnation: str
-    ranks: tuple[Address, ...]
+    replica: b.Replica
+    incarnation: b.Name
+    ranks: Addresses
     contributing: bool
 
 
@@ -30,11 +39,15 @@ class View(msgspec.Struct, frozen=True):
     under that number and is in force from the boundary of `step` on. A member that has not run yet starts with `step`.
     """
 
-    epoch: int
-    step: int | None
-    members: tuple[Member, ...]  # ascending by replica
-    why: str = ""
-    proposal: int = 0
+    epoch: b.Epoch
+    step: b.Step | None
+    members: Annotated[tuple[Member, ...], b.MANY]  # ascending by replica
+    why: b.Text = ""
+    proposal: b.Proposal = 0
+
+    def __post_init__(self) -> None:
+        if any(one.replica >= next_.replica for one, next_ in itertools.pairwise(self.members)):
+            raise ValueError(f"the members of a view are {self.replicas}, expected in ascending order")
 
     @property
     def replicas(self) -> tuple[int, ...]:

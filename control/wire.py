@@ -6,8 +6,10 @@
       HMAC(token, both nonces, opening)         ---->
                                                 <----   Accepted(HMAC(token, both nonces), refused)
 
-Both sides prove that they hold the job's token and neither sends it. A frame is a 4-byte big-endian length and that
-many bytes of msgpack. Nothing from an unauthenticated peer may be longer than `MAX_HANDSHAKE`.
+Both sides prove that they hold the job's token and neither sends it. Each contributes a nonce, so that a recorded
+handshake proves nothing a second time; a nonce has exactly 16 bytes, so that no part of what is signed can be taken for
+another. A frame is a 4-byte big-endian length and that many bytes of msgpack. Nothing from an unauthenticated peer may
+be longer than `MAX_HANDSHAKE`.
 """
 
 from __future__ import annotations
@@ -17,56 +19,104 @@ import hashlib
 import hmac
 import secrets
 import socket
-from collections.abc import Generator
-from typing import Any
+import time
+from collections.abc import Generator, Mapping
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+from ftcomm.control.dropped import Kind, drop, printable
+from ftcomm.control.unpack import unpack
 
 VERSION = 1
 MAX_HANDSHAKE = 4096  # bytes
+MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; a longer one is refused before it is read
+MAX_UNSENT = 64 << 20  # bytes that wait for a peer that does not read, before it is given up
+NONCE = 16  # bytes
 
 Fields = dict[str, "str | int"]
 
 
 class HandshakeError(ConnectionError):
-    """The other side refused, or is not what it should be; the message says which, and the mend."""
+    """The other side refused, or is not what it should be; the message says which, and the mend.
+
+    `kind` is what it counts as at a server that drops the connection for it.
+    """
+
+    def __init__(self, text: str, kind: Kind = "handshake") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class Refused(HandshakeError):
     """It was a clear no: trying again is no use."""
 
 
-class Opening(msgspec.Struct, frozen=True):
-    version: int
-    purpose: str
-    fields: dict[str, str | int]
-    nonce: bytes
+class BadFields(HandshakeError):
+    """The fields of an opening are not those that its purpose needs."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "fields")
 
 
-class Challenge(msgspec.Struct, frozen=True):
+Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+Mac = Annotated[bytes, Meta(max_length=32)]
+Word = Annotated[str, Meta(max_length=256)]
+
+
+class Spoken(msgspec.Struct, frozen=True):
+    """What the first frame of either side has in every version, and is looked at before the rest."""
+
     version: int
-    nonce: bytes
+
+
+class Opening(Spoken, frozen=True):
+    purpose: Word
+    fields: Annotated[dict[Word, Word | int], Meta(max_length=16)]
+    nonce: Nonce
+
+
+class Challenge(Spoken, frozen=True):
+    nonce: Nonce
     refused: str = ""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    mac: bytes
+    mac: Mac
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    mac: bytes
+    mac: Mac
     refused: str = ""
+
+
+def number(fields: Mapping[str, Any], name: str, least: int = 0, most: int = (1 << 31) - 1) -> int:
+    """The field `name` of an opening, from `least` to `most`. Raises `BadFields`."""
+    value = fields.get(name)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise BadFields(f"its field {name!r} is {value!r}, expected a number from {least} to {most}")
+    return value
+
+
+def text(fields: Mapping[str, Any], name: str) -> str:
+    """The field `name` of an opening. Raises `BadFields`."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadFields(f"its field {name!r} is {value!r}, expected a text")
+    return value
 
 
 # The handshake is a generator that yields what to send (bytes) or None to be sent the next frame it receives.
 Steps = Generator["bytes | None", bytes, Any]
 
 _encode = msgspec.msgpack.encode
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Spoken, Opening, Challenge, Proof, Accepted)}
 
 
 def _decode(data: bytes, kind: type[Any]) -> Any:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return unpack(_decoders[kind], data)
     except msgspec.DecodeError as error:
         raise HandshakeError(f"the other side does not speak ftcomm ({error}); is the port right?") from None
 
@@ -79,35 +129,36 @@ _BAD_TOKEN = "wrong token; give every process of the job the same FTCOMM_TOKEN a
 
 
 def client_steps(token: str, purpose: str, fields: dict[str, str | int]) -> Steps:
-    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(16)))
+    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(NONCE)))
     yield opening
-    challenge = _decode((yield None), Challenge)
+    raw = yield None
+    if (other := _decode(raw, Spoken).version) != VERSION:
+        raise Refused(_version_text(other), "version")
+    challenge = _decode(raw, Challenge)
     if challenge.refused:
-        raise Refused(challenge.refused)
-    if challenge.version != VERSION:
-        raise Refused(_version_text(challenge.version))
+        raise Refused(printable(challenge.refused))
     yield _encode(Proof(_mac(token, b"client", challenge.nonce, opening)))
     accepted = _decode((yield None), Accepted)
     if accepted.refused:
-        raise Refused(accepted.refused)
+        raise Refused(printable(accepted.refused))
     if not hmac.compare_digest(accepted.mac, _mac(token, b"server", challenge.nonce, opening)):
-        raise Refused("the server does not hold this job's token; is the address that of another job?")
+        raise Refused("the server does not hold this job's token; is the address that of another job?", "token")
 
 
 def server_steps(token: str) -> Steps:
     """Returns the peer's `Opening`."""
     raw = yield None
+    if (other := _decode(raw, Spoken).version) != VERSION:
+        refused = _version_text(other)
+        yield _encode(Challenge(VERSION, bytes(NONCE), refused))
+        raise Refused(refused, "version")
     opening = _decode(raw, Opening)
-    if opening.version != VERSION:
-        refused = _version_text(opening.version)
-        yield _encode(Challenge(VERSION, b"", refused))
-        raise Refused(refused)
-    nonce = secrets.token_bytes(16)
+    nonce = secrets.token_bytes(NONCE)
     yield _encode(Challenge(VERSION, nonce))
     proof = _decode((yield None), Proof)
     if not hmac.compare_digest(proof.mac, _mac(token, b"client", nonce, raw)):
         yield _encode(Accepted(b"", _BAD_TOKEN))
-        raise Refused(_BAD_TOKEN)
+        raise Refused(_BAD_TOKEN, "token")
     yield _encode(Accepted(_mac(token, b"server", nonce, raw)))
     return opening
 
@@ -134,6 +185,7 @@ def connect(
     address: tuple[str, int], token: str, purpose: str, fields: dict[str, str | int], timeout: float
 ) -> socket.socket:
     """An authenticated blocking connection. Raises `OSError` (`HandshakeError` if refused)."""
+    deadline = time.monotonic() + timeout
     sock = socket.create_connection(address, timeout=timeout)
     try:
         tune(sock)
@@ -146,7 +198,7 @@ def connect(
                 break
             received = None
             if data is None:
-                received = _recv_frame(sock)
+                received = _recv_frame(sock, deadline)
             else:
                 sock.sendall(len(data).to_bytes(4, "big") + data)
         sock.settimeout(None)
@@ -156,13 +208,18 @@ def connect(
         raise
 
 
-def _recv_frame(sock: socket.socket) -> bytes:
-    return _recv_exactly(sock, _length(_recv_exactly(sock, 4), MAX_HANDSHAKE))
+def _recv_frame(sock: socket.socket, deadline: float) -> bytes:
+    return _recv_exactly(sock, _length(_recv_exactly(sock, 4, deadline), MAX_HANDSHAKE), deadline)
 
 
-def _recv_exactly(sock: socket.socket, count: int) -> bytes:
+def _recv_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """`deadline` is for all of it: a byte now and then is no progress."""
     data = b""
     while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise HandshakeError("no answer to the handshake in time")
+        sock.settimeout(left)
         part = sock.recv(count - len(data))
         if not part:
             raise HandshakeError("the connection was closed during the handshake")
@@ -170,10 +227,10 @@ def _recv_exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def _length(header: bytes, limit: int) -> int:
+def _length(header: bytes, limit: int, kind: Kind = "handshake") -> int:
     length = int.from_bytes(header, "big")
     if length > limit:
-        raise HandshakeError(f"a frame of {length} bytes, at most {limit} are allowed here; is the port right?")
+        raise HandshakeError(f"a frame of {length} bytes, at most {limit} are allowed here; is the port right?", kind)
     return length
 
 
@@ -215,9 +272,20 @@ async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: 
 
 
 async def read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
-    """One frame. Raises `asyncio.IncompleteReadError` at the end, `HandshakeError` if it is longer than `limit`."""
-    return await reader.readexactly(_length(await reader.readexactly(4), limit))
+    """One frame. Raises `asyncio.IncompleteReadError` at the end, and `HandshakeError` (of the kind "frame") if it is
+    longer than `limit`, before any of it is kept."""
+    return await reader.readexactly(_length(await reader.readexactly(4), limit, "frame"))
 
 
 def write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(len(data).to_bytes(4, "big") + data)
+    """Does not block: what the other side does not read is kept, up to `MAX_UNSENT`, then the connection is given up.
+
+    A frame above `MAX_MESSAGE` would cost the connection at the other end, and is not sent.
+    """
+    if len(data) > MAX_MESSAGE:
+        drop("unsent", f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
+    elif writer.transport.get_write_buffer_size() > MAX_UNSENT:
+        drop("unsent", f"gave up a connection whose other side has left more than {MAX_UNSENT} bytes unread")
+        writer.transport.abort()
+    else:
+        writer.write(len(data).to_bytes(4, "big") + data)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ftcomm.errors import (
         ArgumentError,
         CollectiveTimeout,
+        DivergenceError,
         ExpelledError,
         FtcommError,
         InitError,
@@ -27,20 +28,21 @@ if TYPE_CHECKING:
         StateError,
         TransportError,
     )
-    from ftcomm.group import Group, Span, Work, allreduce, default_group, init, report, shutdown
+    from ftcomm.group import Group, Span, Work, allreduce, default_group, init, report, shutdown, verify
     from ftcomm.hsdp.steps import steps
 
 __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("Group", "Span", "Work", "allreduce", "default_group", "init", "report", "shutdown"), "ftcomm.group"
+        ("Group", "Span", "Work", "allreduce", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"
     ),
     **dict.fromkeys(("steps",), "ftcomm.hsdp.steps"),
     **dict.fromkeys(
         (
             "ArgumentError",
             "CollectiveTimeout",
+            "DivergenceError",
             "ExpelledError",
             "FtcommError",
             "InitError",
@@ -56,6 +58,7 @@ _HOME = {
 __all__ = [
     "ArgumentError",
     "CollectiveTimeout",
+    "DivergenceError",
     "ExpelledError",
     "FtcommError",
     "Group",
@@ -72,6 +75,7 @@ __all__ = [
     "report",
     "shutdown",
     "steps",
+    "verify",
 ]
 
 

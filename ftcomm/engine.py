@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.plan import GroupView
 from ftcomm.control import messages as m
-from ftcomm.control.agent import Unreachable
+from ftcomm.control.engine import Unreachable
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, TransportError
+from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.transport.connect import Dial, connect
-from ftcomm.transport.segment import Peer
+from ftcomm.transport.segment import Peer, life
 from ftcomm.transport.tcp import Lost
 
 log = logging.getLogger("ftcomm")
@@ -23,6 +24,7 @@ class Engine:
     """What the control thread drives (`ftcomm.control.agent.Engine`): the exchange, and the way to its peers.
 
     Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
+    `on_died(replica, epoch)` is called, in a thread of its own, when the process of a member of this host has died.
     """
 
     def __init__(
@@ -34,11 +36,14 @@ class Engine:
         mode: str,
         dial: Dial,
         on_lost: Lost,
+        on_died: Callable[[int, int], None],
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
+        self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._epoch = -1  # resumed
+        self._peers: dict[int, Peer] = {}  # in it
         self._kept: dict[str, Peer] = {}  # shared memory, by the nonce of the segment
         self._reached: dict[int, dict[int, Peer]] = {}  # epoch -> replica -> peer; of views that are not resumed yet
 
@@ -47,6 +52,11 @@ class Engine:
 
     def nudge(self) -> None:
         self._exchange.nudge()
+
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """The op in flight and the replicas that it waits for, if it does for at least `seconds`. Any thread."""
+        stall = self._exchange.waiting(seconds)
+        return None if stall is None else (stall.op, stall.waiting_on)
 
     def progress(self) -> m.Progress:
         return self._exchange.progress()
@@ -75,6 +85,7 @@ class Engine:
                 if peer.how == "shm":
                     self._kept[there.nonce] = peer
         with self._lock:
+            self._watch()
             return [replica for replica, peer in reached.items() if peer.how == "shm"]
 
     def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
@@ -100,15 +111,34 @@ class Engine:
         members = {there.nonce for there in addresses.values()}
         with self._lock:
             self._epoch = view.epoch
-            peers = self._reached.pop(view.epoch)
+            self._peers = peers = self._reached.pop(view.epoch)
             for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
                 for peer in self._reached.pop(epoch).values():
                     if all(peer is not kept for kept in peers.values()):
                         peer.close()
             self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
+            self._watch()
         one_host = all(there.boot == self._here.boot for there in addresses.values())
         plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host)
         return self._exchange.resume(plan, peers, progress)._asdict()
 
     def fail(self, reason: str) -> None:
+        self._watcher.close()
         self._exchange.fail(ExpelledError(reason))
+
+    def close(self) -> None:
+        """Watch nobody any more; idempotent."""
+        self._watcher.close()
+
+    def _watch(self) -> None:
+        """Those that share memory with us, in this epoch and in those to come. With the lock."""
+        views = {**self._reached, self._epoch: self._peers}
+        word = life(self._exchange.replica)
+        self._watcher.watch(
+            {
+                (replica, epoch): Life(peer.words, word, peer.address + 8 * word)
+                for epoch, peers in views.items()
+                for replica, peer in peers.items()
+                if peer.how == "shm"
+            }
+        )

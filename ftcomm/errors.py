@@ -23,6 +23,10 @@ class MismatchError(FtcommError):
     """Members called different things for the same op number; raised on all of them, with both calls."""
 
 
+class DivergenceError(FtcommError):
+    """Members hold different results, or different states, where the protocol makes them equal: silent corruption."""
+
+
 class ExpelledError(FtcommError):
     """The job went on without this replica (it was silent for too long, or reported as lost). Restart it to rejoin."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import overload
 
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 
 TRANSPORTS = ("auto", "shm", "tcp")
@@ -25,9 +27,9 @@ class Settings:
     leader_fd: int | None = None
     transport: str = "auto"
     host: str = "127.0.0.1"
-    heartbeat_timeout: float = 5.0
-    op_timeout: float = 120.0
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
     init_timeout: float = 120.0
+    verify: bool = False  # compare the results of all members after every op
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -48,9 +50,14 @@ class Settings:
             leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
             transport=env.get("FTCOMM_TRANSPORT", "auto"),
             host=env.get("FTCOMM_HOST", "127.0.0.1"),
-            heartbeat_timeout=_seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", 5.0),
-            op_timeout=_seconds(env, "FTCOMM_OP_TIMEOUT", 120.0),
+            timeouts=chain(
+                _seconds(env, "FTCOMM_OP_TIMEOUT", Timeouts.derive().op),
+                _seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", None),
+                _seconds(env, "FTCOMM_OP_TIMEOUT_FLOOR", None),
+                "FTCOMM_OP_TIMEOUT, FTCOMM_HEARTBEAT_TIMEOUT, FTCOMM_OP_TIMEOUT_FLOOR",
+            ),
             init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
+            verify=_flag(env, "FTCOMM_VERIFY"),
         )
         settings.check()
         return settings
@@ -78,12 +85,14 @@ class Settings:
             )
         if self.leader:
             split_endpoint(self.leader, "FTCOMM_LEADER")
-        if self.op_timeout <= self.heartbeat_timeout:
-            raise SettingsError(
-                f"FTCOMM_OP_TIMEOUT={self.op_timeout:g}s is not above FTCOMM_HEARTBEAT_TIMEOUT="
-                f"{self.heartbeat_timeout:g}s: an op would give up before a silent replica is found. Raise the first "
-                "or lower the second."
-            )
+
+
+def chain(op: float, heartbeat: float | None, op_floor: float | None, names: str) -> Timeouts:
+    """The chain of timeouts; raises `SettingsError`, with `names` of what sets them, on one that cannot work."""
+    try:
+        return Timeouts.derive(op, heartbeat, op_floor)
+    except ValueError as error:
+        raise SettingsError(f"{names}: {error}.") from None
 
 
 def split_endpoint(endpoint: str, name: str) -> tuple[str, int]:
@@ -106,7 +115,18 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
         raise SettingsError(f"{name}={value!r}; expected an integer.") from None
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "0")
+    if value not in ("0", "1", ""):
+        raise SettingsError(f"{name}={value!r}; expected 1 (on) or 0 (off).")
+    return value == "1"
+
+
+@overload
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float: ...
+@overload
+def _seconds(env: Mapping[str, str], name: str, default: None) -> float | None: ...
+def _seconds(env: Mapping[str, str], name: str, default: float | None) -> float | None:
     value = env.get(name)
     if value is None:
         return default

@@ -22,13 +22,15 @@ from typing import Any
 
 import ftcomm
 from ftcomm.control.server import CoordinatorServer
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
 TOKEN = "token-of-the-test"
 DEADLINE = 60.0  # s for anything that a test waits for
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job"])
+# The first optimizer of a process imports torch._dynamo, which takes seconds.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job"])
 
 Body = Callable[[ftcomm.Group, "Notes", dict[str, Any]], None]
 
@@ -48,6 +50,7 @@ def _rank(settings: Settings, path: Path, body: Body, arguments: dict[str, Any])
     faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
     notes = Notes(path)
     try:
+        arguments.get("prepare", lambda *_: None)(settings, arguments)
         group = ftcomm.init(settings)
         notes.write(kind="joined", epoch=group.epoch)
         body(group, notes, arguments)
@@ -71,11 +74,16 @@ class Job:
         transport: str = "auto",
         heartbeat_timeout: float = 10.0,  # no test waits for it; long, so that a slow machine loses nobody
         op_timeout: float = 60.0,
+        op_floor: float | None = None,
+        verify: bool = False,
         **arguments: Any,
     ) -> None:
+        """`arguments` are handed to the body; one named `prepare` is called with the settings and them before a rank
+        joins."""
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
         self._body, self._arguments = body, arguments
-        self._settings = dict(transport=transport, heartbeat_timeout=heartbeat_timeout, op_timeout=op_timeout)
+        timeouts = Timeouts.derive(op_timeout, heartbeat_timeout, op_floor)
+        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify)
         self.processes: dict[tuple[int, int], Any] = {}
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -88,17 +96,15 @@ class Job:
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
-    def _server(self, port: int) -> CoordinatorServer:
-        return CoordinatorServer(
-            self.replicas,
-            self.ranks,
-            TOKEN,
-            port=port,
+    def _server(self, port: int, **other: Any) -> CoordinatorServer:
+        settings = dict(
+            replicas=self.replicas,
+            ranks_per_replica=self.ranks,
             store=self.folder / "views",
-            heartbeat_timeout=self._settings["heartbeat_timeout"],
-            op_timeout=self._settings["op_timeout"],
+            timeouts=self._settings["timeouts"],
             on_event=self._event,
         )
+        return CoordinatorServer(token=TOKEN, port=port, **{**settings, **other})
 
     def do(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE)
@@ -106,8 +112,9 @@ class Job:
     def stop_coordinator(self) -> None:
         self.do(self.server.stop())
 
-    def start_coordinator(self) -> None:
-        self.server = self._server(int(self.server.endpoint.rpartition(":")[2]))
+    def start_coordinator(self, **other: Any) -> None:
+        """At the same address; with `other` arguments, if somebody makes a mistake."""
+        self.server = self._server(int(self.server.endpoint.rpartition(":")[2]), **other)
         self.do(self.server.start())
 
     def drain(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import ftcomm
 from ftcomm.control import wire
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
 from .bodies import calls, reduce_forever
@@ -86,7 +87,9 @@ def test_missing_replicas_are_named(tmp_path: Path) -> None:
     job = Job(tmp_path, replicas=3, body=calls, calls={})
     try:
         with pytest.raises(ftcomm.InitError, match=r"1 of 3 replicas are here; missing: 0, 2"):
-            ftcomm.init(settings(coordinator=job.server.endpoint, replica=1, replicas=3))
+            ftcomm.init(
+                settings(coordinator=job.server.endpoint, replica=1, replicas=3, timeouts=Timeouts.derive(60.0, 10.0))
+            )
     finally:
         job.__exit__()
 

@@ -16,6 +16,8 @@ from .bodies import end_apart, reduce_forever
 from .job import TOKEN, Job
 from .test_kills import ENDLESS, check
 
+pytestmark = pytest.mark.protocol
+
 BIG = 2_000_003  # elements; an op takes some milliseconds, so that a kill falls into one
 
 
@@ -167,7 +169,16 @@ def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) ->
         running.stop_coordinator()  # the one of the test gives its place to a process
         port = running.server.endpoint.rpartition(":")[2]
         command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
-        command += ["--port", port, "--store", str(tmp_path / "views-of-the-process"), "--heartbeat-timeout", "2"]
+        command += [
+            "--port",
+            port,
+            "--store",
+            str(tmp_path / "views-of-the-process"),
+            "--heartbeat-timeout",
+            "2",
+            "--op-timeout",
+            "60",
+        ]
         environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
 
         def steps(replica: int, more: int) -> None:

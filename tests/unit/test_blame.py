@@ -4,7 +4,7 @@ from ftcomm.control.blame import Blame
 
 
 def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, str]:
-    return blame.culprit(now, contributing)
+    return blame.culprit(now, contributing, frozenset(range(8)))
 
 
 def test_the_one_with_more_complaints_goes() -> None:
@@ -27,16 +27,16 @@ def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:
     blame = Blame(0.5, 5.0)
     for now in range(7):
         assert culprit(blame, now) == {}
-        blame.stalled(0, 7, (1,), now)
-        blame.stalled(1, 7, (2,), now)
-        blame.stalled(3, 7, (0, 1, 2), now)
+        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(1, 0, 7, (2,), True, now)
+        blame.stalled(3, 0, 7, (0, 1, 2), True, now)
     assert list(culprit(blame, 6.1)) == [2]
 
 
 def test_a_stall_that_is_not_said_again_is_over() -> None:
     blame = Blame(0.5, 5.0)
     for now in range(4):
-        blame.stalled(0, 7, (1,), now)
+        blame.stalled(0, 0, 7, (1,), True, now)
     for now in (4.0, 5.1, 8.0):  # it has ended within the grace, though the report came long ago by then
         assert culprit(blame, now) == {}
 
@@ -65,14 +65,80 @@ def test_who_holds_the_state_stays() -> None:
 def test_a_circle_is_broken() -> None:
     blame = Blame(0.5, 5.0)
     for now in range(7):
-        blame.stalled(0, 7, (1,), now)
-        blame.stalled(1, 7, (0,), now)
+        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(1, 0, 7, (0,), True, now)
     assert list(culprit(blame, 6.1)) == [1]
 
 
 def test_a_new_view_forgives() -> None:
     blame = Blame(0.5, 5.0)
     blame.complaint(0, 3, now=0.0)
-    blame.stalled(0, 7, (1,), now=0.0)
+    blame.stalled(0, 0, 7, (1,), True, now=0.0)
     blame.clear()
     assert culprit(blame, 100.0) == {}
+
+
+def test_a_stall_that_only_answers_a_question_removes_nobody() -> None:
+    blame = Blame(0.5, 5.0)
+    for now in range(9):
+        blame.stalled(0, 0, 7, (1,), False, now)
+        assert culprit(blame, now) == {}
+
+
+def test_all_are_asked_once_in_a_while_as_long_as_somebody_is_stalled() -> None:
+    blame = Blame(0.5, 5.0)
+    assert [blame.stalled(by, 0, 7, (9,), True, now) for now in (0.0, 1.0) for by in range(3)] == 2 * [
+        True,
+        False,
+        False,
+    ]
+    assert not blame.stalled(4, 0, 7, (9,), False, 2.0)
+
+
+def test_who_does_not_wait_any_more_is_no_step_on_the_way() -> None:
+    """1 waited for 2 for a while, but goes on: then it is 1 for which 0 waits."""
+    blame = Blame(0.5, 5.0)
+    for now in range(7):
+        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(1, 0, 7, (2,), False, now)
+    blame.stalled(1, 0, 0, (), False, 6.1)
+    assert list(culprit(blame, 6.2)) == [1]
+
+
+def test_ranks_of_one_replica_report_apart() -> None:
+    """Rank 0 and rank 1 of replica 0 are in different ops of their groups; replica 1 waits by its rank 1 alone."""
+    blame = Blame(0.5, 5.0)
+    for now in range(7):
+        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(0, 1, 9, (2,), True, now + 0.1)
+        blame.stalled(1, 1, 9, (2,), True, now + 0.2)
+    assert list(culprit(blame, 6.3)) == [2]
+
+
+def test_in_a_circle_of_replicas_the_one_whose_rank_waits_for_nobody_goes() -> None:
+    """In group 0 all wait for 1; in group 1 replica 1 waits for 0, which waits for nobody there, as 1 alone says."""
+    blame = Blame(0.5, 5.0)
+    for now in range(7):
+        for by in (0, 2, 3):
+            blame.stalled(by, 0, 7, (1,), True, now)
+        blame.stalled(1, 1, 9, (0,), True, now)
+    assert list(culprit(blame, 6.1)) == [1]
+
+
+def test_a_momentary_wait_in_another_group_accuses_nobody() -> None:
+    """Rank 1 of replica 1 stands still; in the group of the ranks 0, which is merely busy, two wait when asked."""
+    blame = Blame(0.5, 1.0)
+    for now in range(3):
+        blame.stalled(0, 1, 32, (1,), True, now)
+        blame.stalled(2, 1, 32, (1,), True, now)
+        blame.stalled(0, 0, 40 + now, (2,), False, now)
+        blame.stalled(1, 0, 40 + now, (2,), False, now)
+    assert list(culprit(blame, 2.1)) == [1]
+
+
+def test_a_complaint_about_one_that_the_coordinator_does_not_hear_either_waits_for_its_silence_to_be_noticed() -> None:
+    """0 is stopped and 1 complains: 1 is the higher, and the victim."""
+    blame = Blame(0.5, 5.0)
+    blame.complaint(1, 0, now=0.0)
+    assert blame.culprit(1.0, frozenset({0, 1}), frozenset({1})) == {}
+    assert list(blame.culprit(1.0, frozenset({0, 1}), frozenset({0, 1}))) == [1]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Action, Coordinator, Done, Persist, Send
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
+
+TIMEOUTS = Timeouts.derive(120.0, 10.0)
+CHAIN = dataclasses.astuple(TIMEOUTS)
 
 
 class Script:
     """A coordinator and its leaders; connection r is replica r's, 10 + r that of its second life."""
 
     def __init__(self, replicas: int) -> None:
-        self.coordinator = Coordinator(replicas, 1, 10.0, 5.0, views=[], now=0.0, lifetime=1)
+        self.coordinator = Coordinator(replicas, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
         self.views: list[View] = []
         self.sent: dict[int, list[m.Message]] = {}
         self.done: list[str] = []
@@ -33,7 +39,7 @@ class Script:
 
     def join(self, conn: int) -> None:
         address = Address("h", 1, "b", conn, 3, "n")
-        self.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), epoch=0, step=-1))
+        self.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), epoch=0, step=-1, timeouts=CHAIN))
 
     def install(self, *conns: int) -> None:
         for conn in conns:
@@ -106,8 +112,25 @@ def test_an_older_life_of_a_replica_that_was_removed_is_told_so() -> None:
     script = Script(3)
     script.lose(1)
     address = Address("h", 1, "b", 1, 3, "n")
-    script.tell(21, m.Join(1, "life-1", (address,), epoch=1, step=4))
+    script.tell(21, m.Join(1, "life-1", (address,), epoch=1, step=4, timeouts=CHAIN))
     assert isinstance(script.sent[21][-1], m.Expelled)
+
+
+def test_an_older_life_does_not_displace_the_one_that_has_its_number_now() -> None:
+    """A stopped process that is continued when its replica was started again."""
+    script = Script(3)
+    script.lose(1)
+    script.install(0, 2)
+    script.rejoin(1, [0, 2])
+    views = len(script.views)
+    address = Address("h", 1, "b", 1, 3, "n")
+    for conn in (21, 31):
+        script.tell(conn, m.Join(1, "life-1", (address,), epoch=1, step=4, timeouts=CHAIN))
+        assert isinstance(script.sent[conn][-1], m.Expelled)
+    script.tell(11, m.CaughtUp(5))
+    script.promise(0, 2, 11)
+    assert script.newest == ((0, 1, 2), {0, 1, 2})
+    assert len(script.views) == views + 1
 
 
 def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
@@ -141,3 +164,43 @@ def test_a_complete_job_has_not_failed_when_only_a_joiner_is_left() -> None:
     script.lose(0)
     script.do(script.coordinator.tick(now=4.0))
     assert script.done == [""]
+
+
+def test_one_that_was_told_to_leave_says_so_again_to_a_new_coordinator() -> None:
+    script = Script(3)
+    script.coordinator = Coordinator(3, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+    script.sent.clear()
+    for replica in range(3):
+        address = Address("h", 1, "b", replica, 3, "n")
+        script.tell(replica, m.Join(replica, f"life-{replica}", (address,), 1, 4, CHAIN, leaving=replica == 1))
+    script.promise(0, 1, 2)
+    assert script.newest == ((0, 2), {0, 2})
+
+
+def test_other_timeouts_are_refused_with_both_chains() -> None:
+    script = Script(2)
+    address = Address("h", 1, "b", 1, 3, "n")
+    script.tell(11, m.Join(1, "life-11", (address,), epoch=0, step=-1, timeouts=(5.0, 30.0, 120.0)))
+    expelled = script.sent[11][-1]
+    assert isinstance(expelled, m.Expelled)
+    assert "heartbeat 5 s, op 30 to 120 s" in expelled.reason
+    assert "heartbeat 10 s, op 30 to 120 s" in expelled.reason
+    assert script.newest == ((0, 1), {0, 1})
+
+
+def test_a_victim_whose_own_deadline_is_later_is_asked_before_anybody_is_removed() -> None:
+    """0 waits for 1, which waits for 2, whose script stands still; only 0 has reached its deadline."""
+    script = Script(3)
+    now = 100.0
+    for second in range(7):
+        assert len(script.views) == 1
+        for replica in range(3):
+            script.do(script.coordinator.receive(replica, m.Heartbeat(3), now + second))
+        script.sent.clear()
+        script.do(script.coordinator.receive(0, m.Stalled(0, 1, 9, (1, 2), due=True), now + second))
+        asked = {conn for conn, sent in script.sent.items() if m.WhoWaits() in sent}
+        assert asked == {0, 1, 2}
+        script.do(script.coordinator.receive(1, m.Stalled(0, 1, 9, (2,), due=False), now + second))
+        script.do(script.coordinator.receive(2, m.Stalled(0, 1, 0, (), due=False), now + second))
+        script.do(script.coordinator.tick(now + second))
+    assert script.newest == ((0, 1), {0, 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.settings import Settings, split_endpoint
 
@@ -38,7 +39,7 @@ def test_everything() -> None:
     )
     assert (settings.rank, settings.ranks_per_replica, settings.leader, settings.leader_fd) == (1, 2, "[::1]:4000", 7)
     assert (settings.transport, settings.host) == ("tcp", "10.0.0.1")
-    assert (settings.heartbeat_timeout, settings.op_timeout, settings.init_timeout) == (1.5, 9.0, 3.0)
+    assert (settings.timeouts, settings.init_timeout) == (Timeouts.derive(9.0, 1.5), 3.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ftcomm.control.views import Address, Member, View
 
 
 def view(epoch: int) -> View:
-    return View(epoch, None, (Member(0, "a", (Address("h", 1, "b", 2, 3, "n"),), True),), "why")
+    return View(epoch, None, (Member(0, "a", (Address("h", 1, "b", 2, 3, "0" * 32),), True),), "why")
 
 
 def reopened(path: Path) -> ViewStore:

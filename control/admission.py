@@ -1,0 +1,25 @@
+"""What a replica must have in common with its job. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ftcomm.control import messages as m
+from ftcomm.control.timeouts import Timeouts
+
+
+def other_job(join: m.Join, ranks: int, timeouts: Timeouts) -> str:
+    """Why `join` is not of a job with `ranks` ranks a replica and these timeouts, and the mend; empty if it is."""
+    if len(join.ranks) != ranks:
+        return (
+            f"replica {join.replica} has {len(join.ranks)} ranks, the job has {ranks} a replica; start all with the "
+            "same FTCOMM_RANKS_PER_REPLICA"
+        )
+    if join.timeouts != dataclasses.astuple(timeouts):
+        said = "heartbeat {:g} s, op {:g} to {:g} s"
+        return (
+            f"replica {join.replica} has other timeouts ({said.format(*join.timeouts)}) than the coordinator "
+            f"({said.format(*dataclasses.astuple(timeouts))}); start all of the job with the same "
+            "FTCOMM_HEARTBEAT_TIMEOUT, FTCOMM_OP_TIMEOUT_FLOOR and FTCOMM_OP_TIMEOUT"
+        )
+    return ""

@@ -1,0 +1,363 @@
+"""All that one rank does in the control plane, pure: its `Machine`, in rank 0 the replica's `Leader`, and what must be
+told when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
+
+    up      the connection to the coordinator (rank 0), or to the leader of the replica
+    down    in rank 0: the connections of the other ranks of the replica
+    peers   links to this rank of the other replicas of the view
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from ftcomm.control import leader as lead
+from ftcomm.control import member as mem
+from ftcomm.control import messages as m
+from ftcomm.control.blame import BOUNDARY, CHANGE
+from ftcomm.control.detector import Detector
+from ftcomm.control.timeouts import REPORT, Timeouts
+from ftcomm.control.views import Address, View
+
+
+@dataclasses.dataclass(frozen=True)
+class Up:
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Down:
+    rank: int
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class ToPeer:
+    replica: int
+    message: m.Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Freeze:
+    """Make links to the members of `view`, drop those to others, and stop the exchange; answer with `quiesced`."""
+
+    view: View
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """Reach the memory of the members of `view`, as long as `wants(view)`, and set the exchange going from `progress`;
+    answer with `resumed`, or with `unreachable` and try again."""
+
+    view: View
+    progress: dict[int, m.Progress]
+
+
+@dataclasses.dataclass(frozen=True)
+class LookAtWaits:
+    """Somebody asks on whom the exchange waits; answer with `waits`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """The boundary that the user's code stands at is passed, in `view`; `left`: by leaving the job."""
+
+    view: View
+    left: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """Still joining; why."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Acked:
+    """The coordinator knows that this replica has finished."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The end for this rank. Say what is still to be said, then hang up, so that nobody waits for it."""
+
+    reason: str
+
+
+Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | Queued | Acked | Failed
+
+
+KEPT = 1000  # reports while the coordinator is away; then the oldest go
+
+
+class Node:
+    """Not thread-safe. Times are seconds of any origin. Every method returns actions in order."""
+
+    def __init__(self, replica: int, rank: int, ranks: int, incarnation: str, address: Address, timeouts: Timeouts):
+        self.rank = rank
+        self.machine = mem.Machine(replica)
+        self.leader = lead.Leader(replica, incarnation, ranks, timeouts) if rank == 0 else None
+        self.view: View | None = None  # that the exchange runs in
+        self._timeouts = timeouts
+        self._hello = m.Hello(rank, address)
+        self._up = False
+        self._ended: set[m.Suspect] = set()  # members whose end is known: said again to a coordinator that was away
+        self._unsaid: deque[m.Report] = deque(maxlen=KEPT)  # reports made while nobody could hear them
+        self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
+        self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) of those that we listen to
+        self._silent: dict[tuple[int, str], float] = {}  # when we complained of it last
+        self._unreachable: set[int] = set()  # whose memory we fail to reach
+        self._waiting_since: tuple[tuple[int, int], float] | None = None  # (epoch, what), since when
+        self._said = float("-inf")
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Action]:
+        """Once, before all else."""
+        return self._do_leader(self.leader.from_rank(0, self._hello)) if self.leader is not None else []
+
+    def up_opened(self) -> list[Action]:
+        """The connection upwards is there, for the first time or again."""
+        self._up = True
+        if self.leader is None:
+            return [Up(self._hello), *self._said_late()]
+        join = self.leader.join()
+        if join is not None:  # and what it may not have heard, having been away
+            return [Up(join), *([Up(m.Finished())] if self.leader.finished else []), *self._said_late()]
+        return [Queued("not all ranks of this replica have started yet")]
+
+    def _said_late(self) -> list[Action]:
+        view = self.machine.view
+        self._ended = {x for x in self._ended if view is not None and view.has(x.replica, x.incarnation)}
+        late: list[m.Message] = [*sorted(self._ended, key=lambda x: x.replica), *self._unsaid]
+        self._unsaid.clear()
+        return [Up(message) for message in late]
+
+    def up_lost(self, reason: str) -> list[Action]:
+        """It is down, or cannot be made. The coordinator may be away, but the replica lives and dies as one."""
+        self._up = False
+        if self.leader is None and self.view is not None:
+            return self._from_leader(m.Expelled(reason))
+        return []
+
+    def from_up(self, message: m.Message) -> list[Action]:
+        return self._do_leader(self.leader.from_coordinator(message)) if self.leader else self._from_leader(message)
+
+    def from_rank(self, rank: int, message: m.Message, now: float) -> list[Action]:
+        """In rank 0, from another rank of the replica."""
+        if self.leader is None:
+            return []
+        self.leader.detector.heard(rank, now)
+        return self._do_leader(self.leader.from_rank(rank, message))
+
+    def rank_lost(self, rank: int, reason: str) -> list[Action]:
+        if self.leader is None:
+            return []
+        self.leader.detector.forget(rank)
+        return self._do_leader(self.leader.rank_lost(rank, reason))
+
+    def from_peer(self, message: m.Message, now: float) -> list[Action]:
+        if isinstance(message, m.Alive):
+            return self._heard(message, now)
+        if isinstance(message, m.MemberProgress):
+            return self._do_member(self.machine.from_member(message))
+        if isinstance(message, m.Boundary) and self.leader is not None:
+            return self._do_leader(self.leader.from_leader(message))
+        return []
+
+    def peer_opened(self, replica: int) -> list[Action]:
+        """The link to it is there, for the first time or again: say what may have been lost."""
+        actions = self._do_member(self.machine.again(replica))
+        return actions + self._do_leader(self.leader.again(replica)) if self.leader is not None else actions
+
+    def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool) -> list[Action]:
+        """A member of the view of `epoch` cannot be reached, or (`proof`) its process is known to have ended."""
+        for view in (self.view, self.machine.view):  # the second is of a change that is under way
+            member = view.member(replica) if view is not None and view.epoch == epoch else None
+            if member is not None:
+                return self.tell(m.Suspect(replica, member.incarnation, reason, proof))
+        return []
+
+    def peer_back(self, replica: int) -> list[Action]:
+        """It can be reached again after all."""
+        return self.tell(m.Reachable(replica))
+
+    def _heard(self, alive: m.Alive, now: float) -> list[Action]:
+        life = (alive.replica, alive.incarnation)
+        if life not in self._peers:
+            return []
+        self._detector.heard(life, now)
+        if life not in self._silent:
+            return []
+        del self._silent[life]
+        return self.peer_back(alive.replica)
+
+    def _listen(self, now: float) -> list[Action]:
+        """Our sign of life to the members of the newest view, and complaints about those that give none."""
+        view = self.machine.view
+        me = self.machine.replica
+        peers = {(x.replica, x.incarnation) for x in view.members if x.replica != me} if view is not None else set()
+        for life in sorted(self._peers - peers):
+            self._detector.forget(life)
+            self._silent.pop(life, None)
+        for life in sorted(peers - self._peers):  # in one order, so that a simulated history is one
+            self._detector.heard(life, now)
+        self._peers = peers
+        alive = m.Alive(me, self.machine.incarnation)
+        actions: list[Action] = [ToPeer(replica, alive) for replica, _ in sorted(peers)]
+        for life, seconds in self._detector.silent(now).items():
+            if not self.machine.ran:  # the others hear of a joiner when they come to its boundary, whenever that is
+                self._detector.heard(life, now)
+            elif view is not None and now - self._silent.get(life, float("-inf")) >= REPORT:
+                self._silent[life] = now
+                actions += self.peer_lost(life[0], view.epoch, f"silent for {seconds:.1f} s", proof=False)
+        return actions
+
+    # -- the user's code and the exchange ------------------------------------------------------------------------
+
+    def boundary(self, step: int) -> list[Action]:
+        """The user's code stands at the boundary of `step`, with no op in flight. `Passed` comes now or later."""
+        return self._do_member(self.machine.boundary(step))
+
+    def tell(self, message: m.Message) -> list[Action]:
+        """Report, CaughtUp, Leave, Finished: to the leader."""
+        return self._do_member([mem.ToLeader(message)])
+
+    def _say(self, message: m.Message) -> list[Action]:
+        if isinstance(message, m.Suspect) and message.proof:
+            self._ended.add(message)
+        if isinstance(message, m.Report) and not self._up:
+            self._unsaid.append(message)
+            return []
+        return [Up(message)]
+
+    def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
+        """The exchange stands still; `epoch` is that of the `Freeze` that is answered."""
+        return self._do_member(self.machine.quiesced(epoch, progress))
+
+    def wants(self, view: View) -> bool:
+        """Whether the `Resume` for `view` is still to be carried out."""
+        return self.machine.view is view and self.machine.phase == "resuming"
+
+    def unreachable(self, epoch: int, replica: int, reason: str) -> list[Action]:
+        self._unreachable.add(replica)
+        return self.peer_lost(replica, epoch, f"its memory cannot be reached: {reason}", proof=False)
+
+    def resumed(self, view: View) -> list[Action]:
+        """The exchange runs in `view`."""
+        self.view = view
+        self._unreachable.clear()
+        return self._do_member(self.machine.resumed(view.epoch))
+
+    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
+        """The exchange has made no progress for its deadline; to be repeated every `REPORT` seconds."""
+        return self.tell(m.Stalled(self.rank, epoch, op, waiting_on, True))
+
+    def waits(self, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
+        """What the exchange waits for; on nobody if it does not wait. Answers `LookAtWaits`."""
+        what, missing = self._waiting()
+        if missing:
+            op, waiting_on = what, missing
+        return self.tell(m.Stalled(self.rank, self._epoch(), op, waiting_on, False))
+
+    def failed(self, reason: str) -> list[Action]:
+        """This rank cannot go on."""
+        if self.machine.phase == "failed":
+            return []
+        self.machine.fail()
+        siblings = self._do_leader(self.leader.rank_lost(0, reason)) if self.leader is not None else []
+        return [*siblings, Failed(reason)]
+
+    @property
+    def all_finished(self) -> bool:
+        """Whether nobody is left in the replica whose end is to be waited for, as far as this rank can know."""
+        return self.leader.finished if self.leader is not None else not self._up
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called every `Timeouts.beat`: our sign of life, and the waits that are too long."""
+        heartbeat = m.Heartbeat(self.machine.step)
+        if self.leader is None:
+            actions: list[Action] = [Up(heartbeat)]
+        else:
+            self.leader.from_rank(0, heartbeat)
+            actions = self._do_leader(self.leader.tick(now))
+        return [*actions, *self._listen(now), *self._watch(now)]
+
+    def _watch(self, now: float) -> list[Action]:
+        """A change of view or a boundary that does not come about is a stall like that of an op."""
+        what, missing = self._waiting()
+        key = (self._epoch(), what)
+        if not missing or not self.machine.ran:  # a joiner waits for everybody's computation, however long that takes
+            self._waiting_since = None
+        elif self._waiting_since is None or self._waiting_since[0] != key:
+            self._waiting_since = (key, now)
+        elif now - self._waiting_since[1] > self._deadline(what) and now - self._said >= REPORT:
+            self._said = now
+            return self.stalled(self._epoch(), what, missing)
+        return []
+
+    def _deadline(self, what: int) -> float:
+        """A view without a lost member takes milliseconds; at a boundary one waits for somebody's computation."""
+        view = self.machine.view
+        at_once = what == CHANGE and view is not None and view.proposal == 0
+        return self._timeouts.op_floor if at_once else self._timeouts.op
+
+    def _waiting(self) -> tuple[int, tuple[int, ...]]:
+        missing = self.machine.missing()
+        if self.machine.phase == "resuming":
+            missing = tuple(self._unreachable)
+        if missing:
+            return CHANGE, missing
+        return BOUNDARY, self.leader.waiting() if self.leader is not None and self.machine.phase == "running" else ()
+
+    def _epoch(self) -> int:
+        return self.machine.view.epoch if self.machine.view is not None else 0
+
+    # -- between the machines ------------------------------------------------------------------------------------
+
+    def _from_leader(self, message: m.Message) -> list[Action]:
+        if isinstance(message, m.FinishAck):
+            return [Acked()]
+        if isinstance(message, m.WhoWaits):
+            return [LookAtWaits()]
+        return self._do_member(self.machine.from_leader(message))
+
+    def _do_leader(self, actions: list[lead.Action]) -> list[Action]:
+        result: list[Action] = []
+        for action in actions:
+            if isinstance(action, lead.ToCoordinator):
+                result += self._say(action.message)
+            elif isinstance(action, lead.ToLeader):
+                result.append(ToPeer(action.replica, action.message))
+            elif action.rank == 0:
+                result += self._from_leader(action.message)
+            else:
+                result.append(Down(action.rank, action.message))
+        return result
+
+    def _do_member(self, actions: list[mem.Action]) -> list[Action]:
+        result: list[Action] = []
+        for action in actions:
+            if isinstance(action, mem.ToLeader):
+                if self.leader is not None:
+                    result += self._do_leader(self.leader.from_rank(0, action.message))
+                else:
+                    result += self._say(action.message)
+            elif isinstance(action, mem.ToMember):
+                result.append(ToPeer(action.replica, action.message))
+            elif isinstance(action, mem.Quiesce):
+                result.append(Freeze(action.view))
+            elif isinstance(action, mem.Resume):
+                result.append(Resume(action.view, action.progress))
+            elif isinstance(action, mem.Passed | mem.Left):
+                view = self.view if isinstance(action, mem.Passed) else self.machine.view
+                assert view is not None
+                result.append(Passed(view, isinstance(action, mem.Left)))
+            elif isinstance(action, mem.Queued):
+                result.append(Queued(action.reason))
+            else:
+                result.append(Failed(action.reason))
+        return result

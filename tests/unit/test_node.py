@@ -1,0 +1,199 @@
+"""One rank's part of the control plane: who is complained about, which waits are told, and what the end says."""
+
+from __future__ import annotations
+
+from ftcomm.control import messages as m
+from ftcomm.control import node as n
+from ftcomm.control.blame import BOUNDARY, CHANGE
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Address, Member, View
+
+TIMEOUTS = Timeouts.derive(120.0, 10.0)
+NONCE = "0" * 32
+
+
+def address(replica: int, rank: int) -> Address:
+    return Address("h", 1 + rank, "b", 1 + replica, 3, NONCE)
+
+
+def view(epoch: int, replicas: tuple[int, ...], ranks: int = 1, step: int | None = 0, proposal: int = 0) -> View:
+    members = tuple(Member(r, f"life-{r}", tuple(address(r, k) for k in range(ranks)), True) for r in replicas)
+    return View(epoch, step, members, "", proposal)
+
+
+def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0) -> n.Node:
+    """Replica 0, in force in epoch 1."""
+    node = n.Node(0, rank, ranks, "life-0", address(0, rank), TIMEOUTS)
+    node.start()
+    node.up_opened()
+    if rank == 0:
+        for other in range(1, ranks):
+            node.from_rank(other, m.Hello(other, address(0, other)), 0.0)
+    else:
+        node.from_up(m.Welcome("life-0"))
+    change(node, view(1, replicas, ranks))
+    return node
+
+
+def change(node: n.Node, to: View) -> list[n.Action]:
+    """The view, told, installed and resumed."""
+    actions = node.from_up(m.NewView(to))
+    assert n.Freeze(to) in actions
+    actions += node.quiesced(to.epoch, m.Progress(0, ()))
+    for replica in to.replicas:
+        if replica != 0:
+            actions += node.from_peer(
+                m.MemberProgress(replica, f"life-{replica}", to.epoch, m.Progress(0, (), fresh=to.epoch == 1)), 0.0
+            )
+    assert node.wants(to)
+    return actions + node.resumed(to)
+
+
+def said(actions: list[n.Action], kind: type) -> list[m.Message]:
+    return [action.message for action in actions if isinstance(action, n.Up) and isinstance(action.message, kind)]
+
+
+def ticks(node: n.Node, start: float, seconds: float, alive: tuple[int, ...]) -> list[n.Action]:
+    """Time passes, with signs of life of `alive`."""
+    actions = []
+    for tick in range(int(seconds)):
+        now = start + tick
+        for replica in alive:
+            actions += node.from_peer(m.Alive(replica, f"life-{replica}"), now)
+        actions += node.tick(now)
+    return actions
+
+
+def test_a_peer_that_falls_silent_is_complained_about_within_the_heartbeat_timeout_and_forgiven() -> None:
+    node = running()
+    assert not said(ticks(node, 0.0, 20, (1, 2)), m.Suspect)
+    actions = ticks(node, 20.0, TIMEOUTS.heartbeat, (2,))
+    assert {(x.replica, x.proof) for x in said(actions, m.Suspect)} == {(1, False)}  # type: ignore[attr-defined]
+    assert said(ticks(node, 30.0, 1, (1, 2)), m.Reachable) == [m.Reachable(1)]
+    assert not said(ticks(node, 31.0, 20, (1, 2)), m.Suspect)
+
+
+def test_an_older_life_is_no_sign_of_life() -> None:
+    node = running()
+    actions = []
+    for now in range(10):
+        actions += node.from_peer(m.Alive(1, "life-before"), float(now))
+        actions += node.from_peer(m.Alive(2, "life-2"), float(now))
+        actions += node.tick(float(now))
+    assert {x.replica for x in said(actions, m.Suspect)} == {1}  # type: ignore[attr-defined]
+
+
+def test_every_tick_is_a_sign_of_life_to_all_members() -> None:
+    node = running()
+    to = [action.replica for action in node.tick(1.0) if isinstance(action, n.ToPeer)]
+    assert to == [1, 2]
+
+
+def test_a_change_of_view_that_hangs_is_a_stall_on_those_who_have_not_told() -> None:
+    node = running()
+    node.from_up(m.NewView(view(2, (0, 1, 2), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
+    quiet = ticks(node, 0.0, TIMEOUTS.op_floor, (1, 2))
+    assert not said(quiet, m.Stalled)
+    stalls = said(ticks(node, TIMEOUTS.op_floor, 3, (1, 2)), m.Stalled)
+    assert stalls
+    assert set(stalls) == {m.Stalled(0, 2, CHANGE, (2,), True)}
+
+
+def test_memory_that_cannot_be_reached_is_a_wait_for_its_owner() -> None:
+    node = running()
+    node.from_up(m.NewView(view(2, (0, 1), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
+    assert {x.replica for x in said(node.unreachable(2, 1, "no route"), m.Suspect)} == {1}  # type: ignore[attr-defined]
+    assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 2, CHANGE, (1,), False)]
+
+
+def test_a_boundary_that_somebody_never_comes_to_is_a_stall() -> None:
+    node = running()
+    node.from_up(m.Prepare(7, 1, 5))
+    for _ in node.boundary(5):
+        pass
+    assert said(ticks(node, 0.0, TIMEOUTS.op, (1, 2)), m.Stalled) == []
+    node.from_peer(m.Boundary(1, 1, 7, None), 120.0)
+    stalls = said(ticks(node, TIMEOUTS.op + 1, 2, (1, 2)), m.Stalled)
+    assert stalls
+    assert set(stalls) == {m.Stalled(0, 1, BOUNDARY, (2,), True)}
+
+
+def test_who_is_asked_and_does_not_wait_says_so() -> None:
+    node = running()
+    assert node.from_up(m.WhoWaits()) == [n.LookAtWaits()]
+    assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 1, 0, (), False)]
+    assert said(node.waits(4, (2,)), m.Stalled) == [m.Stalled(0, 1, 4, (2,), False)]
+
+
+def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_first() -> None:
+    node = running(ranks=2)
+    actions = node.failed("out of memory")
+    assert isinstance(actions[-1], n.Failed)
+    assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
+    assert [(a.rank, type(a.message)) for a in actions if isinstance(a, n.Down)] == [(1, m.Expelled)]
+    assert node.failed("again") == []
+
+
+def test_a_rank_without_its_leader_is_expelled() -> None:
+    node = running(ranks=2, rank=1)
+    assert node.up_lost("the leader of the replica is lost: closed") == [
+        n.Failed("the leader of the replica is lost: closed")
+    ]
+
+
+def test_a_leader_without_its_coordinator_trains_on() -> None:
+    node = running()
+    assert node.up_lost("gone") == []
+    assert node.boundary(1) == [n.Passed(node.view, False)]  # type: ignore[arg-type]
+
+
+def test_reports_while_the_coordinator_is_away_are_said_when_it_is_back() -> None:
+    node = running()
+    node.up_lost("gone")
+    assert node.tell(m.Report("divergence", {"op": 3})) == []
+    actions = node.up_opened()
+    assert isinstance(said(actions, m.Join)[0], m.Join)
+    assert actions[-1] == n.Up(m.Report("divergence", {"op": 3}))
+    assert node.tell(m.Report("divergence", {"op": 4})) == [n.Up(m.Report("divergence", {"op": 4}))]
+
+
+def test_a_joiner_waits_for_everybody_to_come_to_its_boundary_and_accuses_nobody() -> None:
+    """The others hear of it when their step is over, however long that takes; asked, it says that it waits."""
+    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
+    node.start()
+    node.up_opened()
+    node.from_up(m.NewView(view(5, (0, 1, 2), step=9, proposal=7)))
+    node.quiesced(5, m.Progress(0, ()))
+    actions = ticks(node, 0.0, 2 * TIMEOUTS.op, ())
+    assert not said(actions, m.Suspect)
+    assert not said(actions, m.Stalled)
+    assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 5, CHANGE, (1, 2), False)]
+
+
+def test_who_waits_at_a_boundary_for_a_change_waits_as_long_as_for_an_op() -> None:
+    """Whoever comes there first enters the new view at once; the others are in the middle of a step."""
+    for proposal, deadline in ((0, TIMEOUTS.op_floor), (7, TIMEOUTS.op)):
+        node = running()
+        if proposal:
+            node.from_up(m.Prepare(proposal, 1, 3))
+        node.from_up(m.NewView(view(2, (0, 1, 2), step=3, proposal=proposal)))
+        if proposal:
+            node.boundary(3)
+        node.quiesced(2, m.Progress(0, ()))
+        assert not said(ticks(node, 0.0, deadline - 1, (1, 2)), m.Stalled)
+        assert said(ticks(node, deadline, 5, (1, 2)), m.Stalled)[0] == m.Stalled(0, 2, CHANGE, (1, 2), True)
+
+
+def test_the_end_of_a_member_is_said_again_to_a_coordinator_that_was_away() -> None:
+    node = running()
+    node.up_lost("gone")
+    node.peer_lost(2, 1, "its process died", proof=True)
+    ended = m.Suspect(2, "life-2", "its process died", True)
+    assert node.up_opened()[1:] == [n.Up(ended)]
+    change(node, view(2, (0, 1), step=None))
+    node.up_lost("gone again")
+    assert node.up_opened()[1:] == []
