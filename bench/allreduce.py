@@ -18,7 +18,6 @@ from ftcomm.bench.stats import algbw, busbw_factor, median, percentile, slowest
 from ftcomm.errors import SettingsError
 from ftcomm.launch import RunOptions
 
-PEERS = ("gloo",)
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message: torch, and ftcomm's staging
 MAX_RANKS = 16
 
@@ -61,7 +60,7 @@ class Request:
         for ranks in self.ranks:
             if not 2 <= ranks <= MAX_RANKS:
                 raise SettingsError(f"--ranks {ranks}: expected 2 to {MAX_RANKS}.")
-            need = ranks * (RANK_MEMORY + 2 * max(self.sizes))
+            need = ranks * (RANK_MEMORY + (2 + ("atomic" in self.compare)) * max(self.sizes))
             if need > available_memory():
                 raise SettingsError(
                     f"{ranks} ranks with messages of {format_size(max(self.sizes))} need about {need / 1e9:.1f} GB, "
@@ -163,7 +162,7 @@ def rows(blocks: Iterable[Block], task: Task, size: Size, transport: str) -> lis
                 op="allreduce",
                 library=library,
                 device="cpu",
-                transport=transport if library == "ftcomm" else "tcp",
+                transport="tcp" if library == "gloo" else transport,
                 ranks=task.ranks,
                 dtype=task.dtype,
                 redop=task.redop,

@@ -84,13 +84,15 @@ def main(argv: list[str]) -> None:
 
 
 def _library(name: str, task: Task, rank: int) -> Callable[[torch.Tensor], Any]:
+    redop = task.redop
     if name == "ftcomm":
-        redop = task.redop
         return lambda x: ftcomm.allreduce(x, op=redop)
+    if name == "atomic":
+        return lambda x: ftcomm.allreduce(x, op=redop, atomic=True)
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{task.folder}/rendezvous", rank=rank, world_size=task.ranks)
-    reduce_op = getattr(dist.ReduceOp, task.redop.upper())
+    reduce_op = getattr(dist.ReduceOp, redop.upper())
     return lambda x: dist.all_reduce(x, op=reduce_op)
 
 

@@ -8,8 +8,10 @@ import socket
 import threading
 from collections.abc import Iterable
 
-from ftcomm.collective.exchange import Exchange, Stall
+from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.plan import GroupView
+from ftcomm.collective.stall import Stall
 from ftcomm.transport.segment import Peer, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import TcpPeer
@@ -26,20 +28,27 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
+def deadlines(seconds: float) -> dict[str, float]:
+    """Of an exchange: the same for ops of all sizes, however long they have taken."""
+    return {"deadline_floor": seconds, "deadline_ceiling": seconds, "give_up": 2 * seconds}
+
+
 class Member:
     """One exchange in this process."""
 
-    def __init__(self, replica: int, op_timeout: float = DEADLINE) -> None:
+    def __init__(self, replica: int, op_timeout: float = DEADLINE, verify: bool = False) -> None:
         self.replica = replica
         self.segment = Segment()
         self.stalls: list[Stall] = []
         self.lost: list[tuple[int, int, str]] = []
+        self.divergences: list[Divergence] = []
         self.exchange = Exchange(
             replica,
             self.segment,
-            op_timeout=op_timeout,
+            **deadlines(op_timeout),
             on_stall=self.stalls.append,
             on_lost=lambda *args: self.lost.append(args),
+            on_divergence=self.divergences.append if verify else None,
             ranks_per_replica=8,  # all members share one interpreter lock: sleep early
         )
 
@@ -47,9 +56,11 @@ class Member:
 class Rig:
     """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed")."""
 
-    def __init__(self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE) -> None:
+    def __init__(
+        self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE, verify: bool = False
+    ) -> None:
         self.how = how
-        self.members = {m: Member(m, op_timeout) for m in replicas}
+        self.members = {m: Member(m, op_timeout, verify) for m in replicas}
         self.epoch = 0
 
     def __enter__(self) -> Rig:

@@ -27,17 +27,20 @@ class Flight:
     def __init__(self) -> None:
         self.ops: deque[Operation] = deque()
         self.returned = 0
-        self._next = 0
+        self.issued = 0
 
     def add(self, op: Operation) -> None:
-        op.number = self._next
-        self._next += 1
+        op.number = self.issued
+        self.issued += 1
         self.ops.append(op)
 
     def return_first(self) -> None:
         """The first op is done, with a result or with the error that it has already."""
+        op = self.ops[0]
+        if op.atomic and op.error is None and len(set(op.finals)) > 1:
+            raise ProtocolError(f"op {op.number} is atomic, and its chunks have several sets of contributors")
         self.returned += 1
-        op = self.ops.popleft()
+        self.ops.popleft()
         op.finish(op.error)
 
     def abandon(self, error: BaseException) -> None:
@@ -54,14 +57,15 @@ class Flight:
 
     def number_from(self, progress: Mapping[int, Progress]) -> None:
         """A joiner's ops are numbered on from those of the others."""
-        self.returned = self._next = base(progress.values())
+        self.returned = self.issued = base(progress.values())
         for op in self.ops:
-            op.number = self._next
-            self._next += 1
+            op.number = self.issued
+            self.issued += 1
 
-    def resume(self, progress: Mapping[int, Progress]) -> Resumed:
+    def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> Resumed:
         """Return the ops that somebody has returned, and give the others the tasks that are left of them.
 
+        `contributors` are those of the new view, `progress` is of all its members.
         Raises `ProtocolError` if the members contradict each other.
         """
         count = len(self.ops)
@@ -76,7 +80,8 @@ class Flight:
         for op in self.ops:
             op.next, op.end, op.verified = 0, -1, False
             self._fail_as_elsewhere(op, progress)
-            op.tasks = () if op.error is not None else resume_tasks(op.number, len(op.finals), progress)
+            only = contributors if op.atomic else None
+            op.tasks = () if op.error is not None else resume_tasks(op.number, len(op.finals), progress, only)
             copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in op.tasks)
             reduced += sum(task.holder == REDUCE for task in op.tasks)
         return Resumed(count, copied, reduced)

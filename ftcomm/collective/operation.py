@@ -10,32 +10,41 @@ import numpy as np
 
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
 from ftcomm.collective.resume import Task, all_reduce
+from ftcomm.collective.spare import Bytes, borrow, give_back
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.reduce import DTYPES, OPS, unsupported
 from ftcomm.transport.segment import CHUNK
 
+_ATOMIC = 0x80  # in the byte of the reduction
 _CODES = {dtype.code: dtype.name for dtype in DTYPES.values()}
 
 
 class Operation:
     """`array` is reduced in place: one-dimensional, contiguous, writable, on the host, and the caller keeps its hands
     off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
-    `chunk` is the size of a chunk in bytes, that of the staging of all members.
+    `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
+    same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
+    is atomic by itself and keeps none.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
 
     number = -1  # its place among the ops of the group; given at submission
     done = False
+    atomic = False
     error: BaseException | None = None  # set before `done`
 
     # What follows belongs to the thread that drives the engine. It is begun anew in every epoch.
     next = 0  # the first of `tasks` that is not posted
     verified = False  # all members have made the same call
     two_shot = False
+    _kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
+    _spare: Bytes | None = None  # where it lies
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
-    def __init__(self, array: np.ndarray[Any, Any], dtype: str, op: str, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, array: np.ndarray[Any, Any], dtype: str, op: str, chunk: int = CHUNK, *, atomic: bool = False
+    ) -> None:
         call, self.itemsize = _call(dtype, op)
         if array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
             raise ArgumentError(
@@ -51,6 +60,12 @@ class Operation:
         chunks = chunk_count(self.count, self.elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] = all_reduce(chunks)
+        if atomic:
+            self.atomic = True
+            self.call |= _ATOMIC
+            if chunks > 1:
+                self._spare = borrow(array.nbytes)
+                self._kept = self._spare[: array.nbytes].view(array.dtype)
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
         self._latch = _thread.allocate_lock()
         self._latch.acquire()
@@ -63,9 +78,29 @@ class Operation:
             self._latch.release()
         return self.done
 
+    def keep(self, chunk: int, here: np.ndarray[Any, Any], again: bool) -> None:
+        """Before the chunk, which lies in `here`, is posted. By the thread that drives; nothing waits in between.
+
+        INPUT is copied, to be gone back to. FINAL becomes INPUT if the chunk is to be reduced `again`; until this
+        moment it is FINAL, whatever the plan says, so that each chunk is INPUT or FINAL at every interruption.
+        """
+        kept = self._kept
+        if kept is None:
+            return
+        start = chunk * self.elements
+        if self.finals[chunk] is None:
+            kept[start : start + len(here)] = here
+        elif again:
+            here[...] = kept[start : start + len(here)]
+            self.finals[chunk] = None
+
     def finish(self, error: BaseException | None = None) -> None:
         """Once, by the engine."""
         self.error = error
+        if self._spare is not None:
+            self._kept = None
+            give_back(self._spare)
+            self._spare = None
         self.done = True
         self._latch.release()
 
@@ -86,5 +121,6 @@ def _call(dtype: str, op: str) -> tuple[int, int]:
 def describe(call: int) -> str:
     """A call as a person would say it."""
     dtype = _CODES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
-    code = call & 0xFF
-    return f"allreduce(op={OPS[code] if code < len(OPS) else code!r}) of {call >> 16} x {dtype}"
+    code = call & 0xFF & ~_ATOMIC
+    op = repr(OPS[code]) if code < len(OPS) else str(code)
+    return f"allreduce(op={op}{', atomic=True' if call & _ATOMIC else ''}) of {call >> 16} x {dtype}"

@@ -9,6 +9,18 @@ The members may have different numbers of ops in flight, and some may call an op
 streams of tasks agree all the same: a chunk is FINAL somewhere only if every member of an earlier view had called the
 op, and so had every member of this one that ran in that view. Hence an op that is not in flight at some member is all
 to be reduced at every member, which is also what an op called later does.
+
+An atomic op ends with one set of contributors in all its chunks:
+
+    each chunk is FINAL somewhere, all with one set     as above: copied where it is missing
+    FINAL with those who contribute in the new view     as above
+    FINAL with others                                   reduced again, by all, from the inputs that they have kept
+
+By the first two rows what remains is of one set, which is what it takes to return. A member goes back to its input only
+when it posts the chunk again, so until then its account is that of before, and the next plan, should another member be
+lost meanwhile, may keep what this one gave up. Two members never hold one chunk with different contributors: whoever
+has it FINAL in this epoch has seen all others post it in this epoch, so all have gone back before. And what somebody
+has returned is never reduced again: then each member of the view holds all chunks, of one set.
 """
 
 from __future__ import annotations
@@ -52,8 +64,13 @@ def failure(number: int, progress: Iterable[Progress]) -> str | None:
     return next((failed.message for p in progress for failed in p.failed if failed.number == number), None)
 
 
-def resume_tasks(number: int, chunks: int, progress: Mapping[int, Progress]) -> tuple[Task, ...]:
+def resume_tasks(
+    number: int, chunks: int, progress: Mapping[int, Progress], only: Contributors | None = None
+) -> tuple[Task, ...]:
     """The tasks of op `number`, which has `chunks` chunks and which nobody has returned; `progress` is by replica.
+
+    `only`: for an atomic op, those who contribute in the new view. A task with holder REDUCE of a chunk that a member
+    holds FINAL tells it to go back to its input.
 
     Raises `ProtocolError` if the members contradict each other.
     """
@@ -63,19 +80,31 @@ def resume_tasks(number: int, chunks: int, progress: Mapping[int, Progress]) -> 
     absent = [replica for replica, finals in held.items() if finals is None]
     if absent:
         raise ProtocolError(f"op {number} is FINAL in part, but replicas {absent} have not called it")
+    if only is not None and _one_set(chunks, held.values()):
+        only = None
     tasks = []
     for chunk in range(chunks):
         bit = 1 << chunk
         holders = {m: who for m, finals in held.items() for who, bits in (finals or {}).items() if bits & bit}
         if len(set(holders.values())) > 1:
             raise ProtocolError(f"op {number}: chunk {chunk} is FINAL with different contributors: {holders}")
-        if not holders:
+        if not holders or (only is not None and only not in holders.values()):
             tasks.append(Task(chunk, REDUCE, ()))
         elif len(holders) < len(held):
             tasks.append(Task(chunk, min(holders), holders[min(holders)]))
     if any(bits >> chunks for finals in held.values() for bits in (finals or {}).values()):
         raise ProtocolError(f"op {number} has {chunks} chunks, but a member holds more")
     return tuple(tasks)
+
+
+def _one_set(chunks: int, held: Iterable[dict[Contributors, int] | None]) -> bool:
+    """Whether every chunk is FINAL at some member, and all that are FINAL have the same contributors."""
+    union: dict[Contributors, int] = {}
+    for finals in held:
+        for who, bits in (finals or {}).items():
+            union[who] = union.get(who, 0) | bits
+    whole = (1 << chunks) - 1
+    return [bits & whole for bits in union.values() if bits] == [whole]
 
 
 def _held(number: int, progress: Progress) -> dict[Contributors, int] | None:

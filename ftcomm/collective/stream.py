@@ -31,16 +31,16 @@ from typing import Any
 
 import numpy as np
 
+from ftcomm.collective.divergence import Alarm, Divergence
 from ftcomm.collective.operation import Operation, describe
 from ftcomm.collective.plan import GroupView, shards, two_shot
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.errors import MismatchError
-from ftcomm.kernels.life import died
 from ftcomm.kernels.reduce import DTYPES, Reducer, operand
 from ftcomm.kernels.wait import Waiter, wake
 from ftcomm.transport.segment import (
     ASLEEP,
-    LIFE,
+    FINGERPRINT,
     POSTED,
     REDUCED,
     SLOTS,
@@ -109,7 +109,8 @@ class Stream:
     """One epoch of the exchange. Used by one thread at a time; `waiter` is where that thread waits.
 
     `pause(replica)` is called while the connection to a TCP reader is full; it raises `Interrupted` to give up.
-    `on_lost(replica, epoch, reason)` hears of connections that broke.
+    `on_lost(replica, epoch, reason)` hears of connections that broke. With `on_divergence` the results of all members
+    are compared; it hears of those that differ, and raises `Interrupted` to give up.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Stream:
         reducer: Reducer,
         pause: Callable[[int], None],
         on_lost: Callable[[int, int, str], None],
+        on_divergence: Callable[[Divergence], None] | None = None,
     ) -> None:
         self.view = view
         self.memories: dict[int, Memory] = {**peers, view.me: segment}
@@ -134,7 +136,6 @@ class Stream:
         self._on_lost = on_lost
         self._readers: list[Reader] = []  # through TCP; those that share memory need no word from us
         self._peers = [peers[m] for m in view.members if m != view.me]
-        self._dead: set[int] = set()
         self._words = [peer.words for peer in self._peers]
         self._tokens = {word: _token(view.me, word) for word in (POSTED, REDUCED, TAKEN)}
         self._waiter = waiter
@@ -150,6 +151,9 @@ class Stream:
         self._mine_first = contributors[:1] == (view.me,)
         self._lanes: list[dict[tuple[str, int], _Lane]] = [{} for _ in range(SLOTS)]
         self._ring = [_Slot() for _ in range(SLOTS)]
+        self._alarm: Alarm | None = None
+        if on_divergence is not None:
+            self._alarm = Alarm(view, self.memories, lambda count: self._all(TAKEN, count), on_divergence)
         for word in (POSTED, REDUCED, TAKEN):
             self._publish(word, 0)
 
@@ -172,16 +176,18 @@ class Stream:
         for index in range(self.arrived):
             if self._ring[index].two_shot:
                 self._send(reader, REDUCED, index + 1)
-        if self.taken:
-            self._send(reader, TAKEN, self.taken)
+        for index in range(self.taken):
+            self._send(reader, TAKEN, index + 1)
 
     def close(self) -> None:
-        """The epoch is over."""
+        """The epoch is over. Nothing of it may hold the memory of members that are gone: the alarm and the stream know
+        each other, and what frees such pairs runs so rarely that 4 MB and a descriptor of every loss would be kept."""
         for reader in self._readers:
             reader.close()
         self._readers.clear()
         self._ring.clear()
         self.unposted.clear()
+        self._alarm = None
 
     def advance(self) -> bool:
         """Move what can move without waiting, at most one task per stage; False if nothing could."""
@@ -199,7 +205,11 @@ class Stream:
 
     def stable(self, op: Operation) -> bool:
         """True when all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""
-        return 0 <= op.end <= self.taken and self._all(TAKEN, op.end)
+        if not (0 <= op.end <= self.taken and self._all(TAKEN, op.end)):
+            return False
+        if self._alarm is not None:
+            self._alarm.compare(op.end)
+        return True
 
     def wait(self, oldest: Operation) -> bool:
         """When nothing can move: wait for the word that stands in the way of `oldest`, the first op not returned.
@@ -222,12 +232,6 @@ class Stream:
         target = self._low + count
         return tuple(p.replica for p in self._peers if not target <= p.words[word] < self._high)
 
-    def died(self) -> list[int]:
-        """Members of this host that have died since the last call."""
-        dead = [p.replica for p in self._peers if p.replica not in self._dead and died(p.words[LIFE])]
-        self._dead.update(dead)
-        return dead
-
     # -- the stages ------------------------------------------------------------------------------------------------
 
     def _may_post(self) -> bool:
@@ -242,6 +246,8 @@ class Stream:
     def _post(self) -> None:
         op = self.unposted[0]
         index = self.posted
+        if self._alarm is not None:
+            self._alarm.compare(index - SLOTS + 1)
         slot = self._ring[index % SLOTS]
         task = op.tasks[op.next]
         first = op.next == 0
@@ -250,16 +256,18 @@ class Stream:
             at = descriptor(index % SLOTS)
             self._own[at] = op.number
             self._own[at + 1] = op.call
+        here = op.array
+        if len(op.finals) > 1:
+            start = task.chunk * op.elements
+            here = here[start : start + op.elements]
+            if op.atomic:
+                op.keep(task.chunk, here, task.holder == REDUCE)
         op.next += 1
         if op.next == len(op.tasks):
             op.end = index + 1
             self.unposted.popleft()
         if task.holder == REDUCE and self._sole != REDUCE:
             task = Task(task.chunk, self._sole, self._contributors)
-        here = op.array
-        if len(op.finals) > 1:
-            start = task.chunk * op.elements
-            here = here[start : start + op.elements]
         slot.op, slot.task, slot.first, slot.here = op, task, first, here
         slot.two_shot = op.two_shot and task.holder == REDUCE
         slot.lane = lane = self._lane(op.dtype, len(here), index % SLOTS)
@@ -332,6 +340,8 @@ class Stream:
                     sources = (out, sources[1]) if self._mine_first else (sources[0], out)
                 self._reducer.get(op.dtype, op.op)(sources, out)
             op.finals[chunk] = contributors or self._contributors
+        if self._alarm is not None:
+            self._alarm.taken(index, op, chunk, slot.here)
         del slot.op, slot.here
         self.taken = index + 1
         self._publish(TAKEN, index + 1)
@@ -352,14 +362,14 @@ class Stream:
     def _send(self, reader: Reader, word: int, count: int) -> None:
         """Push a word to a TCP reader, with the bytes that it announces and that this reader will read."""
         start = nbytes = 0
-        call = (0, 0)
         index = (count - 1) % SLOTS
+        at = descriptor(index)
+        belongs = (self._own[at + FINGERPRINT], 0)
         if word != TAKEN:
             slot = self._ring[index]
             holder = slot.task.holder
             mine = slot.lane.mine
-            at = descriptor(index)
-            call = (self._own[at], self._own[at + 1])
+            belongs = (self._own[at], self._own[at + 1])
             begin, end = 0, len(mine)
             if word == REDUCED:
                 begin, end = slot.lane.shards[self.view.me]
@@ -371,7 +381,7 @@ class Stream:
         base = self._segment.offset(word, index) + start
         try:
             payload = self._segment.buffer[base : base + nbytes]
-            reader.send(word, self._low + count, start, payload, call, self._pause)
+            reader.send(word, self._low + count, start, payload, belongs, self._pause)
         except OSError as error:
             reader.close()
             if reader in self._readers:  # once

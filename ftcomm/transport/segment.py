@@ -1,6 +1,6 @@
 """The memory through which a rank speaks to its group, and its layout, the same in a segment and in a mirror of one.
 
-    bytes 0..4095         words, one cache line each: the header, POSTED, REDUCED, TAKEN, ASLEEP, a descriptor per slot
+    bytes 0..4095         words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives
     SLOTS x CHUNK bytes   region POSTED:  the owner's input of a chunk, for the others to read
     SLOTS x CHUNK bytes   region REDUCED: the owner's shard of a reduced chunk
 
@@ -37,14 +37,22 @@ POSTED = 1 * _LINE
 REDUCED = 2 * _LINE
 TAKEN = 3 * _LINE
 ASLEEP = 4 * _LINE
-LIFE = 5 * _LINE  # a mutex that the owner holds while it lives, see ftcomm.kernels.life
 _DESCRIPTORS = 8 * _LINE
+_LIVES = 16 * _LINE
+LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
+FINGERPRINT = 2  # see ftcomm.collective.divergence
 SIZE = HEADER + 2 * SLOTS * CHUNK
 
 
 def descriptor(slot: int) -> int:
-    """Index of the two words that say which call the first chunk of an op in `slot` belongs to."""
+    """Index of the words that say of `slot`: which op and which call its task is the first of (two words, announced by
+    POSTED), and the fingerprint of its result (`FINGERPRINT` words further, announced by TAKEN)."""
     return _DESCRIPTORS + slot * _LINE
+
+
+def life(reader: int) -> int:
+    """Index of the mutex that the owner holds while it lives, for `reader` to watch; see ftcomm.kernels.life."""
+    return _LIVES + reader % LIVES * _LINE
 
 
 class Memory:

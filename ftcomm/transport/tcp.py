@@ -22,12 +22,15 @@ import struct
 import threading
 from collections.abc import Callable
 
+from ftcomm.control.dropped import drop
 from ftcomm.kernels.wait import wake
-from ftcomm.transport.segment import POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor
+from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor
 
 Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
 
-_FRAME = struct.Struct("<IIQIIQQ")  # magic, word, its value, payload: where in the chunk, bytes; descriptor of the op
+# Magic, word, its value; of the payload: where in the chunk, bytes; what belongs to the word: to POSTED the number and
+# the call of the op, to TAKEN the fingerprint of the result and 0.
+_FRAME = struct.Struct("<IIQIIQQ")
 _MAGIC = 0x66746331
 _WORDS = (POSTED, REDUCED, TAKEN)
 _PATIENCE = 2  # milliseconds of a full socket between two looks at whether to go on
@@ -70,6 +73,8 @@ class TcpPeer(Peer):
                     self._apply(header)
         except (OSError, ValueError) as error:
             if not self._quiet:
+                if isinstance(error, ValueError):
+                    drop("data", f"from replica {self.replica}: {error}; its connection is closed")
                 self._on_lost(self.replica, self._epoch, f"connection for data: {error}")
 
     def _apply(self, header: memoryview) -> None:
@@ -83,9 +88,11 @@ class TcpPeer(Peer):
         if nbytes:
             base = self.offset(word, slot) + start
             self._fill(self.buffer[base : base + nbytes])
+        at = descriptor(slot)
         if word == POSTED:
-            at = descriptor(slot)
             self.words[at], self.words[at + 1] = number, call
+        elif word == TAKEN:
+            self.words[at + FINGERPRINT] = number
         self.words[word] = value
         wake(self.address + 8 * word)
 
@@ -118,14 +125,14 @@ class Reader:
         value: int,
         start: int,
         payload: memoryview,
-        call: tuple[int, int],
+        belongs: tuple[int, int],
         pause: Callable[[int], None],
     ) -> None:
         """Send one frame. `pause(replica)` is called while the socket is full, and may raise to give up.
 
         Then the frame is torn, and the reader must not be sent to any more. Raises OSError if the connection is lost.
         """
-        header = _FRAME.pack(_MAGIC, word, value, start, len(payload), *call)
+        header = _FRAME.pack(_MAGIC, word, value, start, len(payload), *belongs)
         buffers = [memoryview(header), payload]
         while buffers:
             try:

@@ -21,9 +21,12 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     for step in ftcomm.steps(arguments["steps"]):
         array[:] = 2.0**group.replica
         if step % 2:
-            work = group.allreduce(array, async_op=True)
+            atomic = step % 4 == 3
+            work = group.allreduce(array, async_op=True, atomic=atomic)
             work.wait()
             spans = work.contributors
+            if atomic and len(spans) > 1:
+                notes.write(kind="wrong", step=step, spans=[list(span) for span in spans])
         else:
             group.allreduce(array)
             spans = seen(array)

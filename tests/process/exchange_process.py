@@ -39,7 +39,14 @@ class Member:
         self.replica, self.mode, self.pipe = replica, mode, pipe
         self.segment = Segment()
         self.sending = threading.Lock()
-        self.exchange = Exchange(replica, self.segment, op_timeout=60, on_stall=lambda stall: self.send("stall", stall))
+        self.exchange = Exchange(
+            replica,
+            self.segment,
+            deadline_floor=60,
+            deadline_ceiling=60,
+            give_up=120,
+            on_stall=lambda stall: self.send("stall", stall),
+        )
         self.server = socket.create_server(("127.0.0.1", 0))
         port = self.server.getsockname()[1]
         self.here = Address("127.0.0.1", port, "boot", os.getpid(), self.segment.fd, self.segment.nonce)
@@ -89,10 +96,10 @@ class Member:
         view = GroupView(epoch, self.replica, tuple(members), frozenset(members), one_host=self.mode == "shm")
         self.exchange.resume(view, peers, held)
 
-    def reduce(self, count: int) -> None:
+    def reduce(self, count: int, atomic: bool) -> None:
         """One op; reports the digest of its result, after comparing it with what its contributors must give."""
         array = pattern(self.replica, count)
-        op = Operation(array, "float32", "sum")
+        op = Operation(array, "float32", "sum", atomic=atomic)
         self.send("started")
         self.exchange.run(op)
         self.send("returned")

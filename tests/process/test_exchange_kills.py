@@ -14,6 +14,8 @@ import pytest
 
 from tests.process.exchange_process import main
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 60.0
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -89,10 +91,10 @@ class Job:
         process.join(DEADLINE)
         self.pipes.pop(replica).close()
 
-    def reduce(self, count: int) -> None:
+    def reduce(self, count: int, atomic: bool = False) -> None:
         self.early = {}
         for pipe in self.pipes.values():
-            pipe.send(("reduce", count))
+            pipe.send(("reduce", count, atomic))
 
     def results(self) -> set[Any]:
         """What the members returned; one element if they agree."""
@@ -111,15 +113,17 @@ def jobs() -> Iterator[list[Job]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "members", "megabytes", "seed"),
+    ("mode", "members", "megabytes", "atomic", "seed"),
     [
-        *[("shm", 4, 64, seed) for seed in range(6)],
-        *[("shm", 6, 8, seed) for seed in range(6, 14)],
-        *[("tcp", 4, 16, seed) for seed in range(14, 18)],
+        *[("shm", 4, 64, False, seed) for seed in range(6)],
+        *[("shm", 6, 8, False, seed) for seed in range(6, 14)],
+        *[("tcp", 4, 16, False, seed) for seed in range(14, 18)],
+        *[("shm", 4, 64, True, seed) for seed in range(18, 21)],
+        *[("tcp", 4, 16, True, seed) for seed in range(24, 26)],
     ],
 )
 def test_survivors_of_sigkill_return_the_same_bytes(
-    jobs: list[Job], mode: str, members: int, megabytes: int, seed: int
+    jobs: list[Job], mode: str, members: int, megabytes: int, atomic: bool, seed: int
 ) -> None:
     """One or two at a time are killed until one is left, each time in the middle of an op."""
     chance = random.Random(seed)
@@ -137,7 +141,7 @@ def test_survivors_of_sigkill_return_the_same_bytes(
         (result,) = job.results()
         assert result[2] == ((0, count, tuple(range(members))),)
     while len(job.processes) > 1:
-        job.reduce(count)
+        job.reduce(count, atomic)
         watched = chance.choice(list(job.processes))
         job.receive(watched, "started")
         # A random moment, not a synchronisation: the op goes on whatever it is.
@@ -148,6 +152,8 @@ def test_survivors_of_sigkill_return_the_same_bytes(
         job.view(also_kill=chance.choice(list(job.processes)) if again else None)
         (result,) = job.results()
         assert {m for _, _, who in result[2] for m in who} >= set(job.processes)
+        assert not atomic or len(result[2]) == 1
+        print([who for _, _, who in result[2]])
     job.reduce(count)
     (result,) = job.results()
     assert result[2] == ((0, count, tuple(job.processes)),)

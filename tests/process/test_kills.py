@@ -14,6 +14,8 @@ import pytest
 from .bodies import reduce_forever
 from .job import Job
 
+pytestmark = pytest.mark.protocol
+
 SEED = int(os.environ.get("FTCOMM_TEST_SEED", str(random.randrange(1 << 30))))
 ENDLESS = 10_000_000
 

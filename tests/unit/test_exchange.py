@@ -16,20 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ftcomm.collective.exchange
+import ftcomm.collective.stall
 import ftcomm.engine
+from ftcomm.collective import spare
+from ftcomm.collective.driver import Driver
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
+from ftcomm.collective.stall import Stall
 from ftcomm.control import views
-from ftcomm.control.agent import Unreachable
+from ftcomm.control.engine import Unreachable
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.reduce import DTYPES, OPS, Reducer, operand, unsupported
 from ftcomm.transport.segment import POSTED, Peer
 from ftcomm.transport.tcp import TcpPeer
-from tests.exchange_rig import DEADLINE, Caller, Member, Rig, socket_pair
+from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines, socket_pair
 
 HOWS = ("shm", "tcp", "mixed")
 
@@ -86,7 +89,7 @@ def script(
     chance = random.Random(seed + 1)
     ops = out[replica] = []
     for number, (count, dtype, redop) in enumerate(todo):
-        op = Operation(given(seed, replica, number, count, dtype), dtype, redop)
+        op = Operation(given(seed, replica, number, count, dtype), dtype, redop, atomic=number % 2 == 1)
         ops.append(op)
         (exchange.submit if chance.random() < 0.5 else exchange.run)(op)
     exchange.drain(DEADLINE)
@@ -104,6 +107,7 @@ def agree(out: dict[int, list[Operation]], members: list[int], seed: int) -> Non
             assert op.array.tobytes() == ops[0].array.tobytes()
             assert op.spans() == ops[0].spans()
         check(ops[0], seed)
+        assert not ops[0].atomic or len(ops[0].spans()) <= 1
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -214,8 +218,56 @@ def test_different_calls_are_an_error_on_all_members_and_the_group_goes_on(
             assert after[m].error is None
             assert set(after[m].array.tolist()) == {3.0}
         message = str(ops[0].error)
+        assert "atomic" not in message
         assert "replicas 0, 2: op 0, allreduce(op='sum') of 4 x float32" in message
         assert f"replica 1: op 0, allreduce(op={other[2]!r}) of {other[0]} x {other[1]}" in message
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+def test_that_only_some_call_it_atomic_is_an_error_that_says_so(count: int) -> None:
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        ops = [Operation(np.ones(count, np.float32), "float32", "sum", atomic=m == 1) for m in rig.members]
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
+            caller.join()
+        for op in ops:
+            assert isinstance(op.error, MismatchError)
+            assert f"replica 0: op 0, allreduce(op='sum') of {count} x float32" in str(op.error)
+            assert f"replica 1: op 0, allreduce(op='sum', atomic=True) of {count} x float32" in str(op.error)
+
+
+def test_an_atomic_op_gives_its_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare, "_idle", [])
+    with Rig(range(1)) as rig:
+        rig.view((0,))
+        for _ in range(3):
+            rig.members[0].exchange.run(Operation(np.ones(300_000), "float64", "sum", atomic=True))
+            assert [len(buffer) for buffer in spare._idle] == [2_400_000]
+        rig.members[0].exchange.run(Operation(np.ones(500_000), "float64", "sum", atomic=True))
+        assert [len(buffer) for buffer in spare._idle] == [4_000_000]
+        rig.members[0].exchange.run(Operation(np.ones(5_000_000), "float64", "sum", atomic=True))
+        assert not spare._idle  # more than what may lie idle
+        rig.members[0].exchange.run(Operation(np.ones(65_536), "float64", "sum", atomic=True))
+        assert not spare._idle  # one chunk: there was none
+
+
+def test_who_waits_for_whom_can_be_asked_at_any_time() -> None:
+    with Rig(range(3)) as rig:
+        rig.view(range(3))
+        assert rig.members[0].exchange.waiting(0) is None
+        ops = {m: Operation(np.ones(4), "float64", "sum") for m in (0, 2)}
+        callers = [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]
+        deadline = time.monotonic() + DEADLINE
+        for m in ops:
+            while rig.members[m].exchange.waiting(0.02) != Stall(1, 0, (1,)) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert rig.members[m].exchange.waiting(0.02) == Stall(1, 0, (1,))
+            assert rig.members[m].exchange.waiting(DEADLINE) is None
+        assert rig.members[1].exchange.waiting(0) is None
+        rig.members[1].exchange.run(Operation(np.ones(4), "float64", "sum"))
+        for caller in callers:
+            caller.join()
+        assert [rig.members[m].exchange.waiting(0) for m in rig.members] == [None] * 3
 
 
 def test_a_stall_names_the_members_that_are_missing_and_ends() -> None:
@@ -305,13 +357,13 @@ def hear(member: Member, op_timeout: float = DEADLINE, **callbacks: Any) -> list
 
     stalls = {"on_stall": member.stalls.append}
     member.exchange = Exchange(
-        member.replica, member.segment, op_timeout=op_timeout, on_failed=failed, **{**stalls, **callbacks}
+        member.replica, member.segment, **deadlines(op_timeout), on_failed=failed, **{**stalls, **callbacks}
     )
     return failures
 
 
 def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ftcomm.collective.exchange, "_REPORTS", 0.05)
+    monkeypatch.setattr(ftcomm.collective.stall, "REPORT", 0.05)
     with Rig(range(2), op_timeout=0.5) as rig:
         rig.view(range(2))
         op = ones()
@@ -400,7 +452,7 @@ def test_an_engine_that_is_made_to_fail_does_not_say_so() -> None:
 def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> None:
     """It goes on, or it has failed and says so."""
     names = {"submit", "run", "_admit", "_kick", "_drive", "_loop", "_let_go"}
-    where = sys.modules[Exchange.__module__].__file__
+    where = {sys.modules[of.__module__].__file__ for of in (Exchange, Driver)}
 
     def stopped_at(line: int, how: str) -> bool:
         """Call, with an interrupt at the n-th line; False when there are fewer."""
@@ -412,7 +464,7 @@ def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> 
 
             def trace(frame: FrameType, event: str, arg: object) -> Any:
                 nonlocal left
-                if frame.f_code.co_filename != where or frame.f_code.co_name not in names:
+                if frame.f_code.co_filename not in where or frame.f_code.co_name not in names:
                     return None
                 # On the way out of a `with` a tracer is called where no interrupt is looked for.
                 if event == "line" and not exchange._mutex.locked():
@@ -604,7 +656,8 @@ class NoExchange:
 def engine() -> ftcomm.engine.Engine:
     here = views.Address("host", 0, "boot", 0, 0, "nonce")
     exchange: Any = NoExchange()
-    return ftcomm.engine.Engine(0, exchange, here, mode="tcp", dial=lambda *args: None, on_lost=lambda *args: None)
+    nothing: Any = lambda *args: None  # noqa: E731
+    return ftcomm.engine.Engine(0, exchange, here, mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing)
 
 
 def a_view(epoch: int) -> views.View:

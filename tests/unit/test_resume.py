@@ -61,8 +61,8 @@ def situations(draw: st.DrawFn) -> Situation:
     return Situation(chunks, held, returned, who)
 
 
-def streams(situation: Situation) -> dict[int, list[tuple[int, Task]]]:
-    """The stream of every member, if each goes on to call all ops."""
+def streams(situation: Situation, only: tuple[int, ...] | None = None) -> dict[int, list[tuple[int, Task]]]:
+    """The stream of every member, if each goes on to call all ops. With `only` the ops are atomic."""
     progress = situation.progress()
     start = base(progress.values())
     out = {}
@@ -71,7 +71,7 @@ def streams(situation: Situation) -> dict[int, list[tuple[int, Task]]]:
         for number in range(start, len(situation.chunks)):
             total = situation.chunks[number]
             in_flight = number < len(situation.held[member])
-            plan = resume_tasks(number, total, progress) if in_flight else all_reduce(total)
+            plan = resume_tasks(number, total, progress, only) if in_flight else all_reduce(total)
             tasks += [(number, task) for task in plan]
     return out
 
@@ -99,6 +99,48 @@ def test_every_chunk_gets_the_task_it_needs(situation: Situation) -> None:
                     assert task == Task(chunk, min(holders), situation.who[number, chunk])
                 else:
                     assert task == Task(chunk, REDUCE, ())
+
+
+def ends(situation: Situation, number: int, only: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """The contributors of all chunks of an op, when all tasks are done."""
+    (tasks, *_) = streams(situation, only).values()
+    planned = {task.chunk: task for n, task in tasks if n == number}
+    out = set()
+    for chunk in range(situation.chunks[number]):
+        task = planned.get(chunk)
+        kept = task is None or task.holder != REDUCE
+        out.add(situation.who[number, chunk] if kept else only)
+    return out
+
+
+@settings(max_examples=500)
+@given(situations(), st.booleans())
+def test_all_chunks_of_an_atomic_op_end_with_one_set(situation: Situation, same: bool) -> None:
+    only = tuple(sorted(situation.held)) if same else (min(situation.held),)
+    first, *others = streams(situation, only).values()
+    assert all(other == first for other in others)
+    for number in range(base(situation.progress().values()), len(situation.chunks)):
+        assert len(ends(situation, number, only)) == 1
+
+
+@settings(max_examples=500)
+@given(situations(), st.integers(0, 4))
+def test_what_an_atomic_op_need_not_reduce_again_it_keeps(situation: Situation, number: int) -> None:
+    only = tuple(sorted(situation.held))
+    if not base(situation.progress().values()) <= number < min(map(len, situation.held.values())):
+        return  # it is returned, or there is somebody who has not called it
+    total = situation.chunks[number]
+    sets = {
+        chunk: situation.who[number, chunk]
+        for chunk in range(total)
+        if any(chunk in ops[number] for ops in situation.held.values())
+    }
+    (tasks, *_) = streams(situation, only).values()
+    reduced = {task.chunk for n, task in tasks if n == number and task.holder == REDUCE}
+    if len(sets) == total and len(set(sets.values())) == 1:
+        assert not reduced  # somebody may have returned it
+    else:
+        assert reduced == {chunk for chunk in range(total) if sets.get(chunk) != only}
 
 
 @given(situations())

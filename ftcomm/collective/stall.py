@@ -1,0 +1,81 @@
+"""The watch over the driver: on whom it waits, since when, and when that is to be said.
+
+The driving thread writes, any thread may read. What it waits for is one attribute, replaced as a whole, so that a
+reader sees one wait or another and never a mixture, and needs no lock that the driver would have to take for every op.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ftcomm.collective.deadline import Deadlines
+from ftcomm.collective.operation import Operation
+from ftcomm.control.timeouts import REPORT
+
+
+class Stall(NamedTuple):
+    """An op that makes no progress, and the replicas whose words are missing."""
+
+    epoch: int
+    op: int
+    waiting_on: tuple[int, ...]
+
+
+class Due(enum.Enum):
+    NOTHING = enum.auto()
+    REPORT = enum.auto()  # the deadline has passed; again every second from then on
+    GIVE_UP = enum.auto()
+
+
+class StallWatch:
+    """All times are seconds of `clock`. See `Exchange` for `floor`, `ceiling` and `give_up`."""
+
+    def __init__(
+        self, floor: float, ceiling: float, give_up: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.give_up = give_up
+        self._clock = clock
+        # (since when, what for); None: it does not wait. The driver sets it to None itself when something has moved, as
+        # a call would cost as much as all the rest.
+        self.wait: tuple[float, Stall] | None = None
+        self._deadlines = Deadlines(floor, ceiling)
+        self._report_at = 0.0
+        self.began = 0.0  # when the first op in flight became the first; by who submits one when there is none
+        self._steady = 0  # the first op that has seen no view change
+
+    # -- ops: how long they take -----------------------------------------------------------------------------------
+
+    def returns(self, op: Operation) -> None:
+        """The first op in flight is about to return, and the next to become the first."""
+        now = self._clock()
+        self.wait = None
+        if op.number >= self._steady and op.error is None:
+            self._deadlines.took(op.array.nbytes, now - self.began)
+        self.began = now
+
+    def disturbed(self, issued: int) -> None:
+        """A view change: how long the first `issued` ops of the group take says nothing about others."""
+        self.wait = None
+        self._steady = issued
+
+    # -- waits -----------------------------------------------------------------------------------------------------
+
+    def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
+        """A wait for the replicas `missing` has ended without progress."""
+        now = self._clock()
+        since = now if self.wait is None else self.wait[0]
+        if self.wait is None:
+            self._report_at = now + self._deadlines.of(op.array.nbytes)
+        self.wait = since, Stall(epoch, op.number, missing)
+        if now >= self._report_at:
+            self._report_at = now + REPORT
+            return Due.REPORT
+        return Due.GIVE_UP if now - since >= self.give_up else Due.NOTHING
+
+    def waiting(self, seconds: float) -> Stall | None:
+        """What the driver waits for, if it does for at least `seconds`. Any thread."""
+        wait = self.wait
+        return wait[1] if wait is not None and self._clock() - wait[0] >= seconds else None
