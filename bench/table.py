@@ -1,9 +1,10 @@
-"""The columns of nccl-tests with a peer beside ftcomm, and those of a recovery."""
+"""The columns of nccl-tests with a peer beside ftcomm, and those of a recovery and of a detection."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ftcomm.bench import detection
 from ftcomm.bench.allreduce import Row
 from ftcomm.bench.recovery import Event, Summary
 
@@ -61,6 +62,24 @@ def summary_lines(summary: Summary) -> list[str]:
         f"steps lost: {summary.steps_lost} {'OK' if good else 'FAILED'}",
     )
     return [*lines, f"# {'; '.join(said)}"]
+
+
+def detection_heading() -> list[str]:
+    names = f"#{'kill':>5} {'replica':>8} {'rank':>5}" + _columns("detect", "view")
+    return [f"{names}   how", f"#{'':>20}" + _columns("(ms)", "(ms)")]
+
+
+def detection_line(event: detection.Event) -> str:
+    times = _columns(_maybe(event.detect_ms), _maybe(event.view_ms))
+    return f" {event.number + 1:>5} {event.replica:>8} {event.rank:>5}{times}   {event.how}"
+
+
+def detection_summary(summary: detection.Summary) -> list[str]:
+    lines = [
+        f"#{name:>5} {'':>14}" + _columns(_maybe(summary.detect_ms.get(name)), _maybe(summary.view_ms.get(name)))
+        for name in ("p50", "p90", "p99", "max")
+    ]
+    return [*lines, f"# detected: {summary.detected} of {summary.kills}"]
 
 
 def _columns(*texts: str) -> str:

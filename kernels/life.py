@@ -3,7 +3,11 @@
 A killed process first gives its memory back, which takes tens of milliseconds for a training's, and only then closes
 its sockets and wakes who watches its pidfd. But before all that, as the very first thing, the kernel walks the list of
 the robust futexes that each of its threads holds and marks every one of them. So a rank locks a robust mutex in its own
-segment for as long as it lives, and its peers look at that word, read-only, when they wait for too long.
+segment for as long as it lives, and its peers sleep on its word, read-only (`ftcomm.kernels.watch`).
+
+The kernel wakes somebody only if the word says that somebody waits. Those who do cannot write it, so the owner says so
+for them as soon as it holds the mutex; nobody ever unlocks it, and nobody else writes the word. And it wakes only one
+for each word, who may not get a core, or the interpreter lock, for a while; so there is one for every peer.
 
 The mark is also left when the holding thread ends; hold it from one that lives as long as the rank takes part.
 """
@@ -14,31 +18,35 @@ import ctypes
 import threading
 
 DIED = 0x4000_0000  # the kernel's mark, FUTEX_OWNER_DIED
+_WAITERS = 0x8000_0000  # FUTEX_WAITERS: the kernel has to wake one of those who sleep on the word
 _OWNER = 0x3FFF_FFFF  # the thread id of the holder
 _PSHARED, _ROBUST = 1, 1  # PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST
 
 
-def hold(address: int) -> bool:
-    """Lock a new robust mutex at `address` (64 zeroed bytes of shared memory, aligned to 8) in the calling thread.
+def hold(*addresses: int) -> bool:
+    """Lock a new robust mutex at each address (64 zeroed bytes of shared memory, aligned to 8) in the calling thread.
 
     False if the C library lays its mutexes out in another way than `died` expects: then nobody is ever taken for dead
     by it. Does not block.
     """
     libc = ctypes.CDLL(None)
     attributes = ctypes.create_string_buffer(64)
-    mutex = ctypes.c_void_p(address)
     try:
         failed = (
             libc.pthread_mutexattr_init(attributes)
             or libc.pthread_mutexattr_setpshared(attributes, _PSHARED)
             or libc.pthread_mutexattr_setrobust(attributes, _ROBUST)
-            or libc.pthread_mutex_init(mutex, attributes)
-            or libc.pthread_mutex_lock(mutex)
         )
+        for address in addresses:
+            mutex = ctypes.c_void_p(address)
+            failed = failed or libc.pthread_mutex_init(mutex, attributes) or libc.pthread_mutex_lock(mutex)
+            word = ctypes.c_uint32.from_address(address)
+            if failed or word.value != threading.get_native_id():
+                return False
+            word.value |= _WAITERS
     except AttributeError:  # a C library without robust mutexes
         return False
-    word = ctypes.c_uint32.from_address(address).value
-    return not failed and word & _OWNER == threading.get_native_id()
+    return True
 
 
 def died(word: int) -> bool:

@@ -25,6 +25,7 @@ SLEEP = 0.010  # seconds; the longest sleep before the caller looks around
 
 _FUTEX_WAIT = 0  # neither private: the word lies in memory shared between processes
 _FUTEX_WAKE = 1
+_PRIVATE = 128
 _SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 
 
@@ -51,9 +52,9 @@ _LIMIT = _Timespec(0, int(SLEEP * 1e9))
 _POLLS = 32  # in a round, about 2 us; then the core is yielded, in case the writer waits for it
 
 
-def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at `address`. Does not block. Any thread."""
-    _wake(_NUMBER, address, _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+def wake(address: int, *, private: bool = False) -> None:
+    """Wake everybody who sleeps on the word at `address`, `private` to this process. Does not block. Any thread."""
+    _wake(_NUMBER, address, _FUTEX_WAKE | _PRIVATE * private, 0x7FFFFFFF, None, None, 0)
 
 
 class Waiter:

@@ -52,6 +52,7 @@ def test_allreduce_beside_gloo(tmp_path: Path) -> None:
     [
         pytest.param(("-d", "bfloat16", "-o", "max", "--sizes", "2K,3000", "-n", "3"), id="bf16 max"),
         pytest.param(("-d", "float16", "-o", "sum", "--sizes", "64K", "-n", "30"), id="fp16 sum, filled again"),
+        pytest.param(("--compare", "atomic", "--sizes", "1K,1500K", "-n", "3"), id="atomic"),
         pytest.param(("-d", "int64", "-o", "product", "--sizes", "1K", "-n", "3", "--transport", "tcp"), id="tcp"),
     ],
 )
@@ -95,6 +96,19 @@ def test_recovery(tmp_path: Path) -> None:
         assert event["rejoin_ms"] > event["detect_ms"]
     assert result["summary"]["steps_lost"] == 0
     assert set(result["summary"]["stall_ms"]) == {"p50", "p99", "max"}
+
+
+def test_detection(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("detection", "--smoke", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# detected: 2 of 2" in done.stdout
+    result = json.loads(path.read_text())
+    assert [(event["replica"], event["rank"]) for event in result["events"]] == [(0, 0), (1, 0)]
+    for event in result["events"]:
+        assert 0 < event["detect_ms"] <= event["view_ms"]
+        assert event["how"]
+    assert result["summary"]["detect_ms"].keys() == {"p50", "p90", "p99", "max"}
 
 
 def _children_of_the_run(pid: int) -> list[str]:

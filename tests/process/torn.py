@@ -1,0 +1,137 @@
+"""A rank that stops itself (SIGSTOP) in the middle of a put, at a named place: what it was doing goes on when it wakes.
+
+place     is reached                                                   transport
+copy      half of its input is copied into its staging                 both
+posted    its input lies in its staging, and the word does not say so  both
+reduced   the same for its shard of the reduced chunk                  both
+read      some shards of the others are copied into its result         both
+taken     the last of the result is there, and the word does not say so both
+frame     half of a frame is in the socket                             tcp
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ftcomm
+from ftcomm.collective import stream
+from ftcomm.transport import tcp
+from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
+
+from .bodies import reduce_forever
+from .job import Notes
+
+SHARED = ("copy", "posted", "reduced", "read", "taken")
+TCP = ("copy", "frame", "posted", "taken")
+_WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
+
+
+def reduce_and_stop(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """`reduce_forever`; the first life of the rank `arguments["victim"]` stops at `arguments["place"]`."""
+    if [group.replica, group.rank] == list(arguments["victim"]) and first_life(arguments["marks"]):
+        stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind))
+    reduce_forever(group, notes, arguments)
+
+
+def first_life(folder: str | Path) -> bool:
+    try:
+        (Path(folder) / "stopped").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: None) -> None:
+    """Stop this process the `times`-th time that `place` is reached; `note` hears "stopped" before, "woke" after."""
+    left = times
+
+    def now() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    def stop() -> None:
+        note("stopped")
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once, before the next line
+        note("woke")
+
+    if place == "frame":
+        send = tcp.Reader.send
+
+        def send_torn(self: tcp.Reader, word: int, value: int, start: int, payload: memoryview, *rest: Any) -> None:
+            if len(payload) > 1000 and now():
+                self._sock = TornSocket(self._sock, stop)  # type: ignore[assignment]
+            send(self, word, value, start, payload, *rest)
+
+        tcp.Reader.send = send_torn  # type: ignore[method-assign, assignment]
+    elif place in _WORDS:
+        publish = stream.Stream._publish
+
+        def publish_late(self: stream.Stream, word: int, count: int) -> None:
+            if word == _WORDS[place] and count and now():
+                stop()
+            publish(self, word, count)
+
+        stream.Stream._publish = publish_late  # type: ignore[method-assign]
+    else:
+        make_lane = stream.Stream._lane
+
+        def torn_lane(self: stream.Stream, *args: Any) -> Any:
+            lane = make_lane(self, *args)
+            if now():
+                if place == "copy":
+                    lane.mine = TornArray(lane.mine, stop)
+                else:
+                    lane.reduced = TornList(lane.reduced, stop)
+            return lane
+
+        stream.Stream._lane = torn_lane  # type: ignore[method-assign]
+
+
+class _Once:
+    """Around `real`; stops in the middle of what is done with it, once."""
+
+    def __init__(self, real: Any, stop: Callable[[], None]) -> None:
+        self._real, self._stop = real, stop
+        self._used = False
+
+    def _first(self) -> bool:
+        first, self._used = not self._used, True
+        return first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __len__(self) -> int:
+        return len(self._real)
+
+
+class TornArray(_Once):
+    def __setitem__(self, key: Any, values: Any) -> None:
+        half = len(values) // 2
+        self._real[:half] = values[:half]
+        if self._first():
+            self._stop()
+        self._real[half:] = values[half:]
+
+
+class TornList(_Once):
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._real):
+            if number and self._first():
+                self._stop()
+            yield item
+
+
+class TornSocket(_Once):
+    def sendmsg(self, buffers: Sequence[memoryview], *rest: Any) -> int:
+        if not self._first():
+            return self._real.sendmsg(buffers, *rest)
+        header, payload = buffers
+        sent = self._real.sendmsg([header, payload[: len(payload) // 2]], *rest)
+        self._stop()
+        return sent
