@@ -22,13 +22,21 @@ from __future__ import annotations
 import bisect
 import socket
 import struct
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from ftcomm.control.bounds import Text
+from ftcomm.control.unpack import unpack
 from ftcomm.hsdp.state import Flat
 
 BLOCK = 1 << 20  # bytes of one request; large enough to stream, small enough to spread over the sources
-MAX_FRAME = 256 << 20  # bytes; a skeleton has about 100 a tensor
+MIN_BLOCK = 1 << 16  # bytes; a list of all smaller ones could fill the memory of a joiner
+MAX_FRAME = 256 << 20  # bytes that a source may send; a skeleton has about 100 a tensor
+MAX_REQUEST = 4096  # bytes that a joiner may
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
@@ -41,22 +49,22 @@ class Wait(Frame, frozen=True):
 
 class Offer(Frame, frozen=True):
     skeleton: bytes
-    nbytes: int
-    block: int
+    nbytes: _Count
+    block: Annotated[int, Meta(ge=MIN_BLOCK, le=MAX_FRAME)]
 
 
 class Refusal(Frame, frozen=True):
-    reason: str
+    reason: Text
 
 
 class Want(Frame, frozen=True):
-    number: int
+    number: _Count
 
 
 class Block(Frame, frozen=True):
-    number: int
-    nbytes: int
-    crc: int
+    number: _Count
+    nbytes: _Count
+    crc: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class Done(Frame, frozen=True):
@@ -94,21 +102,32 @@ class Wrong(Exception):
     """The other side broke the protocol; its connection is given up."""
 
 
+class NoSource(Exception):
+    """A source that does not serve, or is not needed any more, and has said nothing wrong."""
+
+
 def send(sock: socket.socket, frame: Frame) -> None:
     payload = msgspec.msgpack.encode(frame)
     sock.sendall(struct.pack(">I", len(payload)) + payload)
 
 
-def receive(sock: socket.socket) -> Frame:
-    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` or `Wrong` on foreign bytes."""
+def receive(sock: socket.socket, limit: int = MAX_FRAME) -> Frame:
+    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` or `Wrong` on foreign bytes.
+
+    Memory is taken as bytes arrive, not for what the other side says will come.
+    """
     head = bytearray(4)
     read_into(sock, memoryview(head))
     (size,) = struct.unpack(">I", head)
-    if size > MAX_FRAME:
-        raise Wrong(f"a frame of {size} bytes")
-    payload = bytearray(size)
-    read_into(sock, memoryview(payload))
-    return _DECODER.decode(payload)
+    if size > limit:
+        raise Wrong(f"a frame of {size} bytes, at most {limit} are allowed")
+    payload = bytearray()
+    while left := size - len(payload):
+        part = sock.recv(min(left, BLOCK))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        payload += part
+    return unpack(_DECODER, payload)
 
 
 def read_into(sock: socket.socket, view: memoryview) -> None:

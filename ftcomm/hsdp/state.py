@@ -80,7 +80,10 @@ def allocate(skeleton: bytes) -> Flat:
     specs = [leaf for _, _, tree in _entries(skeleton) for leaf in _specs(tree)]
     if [spec.place for spec in specs] != list(range(len(specs))):
         raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
-    return Flat(skeleton, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs])
+    try:
+        return Flat(skeleton, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs])
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise StateError(f"There is no memory for the state of the other replicas: {error}") from error
 
 
 def load(flat: Flat, state: Mapping[str, Stateful]) -> None:

@@ -1,0 +1,71 @@
+"""Coverage-guided fuzzing of one target: `python -m tests.fuzz TARGET [--seconds N] [--seed N] [FILE ...]`.
+
+With files, runs the target on their bytes and nothing more: that is how a failure is looked at again. Needs atheris
+(in the `dev` extra where it has wheels).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+with contextlib.suppress(ImportError):
+    import atheris
+
+
+@click.command()
+@click.argument("name", metavar="TARGET")
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--seconds", default=60, show_default=True, help="How long.")
+@click.option("--seed", type=int, help="Of the mutations; printed, to run the same again.")
+@click.option("--length", default=1024, show_default=True, help="Of an input at most, in bytes.")
+def main(name: str, files: tuple[Path, ...], seconds: int, seed: int | None, length: int) -> None:
+    logging.getLogger("ftcomm").addHandler(logging.NullHandler())
+    logging.getLogger("ftcomm").propagate = False
+    if files:
+        from tests.fuzz.targets import TARGETS
+
+        for file in files:
+            TARGETS[name].run(file.read_bytes())
+        return
+    if "atheris" not in globals():
+        raise click.ClickException("atheris is not installed (it has wheels for Python 3.11 to 3.13 on x86-64 Linux)")
+    with atheris.instrument_imports(include=["ftcomm"]):
+        from tests.fuzz.choices import KINDS
+        from tests.fuzz.targets import TARGETS
+    if name not in TARGETS:
+        raise click.ClickException(f"no target {name!r}; there are {', '.join(TARGETS)}")
+    seed = random.randrange(1, 1 << 31) if seed is None else seed
+    folder = Path(tempfile.mkdtemp(prefix=f"ftcomm-fuzz-{name}-"))
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for data in TARGETS[name].seeds():
+        (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    words = {word for kind in KINDS for word in (kind.__name__, *kind.__struct_fields__)}
+    (folder / "words").write_text("".join(f'"{word}"\n' for word in sorted(words)))
+    print(f"target {name}, seed {seed}, corpus and failures in {folder}", flush=True)
+    options = {
+        "max_total_time": seconds,
+        "seed": seed,
+        "max_len": length,
+        "dict": folder / "words",
+        "artifact_prefix": f"{folder}/",
+        "timeout": 20,  # s for one input
+        "rss_limit_mb": 4096,
+        "print_final_stats": 1,
+        "verbosity": 0,
+    }
+    flags = [f"-{option}={setting}" for option, setting in options.items()]
+    atheris.Setup([sys.argv[0], *flags, str(corpus)], TARGETS[name].run)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

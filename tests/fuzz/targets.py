@@ -1,0 +1,322 @@
+"""One function a decoder: bytes in, nothing out. It raises only if the decoder does what it must not.
+
+`seeds` of a target are inputs that are right, so that mutations of them get further than noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import queue
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ftcomm.control import messages as m
+from ftcomm.control import wire
+from ftcomm.control.links import serve_messages
+from ftcomm.control.store import StoreError, ViewStore
+from ftcomm.control.views import Member, View
+from ftcomm.hsdp import frames
+from ftcomm.hsdp.state import allocate, first_difference, flatten
+from ftcomm.launch.output import LineSplitter
+from ftcomm.transport.segment import HEADER, POSTED, REDUCED, TAKEN
+from ftcomm.transport.tcp import Lost, Reader, TcpPeer
+from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
+from tests.fuzz.machines import GIVEN, Coordinated, Ranked
+
+TOKEN = "secret"
+DEADLINE = 10.0  # s
+EPOCH = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+
+
+# -- control plane -------------------------------------------------------------------------------------------------
+
+
+def all_messages() -> list[m.AnyMessage]:
+    """One of each kind at least, of those that are accepted."""
+    made = []
+    for kind in KINDS:
+        for start in range(4):
+            with contextlib.suppress(ValueError):
+                made.append(m.decode(m.encode(value(Choices(bytes(range(start, 200))), kind, (1, 2), GIVEN))))
+    member = Member(0, "a", (ADDRESS,), True)
+    view = View(2, 7, (member, msgspec.structs.replace(member, replica=3)), "join 3", 1 << 32)
+    progress = m.Progress(3, (m.OpProgress(3, (m.Final((0, 2), b"\x05"),)),), (m.FailedOp(2, "why"),))
+    return [*made, m.NewView(view), m.Boundary(0, 1, 5, view), m.MemberProgress(1, "abc", 7, progress)]
+
+
+def messages(data: bytes) -> None:
+    try:
+        message = m.decode(data)
+    except msgspec.DecodeError:
+        return
+    again = m.encode(message)
+    assert m.encode(m.decode(again)) == again
+    view = getattr(message, "view", None)
+    if view is not None:
+        assert list(view.replicas) == sorted(set(view.replicas))
+
+
+def framed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def connection(data: bytes) -> None:
+    """An authenticated peer says `data`: it is heard to its end or to the frame that is too long."""
+
+    async def run() -> str:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        with far:
+            far.sendall(data[:65536])
+            far.shutdown(socket.SHUT_WR)
+            return await asyncio.wait_for(serve_messages(near, heard, lambda writer: None), DEADLINE)
+
+    def heard(message: m.AnyMessage) -> None:
+        assert isinstance(message, m.Message)
+
+    assert _loop().run_until_complete(run())
+
+
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all runs; making one costs more than a run."""
+    if not _loops:
+        _loops.append(asyncio.new_event_loop())
+    return _loops[0]
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    """`data` as frames, whatever it is."""
+    while data:
+        length = int.from_bytes(data[:4], "big") % (wire.MAX_HANDSHAKE + 1)
+        yield data[4 : 4 + length]
+        data = data[4 + length :]
+
+
+def _talk(steps: wire.Steps, data: bytes) -> bool:
+    """Whether the other side of the handshake, which says `data`, was let in."""
+    received = _parts(data)
+    answer: bytes | None = None
+    try:
+        while True:
+            said = next(steps) if answer is None else steps.send(answer)
+            answer = next(received, None) if said is None else None
+            if said is None and answer is None:
+                return False
+            assert said is None or len(said) <= wire.MAX_HANDSHAKE
+    except StopIteration:
+        return True
+    except wire.HandshakeError:
+        return False
+    finally:
+        steps.close()
+
+
+def server(data: bytes) -> None:
+    assert not _talk(wire.server_steps(TOKEN), data), "let in without the token"
+
+
+def client(data: bytes) -> None:
+    assert not _talk(wire.client_steps(TOKEN, "member", {"replica": 1}), data), "took somebody for a server of the job"
+
+
+def handshakes() -> list[bytes]:
+    pack = msgspec.msgpack.encode
+    opening = wire.Opening(wire.VERSION, "leader", {"replica": 2, "incarnation": "a"}, b"n" * 16)
+    challenge, refusal = wire.Challenge(wire.VERSION, b"n" * 16), wire.Challenge(wire.VERSION, bytes(16), "no")
+    later = {"version": wire.VERSION + 1, "tongue": "another"}
+    return [
+        framed(pack(opening), pack(wire.Proof(b"m" * 32))),
+        framed(pack(challenge), pack(wire.Accepted(b"m" * 32))),
+        framed(pack(challenge), pack(wire.Accepted(b"", "wrong token"))),
+        framed(pack(refusal)),
+        framed(pack(later)),
+    ]
+
+
+def opening(data: bytes) -> None:
+    """The fields of an authenticated peer, where they are used."""
+    try:
+        fields = msgspec.msgpack.decode(data, type=wire.Opening).fields
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return
+    with contextlib.suppress(wire.BadFields):
+        assert 0 <= wire.number(fields, "replica") < 1 << 31
+    with contextlib.suppress(wire.BadFields):
+        assert wire.text(fields, "incarnation")
+
+
+# -- data plane and state ------------------------------------------------------------------------------------------
+
+
+def mirror(data: bytes) -> None:
+    """A peer's frames into its mirror: what it writes stays in the mirror, and the connection's end is told once."""
+    lost: queue.Queue[str] = queue.Queue()
+    with tcp_peer(lambda replica, epoch, reason: lost.put(reason)) as (peer, far):
+        with contextlib.suppress(OSError):  # it has hung up already
+            far.sendall(data[:65536])
+            far.shutdown(socket.SHUT_WR)
+        assert lost.get(timeout=DEADLINE).startswith("connection for data")
+        for word in (POSTED, REDUCED, TAKEN):
+            assert peer.words[word] >> 32 == EPOCH
+        assert lost.empty()
+
+
+@contextlib.contextmanager
+def tcp_peer(on_lost: Lost) -> Iterator[tuple[TcpPeer, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        far = socket.create_connection(port.getsockname())
+        near, _ = port.accept()
+    with far:
+        peer = TcpPeer(7, EPOCH, near, on_lost)
+        yield peer, far
+        peer.close()
+
+
+def data_frames() -> list[bytes]:
+    """As the writer itself makes them, of each kind."""
+    made = []
+    for word, payload in ((POSTED, b"x" * 64), (REDUCED, b"y" * 64), (TAKEN, b"")):
+        near, far = _tcp_pair()
+        with far:
+            Reader(near, 7, EPOCH).send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9), lambda replica: None)
+            made.append(far.recv(1 << 16))
+        near.close()
+    return [*made, b"".join(made)]
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        far = socket.create_connection(port.getsockname())
+        near, _ = port.accept()
+    return near, far
+
+
+def state_frames(data: bytes) -> None:
+    for limit in (frames.MAX_REQUEST, frames.MAX_FRAME):
+        near, far = socket.socketpair()
+        with near, far:
+            far.sendall(data[:65536])
+            far.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError, msgspec.DecodeError, frames.Wrong):
+                while True:
+                    assert isinstance(frames.receive(near, limit), frames.Frame)
+
+
+def state_seeds() -> list[bytes]:
+    made = [frames.Wait(), frames.Offer(b"skeleton", 9, frames.BLOCK), frames.Refusal("why"), frames.Want(3)]
+    return [framed(msgspec.msgpack.encode(frame)) for frame in [*made, frames.Block(3, 9, 77), frames.Done()]]
+
+
+class _Box:
+    def state_dict(self) -> dict[str, object]:
+        import torch
+
+        return {"w": torch.zeros(3), "n": 1 << 70, "list": [1.0, (None, True)], "d": {1: "x"}}
+
+
+def skeleton(data: bytes) -> None:
+    """A source's account of its state, compared with ours; memory is only taken for one that fits."""
+    from ftcomm.errors import StateError
+
+    with contextlib.suppress(StateError):
+        if first_difference(skeletons()[0], data) is None and len(data) < 1 << 16:
+            for tensor in allocate(data).tensors:
+                assert tensor.numel() >= 0
+
+
+def skeletons() -> list[bytes]:
+    return [flatten({"model": _Box()}).skeleton]  # type: ignore[dict-item]
+
+
+# -- files and pipes -----------------------------------------------------------------------------------------------
+
+
+def views(data: bytes) -> None:
+    """The file of views of an earlier coordinator."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        path = Path(folder) / "views"
+        path.write_bytes(data)
+        store = ViewStore(path)
+        try:
+            store.open()
+        except StoreError:
+            return
+        last = store.views[-1].epoch if store.views else 0
+        store.append(View(last + 1, None, (), "next"))
+        store.close()
+        again = ViewStore(path)
+        again.open()
+        assert again.views[-1].epoch == last + 1
+        again.close()
+
+
+def view_files() -> list[bytes]:
+    member = Member(0, "a", (ADDRESS,), True)
+    lines = [msgspec.json.encode(View(epoch, None, (member,), "why")) + b"\n" for epoch in (1, 2, 3)]
+    return [b"".join(lines), lines[0] + lines[1][:-9]]
+
+
+def lines(data: bytes) -> None:
+    """What a rank writes, read in pieces of any size."""
+    splitter, choices, at, got = LineSplitter(), Choices(data[:16]), 0, b""
+    while at < len(data):
+        size = 1 + choices.number()
+        for line in splitter.feed(data[at : at + size], float(at)):
+            assert b"\n" not in line
+            got += line
+        at += size
+    assert len(got + b"".join(splitter.flush())) <= len(data)
+
+
+# -- machines ------------------------------------------------------------------------------------------------------
+
+
+def coordinator(data: bytes) -> None:
+    told = Coordinated(Choices(data))
+    for replica in range(3):
+        told.joined(replica, replica)
+    while told.choices:
+        told.step()
+
+
+def rank(data: bytes) -> None:
+    told = Ranked(Choices(data))
+    while told.choices:
+        told.step()
+
+
+def noise() -> list[bytes]:
+    return [bytes(range(256)), b"\x08" * 40]
+
+
+TARGETS = {
+    "messages": Target(messages, lambda: [m.encode(message) for message in all_messages()]),
+    "connection": Target(connection, lambda: [framed(*[m.encode(message) for message in all_messages()[:4]])]),
+    "server": Target(server, handshakes),
+    "client": Target(client, handshakes),
+    "opening": Target(opening, lambda: [next(_parts(seed)) for seed in handshakes()]),
+    "mirror": Target(mirror, data_frames),
+    "state_frames": Target(state_frames, state_seeds),
+    "skeleton": Target(skeleton, skeletons),
+    "views": Target(views, view_files),
+    "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
+    "coordinator": Target(coordinator, noise),
+    "rank": Target(rank, noise),
+}

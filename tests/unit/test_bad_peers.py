@@ -1,0 +1,612 @@
+"""Peers that lie, flood, stall or replay: what they cost, what is counted, and that everybody else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import socket
+import threading
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator
+
+import msgspec
+import pytest
+
+from ftcomm.control import dropped, links, wire
+from ftcomm.control import messages as m
+from ftcomm.control.agent import Agent
+from ftcomm.control.links import Link, Listener, hand_over, listen, open_socket, serve_messages
+from ftcomm.control.server import CoordinatorServer
+from ftcomm.control.views import Member, View
+from tests.fuzz.choices import ADDRESS
+from tests.fuzz.machines import GIVEN, TIMEOUTS
+from tests.fuzz.targets import all_messages
+
+pytestmark = pytest.mark.protocol
+
+TOKEN = "secret"
+DEADLINE = 10.0
+MB = 1 << 20
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """How many of a kind were dropped in this test."""
+    monkeypatch.setattr(dropped, "_tallies", {})
+    return lambda kind: dropped.counts().get(kind, 0)
+
+
+@contextlib.asynccontextmanager
+async def listening(on_peer: Callable[[socket.socket, wire.Opening], Awaitable[None]]):
+    sock = listen("127.0.0.1", 0)
+    listener = Listener(sock, TOKEN, on_peer)
+    try:
+        yield sock.getsockname()
+    finally:
+        await listener.close()
+
+
+async def nobody(sock: socket.socket, opening: wire.Opening) -> None:
+    sock.close()
+    raise AssertionError(f"let in: {opening}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the other side hangs up; what it did not read makes that a reset."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := await asyncio.wait_for(reader.read(100), DEADLINE):
+            got += part
+    return got
+
+
+def framed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def recorded(token: str) -> tuple[list[bytes], list[bytes]]:
+    """What client and server say in a handshake that goes well."""
+    client, server = wire.client_steps(token, "leader", {"replica": 1}), wire.server_steps(token)
+    next(server)
+    opening = next(client)
+    next(client)
+    challenge = server.send(opening)
+    next(server)
+    proof = client.send(challenge)
+    next(client)
+    return [opening, proof], [challenge, server.send(proof)]
+
+
+# -- who is let in -------------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_handshake_opens_nothing(count: Callable[[str], int]) -> None:
+    said, _ = recorded(TOKEN)
+    assert len(said) == 2
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(framed(*said))
+            assert b"wrong token" in await closed(reader)
+            writer.close()
+            await until(lambda: count("token") == 1)
+
+    asyncio.run(run())
+
+
+def test_a_recorded_server_is_not_trusted() -> None:
+    _, answers = recorded(TOKEN)
+    client = wire.client_steps(TOKEN, "leader", {"replica": 1})
+    next(client)
+    next(client)
+    client.send(answers[0])
+    next(client)
+    with pytest.raises(wire.Refused, match="does not hold this job's token"):
+        client.send(answers[1])
+
+
+def test_a_client_signs_for_nobody_else() -> None:
+    """One who lures a client could have it sign an opening of the lurer's own, were a nonce of any length."""
+    real = wire.server_steps(TOKEN)
+    next(real)
+    victim = wire.client_steps(TOKEN, "member", {"replica": 1})
+    signed = next(victim)  # will be the value of a last field of the lurer's opening
+    head = msgspec.msgpack.encode({"version": wire.VERSION, "purpose": "leader", "fields": {}, "nonce": b"n" * 16})
+    prefix = bytes([0x85]) + head[1:] + b"\xa1x" + b"\xc4" + bytes([len(signed)])
+    assert msgspec.msgpack.decode(prefix + signed, type=wire.Opening).purpose == "leader"
+    nonce = msgspec.msgpack.decode(real.send(prefix + signed), type=wire.Challenge).nonce
+    next(victim)
+    lure = msgspec.msgpack.encode({"version": wire.VERSION, "nonce": nonce + prefix, "refused": ""})
+    with pytest.raises(wire.HandshakeError, match="nonce"):
+        victim.send(lure)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "handshake"),
+        (b"\x7f\xff\xff\xff", "handshake"),
+        (framed(b"\x81\xa7purpose\xa1\xff"), "handshake"),
+        (framed(b"\x91" * 4000), "handshake"),
+        (framed(msgspec.msgpack.encode({"version": wire.VERSION + 1})), "version"),
+        (framed(recorded("guess")[0][0], recorded("guess")[0][1]), "token"),
+        (b"", "handshake"),
+        (b"\x00\x00", "handshake"),
+    ],
+    ids=["another protocol", "too long", "no UTF-8", "deep", "version", "token", "nothing", "truncated"],
+)
+def test_each_refusal_is_one_line_and_counted(
+    said: bytes, kind: str, count: Callable[[str], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(said)
+            writer.write_eof()
+            await closed(reader)
+            writer.close()
+            await until(lambda: count(kind) == 1)
+
+    with caplog.at_level(logging.WARNING, "ftcomm.control"):
+        asyncio.run(run())
+    assert dropped.counts() == {kind: 1}
+    assert [len(record.getMessage().splitlines()) for record in caplog.records] == [1]
+    assert caplog.records[0].exc_info is None
+
+
+def test_strangers_that_say_nothing_make_room_for_newer_ones(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    monkeypatch.setattr(links, "MAX_HANDSHAKES", 8)
+    arrived = []
+    heard: list[m.AnyMessage] = []
+
+    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+        arrived.append(opening.purpose)
+        await serve_messages(sock, heard.append, lambda writer: None)
+
+    async def run() -> None:
+        async with listening(peer) as address:
+            friend = await open_socket(address, TOKEN, "rank", {})
+            await until(lambda: arrived == ["rank"])
+            strangers = [await asyncio.open_connection(*address) for _ in range(20)]
+            await until(lambda: count("crowded") == 12)
+            for reader, _ in strangers[:12]:  # the oldest are gone
+                assert await closed(reader) == b""
+            client = await open_socket(address, TOKEN, "member", {})  # and who has the token gets in
+            client.close()
+            await until(lambda: arrived == ["rank", "member"])
+            await asyncio.get_running_loop().sock_sendall(friend, GOOD)  # who had got in is no stranger
+            await until(lambda: heard == [m.Heartbeat(3)])
+            friend.close()
+            for reader, writer in strangers[13:]:
+                assert not reader.at_eof()
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_strangers_take_no_more_memory_than_a_handshake_may(count: Callable[[str], int]) -> None:
+    """Each says that the longest frame comes and sends all but its end; then one sends a MB, which is not read."""
+    strangers = 100
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            socks = [socket.create_connection(address) for _ in range(strangers)]
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            for sock in socks:
+                sock.sendall(wire.MAX_HANDSHAKE.to_bytes(4, "big") + bytes(wire.MAX_HANDSHAKE - 1))
+                await asyncio.sleep(0)
+            flood = asyncio.to_thread(push, socks[0], (bytes(MB),))
+            await flood
+            await until(lambda: count("handshake") == 1)
+            assert tracemalloc.get_traced_memory()[1] - before < MB + 4 * strangers * wire.MAX_HANDSHAKE + MB // 2
+            for sock in socks:
+                sock.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stranger_that_says_nothing_is_closed_in_time(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", 0.05)
+
+    async def run() -> None:
+        async with listening(nobody) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"\x00")
+            assert await closed(reader) == b""
+            writer.close()
+            assert count("handshake") == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_drips_does_not_hold_a_client() -> None:
+    """Each byte comes in time, all of them do not."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        over = threading.Event()
+
+        def drip() -> None:
+            conn, _ = port.accept()
+            with conn, contextlib.suppress(OSError):
+                conn.sendall((4000).to_bytes(4, "big"))
+                while not over.wait(0.02):
+                    conn.sendall(b"x")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        with pytest.raises(OSError, match="time"):
+            wire.connect(port.getsockname(), TOKEN, "data", {}, 0.3)
+        over.set()
+        thread.join(DEADLINE)
+
+
+# -- who is in -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    with near, far:
+        yield near, far
+
+
+def served(*parts: bytes, on_message: Callable[[m.AnyMessage], None]) -> str:
+    async def run() -> str:
+        with pair() as (near, far):
+            thread = threading.Thread(target=push, args=(far, parts), daemon=True)
+            thread.start()
+            why = await asyncio.wait_for(serve_messages(near, on_message, lambda writer: None), DEADLINE)
+        thread.join(DEADLINE)
+        return why
+
+    return asyncio.run(run())
+
+
+def push(sock: socket.socket, parts: tuple[bytes, ...]) -> None:
+    with contextlib.suppress(OSError):  # it hangs up on us
+        for part in parts:
+            sock.sendall(part)
+        sock.shutdown(socket.SHUT_WR)
+
+
+GOOD = framed(m.encode(m.Heartbeat(3)))
+NO_MESSAGE = {
+    "no UTF-8": b"\x81\xa4type\xa1\xff",
+    "deep": b"\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 100_000,
+    "a list of 4 G": b"\xdd\xff\xff\xff\xff",
+    "unknown kind": msgspec.msgpack.encode({"type": "Surrender"}),
+    "truncated": m.encode(m.Expelled("a reason"))[:-3],
+    "with a tail": m.encode(m.Heartbeat(3)) + b"\x00",
+    "empty": b"",
+    "negative replica": msgspec.msgpack.encode({"type": "Reachable", "replica": -1}),
+    "huge replica": msgspec.msgpack.encode({"type": "Reachable", "replica": 1 << 31}),
+    "huge epoch": msgspec.msgpack.encode({"type": "Installed", "epoch": 1 << 32}),
+    "huge step": msgspec.msgpack.encode({"type": "Heartbeat", "step": (1 << 64) - 1}),
+    "long name": msgspec.msgpack.encode({"type": "Welcome", "incarnation": "x" * 1000}),
+    "an event of the coordinator": msgspec.msgpack.encode({"type": "Report", "kind": "failed", "fields": {}}),
+    "a member twice": msgspec.msgpack.encode(
+        {
+            "type": "NewView",
+            "view": {"epoch": 1, "step": None, "members": [msgspec.to_builtins(Member(1, "a", (), True))] * 2},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("data", NO_MESSAGE.values(), ids=NO_MESSAGE)
+def test_what_is_no_message_is_dropped_and_the_connection_goes_on(data: bytes, count: Callable[[str], int]) -> None:
+    heard: list[m.AnyMessage] = []
+    served(GOOD, framed(data), GOOD, on_message=heard.append)
+    assert heard == [m.Heartbeat(3), m.Heartbeat(3)]
+    assert dropped.counts() == {"message": 1}
+
+
+def test_a_view_has_its_members_in_order() -> None:
+    members = (Member(2, "a", (), True), Member(1, "b", (), True))
+    with pytest.raises(ValueError, match="ascending"):
+        View(1, None, members)
+
+
+def test_a_callback_that_fails_costs_one_message(count: Callable[[str], int]) -> None:
+    heard = []
+
+    def fails_once(message: m.AnyMessage) -> None:
+        heard.append(message)
+        if len(heard) == 1:
+            raise KeyError("a defect")
+
+    served(GOOD, GOOD, on_message=fails_once)
+    assert len(heard) == 2
+    assert count("internal") == 1
+
+
+def test_memory_is_taken_for_what_came_not_for_what_was_said(count: Callable[[str], int]) -> None:
+    """A frame that claims the most and brings little, then one that claims more than the most."""
+    tracemalloc.start()
+    try:
+        served((wire.MAX_MESSAGE).to_bytes(4, "big") + b"x" * 1000, on_message=print)
+        assert tracemalloc.get_traced_memory()[1] < MB
+        why = served(GOOD, (wire.MAX_MESSAGE + 1).to_bytes(4, "big"), b"x" * MB, on_message=print)
+        assert "at most" in why
+        assert tracemalloc.get_traced_memory()[1] < 3 * MB
+    finally:
+        tracemalloc.stop()
+    assert dropped.counts() == {"frame": 1}
+
+
+def test_a_longest_message_takes_a_small_multiple_of_its_length(count: Callable[[str], int]) -> None:
+    """The bounds of lists keep what is decoded small: one of 16 million small numbers is refused before it is made."""
+    numbers = b"\xdd" + (wire.MAX_MESSAGE - 100).to_bytes(4, "big") + b"\x01" * (wire.MAX_MESSAGE - 100)
+    stalled = msgspec.msgpack.encode({"type": "Stalled", "rank": 0, "epoch": 1, "op": 1, "due": True})
+    data = bytes([stalled[0] + 1]) + stalled[1:] + b"\xaawaiting_on" + numbers
+    assert wire.MAX_MESSAGE - 100 < len(data) <= wire.MAX_MESSAGE
+    frame = framed(data)
+    tracemalloc.start()
+    try:
+        served(frame, on_message=print)
+        assert tracemalloc.get_traced_memory()[1] < 4 * wire.MAX_MESSAGE
+    finally:
+        tracemalloc.stop()
+    assert dropped.counts() == {"message": 1}
+
+
+def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]) -> None:
+    monkeypatch.setattr(wire, "MAX_UNSENT", MB)
+
+    async def run() -> None:
+        with pair() as (near, _):
+            _, writer = await asyncio.open_connection(sock=near)
+            for _ in range(100):
+                wire.write_frame(writer, b"x" * 100_000)
+                assert writer.transport.get_write_buffer_size() < 2 * MB
+            assert writer.transport.is_closing()
+
+    asyncio.run(run())
+    assert count("unsent") > 0
+
+
+def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> None:
+    async def run() -> None:
+        with pair() as (near, far):
+            _, writer = await asyncio.open_connection(sock=near)
+            wire.write_frame(writer, bytes(wire.MAX_MESSAGE + 1))
+            wire.write_frame(writer, b"next")
+            assert await asyncio.to_thread(far.recv, 100) == framed(b"next")
+            writer.close()
+
+    asyncio.run(run())
+    assert count("unsent") == 1
+
+
+# -- whole servers: everything, from everybody, at once ----------------------------------------------------------
+
+
+def rubbish() -> bytes:
+    """Every message there is, in no order that makes sense, with what is none in between."""
+    good = [m.encode(message) for message in all_messages()]
+    return framed(*[data for pair in itertools.zip_longest(good, NO_MESSAGE.values(), fillvalue=b"") for data in pair])
+
+
+async def insult(address: tuple[str, int], purpose: str, fields: wire.Fields) -> None:
+    """Say all of it on an authenticated connection, then hang up."""
+    sock = await open_socket(address, TOKEN, purpose, fields)
+    with sock, contextlib.suppress(OSError):  # it may hang up first
+        await asyncio.get_running_loop().sock_sendall(sock, rubbish())
+
+
+FIELDS: list[wire.Fields] = [
+    {},
+    {"rank": 0},
+    {"rank": 1},
+    {"rank": 9},
+    {"rank": "x"},
+    {"replica": -1, "epoch": "x"},
+    {"replica": 3, "epoch": 1},
+]
+PURPOSES = ("leader", "rank", "member", "data", "state", "", "x" * 200)
+
+
+def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
+    async def run() -> None:
+        events: list[dict[str, object]] = []
+        server = CoordinatorServer(1, 1, TOKEN, timeouts=TIMEOUTS, on_event=events.append)
+        await server.start()
+        address = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+        for purpose, fields in itertools.product(PURPOSES, FIELDS):
+            await insult(address, purpose, fields)
+        assert count("purpose") == (len(PURPOSES) - 1) * len(FIELDS)
+        assert count("message") > 0
+        heard: list[m.AnyMessage] = []
+        epoch = max([0, *[event["epoch"] for event in events if event["kind"] == "view"]])
+        join = m.Join(5, "honest", (ADDRESS,), 0, -1, GIVEN["timeouts"])
+        link = Link(address, TOKEN, "leader", {}, on_open=lambda: link.send(join), on_message=heard.append)
+        await until(lambda: bool(heard))
+        assert isinstance(heard[0], m.NewView | m.Queued | m.Expelled), epoch
+        link.close()
+        await server.stop()
+
+    asyncio.run(run())
+    assert count("internal") == 0
+
+
+class Still:
+    """An engine that has nothing to do."""
+
+    def freeze(self, quiesced: Callable[[], None]) -> None:
+        quiesced()
+
+    def nudge(self) -> None: ...
+
+    def progress(self) -> m.Progress:
+        return m.Progress(0, ())
+
+    def reach(self, view: View) -> list[int]:
+        return []
+
+    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+        return {}
+
+    def waiting(self, seconds: float) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+
+def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
+    served: queue.Queue[wire.Fields] = queue.Queue()
+
+    def handler(sock: socket.socket, fields: wire.Fields) -> None:
+        with sock:
+            wire.number(fields, "replica")
+            served.put(fields)
+
+    sock, nowhere = listen("127.0.0.1", 0), listen("127.0.0.1", 0)
+    address = sock.getsockname()
+    agent = Agent(
+        Still(),  # type: ignore[arg-type]
+        coordinator=nowhere.getsockname(),
+        token=TOKEN,
+        replica=0,
+        rank=0,
+        ranks=2,
+        leader=None,
+        leader_socket=None,
+        sock=sock,
+        address=ADDRESS,
+        timeouts=TIMEOUTS,
+    )
+    agent.serve("data", handler)
+    agent.start()
+    try:
+        for purpose, fields in itertools.product(PURPOSES, FIELDS):
+            asyncio.run(insult(address, purpose, fields))
+        with wire.connect(address, TOKEN, "data", {"replica": 3, "epoch": 1}, DEADLINE):
+            for _ in range(2):
+                assert served.get(timeout=DEADLINE) == {"replica": 3, "epoch": 1}
+        asyncio.run(until(lambda: count("fields") == 3 * (len(FIELDS) - 1)))  # one is right for each of three purposes
+    finally:
+        agent.stop()
+        nowhere.close()
+    assert count("purpose") == 4 * len(FIELDS)
+    assert count("message") > 0
+    assert count("internal") == 0
+
+
+# -- our own errors ------------------------------------------------------------------------------------------------
+
+
+def test_a_link_outlives_errors_in_its_callbacks(count: Callable[[str], int]) -> None:
+    opened: list[int] = []
+
+    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+        await serve_messages(sock, lambda message: None, lambda writer: None)
+
+    async def run() -> None:
+        link: Link | None = None
+
+        def on_open() -> None:
+            opened.append(1)
+            if len(opened) < 3:
+                raise KeyError("a defect")
+
+        def on_down(error: Exception) -> None:
+            raise ValueError("another")
+
+        async with listening(peer) as address:
+            link = Link(address, TOKEN, "member", {}, on_open=on_open, on_down=on_down)
+            await until(lambda: len(opened) == 3)
+            await until(lambda: link.is_up)
+            link.close()
+
+    asyncio.run(run())
+    assert count("internal") == 4
+
+
+def test_a_link_to_an_address_that_cannot_be_says_so(count: Callable[[str], int]) -> None:
+    told: list[Exception] = []
+
+    async def run() -> None:
+        for address in (("\x00", 1), ("127.0.0.1", 70_000), ("x" * 300, 1)):
+            link = Link(address, TOKEN, "member", {}, on_open=lambda: None, on_down=told.append)
+            before = len(told)
+            await until(lambda before=before: len(told) > before)
+            link.close()
+
+    asyncio.run(run())
+    assert all(isinstance(error, OSError) for error in told)
+    assert dropped.counts() == {}
+
+
+def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str], int]) -> None:
+    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+        if opening.purpose == "rank":
+            wire.number(opening.fields, "rank", most=1)
+        raise KeyError("a defect")
+
+    async def run() -> None:
+        async with listening(peer) as address:
+            for purpose, fields in (("member", {}), ("rank", {"rank": "x"}), ("rank", {"rank": 7}), ("rank", {})):
+                sock = await open_socket(address, TOKEN, purpose, fields)
+                with sock:
+                    loop = asyncio.get_running_loop()
+                    assert await asyncio.wait_for(loop.sock_recv(sock, 1), DEADLINE) == b"", "hung up on"
+
+    asyncio.run(run())
+    assert dropped.counts() == {"internal": 1, "fields": 3}
+
+
+@pytest.mark.parametrize("fields", [{}, {"replica": "x"}, {"replica": -1}, {"replica": 1 << 31}], ids=str)
+def test_a_handler_with_fields_that_it_cannot_use_hangs_up(fields: wire.Fields, count: Callable[[str], int]) -> None:
+    def handler(sock: socket.socket, fields: wire.Fields) -> None:
+        wire.number(fields, "replica")
+
+    near, far = socket.socketpair()
+    with far:
+        hand_over(handler, near, fields)
+        assert far.recv(1) == b""
+    assert dropped.counts() == {"fields": 1}
+
+
+# -- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_a_flood_is_counted_and_does_not_flood_the_log(
+    count: Callable[[str], int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(dropped.time, "monotonic", lambda: now[0])
+    with caplog.at_level(logging.WARNING, "ftcomm.control"):
+        threads = [
+            threading.Thread(target=lambda: [dropped.drop("message", "x\n\x1b[31my") for _ in range(1000)])
+            for _ in "ab"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert count("message") == 2000
+        assert len(caplog.records) == dropped.LINES
+        assert caplog.records[0].getMessage() == "dropped (message): x??[31my"
+        dropped.drop("frame", "another kind")
+        assert len(caplog.records) == dropped.LINES + 1
+        now[0] = dropped.WINDOW
+        dropped.drop("message", "y")
+        assert caplog.records[-1].getMessage() == "dropped (message): y (and 1990 of this kind before it, not logged)"
