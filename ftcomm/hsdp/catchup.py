@@ -3,7 +3,8 @@
 A view that takes a replica in at the boundary of step m makes up to four contributing members its *sources*. Each
 copies its state entering step m to host memory, which is all that a healthy replica ever stalls, and serves the copy
 from a thread. All sources hold the same bits, so the joiner takes each block from whichever is free, checks it, and
-when a source dies or answers wrongly gets its blocks from the others. What they say to each other is in frames.py.
+when a source dies or answers wrongly gets its blocks from the others. Who is asked for what is decided in stripes.py;
+what they say to each other is in frames.py.
 """
 
 from __future__ import annotations
@@ -13,29 +14,39 @@ import socket
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ftcomm.control import wire
+from ftcomm.control.dropped import drop
 from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
-from ftcomm.hsdp.frames import BLOCK, Block, Done, Offer, Refusal, Stream, Wait, Want, Wrong, read_into, receive, send
+from ftcomm.hsdp.frames import (
+    BLOCK,
+    MAX_REQUEST,
+    Block,
+    Done,
+    NoSource,
+    Offer,
+    Refusal,
+    Stream,
+    Wait,
+    Want,
+    Wrong,
+    read_into,
+    receive,
+    send,
+)
 from ftcomm.hsdp.state import SAME_SCRIPT, Flat, Stateful, allocate, first_difference, flatten
+from ftcomm.hsdp.stripes import Snapshots, Stripes, sources_of
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
 
-MAX_SOURCES = 4
-DEPTH = 4  # requests ahead at one source, so that its link never idles for a round trip
 SILENCE = 10.0  # seconds without a byte after which a source counts as lost
 RETRY = 0.2  # seconds between attempts to reach a source whose script has not come to the step loop
-
-
-def sources_of(view: View) -> tuple[int, ...]:
-    """Which members serve the state to those that join with `view`."""
-    return tuple(sorted(view.contributing))[:MAX_SOURCES]
 
 
 class Snapshot:
@@ -56,25 +67,21 @@ class Source:
         self._group = group
         self._state = state
         self._step = -1
-        self._seen: set[str] = set()  # incarnations that were in a view at an earlier boundary
-        self._snapshots: dict[tuple[int, str], Snapshot] = {}
+        self._snapshots: Snapshots[Snapshot] = Snapshots()
         self._moved = threading.Condition()
         group.serve("state", self._serve)
 
     def at_boundary(self, step: int, view: View) -> None:
         """Take a snapshot if members joined here and this replica is a source; drop those nobody needs any more."""
-        joined = [m for m in view.members if not m.contributing and m.incarnation not in self._seen]
-        self._seen = {m.incarnation for m in view.members}
+        with self._moved:
+            joined = self._snapshots.due(step, view)
         snapshot = None
         if joined and self._state and self._group.replica in sources_of(view):
             snapshot = Snapshot(step, self._state)
             self._group.report("state_snapshot", step=step, bytes=snapshot.flat.nbytes, seconds=snapshot.seconds)
-        behind = {(m.replica, m.incarnation) for m in view.members if not m.contributing}
         with self._moved:
-            for joiner in [joiner for joiner in self._snapshots if joiner not in behind]:
-                del self._snapshots[joiner]
             if snapshot is not None:
-                self._snapshots.update({(m.replica, m.incarnation): snapshot for m in joined})
+                self._snapshots.put(joined, step, snapshot)
             self._step = step
             self._moved.notify_all()
 
@@ -84,38 +91,45 @@ class Source:
         with self._moved:
             while self._snapshots and time.monotonic() < deadline:
                 self._moved.wait(0.05)  # a loss is not announced here, so look
-                for joiner in [joiner for joiner in self._snapshots if joiner[0] not in self._group.members]:
-                    del self._snapshots[joiner]
+                self._snapshots.only(self._group.members)
 
     def _serve(self, sock: socket.socket, fields: Mapping[str, Any]) -> None:
-        with contextlib.closing(sock), contextlib.suppress(OSError, msgspec.DecodeError, Wrong):
+        joiner = wire.number(fields, "replica"), wire.text(fields, "incarnation")
+        step = wire.number(fields, "step", most=1 << 53)
+        with contextlib.closing(sock), contextlib.suppress(OSError):
             sock.settimeout(None)  # a joiner may idle while other sources are busy; its death closes the connection
-            joiner = int(fields["replica"]), str(fields["incarnation"])
-            snapshot = self._await(sock, int(fields["step"]), joiner)
-            if snapshot is None:
-                reason = "it took no snapshot for this replica" if self._state else "it passes no `state` to steps()"
-                send(sock, Refusal(reason))
-                return
-            stream = snapshot.stream
-            send(sock, Offer(snapshot.flat.skeleton, stream.nbytes, stream.block))
-            while isinstance(want := receive(sock), Want) and 0 <= want.number < stream.count:
-                pieces, crc = stream.pieces(want.number), 0
-                for piece in pieces:
-                    crc = zlib.crc32(piece, crc)
-                send(sock, Block(want.number, sum(piece.nbytes for piece in pieces), crc))
-                for piece in pieces:
-                    sock.sendall(piece)
-            if isinstance(want, Done):
-                with self._moved:
-                    self._snapshots.pop(joiner, None)
-                    self._moved.notify_all()
+            try:
+                self._answer(sock, step, joiner)
+            except (msgspec.DecodeError, Wrong) as error:
+                drop("state", f"the connection of replica {joiner[0]}, which fetches the state: {error}")
+
+    def _answer(self, sock: socket.socket, step: int, joiner: tuple[int, str]) -> None:
+        snapshot = self._await(sock, step, joiner)
+        if snapshot is None:
+            reason = "it took no snapshot for this replica" if self._state else "it passes no `state` to steps()"
+            send(sock, Refusal(reason))
+            return
+        stream = snapshot.stream
+        send(sock, Offer(snapshot.flat.skeleton, stream.nbytes, stream.block))
+        while isinstance(want := receive(sock, MAX_REQUEST), Want) and 0 <= want.number < stream.count:
+            pieces, crc = stream.pieces(want.number), 0
+            for piece in pieces:
+                crc = zlib.crc32(piece, crc)
+            send(sock, Block(want.number, sum(piece.nbytes for piece in pieces), crc))
+            for piece in pieces:
+                sock.sendall(piece)
+        if not isinstance(want, Done):
+            raise Wrong(f"it sent {want!r}, expected Want of one of {stream.count} blocks, or Done")
+        with self._moved:
+            self._snapshots.done(joiner)
+            self._moved.notify_all()
 
     def _await(self, sock: socket.socket, step: int, joiner: tuple[int, str]) -> Snapshot | None:
         """Until this replica has passed the boundary of `step`, which the joiner may have done a whole step earlier."""
         while True:
             with self._moved:
                 if self._step >= step or self._moved.wait_for(lambda: self._step >= step, timeout=1.0):
-                    return self._snapshots.get(joiner)
+                    return self._snapshots.get(joiner, step)
             send(sock, Wait())
 
 
@@ -136,21 +150,18 @@ class Fetch:
         self._offer: Offer | None = None  # the first one; it lays out what is to be received
         self._flat: Flat | None = None
         self._stream: Stream | None = None
-        self._todo: deque[int] = deque()
-        self._left = 0  # blocks not received yet
+        self._stripes = Stripes(sources_of(view))
         self._error: Exception | None = None
-        self._lost: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
-        self._alive = set(sources_of(view))
         self._left_view: set[int] = set()
         self.step = step
         self.seconds = 0.0
-        self.sources: list[int] = []  # who served at least one block
-        if not self._alive:
+        alive = self._stripes.alive
+        if not alive:
             self._give_up()
         self._threads = [
             threading.Thread(target=self._from, args=(source,), name=f"ftcomm-state-{source}", daemon=True)
-            for source in sorted(self._alive)
+            for source in alive
         ]
         for thread in self._threads:
             thread.start()
@@ -158,6 +169,11 @@ class Fetch:
     @property
     def nbytes(self) -> int:
         return self._offer.nbytes if self._offer else 0
+
+    @property
+    def sources(self) -> list[int]:
+        """Who served at least one block."""
+        return self._stripes.served
 
     def agree(self, seconds: float) -> None:
         """Block until a source has said what it has, a round trip; raises `StateError` if that does not fit here.
@@ -176,15 +192,15 @@ class Fetch:
         with self._changed:
             if self._error is not None:
                 raise self._error
-            return self._complete()
+            return self._stripes.complete
 
     def wait(self, seconds: float) -> None:
         """Block until all has arrived; raises `StateError` when it never will, or not in time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._complete() or self._error is not None, timeout=seconds):
+            if not self._changed.wait_for(lambda: self._stripes.complete or self._error is not None, timeout=seconds):
                 raise StateError(
-                    f"The state of step {self.step} did not arrive within {seconds:.0f} s ({self._left} blocks of "
-                    f"{BLOCK >> 20} MB are missing). Look at the network between the replicas."
+                    f"The state of step {self.step} did not arrive within {seconds:.0f} s ({self._stripes.left} blocks "
+                    f"of {BLOCK >> 20} MB are missing). Look at the network between the replicas."
                 )
         self.ready()
 
@@ -197,7 +213,7 @@ class Fetch:
     def keep(self, members: Collection[int]) -> None:
         """Give up sources that are no members any more, without waiting for them to time out."""
         with self._changed:
-            self._left_view |= {source for source in self._alive if source not in members}
+            self._left_view |= {source for source in self._stripes.alive if source not in members}
             self._changed.notify_all()
         for source in self._left_view & self._sockets.keys():
             with contextlib.suppress(OSError):
@@ -206,7 +222,7 @@ class Fetch:
     def close(self) -> None:
         """End the threads: at once if something is missing, else as soon as every source knows that we have it all."""
         with self._changed:
-            if not self._complete() and self._error is None:
+            if not self._stripes.complete and self._error is None:
                 self._error = StateError("The fetch of the state was given up.")
             self._changed.notify_all()
         if self._error is not None:
@@ -214,30 +230,32 @@ class Fetch:
         for thread in self._threads:
             thread.join(SILENCE)
 
-    def _complete(self) -> bool:
-        return self._offer is not None and self._left == 0
-
     def _from(self, source: int) -> None:
-        asked: deque[int] = deque()
         try:
             sock, offer = self._open(source)
             with contextlib.closing(sock):
                 self._agree(source, offer)
                 while True:
-                    for number in self._next(asked):
+                    numbers, due = self._next(source)
+                    for number in numbers:
                         send(sock, Want(number))
-                    if not asked:
+                    if due is None:
                         break
-                    self._receive(sock, asked[0])
-                    asked.popleft()
+                    self._receive(sock, due)
                     self._received(source)
                 send(sock, Done())
-        except (OSError, TransportError, Wrong, msgspec.DecodeError) as error:
-            self._drop(source, asked, str(error) or type(error).__name__)
+        except (OSError, TransportError, NoSource) as error:
+            self._drop(source, str(error) or type(error).__name__)
+        except (Wrong, msgspec.DecodeError) as error:
+            drop("state", f"replica {source} as a source of the state: {error}")
+            self._drop(source, str(error))
         except StateError as error:  # another model: no other source can help
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+        except Exception as error:  # this thread must not die unheard: nobody would wait for another source
+            drop("internal", f"the fetch of the state from replica {source}: {error!r}", error=error)
+            self._drop(source, repr(error))
 
     def _open(self, source: int) -> tuple[socket.socket, Offer]:
         """Connect until the source makes its offer; one whose script is not in steps() yet closes the connection."""
@@ -251,7 +269,7 @@ class Fetch:
                 sock.close()
             with self._changed:
                 if self._changed.wait_for(lambda: source in self._left_view or self._error is not None, RETRY):
-                    raise Wrong("it left before it made an offer")
+                    raise NoSource("it left before it made an offer")
 
     def _agree(self, source: int, offer: Offer) -> None:
         """The first offer lays out what is to be received, every other must be the same."""
@@ -261,23 +279,20 @@ class Fetch:
                     raise StateError(f"The state of replica {source} does not fit here: {difference}. {SAME_SCRIPT}")
                 self._flat = allocate(offer.skeleton)
                 self._stream = Stream(self._flat, offer.block)
-                self._todo.extend(range(self._stream.count))
-                self._left = self._stream.count
+                self._stripes.begin(self._stream.count)
                 self._offer = offer
                 self._progress()
                 self._changed.notify_all()
             if offer != self._offer:
                 raise Wrong("it offers another state than the first source")
 
-    def _next(self, asked: deque[int]) -> list[int]:
-        """Blocks to ask for now, up to DEPTH ahead. Waits while others fetch the last ones: they may come back."""
+    def _next(self, source: int) -> tuple[list[int], int | None]:
+        """Blocks to ask for now, and the one that is due. Waits while others fetch the last ones."""
         with self._changed:
-            self._changed.wait_for(lambda: asked or self._todo or self._left == 0 or self._error is not None)
+            self._changed.wait_for(lambda: not self._stripes.idle(source) or self._error is not None)
             if self._error is not None:
-                raise Wrong("the fetch was given up")
-            numbers = [self._todo.popleft() for _ in range(min(DEPTH - len(asked), len(self._todo)))]
-            asked.extend(numbers)
-            return numbers
+                raise NoSource("the fetch was given up")
+            return self._stripes.ask(source), self._stripes.due(source)
 
     def _receive(self, sock: socket.socket, number: int) -> None:
         assert self._stream is not None, "the state is taken only when no block is missing"
@@ -295,30 +310,25 @@ class Fetch:
 
     def _received(self, source: int) -> None:
         with self._changed:
-            if source not in self.sources:
-                self.sources.append(source)
-            self._left -= 1
+            self._stripes.received(source)
             self._progress()
 
     def _progress(self) -> None:
-        if self._left == 0:
+        if self._stripes.complete:
             self.seconds = time.monotonic() - self._started
             self._changed.notify_all()
 
-    def _drop(self, source: int, asked: deque[int], reason: str) -> None:
+    def _drop(self, source: int, reason: str) -> None:
         with self._changed:
-            self._alive.discard(source)
-            self._lost[source] = reason
-            self._todo.extendleft(reversed(asked))
-            if not self._alive and not self._complete():
+            self._stripes.drop(source, reason)
+            if self._stripes.hopeless:
                 self._give_up()
             self._changed.notify_all()
 
     def _give_up(self) -> None:
-        why = "; ".join(f"replica {source}: {reason}" for source, reason in sorted(self._lost.items()))
         self._error = self._error or StateError(
             f"The state of step {self._fields['step']} cannot be fetched, no source is left "
-            f"({why or 'nobody contributes'}). "
+            f"({self._stripes.why() or 'nobody contributes'}). "
             "Start this replica again: it joins at a later step with other sources."
         )
 
@@ -328,4 +338,6 @@ def _offer(sock: socket.socket) -> Offer:
         pass
     if isinstance(frame, Offer):
         return frame
-    raise Wrong(frame.reason if isinstance(frame, Refusal) else f"it answered {type(frame).__name__}")
+    if isinstance(frame, Refusal):
+        raise NoSource(frame.reason)
+    raise Wrong(f"it answered {type(frame).__name__}")

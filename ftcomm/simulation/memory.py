@@ -8,7 +8,7 @@ import numpy as np
 
 from ftcomm.transport.segment import HEADER, REDUCED, SLOTS, Memory
 
-CHUNK = 64  # bytes: two elements a member in a shard of four members, and few to copy
+CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a shard of it in two-shot
 
 
 class TinyMemory(Memory):
@@ -21,14 +21,15 @@ class TinyMemory(Memory):
     address = 0  # nobody sleeps here, so nobody is woken
     how = "shm"
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self, replica: int, chunk: int = CHUNK) -> None:
         self.replica = replica
+        self.chunk = chunk  # bytes
         self.words: Any = [0] * (HEADER // 8)
-        self._bytes = np.zeros(2 * SLOTS * CHUNK, np.uint8)
+        self._bytes = np.zeros(2 * SLOTS * chunk, np.uint8)
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
 
     def offset(self, region: int, slot: int) -> int:
-        return ((region == REDUCED) * SLOTS + slot) * CHUNK
+        return ((region == REDUCED) * SLOTS + slot) * self.chunk
 
     def quiet(self) -> None:
         pass

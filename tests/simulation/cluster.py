@@ -18,9 +18,11 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
 HEARTBEAT = 50.0  # units of virtual time
+TIMEOUTS = Timeouts(HEARTBEAT, 4 * HEARTBEAT, 16 * HEARTBEAT)
 
 
 @dataclasses.dataclass
@@ -73,13 +75,13 @@ class Cluster:
 
     def _coordinator(self) -> c.Coordinator:
         self.lifetimes += 1
-        return c.Coordinator(self.n, self.w, HEARTBEAT, HEARTBEAT, self.views[-2:], self.now, self.lifetimes)
+        return c.Coordinator(self.n, self.w, TIMEOUTS, self.views[-2:], self.now, self.lifetimes)
 
     def start(self, number: int) -> None:
         self.incarnations += 1
         incarnation = f"{number}.{self.incarnations}"
         ranks = [Rank(mem.Machine(number)) for _ in range(self.w)]
-        replica = Replica(number, incarnation, lead.Leader(number, incarnation, self.w, HEARTBEAT), ranks)
+        replica = Replica(number, incarnation, lead.Leader(number, incarnation, self.w, TIMEOUTS), ranks)
         self.replicas[number] = replica
         self._log(f"start {incarnation}")
         for rank in range(self.w):

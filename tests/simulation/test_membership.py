@@ -9,6 +9,8 @@ import pytest
 
 from .cluster import Cluster
 
+pytestmark = pytest.mark.protocol
+
 SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1500"))
 
 

@@ -10,9 +10,11 @@ import socket
 import threading
 import zlib
 
+import msgspec
 import pytest
 import torch
 
+from ftcomm.control import dropped
 from ftcomm.control.views import Member, View
 from ftcomm.errors import StateError, TransportError
 from ftcomm.hsdp.catchup import Fetch, Source, sources_of
@@ -256,6 +258,67 @@ def test_only_bad_sources_is_an_error_that_names_each(network, wrong):
         fetching.wait(TIMEOUT)
 
 
+def offers(skeleton=None, block=1 << 20):
+    """A source that offers what cannot be, and then waits."""
+
+    def handler(sock, fields):
+        with contextlib.suppress(OSError), contextlib.closing(sock):
+            payload = msgspec.msgpack.encode(
+                {"type": "Offer", "skeleton": skeleton or flatten(make_state()).skeleton, "nbytes": 9, "block": block}
+            )
+            sock.sendall(len(payload).to_bytes(4, "big") + payload)
+            sock.recv(1)
+
+    return handler
+
+
+ENDLESS = {"model": Box({**make_state()["model"].value, "more": torch.empty(1).expand(1 << 60)})}
+OFFERS = {
+    "no block": (offers(block=0), "no source is left.*Expected"),
+    "tiny blocks": (offers(block=1), "no source is left.*Expected"),
+    "endless": (offers(flatten(ENDLESS).skeleton), "no memory"),
+}
+
+
+@pytest.mark.parametrize(("handler", "reason"), OFFERS.values(), ids=OFFERS)
+def test_an_offer_that_cannot_be_ends_the_fetch_and_no_thread(network, handler, reason):
+    network.handlers[0] = handler
+    fetching = fetch(network, contributing=(0,))
+    with pytest.raises(StateError, match=reason):
+        fetching.wait(TIMEOUT)
+    fetching.close()
+
+
+def test_a_defect_of_the_fetch_is_an_error_and_no_endless_wait(network, monkeypatch):
+    def fails(*args):
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(Fetch, "_agree", fails)
+    sources(network, make_state())
+    fetching = fetch(network)
+    with pytest.raises(StateError, match="a defect"):
+        fetching.wait(TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x00\x01\x00\x00", b"\x00\x00\x00\x05\x81\xa1\xff\x01\x01", None], ids=["long", "noise", "another"]
+)
+def test_a_source_hangs_up_on_a_joiner_that_talks_nonsense(network, monkeypatch, said):
+    monkeypatch.setattr(dropped, "_tallies", {})
+    state = make_state(megabytes=1)
+    sources(network, state)
+    fields = {"step": 7, "replica": 3, "incarnation": "3a"}
+    with Node(network, 3).dial(0, "state", fields) as sock:
+        while not isinstance(receive(sock), Offer):
+            pass
+        if said is None:
+            send(sock, Want(1 << 40))
+        else:
+            sock.sendall(said)
+        assert sock.recv(1) == b""
+    assert dropped.counts() == {"state": 1}
+
+
 def test_a_source_with_another_state_is_dropped(network):
     state = make_state()
     sources(network, state)
@@ -325,7 +388,7 @@ def test_a_predecessor_of_the_joiner_gets_nothing(network):
 
 def test_snapshots_go_when_nobody_needs_them(network):
     made = sources(network, make_state())
-    assert all(len(source._snapshots) == 1 for source in made.values())
+    assert all(source._snapshots for source in made.values())
     received(fetch(network))
     for source in made.values():
         source.linger(TIMEOUT)  # returns because the joiner said that it has everything

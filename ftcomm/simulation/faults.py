@@ -1,0 +1,250 @@
+"""What goes wrong in a history, and when: by chance, or as the kind of the history has it."""
+
+from __future__ import annotations
+
+import functools
+
+from ftcomm.control import messages as m
+from ftcomm.simulation.job import Job, Replica
+from ftcomm.simulation.scenario import Scenario
+
+_STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
+          "mid-decision", "leave", "lonely", "slow")  # fmt: skip
+_OF_KIND = {
+    "kills": ("kill", "kill", "kill", "power", "flap"),
+    "storm": _STORM,
+    "partitions": ("partition", "one-way", "lonely", "flap", "cut"),
+    "coordinator": ("coordinator", "mid-decision", "mid-decision", "kill", "cut"),
+    "growth": ("kill", "kill", "kill", "brief", "brief", "late-news", "late-news", "leave", "flap", "coordinator"),
+    "leaving": ("leave", "leave", "kill"),
+}
+
+
+class Faults:
+    """Schedules itself. After the storm all is mended but what is dead for good."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.world, self.network = job, job.world, job.network
+        self.random = self.world.random
+        self.scenario: Scenario = job.scenario
+        self.over = False
+        scenario = self.scenario
+        kinds = _OF_KIND.get(scenario.kind)
+        if kinds:
+            at = 0.0
+            while (at := at + scenario.every * self.random.expovariate(1.0)) < scenario.storm:
+                kind = self.random.choice(kinds)
+                if self.random.random() < 0.5:
+                    self.world.after(at, None, self._arm, kind)
+                else:
+                    self.world.after(at, None, self.strike, kind)
+        elif scenario.kind != "calm":
+            begin = scenario.storm * self.random.random()
+            self.world.after(begin, None, getattr(self, f"_begin_{scenario.kind}"))
+        if scenario.weather.loss:
+            self._touch_all("a network that loses packets")
+        for number, factor in scenario.slow.items():
+            if 2 * factor * scenario.work.compute > scenario.timeouts.op_floor:
+                self._touch(job.replicas[number], "slower than the deadline")
+        if scenario.wrong:
+            replica = self.random.randrange(scenario.replicas)
+            number = self.random.randrange(min(12, scenario.work.steps * len(scenario.work.counts)))
+            job.promises.wrong.add((replica, number))
+        self.end = scenario.storm + self._length()
+        self.world.after(self.end, None, self.mend)
+
+    def _length(self) -> float:
+        """How long a single fault of the histories of one fault lasts."""
+        return {"frozen": 6.0, "stuck": 40.0}.get(self.scenario.kind, 0.0)
+
+    # -- histories of one fault --------------------------------------------------------------------------------------
+
+    def _begin_frozen(self) -> None:
+        self._freeze(self.random.choice(self.job.replicas), 5.0)
+
+    def _begin_stuck(self) -> None:
+        replica = self.random.choice(self.job.replicas)
+        if replica.running:
+            self._touch(replica, "its script stands still")
+            self.random.choice(replica.scripts).stuck = True
+
+    def _begin_quiet(self) -> None:
+        """As soon as there is a view that all have installed: away, until the training is through."""
+        job = self.job
+        machine = None if job.coordinator is None else job.coordinator.machine
+        settled = machine is not None and machine.view is not None and machine.installed >= set(machine.view.replicas)
+        if not settled:
+            self.world.after(0.001, None, self._begin_quiet)
+            return
+        job.kill_coordinator()
+        self._watch_quiet()
+
+    def _watch_quiet(self) -> None:
+        """It comes back when all stand behind their last step; `history.run` says so if they never do."""
+        if self.job.promises.steps >= self.scenario.work.steps:
+            self.world.after(0.01, None, self.job.start_coordinator)
+        else:
+            self.world.after(0.05, None, self._watch_quiet)
+
+    def _begin_rolling(self, number: int = 0) -> None:
+        """The next one only when all contribute again."""
+        job = self.job
+        if number >= len(job.replicas) or job.ended is not None:
+            return
+        view = job.stored[-1] if job.stored else None
+        if view is not None and len(view.contributing) == len(job.replicas) and job.replicas[number].running:
+            self._touch(job.replicas[number], "restarted")
+            self.random.choice((self._kill, self._leave))(job.replicas[number])
+            number += 1
+        self.world.after(0.01, None, self._begin_rolling, number)
+
+    def _arm(self, kind: str) -> None:
+        """In the middle of the next op."""
+        self.world.armed.append(functools.partial(self.strike, kind))
+
+    # -- faults by chance --------------------------------------------------------------------------------------------
+
+    def strike(self, kind: str) -> None:
+        running = [replica for replica in self.job.replicas if replica.running]
+        if self.over or not running or self.job.ended is not None:
+            return
+        replica = self.random.choice(running)
+        if kind in ("kill", "power"):
+            others = [name for name in self.job.holders() if name != replica.ranks[0].incarnation]
+            if not others and self.random.random() < 0.9:
+                return  # seldom the end of the job
+            if kind == "kill":
+                self._kill(replica)
+            else:
+                self._touch(replica, "no power")
+                self.job.kill(replica, power=True, first=self.random.randrange(len(replica.ranks)))
+        elif kind == "freeze":
+            self._freeze(replica, self.random.choice((0.05, 0.5, 1.5, 5.0)))
+        elif kind == "brief":  # nobody may be removed for that
+            self._freeze(replica, self._briefly())
+        elif kind == "late-news":
+            here, there = self.scenario.coordinator_host, replica.host
+            ways = self.random.choice(([(here, there)], [(there, here)], [(here, there), (there, here)]))
+            self._block(ways, self._briefly())
+        elif kind == "slow":
+            self._touch(replica, "slow")
+            for rank in replica.ranks:
+                rank.slow = self.random.choice((10.0, 100.0))
+        elif kind in ("partition", "one-way", "lonely"):
+            self._partition(kind, replica)
+        elif kind == "cut":
+            self._touch(replica, "its connection to the coordinator breaks")
+            self.world.say("chance", "breaks the connection of replica %s to the coordinator", replica.number)
+            replica.ranks[0].break_up_link()
+        elif kind == "flap":
+            self._flap(replica)
+        elif kind == "leave":
+            self._leave(replica)
+        elif kind == "mid-decision" and self.job.coordinator is not None:
+            self.job.coordinator.crash_in = self.random.randrange(4)
+            self._touch_all("a coordinator that dies in the middle of a decision")
+            self.world.after(0.3 * self.random.random(), None, self.job.kill_coordinator)
+            self.world.after(0.3 + 0.3 * self.random.random(), None, self.job.start_coordinator)
+        elif kind == "coordinator":
+            self.job.kill_coordinator()
+            self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator)
+
+    def _briefly(self) -> float:
+        """Some steps, but not so long that anybody may call it a loss."""
+        return min(0.2, 20 * self.scenario.work.compute) * self.random.random()
+
+    def _kill(self, replica: Replica) -> None:
+        self._touch(replica, "killed")
+        self.job.kill(replica, first=self.random.randrange(len(replica.ranks)))
+
+    def _freeze(self, replica: Replica, seconds: float) -> None:
+        """SIGSTOP to one rank, or to all."""
+        if seconds > 0.3 * self.scenario.timeouts.heartbeat:
+            self._touch(replica, "stopped")
+        ranks = list(replica.ranks)
+        ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)] if ranks else []
+        for rank in ranks:
+            rank.say("is stopped for %s s", seconds)
+            rank.freeze()
+            self.world.after(seconds, None, self._thaw, rank)
+
+    def _thaw(self, rank) -> None:  # type: ignore[no-untyped-def]
+        if rank.frozen:
+            rank.say("goes on")
+            rank.thaw()
+
+    def _flap(self, replica: Replica) -> None:
+        """Links between members break, and are made again."""
+        other = self.random.choice(self.job.replicas)
+        self._touch(replica, "a link of it breaks")
+        self._touch(other, "a link of it breaks")
+        self.world.say("chance", "breaks the links of replica %s to replica %s", replica.number, other.number)
+        for rank in replica.ranks:
+            rank.break_links(other.number)
+
+    def _leave(self, replica: Replica) -> None:
+        self._touch(replica, "asked to leave")
+        for rank in replica.ranks:
+            if rank.alive and not rank.gone and not rank.frozen and rank.node.view is not None:
+                rank._do(rank.node.tell(m.Leave()))
+
+    def _partition(self, kind: str, replica: Replica) -> None:
+        hosts = sorted({*self.scenario.hosts, self.scenario.coordinator_host})
+        if len(hosts) == 1:
+            return
+        if kind == "lonely":  # one pair of hosts
+            here, there = self.random.sample(hosts, 2)
+            side = [here]
+            ways = [(here, there), (there, here)]
+        else:
+            side = self.random.sample(hosts, self.random.randint(1, len(hosts) - 1))
+            rest = [host for host in hosts if host not in side]
+            there = -1
+            ways = [(a, b) for a in side for b in rest]
+            if kind == "partition":
+                ways += [(b, a) for a, b in ways]
+            elif self.random.random() < 0.5:
+                ways = [(b, a) for a, b in ways]
+        seconds = self.random.choice((0.1, 1.5, 12.0))
+        cut = {host for way in ways for host in way}
+        for other in self.job.replicas:
+            if other.host in cut:
+                self._touch(other, "a blocked path")
+        self._block(ways, seconds)
+
+    def _block(self, ways: list[tuple[int, int]], seconds: float) -> None:
+        ways = [way for way in ways if way[0] != way[1]]
+        self.world.say("chance", "blocks the paths %s for %s s", ways, seconds)
+        everybody = [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
+        number = self.network.partition(ways, [*everybody, *([self.job.coordinator] if self.job.coordinator else [])])
+        self.world.after(seconds, None, self._heal, number)
+
+    def _heal(self, number: int) -> None:
+        self.world.say("chance", "frees the paths of partition %s", number)
+        self.network.heal(number)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def mend(self) -> None:
+        self.over = True
+        self.world.say("chance", "mends all")
+        self.network.heal()
+        for replica in self.job.replicas:
+            for rank in replica.ranks:
+                if self.scenario.kind != "frozen":
+                    self._thaw(rank)
+                rank.slow = min(rank.slow, 20.0)
+            for script in replica.scripts:
+                script.stuck = False
+        if self.scenario.kind != "quiet":
+            self.job.start_coordinator()
+        if self.scenario.drains:
+            self.job.drain()
+
+    def _touch(self, replica: Replica, why: str) -> None:
+        self.job.promises.touched.setdefault(replica.number, why)
+        self.world.say("chance", "replica %s: %s", replica.number, why)
+
+    def _touch_all(self, why: str) -> None:
+        for replica in self.job.replicas:
+            self._touch(replica, why)

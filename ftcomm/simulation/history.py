@@ -1,0 +1,78 @@
+"""One seed, one history: run it, and say what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+
+from ftcomm.collective.resume import ProtocolError
+from ftcomm.errors import FtcommError
+from ftcomm.simulation.faults import Faults
+from ftcomm.simulation.job import Job
+from ftcomm.simulation.network import Network
+from ftcomm.simulation.promises import Broken, Promises
+from ftcomm.simulation.scenario import draw
+from ftcomm.simulation.world import World
+
+CALM = 400.0  # s of virtual time within which a job must end once faults have: 25 deadlines in a row
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    seed: int
+    kind: str
+    members: int
+    broken: str = ""  # the promise that does not hold
+    ended: str = ""  # why the job ended, if not well
+    virtual: float = 0.0  # s
+    seconds: float = 0.0  # of the processor
+    events: int = 0
+    views: int = 0
+    steps: int = 0
+    returns: int = 0  # ops that returned, at all members together
+    copies: int = 0  # chunks that were copied from a survivor
+    mismatches: int = 0
+    trace: tuple[str, ...] = ()
+
+
+def run(seed: int, least: int = 2, most: int = 16, kind: str | None = None, *, traced: bool = False) -> History:
+    """The history of a seed; the same for the same arguments. Raises nothing that happens in it."""
+    began = time.process_time()
+    world = World(seed, traced=traced)
+    scenario = draw(world.random, least, most, kind)
+    promises = Promises()
+    network = Network(world, scenario.weather)
+    job = Job(scenario, world, network, promises)
+    world.say("seed", "%s: %s", seed, scenario)
+    broken = ""
+    try:
+        job.start()
+        faults = Faults(job)
+        world.run(until=faults.end + CALM)
+        if not world.over:
+            broken = f"the job has not ended {CALM:g} s after the last fault:\n{job.describe()}"
+        elif scenario.kind in ("calm", "quiet", "frozen", "stuck") and not scenario.weather.loss and job.ended:
+            broken = f"the job did not end well: {job.ended}"
+    except (AssertionError, FtcommError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        expected = isinstance(error, Broken | ProtocolError)
+        broken = str(error) if expected else "".join(traceback.format_exception(error)[-6:]).rstrip()
+        broken = f"{type(error).__name__}: {broken}" if isinstance(error, ProtocolError) else broken
+    return History(
+        seed=seed,
+        kind=scenario.kind,
+        members=scenario.replicas,
+        broken=broken,
+        ended=job.ended or "",
+        virtual=world.now,
+        seconds=time.process_time() - began,
+        events=world.events,
+        views=len(job.stored),
+        steps=promises.steps,
+        returns=promises.returns,
+        copies=promises.copies,
+        mismatches=promises.mismatches,
+        trace=tuple(
+            f"{now:10.6f} {who:>8} {text % args if args else text}" for now, who, text, args in world.trace or ()
+        ),
+    )

@@ -1,0 +1,294 @@
+"""A simulated job: the coordinator with its file of views, and a launcher that starts dead replicas again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcomm.control import coordinator as c
+from ftcomm.control import messages as m
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import View
+from ftcomm.simulation.network import Connection, Network
+from ftcomm.simulation.promises import Promises
+from ftcomm.simulation.rank import COORDINATOR, Rank, described
+from ftcomm.simulation.script import Script, Work
+from ftcomm.simulation.world import Process, World
+
+if TYPE_CHECKING:
+    from ftcomm.simulation.scenario import Scenario
+
+
+class Coordinator(Process):
+    """Drives the machine as `ftcomm.control.server` does. `crash_in`: so many actions after a view it dies."""
+
+    def __init__(self, job: Job, lifetime: int) -> None:
+        world = job.world
+        super().__init__(world, f"coordinator.{lifetime}", job.scenario.coordinator_host)
+        self._job = job
+        self.crash_in = -1
+        self._conns: dict[int, Connection] = {}
+        self._count = 0
+        self.machine = job.machine(
+            job.scenario.replicas, job.scenario.ranks, job.timeouts, job.stored[-2:], self.clock(), lifetime
+        )
+        self._tick()
+
+    def accepts(self, connection: Connection, purpose: str, fields: object) -> bool:
+        self._count += 1
+        number = self._count
+        self._conns[number] = connection
+        connection.receive[1] = lambda message: self.do(self.machine.receive(number, message, self.clock()))
+        connection.closed[1] = lambda reason: self._closed(number)
+        return True
+
+    def _closed(self, number: int) -> None:
+        self._conns.pop(number, None)
+        self.do(self.machine.disconnected(number, self.clock()))
+
+    def _tick(self) -> None:
+        self.after(self._job.timeouts.beat, self._tick)
+        self.do(self.machine.tick(self.clock()))
+
+    def do(self, actions: list[c.Action]) -> None:
+        crash = -1
+        for action in actions:
+            if crash == 0:
+                self.say("dies in the middle of telling a view")
+                self._job.kill_coordinator()
+                return
+            crash -= 1
+            kind = type(action)
+            if kind is c.Send:
+                connection = self._conns.get(action.conn)  # type: ignore[union-attr]
+                message: m.Message = action.message  # type: ignore[union-attr]
+                if type(message) is m.NewView:
+                    self._job.promises.heard(message.view)
+                if connection is not None:
+                    self._job.network.check(message)
+                    connection.send(1, message)
+            elif kind is c.Persist:
+                view: View = action.view  # type: ignore[union-attr]
+                self.say("decides %s", described(view))
+                self._job.store(view)
+                if self.crash_in >= 0:
+                    crash = self.crash_in
+            elif kind is c.Close:
+                connection = self._conns.pop(action.conn, None)  # type: ignore[union-attr]
+                if connection is not None:
+                    connection.close(1)
+            elif kind is c.Done:
+                self._job.done(action.failed)  # type: ignore[union-attr]
+
+
+class Replica:
+    """Its present life."""
+
+    def __init__(self, number: int, host: int) -> None:
+        self.number, self.host = number, host
+        self.ranks: list[Rank] = []
+        self.scripts: list[Script] = []
+        self.running = False
+        self.over = False
+        self.lives = 0
+        self.codes: list[int] = []
+
+
+class Job:
+    machine: type[c.Coordinator] = c.Coordinator  # a test may put another in its place
+
+    def __init__(self, scenario: Scenario, world: World, network: Network, promises: Promises) -> None:
+        self.scenario, self.world, self.network, self.promises = scenario, world, network, promises
+        self.timeouts: Timeouts = scenario.timeouts
+        self.work: Work = scenario.work
+        self.stored: list[View] = []
+        self.draining = False
+        self.ended: str | None = None  # "" if it ended well, else what the coordinator said
+        self._ports = 10
+        self._lifetimes = 0
+        self.coordinator: Coordinator | None = None
+        self.replicas = [Replica(number, scenario.hosts[number]) for number in range(scenario.replicas)]
+
+    def start(self) -> None:
+        self.start_coordinator()
+        for replica in self.replicas:
+            self.world.after(0.001 * self.world.random.random(), None, self.start_replica, replica)
+
+    # -- the coordinator ---------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> None:
+        if self.coordinator is None and self.ended is None:
+            self._lifetimes += 1
+            coordinator = self.coordinator = Coordinator(self, self._lifetimes)
+            self.network.listeners[COORDINATOR] = coordinator
+            coordinator.say("starts with %s views", len(self.stored))
+            if self.draining:
+                coordinator.do(coordinator.machine.drain())
+
+    def kill_coordinator(self) -> None:
+        coordinator, self.coordinator = self.coordinator, None
+        if coordinator is not None:
+            coordinator.say("dies")
+            self.network.end(coordinator)
+
+    def store(self, view: View) -> None:
+        self.stored.append(view)
+        self.promises.persisted(view)
+
+    def drain(self) -> None:
+        if not self.draining:
+            self.draining = True
+            if self.coordinator is not None:
+                self.coordinator.do(self.coordinator.machine.drain())
+
+    def done(self, failed: str) -> None:
+        if self.ended is None:
+            self.world.say("coordinator", "says that the job is over: %s", failed or "finished")
+            self.ended = failed
+            if failed:
+                self.promises.failed(failed, self.holders(untouched=True))
+            self.world.after(1.0, None, self.stop)
+
+    def stop(self) -> None:
+        self.world.over = True
+
+    # -- replicas ----------------------------------------------------------------------------------------------------
+
+    def holders(self, *, untouched: bool = False) -> list[str]:
+        """Replicas that live and hold the state of the training."""
+        return [
+            replica.ranks[0].incarnation
+            for replica in self.replicas
+            if replica.running
+            and all(rank.alive and rank.holds_state and not rank.gone and not rank.left for rank in replica.ranks)
+            and not (untouched and replica.number in self.promises.touched)
+        ]
+
+    def start_replica(self, replica: Replica) -> None:
+        if replica.over or replica.running or self.ended is not None or (self.draining and replica.lives):
+            return
+        replica.lives += 1
+        replica.running = True
+        scenario, world = self.scenario, self.world
+        incarnation = f"{replica.number}{'abcdefghijklmnopqrstuvwxyz'[replica.lives % 26]}{replica.lives}"
+        replica.codes = []
+        replica.ranks = []
+        replica.scripts = []
+        ports = self._ports
+        self._ports += scenario.ranks
+        for index in range(scenario.ranks):
+            rank = Rank(
+                world,
+                self.network,
+                self.promises,
+                replica=replica.number,
+                index=index,
+                ranks=scenario.ranks,
+                host=replica.host,
+                incarnation=incarnation,
+                port=ports + index,
+                leader_port=ports,
+                timeouts=self.timeouts,
+                burst=scenario.burst,
+                pace=scenario.pace,
+                on_exit=lambda rank, code, replica=replica: self._exits(replica, rank, code),
+            )
+            if scenario.skew:
+                rank.rate = 1.0 + scenario.skew * (2 * world.random.random() - 1)
+                rank.offset = 1000 * world.random.random()
+            rank.slow = scenario.slow.get(replica.number, 1.0)
+            self.network.listeners[rank.port] = rank
+            replica.ranks.append(rank)
+        for rank in replica.ranks:
+            script = Script(rank, self.work)
+            replica.scripts.append(script)
+            rank.start()
+            rank.run(script.train())
+
+    def kill(self, replica: Replica, *, power: bool = False, first: int = 0) -> None:
+        """Rank `first`, and the launcher then ends the others."""
+        if replica.running:
+            self._end_rank(replica, replica.ranks[first], power=power)
+            self._died(replica)
+
+    def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False) -> None:
+        if rank.alive:
+            rank.say("dies")
+            self.network.end(rank, power=power)
+            if not power:
+                for watcher in list(rank.watchers):
+                    self.world.after(0.0005 * (1 + self.world.random.random()), watcher, watcher.saw_end, rank)
+
+    def _exits(self, replica: Replica, rank: Rank, code: int) -> None:
+        rank.say("exits with %s", code)
+        self._end_rank(replica, rank)
+        if rank not in replica.ranks or not replica.running:
+            return
+        replica.codes.append(code)
+        if code == 0:
+            self.promises.touched.setdefault(replica.number, "its script has ended")
+        if code:
+            self._died(replica)
+        elif len(replica.codes) == self.scenario.ranks:
+            replica.running, replica.over = False, True
+            self._look()
+
+    def _died(self, replica: Replica) -> None:
+        """The launcher sees it a moment later, ends the other ranks, and starts the replica again after its pause."""
+        if not replica.running:
+            return
+        life = replica.lives
+
+        def others() -> None:
+            if replica.lives == life and replica.running:
+                for rank in replica.ranks:
+                    self._end_rank(replica, rank)
+                replica.running = False
+                for rank in replica.ranks:
+                    rank.holds_state = False
+                self._look()
+                pause = self.scenario.restart_pause * (0.5 + self.world.random.random())
+                self.world.after(pause, None, self._again, replica)
+
+        self.world.after(0.002 * self.world.random.random(), None, others)
+
+    def _again(self, replica: Replica) -> None:
+        others = [other for other in self.replicas if other is not replica]
+        if all(not other.running for other in others) and any(other.over for other in others):
+            replica.over = True  # there is nobody to catch up from
+            self._look()
+        else:
+            self.start_replica(replica)
+
+    def _look(self) -> None:
+        """Is there anything left to wait for?"""
+        running = any(replica.running for replica in self.replicas)
+        if all(replica.over for replica in self.replicas) or (self.draining and not running):
+            self.world.over = True
+        elif self.stored and not running:
+            if self.ended is None and not any(replica.over for replica in self.replicas):
+                self.ended = "all replicas died"  # nobody holds the state: a launcher gives up here
+            self.world.over = True
+
+    def describe(self) -> str:
+        lines = []
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                node = rank.node
+                stream = rank.stream
+                at = "" if stream is None else f"e{stream.view.epoch} {stream.posted}/{stream.arrived}/{stream.taken}"
+                lines.append(
+                    f"{rank.name}: alive={rank.alive} frozen={rank.frozen} {node.machine.phase} at boundary "
+                    f"{node.machine.step}, {rank.flight.returned} ops returned, {len(rank.flight.ops)} in flight, "
+                    f"stream {at}, script waits for {rank._awaits!r}, missing {node.machine.missing()} "
+                    f"{node._waiting()}{', gone: ' + rank.gone if rank.gone else ''}"
+                )
+        if self.coordinator is None:
+            lines.append("no coordinator")
+        else:
+            machine = self.coordinator.machine
+            lines.append(
+                f"coordinator: view {machine.view and described(machine.view)}, installed {sorted(machine.installed)}, "
+                f"proposal {machine.proposal}, waiting {sorted(machine.waiting)}, "
+                f"links {sorted(link.replica for link in machine.links.values())}"
+            )
+        return "\n".join(lines)

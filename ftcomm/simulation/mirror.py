@@ -1,0 +1,70 @@
+"""Memory between simulated hosts: a mirror that frames fill, as in `ftcomm.transport.tcp`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftcomm.simulation.memory import TinyMemory
+from ftcomm.simulation.network import Connection
+from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, descriptor
+
+if TYPE_CHECKING:
+    from ftcomm.simulation.rank import Rank
+
+
+class Mirror(TinyMemory):
+    """The memory of a member on another host, as one reader sees it in one epoch."""
+
+    how = "tcp"
+
+    def __init__(self, reader: Rank, replica: int, epoch: int, connection: Connection) -> None:
+        super().__init__(replica)
+        self._reader, self._epoch, self._connection = reader, epoch, connection
+        self._quiet = False
+        for word in (POSTED, REDUCED, TAKEN):
+            self.words[word] = epoch << 32
+        connection.receive[0] = self._apply
+        connection.closed[0] = self._closed
+
+    def quiet(self) -> None:
+        self._quiet = True
+
+    def close(self) -> None:
+        self._quiet = True
+        self._connection.close(0)
+
+    def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int]]) -> None:
+        word, value, start, payload, (number, call) = frame
+        if not self.words[word] < value < (self._epoch + 1) << 32:
+            raise AssertionError(f"a frame that cannot be: word {word}, value {value:#x}, {self.words[word]:#x} before")
+        slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
+        if payload:
+            base = self.offset(word, slot) + start
+            self.buffer[base : base + len(payload)] = payload
+        at = descriptor(slot)
+        if word == POSTED:
+            self.words[at], self.words[at + 1] = number, call
+        elif word == TAKEN:
+            self.words[at + FINGERPRINT] = number
+        self.words[word] = value
+        self._reader.kick()
+
+    def _closed(self, reason: str) -> None:
+        if not self._quiet:
+            self._reader.data_lost(self.replica, self._epoch, f"connection for data: {reason}")
+
+
+class Feed:
+    """In place of a `Reader`: a member that reads this one's memory over a connection."""
+
+    def __init__(self, replica: int, epoch: int, connection: Connection) -> None:
+        self.replica, self.epoch = replica, epoch
+        self._connection = connection
+
+    def send(self, word: int, value: int, start: int, payload: Any, belongs: Any, pause: Any) -> None:
+        if not self._connection.open[1]:
+            raise ConnectionError("broken")
+        self._connection.send(1, (word, value, start, bytes(payload), belongs))
+
+    def close(self) -> None:
+        self._connection.close(1)

@@ -1,0 +1,95 @@
+"""The protocol with one of its rules taken out, to see that the exhaustive check finds what goes wrong then.
+
+Each is a difference to the product, kept out of it: a stream, a way to stop, or a plan of what is left to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ftcomm.collective import stream as streams
+from ftcomm.collective.flight import Flight
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import REDUCE, Task, all_reduce
+from ftcomm.simulation.live import Resumption, SteppedStream
+from ftcomm.transport.segment import POSTED, REDUCED, SLOTS
+
+
+class _Unstable(SteppedStream):
+    def stable(self, op: Operation) -> bool:
+        return 0 <= op.end <= self.taken
+
+
+class _Unfenced(SteppedStream):
+    def _matches(self, word: int, count: int) -> bool:
+        return all(words[word] & 0xFFFF_FFFF >= count for words in self._words)
+
+
+class _Late(SteppedStream):
+    """Enters an epoch without a word: each is raised only when there is something to announce."""
+
+    def _publish(self, word: int, count: int) -> None:
+        if count:
+            super()._publish(word, count)
+
+
+class _Hasty(SteppedStream):
+    def _matches(self, word: int, count: int) -> bool:
+        return word == POSTED or super()._matches(word, count)
+
+
+class _HastyShards(SteppedStream):
+    def _matches(self, word: int, count: int) -> bool:
+        return word == REDUCED or super()._matches(word, count)
+
+
+class _Ahead(SteppedStream):
+    def advance(self) -> bool:
+        ahead, streams.AHEAD = streams.AHEAD, SLOTS
+        try:
+            return super().advance()
+        finally:
+            streams.AHEAD = ahead
+
+
+def _leave(flight: Flight, view: GroupView) -> None:
+    """What is left to do is as the product says."""
+
+
+def _all_again(flight: Flight, view: GroupView) -> None:
+    for op in flight.ops:
+        op.tasks = all_reduce(len(op.finals))
+
+
+def _any_holder(flight: Flight, view: GroupView) -> None:
+    def other(holder: int) -> int:
+        return holder if holder == REDUCE else next((x for x in reversed(view.members) if x != holder), holder)
+
+    for op in flight.ops:
+        op.tasks = tuple(Task(chunk, other(holder), who) for chunk, holder, who in op.tasks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """`what` goes wrong. `atomic`: whether ops that are promised to be atomic are called as such."""
+
+    what: str = ""
+    stream: type[SteppedStream] = SteppedStream
+    quiesces: bool = True
+    spoil: Resumption = _leave
+    atomic: bool = True
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "stability": Mutation("an op returns as soon as this member holds all of it", stream=_Unstable),
+    "quiesce": Mutation("a member goes on with the old view after it has told what it holds", quiesces=False),
+    "fencing": Mutation("words are compared without their epoch", stream=_Unfenced),
+    "late-words": Mutation("a member enters an epoch without raising its words first", stream=_Late),
+    "hasty": Mutation("a chunk is reduced before all have posted it", stream=_Hasty),
+    "hasty-shards": Mutation("two-shot: shards are copied out before all have reduced theirs", stream=_HastyShards),
+    "ahead": Mutation("a slot of the staging is used again before all have read it", stream=_Ahead),
+    "all-again": Mutation("after a loss every chunk is reduced again, FINAL or not", spoil=_all_again),
+    "any-holder": Mutation("after a loss a chunk is copied from some member, not from a holder", spoil=_any_holder),
+    "not-atomic": Mutation("an atomic op is repaired like any other", atomic=False),
+}

@@ -1,0 +1,336 @@
+"""A simulated network: hosts, and connections between processes that behave like TCP over packets.
+
+Packets are delayed, lost, duplicated and reordered. Of all that a connection shows delay alone: what is lost comes with
+the retransmission, what follows waits for it. Connections know nothing of each other, so messages of different ones
+overtake each other. A blocked path (one way or both) keeps what is sent until it is free again, or until one end gives
+the connection up, of which the other end then hears nothing as long as the path is blocked: half open. A host
+that loses power says nothing at all.
+
+`rough` takes the order and the uniqueness away that TCP gives, from the links between members, whose machines are
+meant to stand it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ftcomm.control import messages as m
+from ftcomm.simulation.world import Process, World
+
+_FIN = object()
+
+Accept = Callable[["Connection"], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weather:
+    """Seconds, and probabilities per message."""
+
+    latency: float = 0.0002  # between hosts
+    loss: float = 0.0
+    retransmission: float = 0.05  # doubled for each loss of the same packet
+    user_timeout: float = 6.0  # after which a silent connection is given up
+    dial_timeout: float = 5.0
+    rough: float = 0.0  # of a message between members that comes twice, or late
+    checked: float = 0.01  # of a message whose way over the wire is tried
+
+
+class Connection:
+    """Between two processes. End 0 has dialled, end 1 has accepted."""
+
+    __slots__ = ("closed", "held", "last", "network", "open", "processes", "receive", "rough", "way")
+
+    def __init__(self, network: Network, dialler: Process, acceptor: Process) -> None:
+        self.network = network
+        self.processes = (dialler, acceptor)
+        self.way = ((dialler.host, acceptor.host), (acceptor.host, dialler.host))
+        self.open = [True, True]
+        self.last = [0.0, 0.0]
+        self.held: list[list[Any]] = [[], []]  # sent while the path was blocked
+        self.receive: list[Callable[[Any], object]] = [_nobody, _nobody]
+        self.closed: list[Callable[[str], object]] = [_nobody, _nobody]
+        self.rough = False
+        dialler.connections[self] = 0
+        acceptor.connections[self] = 1
+
+    def send(self, end: int, message: Any) -> None:
+        if self.open[end]:
+            network = self.network
+            if self.rough and network.random() < network.weather.rough:
+                network.astray(self, end, message)
+            self._carry(end, message)
+
+    def close(self, end: int, reason: str = "") -> None:
+        """By that end. With a `reason` it was not its own wish, and it is told."""
+        if self.open[end]:
+            self.open[end] = False
+            self.processes[end].connections.pop(self, None)
+            self._carry(end, _FIN)
+            if reason:
+                self.closed[end](reason)
+
+    def vanish(self, end: int) -> None:
+        """That end is gone without a word; the other finds out by silence."""
+        self.open[end] = False
+        other = 1 - end
+        network = self.network
+        seconds = network.weather.user_timeout * (0.8 + 0.4 * network.random())
+        network.world.after(seconds, self.processes[other], self.close, other, "timed out")
+
+    def release(self) -> None:
+        """The path may be free again."""
+        for end in (0, 1):
+            if self.held[end] and self.way[end] not in self.network.blocked:
+                held, self.held[end] = self.held[end], []
+                self.last[end] = max(
+                    self.last[end],
+                    self.network.world.now + self.network.weather.retransmission * 4 * self.network.random(),
+                )
+                for what in held:
+                    self._carry(end, what)
+
+    def _carry(self, end: int, what: Any) -> None:
+        network = self.network
+        way = self.way[end]
+        if self.held[end] or way in network.blocked:
+            self.held[end].append(what)
+            network.holding[self] = None
+            return
+        when = network.world.now + network.delay(way)
+        if when < self.last[end]:
+            when = self.last[end]
+        else:
+            self.last[end] = when
+        network.world.at(when, self.processes[1 - end], self._arrive, end, what)
+
+    def _arrive(self, end: int, what: Any) -> None:
+        other = 1 - end
+        if not self.open[other]:
+            return
+        if what is _FIN:
+            self.open[other] = False
+            self.processes[other].connections.pop(self, None)
+            self.closed[other]("its connection closed")
+        else:
+            self.receive[other](what)
+
+
+class Network:
+    def __init__(self, world: World, weather: Weather) -> None:
+        self.world = world
+        self.weather = weather
+        self.random = world.random.random
+        self.blocked: dict[tuple[int, int], int] = {}  # (from, to) -> which partition did it
+        self.holding: dict[Connection, None] = {}
+        self.listeners: dict[int, Process] = {}  # by port
+        self._partitions = 0
+        self._dark: dict[Process, None] = {}  # those that lost power, and answer nothing
+
+    def delay(self, way: tuple[int, int]) -> float:
+        chance = self.random()
+        if way[0] == way[1]:
+            return 0.00001 + 0.00005 * chance
+        weather = self.weather
+        seconds = weather.latency * (0.5 + 10 * chance**8)  # now and then a queue somewhere
+        if weather.loss:
+            again = weather.retransmission
+            while self.random() < weather.loss:
+                seconds += again
+                again *= 2
+        return seconds
+
+    def dial(
+        self,
+        dialler: Process,
+        port: int,
+        accept: Callable[[Process, Connection], bool],
+        on_open: Callable[[Connection], object],
+        on_fail: Callable[[str], object],
+        waited: float = 0.0,
+    ) -> None:
+        """`accept(process, connection)` is called at the other side, False turns the dialler away. One of `on_open`
+        and `on_fail` is called later, as an event of the dialler."""
+        target = self.listeners.get(port)
+        way = None if target is None else (dialler.host, target.host)
+        if way is not None and (way in self.blocked or way[::-1] in self.blocked):
+            if waited >= self.weather.dial_timeout:
+                self.world.after(0.0, dialler, on_fail, "no connection in time")
+            else:
+                pause = self.weather.retransmission
+                self.world.after(pause, dialler, self.dial, dialler, port, accept, on_open, on_fail, waited + pause)
+            return
+        trip = 0.0001 if way is None else self.delay(way) + self.delay(way)
+        self.world.after(trip, None, self._knock, dialler, port, accept, on_open, on_fail)
+
+    def _knock(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any) -> None:
+        target = self.listeners.get(port)
+        if target is None or not target.alive:
+            seconds = 0.0001
+            if target is not None and target in self._dark:
+                seconds = self.weather.dial_timeout
+            self.world.after(seconds, dialler, on_fail, "connection refused")
+            return
+        if not dialler.alive:
+            return
+        if target.frozen:
+            answered: list[bool] = []
+            self.world.at(self.world.now, target, self._enter, dialler, target, accept, on_open, on_fail, answered)
+            self.world.after(self.weather.dial_timeout, dialler, self._too_late, answered, on_fail)
+        else:
+            self._enter(dialler, target, accept, on_open, on_fail, [])
+
+    def _enter(
+        self, dialler: Process, target: Process, accept: Any, on_open: Any, on_fail: Any, answered: list[bool]
+    ) -> None:
+        if answered or not dialler.alive:
+            return
+        answered.append(True)
+        connection = Connection(self, dialler, target)
+        opened = self.world.now + self.delay((target.host, dialler.host))
+        connection.last[1] = opened  # what the other side says at once comes after the opening
+        self.world.at(opened, dialler, self._opened, connection, on_open, on_fail)
+        if not accept(target, connection):
+            connection.open[:] = [False, False]
+            dialler.connections.pop(connection, None)
+            target.connections.pop(connection, None)
+
+    def _opened(self, connection: Connection, on_open: Any, on_fail: Any) -> None:
+        if connection.open[0]:
+            on_open(connection)
+        else:
+            on_fail("turned away")
+
+    def _too_late(self, answered: list[bool], on_fail: Any) -> None:
+        if not answered:
+            answered.append(True)
+            on_fail("no answer to the handshake in time")
+
+    def astray(self, connection: Connection, end: int, message: Any) -> None:
+        """A copy of a message comes some time later, out of order."""
+        seconds = self.delay(connection.way[end]) * 50 * self.random()
+        self.world.after(seconds, connection.processes[1 - end], connection._arrive, end, message)
+
+    def check(self, message: m.Message) -> None:
+        """That the message means the same on the other side."""
+        if self.random() < self.weather.checked:
+            there = m.decode(m.encode(message))
+            if there != message:
+                raise AssertionError(f"{message} arrives as {there}")
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def partition(self, ways: list[tuple[int, int]], processes: list[Process]) -> int:
+        """Block these paths; returns a number to heal them by."""
+        self._partitions += 1
+        for way in ways:
+            self.blocked.setdefault(way, self._partitions)
+        for process in processes:
+            for connection, end in process.connections.items():
+                if end == 0 and (connection.way[0] in self.blocked or connection.way[1] in self.blocked):
+                    for side in (0, 1):
+                        seconds = self.weather.user_timeout * (0.8 + 0.4 * self.random())
+                        self.world.after(seconds, connection.processes[side], self._expire, connection, side)
+        return self._partitions
+
+    def _expire(self, connection: Connection, end: int) -> None:
+        if connection.way[0] in self.blocked or connection.way[1] in self.blocked:
+            connection.close(end, "timed out")
+
+    def heal(self, partition: int | None = None) -> None:
+        """Free the paths of one partition, or all of them."""
+        self.blocked = {
+            way: number for way, number in self.blocked.items() if partition is not None and number != partition
+        }
+        holding, self.holding = self.holding, {}
+        for connection in holding:
+            connection.release()
+            if any(connection.held):
+                self.holding[connection] = None
+
+    def end(self, process: Process, *, power: bool = False) -> None:
+        """The process ends: the kernel closes its connections, unless the power went."""
+        process.alive = False
+        process.backlog.clear()
+        if power:
+            self._dark[process] = None
+        connections, process.connections = process.connections, {}
+        for connection, end in connections.items():
+            if power:
+                connection.vanish(end)
+            else:
+                connection.close(end)
+
+
+class Link:
+    """An outgoing connection that is made again whenever it breaks, as `ftcomm.control.links.Link` does."""
+
+    FIRST_PAUSE, LAST_PAUSE = 0.02, 0.5
+
+    def __init__(
+        self,
+        network: Network,
+        owner: Process,
+        port: int,
+        accept: Callable[[Process, Connection], bool],
+        *,
+        on_open: Callable[[], object],
+        on_message: Callable[[Any], object],
+        on_down: Callable[[str], object],
+        rough: bool = False,
+    ) -> None:
+        self._network, self._owner, self._port, self._accept = network, owner, port, accept
+        self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
+        self._rough = rough
+        self._connection: Connection | None = None
+        self._over = False
+        self._pause = self.FIRST_PAUSE
+        self._begun = 0.0
+        self._dial()
+
+    def send(self, message: m.Message) -> None:
+        """Dropped without a connection."""
+        if self._connection is not None:
+            self._network.check(message)
+            self._connection.send(0, message)
+
+    def close(self) -> None:
+        self._over = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(0)
+
+    def break_(self) -> None:
+        """A fault: the connection is reset."""
+        if self._connection is not None:
+            self._connection.close(0, "connection reset")
+
+    def _dial(self) -> None:
+        if not self._over:
+            self._begun = self._network.world.now
+            self._network.dial(self._owner, self._port, self._accept, self._opened, self._down)
+
+    def _opened(self, connection: Connection) -> None:
+        if self._over:
+            connection.close(0)
+            return
+        self._connection = connection
+        connection.rough = self._rough
+        connection.receive[0] = self._on_message
+        connection.closed[0] = self._down
+        self._on_open()
+
+    def _down(self, reason: str) -> None:
+        self._connection = None
+        if self._over:
+            return
+        if self._network.world.now - self._begun > 1.0:
+            self._pause = self.FIRST_PAUSE
+        self._on_down(reason)
+        self._owner.after(self._pause, self._dial)
+        self._pause = min(2 * self._pause, self.LAST_PAUSE)
+
+
+def _nobody(what: Any) -> None:
+    """Nobody listens."""

@@ -1,0 +1,177 @@
+"""What users are promised, as assertions inside a run. A promise that does not hold raises `Broken`.
+
+1 uniform result     `returned`: whoever returns an op returns the same bytes of the same contributors, also those
+                     that were removed before or afterwards; `stands`: the same model at the same step
+2 the op survives    `holds`: at every standstill a chunk is the caller's input, or the exact sum of those it names;
+                     `returned`: no op fails because somebody died
+3 no hang            `history.run`: the job ends in bounded time once faults have ended
+4 no ghost writes    the bytes in 1 and 2
+5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
+                     epochs are never used twice, no view is heard of that was not written down first
+6 a clear word       `returned`: calls that differ are an error that is the same everywhere
+blame                `removed`: nobody is removed whom no fault has touched; `failed`: the job is lost only with the
+                     last holder of the training's state
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftcomm.collective.operation import Operation
+from ftcomm.control import messages as m
+from ftcomm.control.views import View
+from ftcomm.errors import MismatchError
+
+if TYPE_CHECKING:
+    from ftcomm.simulation.rank import Rank
+
+ELEMENTS = 16  # float32 in a chunk of the simulation's memory
+MOST = 6 * ELEMENTS + 1  # elements of an op
+_NUMBERS = 16  # ops until inputs repeat
+
+# The sum of such numbers depends on who is in it and on the order.
+_INPUTS = np.random.default_rng(7).standard_normal((16, _NUMBERS, MOST), np.float32)
+
+
+class Broken(AssertionError):
+    """A promise that does not hold, in a sentence."""
+
+
+def input_of(replica: int, number: int, count: int) -> np.ndarray[Any, Any]:
+    """What a replica gives to an op; not to be written to."""
+    return _INPUTS[replica, number % _NUMBERS, :count]
+
+
+class Promises:
+    def __init__(self) -> None:
+        self.views: dict[int, View] = {}  # written down, by epoch
+        self.last: View | None = None
+        self.touched: dict[int, str] = {}  # replica -> the fault that excuses its removal
+        self.wrong: set[tuple[int, int]] = set()  # (replica, op) called with other arguments
+        self.steps = 0  # the furthest boundary that anybody has passed
+        self.returns = 0
+        self.mismatches = 0
+        self.copies = 0  # chunks that were copied after a view change
+        self._entered: dict[int, View] = {}
+        self._told: dict[tuple[int, int, int], m.Progress] = {}
+        self._outcomes: dict[tuple[int, int], object] = {}
+        self._returners: dict[tuple[int, int], list[Rank]] = {}
+        self._models: dict[tuple[int, int], int] = {}
+
+    # -- views -----------------------------------------------------------------------------------------------------
+
+    def persisted(self, view: View) -> None:
+        last = self.last
+        if last is not None and view.epoch <= last.epoch:
+            raise Broken(f"epoch {view.epoch} is decided after epoch {last.epoch}")
+        self.views[view.epoch] = view
+        self.last = view
+        if last is not None and view.proposal == 0:
+            here = {member.replica: member.incarnation for member in view.members}
+            for member in last.members:
+                if here.get(member.replica) != member.incarnation:
+                    self.removed(member.replica, member.contributing, view)
+
+    def removed(self, replica: int, contributed: bool, view: View) -> None:
+        if replica not in self.touched and contributed:
+            raise Broken(f"replica {replica}, which no fault has touched, is not in view {view.epoch}: {view.why}")
+
+    def heard(self, view: View) -> None:
+        """Somebody was sent this view."""
+        if self.views.get(view.epoch) != view:
+            raise Broken(f"view {view.epoch} is sent, but {self.views.get(view.epoch)} was written down")
+
+    def enters(self, rank: Rank, view: View, progress: dict[int, m.Progress]) -> None:
+        if self._entered.setdefault(view.epoch, view) != view:
+            raise Broken(f"{rank.name} enters another view of epoch {view.epoch} than others")
+        for replica, told in progress.items():
+            known = self._told.setdefault((rank.index, view.epoch, replica), told)
+            if known is not told and known != told:
+                raise Broken(f"{rank.name} has heard {told} of {replica} for epoch {view.epoch}, others {known}")
+
+    def failed(self, why: str, holders: list[str]) -> None:
+        if holders:
+            raise Broken(f"the job has ended though {', '.join(holders)} hold the state of the training: {why}")
+
+    # -- ops -------------------------------------------------------------------------------------------------------
+
+    def returned(self, rank: Rank, op: Operation) -> None:
+        """`op` is about to return at `rank`."""
+        self.returns += 1
+        key = rank.index, op.number
+        outcome: object
+        if op.error is not None:
+            outcome = str(op.error)
+            if not isinstance(op.error, MismatchError):
+                raise Broken(f"op {op.number} fails at {rank.name}: {op.error!r}")
+        else:
+            outcome = op.array.tobytes(), tuple(op.finals)
+        known = self._outcomes.get(key)
+        # Survivors return the same. Where nobody survived who has returned it, the job may go on with one who had been
+        # about to leave, and reduce it again.
+        holders = self._returners.setdefault(key, [])
+        if known is not None and known != outcome and not any(other.alive for other in holders):
+            known = None
+            holders.clear()
+            for at in [at for at in self._models if at[0] == rank.index]:
+                del self._models[at]
+        holders.append(rank)
+        if known is None:
+            self._outcomes[key] = outcome
+            self._first(rank, op)
+        elif known != outcome:
+            raise Broken(
+                f"op {op.number} of ranks {rank.index} returns {_said(outcome)} at {rank.name}, "
+                f"{_said(known)} elsewhere"
+            )
+
+    def _first(self, rank: Rank, op: Operation) -> None:
+        if op.error is not None:
+            self.mismatches += 1
+            if all(number != op.number for _, number in self.wrong):
+                raise Broken(f"op {op.number} fails, though all made the same call: {op.error}")
+            return
+        if None in op.finals:
+            raise Broken(f"op {op.number} returns at {rank.name} with chunks that are not FINAL")
+        if op.atomic and len(set(op.finals)) > 1:
+            raise Broken(f"op {op.number} is atomic, and is the sum of {op.finals}")
+        callers = {(replica, op.number) in self.wrong for who in op.finals if who for replica in who}
+        if len(callers) > 1:
+            raise Broken(f"op {op.number} has summed calls that differ: {op.finals}")
+        self._check(rank, op)
+
+    def holds(self, rank: Rank) -> None:
+        """At a standstill."""
+        for op in rank.flight.ops:
+            if op.error is None:
+                self._check(rank, op)
+
+    def _check(self, rank: Rank, op: Operation) -> None:
+        array, number = op.array, op.number
+        for chunk, who in enumerate(op.finals):
+            start, stop = chunk * op.elements, min(op.count, (chunk + 1) * op.elements)
+            first, *others = (rank.replica,) if who is None else who
+            want = input_of(first, number, stop)[start:]
+            for other in others:
+                want = want + input_of(other, number, stop)[start:]
+            if array[start:stop].tobytes() != want.tobytes():
+                what = "its input" if who is None else f"the sum of {who}"
+                raise Broken(f"chunk {chunk} of op {number} at {rank.name} should be {what} and is not")
+
+    # -- the training ----------------------------------------------------------------------------------------------
+
+    def stands(self, rank: Rank, step: int, model: int) -> None:
+        """`rank` has the state entering `step`."""
+        self.steps = max(self.steps, step)
+        known = self._models.setdefault((rank.index, step), model)
+        if known != model:
+            raise Broken(f"the model of {rank.name} entering step {step} differs from that of others")
+
+
+def _said(outcome: Any) -> str:
+    if isinstance(outcome, str):
+        return f"the error {outcome!r}"
+    content, finals = outcome
+    return f"the sum of {finals} ({np.frombuffer(content, np.float32)[:4]} ...)"

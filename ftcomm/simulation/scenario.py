@@ -1,0 +1,115 @@
+"""What a seed makes of a history: the job, the weather, and how things go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.simulation.network import Weather
+from ftcomm.simulation.promises import ELEMENTS
+from ftcomm.simulation.script import Work
+
+# One number of the chain of timeouts in 15 of the product's, so that stalls do not take minutes of ticks.
+TIMEOUTS = Timeouts(heartbeat=1.0, op_floor=2.0, op=8.0)
+
+# What goes wrong, and how often a history is of that kind.
+KINDS = {
+    "calm": 2,
+    "kills": 5,
+    "growth": 6,  # members come, go and come back, with the news of it late
+    "storm": 5,
+    "partitions": 3,
+    "frozen": 1,  # exactly one member is stopped, and nobody else may be removed
+    "stuck": 1,  # the script of exactly one stands still
+    "quiet": 2,  # the coordinator is away until the training has ended
+    "rolling": 1,  # all replicas are restarted one by one
+    "coordinator": 2,  # it dies again and again, in the middle of a decision, too
+    "leaving": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    kind: str
+    replicas: int
+    ranks: int
+    hosts: tuple[int, ...]  # of each replica
+    coordinator_host: int
+    work: Work
+    weather: Weather
+    timeouts: Timeouts
+    burst: int  # tasks of an op in a row
+    pace: float  # s that they take
+    skew: float
+    slow: dict[int, float]
+    restart_pause: float
+    storm: float  # s that faults go on for
+    every: float  # s between two faults, on the average
+    drains: bool
+    wrong: int  # calls with other arguments
+
+
+def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> Scenario:
+    if kind is None:
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    replicas = _members(rng, least, most)
+    ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
+    topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
+    hosts = tuple({"one": 0, "each": i, "pairs": i // 2}[topology] for i in range(replicas))
+    ops = rng.choice((1, 1, 2, 3)) if kind != "growth" else 1
+    steps = max(2, rng.choice((4, 8, 12)) // ops) if replicas <= 6 else 4
+    steps += 6 * (kind == "growth")
+    work = Work(
+        steps=steps,
+        counts=tuple(rng.choice((1, 2 * ELEMENTS, 3 * ELEMENTS + 4, 5 * ELEMENTS)) for _ in range(ops)),
+        atomic=tuple(rng.random() < 0.3 for _ in range(ops)),
+        compute=rng.choice((0.0005, 0.005, 0.05)),
+        ahead=rng.choice((1, 2, 3)),
+        blocks=rng.choice((1, 5, 12)),
+    )
+    lossy = topology != "one" and rng.random() < 0.25
+    weather = Weather(
+        latency=rng.choice((0.0001, 0.0005, 0.005)),
+        loss=rng.choice((0.01, 0.05)) if lossy else 0.0,
+        user_timeout=rng.choice((2.0, 6.0)),
+        rough=0.1 if rng.random() < 0.1 else 0.0,
+    )
+    pace = rng.choice((0.00002, 0.00002, 0.0005, 0.005))
+    if kind in ("storm", "partitions", "coordinator"):  # long enough for what takes time to be found out
+        work = dataclasses.replace(work, compute=max(work.compute, rng.choice((0.0, 0.3, 2.0)) / steps))
+    restart_pause = rng.choice((0.002, 0.02, 0.2))
+    if kind == "growth":  # a step takes about as long as a message
+        pace, restart_pause = 0.00002, 0.002
+        work = dataclasses.replace(work, compute=weather.latency * rng.choice((2, 8, 30)), counts=(1,), ahead=1)
+    length = steps * (work.compute + 10 * ops * pace) + 0.01
+    drains = kind in ("calm", "kills", "storm", "coordinator") and rng.random() < 0.15
+    if drains:  # it goes on until it is told to end
+        work = dataclasses.replace(work, steps=1_000_000, compute=max(work.compute, length / 16))
+    return Scenario(
+        kind=kind,
+        replicas=replicas,
+        ranks=ranks,
+        hosts=hosts,
+        coordinator_host=rng.choice((0, 99)),
+        work=work,
+        weather=weather,
+        timeouts=TIMEOUTS,
+        burst=rng.choice((1, 1, 3, 20)),
+        pace=pace,
+        skew=rng.choice((0.0, 0.0, 0.05)),
+        slow={rng.randrange(replicas): rng.choice((3.0, 20.0))} if rng.random() < 0.15 else {},
+        restart_pause=restart_pause,
+        storm=length,
+        every=length / rng.choice((1, 2, 4)),
+        drains=drains,
+        wrong=1 if rng.random() < 0.1 else 0,
+    )
+
+
+def _members(rng: random.Random, least: int, most: int) -> int:
+    """Mostly few: what can go wrong does so among four."""
+    number = least
+    while number < most and rng.random() < 0.55:
+        number += 1
+    return number

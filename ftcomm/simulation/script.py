@@ -1,0 +1,320 @@
+"""The user's loop on a simulated rank, and `ftcomm.steps` with the catch-up beneath it.
+
+The model is a number: a checksum of the results of all ops so far. So two ranks hold the same model exactly if they
+have applied the same results in the same order, from the same state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Generator
+from typing import Any
+
+from ftcomm.collective.operation import Operation
+from ftcomm.control import messages as m
+from ftcomm.control.views import View
+from ftcomm.errors import MismatchError
+from ftcomm.hsdp.stripes import Snapshots, Stripes, sources_of
+from ftcomm.simulation.memory import CHUNK
+from ftcomm.simulation.network import Connection
+from ftcomm.simulation.promises import input_of
+from ftcomm.simulation.rank import Gone, Rank
+
+REPLAY_LEAST = 2  # see `ftcomm.hsdp.steps`
+LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What all ranks train: `steps` steps of ops with so many elements each."""
+
+    steps: int
+    counts: tuple[int, ...]
+    atomic: tuple[bool, ...]
+    compute: float  # s a step
+    ahead: int  # ops in flight
+    blocks: int  # of a state that is fetched
+
+
+class Script:
+    def __init__(self, rank: Rank, work: Work) -> None:
+        self.rank, self.work = rank, work
+        self.stuck = False
+        self._step = -1  # the boundary that was passed last
+        self._snapshots: Snapshots[tuple[int, int]] = Snapshots()  # (step, model)
+        self._asking: list[tuple[Connection, dict[str, Any]]] = []
+        rank.serves = self._serve
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Generator[Any, Any, None]:
+        rank, work, promises = self.rank, self.work, self.rank.promises
+        view: View = yield "join"
+        rank.say("has joined")
+        step = view.step or 0
+        fresh = rank.replica not in view.contributing
+        model = 0
+        joiner: Joiner | None = None
+        rank.holds_state = not fresh
+        while True:
+            view = yield "boundary", step
+            rank.view = view
+            if rank.left:
+                rank.say("has left at the boundary of step %s", step)
+                break
+            self._at_boundary(step, view, model, rank.holds_state)
+            if fresh:
+                fresh, joiner = False, Joiner(rank, view, step, work.blocks)
+            if joiner is not None:
+                while not joiner.offered:
+                    yield "news"
+                joiner.keep(view)
+                if joiner.at_boundary(step):
+                    model, joiner = joiner.model, None
+                    rank.holds_state = True
+            if joiner is None:
+                promises.stands(rank, step, model)
+                if rank.replica not in view.contributing:
+                    rank._do(rank.node.tell(m.CaughtUp(step)))
+            if step >= work.steps:
+                break
+            while self.stuck:
+                yield 0.5
+            yield work.compute * (0.5 + rank.world.random.random())
+            results = []
+            for result in self._ops(step):
+                if isinstance(result, Operation) and not result.done:
+                    yield result
+                elif isinstance(result, Operation):
+                    results.append(result)
+            said = step_result(results)
+            if joiner is not None:
+                joiner.kept.append(said)
+            else:
+                model = zlib.crc32(said, model)
+            step += 1
+        if not rank.left:
+            while joiner is not None and not joiner.finish():
+                yield "news"
+            if joiner is not None:
+                promises.stands(rank, step, joiner.model)
+            began = rank.clock()
+            while self._lingers() and rank.clock() - began < LINGER:
+                yield 0.05
+        rank.finishing = True  # whatever happens now, the script has ended well
+        rank._do(rank.node.tell(m.Finished()))
+        began = rank.clock()
+        acked = False
+        while not rank.gone:  # as `Agent.finish`
+            if rank.node.all_finished:
+                if acked or rank.clock() - began > 2.0:
+                    break
+            else:
+                began = rank.clock()
+            rank.after(0.05, rank._wake, "ack", False)
+            acked = (yield "ack") or acked
+        rank.say("has finished")
+
+    def _ops(self, step: int) -> Generator[Operation, None, None]:
+        """Calls the ops of a step, `ahead` of them in flight. Yields one to wait for it, again when it is done."""
+        rank, work = self.rank, self.work
+        flight: list[Operation] = []
+        for i, count in enumerate(work.counts):
+            number = step * len(work.counts) + i
+            if (rank.replica, number) in rank.promises.wrong:
+                count += 1
+            if rank.gone:
+                raise Gone(rank.gone)
+            op = Operation(input_of(rank.replica, number, count).copy(), "float32", "sum", CHUNK, atomic=work.atomic[i])
+            rank.submit(op)
+            if op.number != number:
+                raise AssertionError(f"{rank.name} calls op {number}, which gets the number {op.number}")
+            flight.append(op)
+            if len(flight) >= work.ahead:
+                yield from _finished(flight.pop(0))
+        for op in flight:
+            yield from _finished(op)
+
+    # -- a source of the state, as `ftcomm.hsdp.catchup.Source` ------------------------------------------------------
+
+    def _at_boundary(self, step: int, view: View, model: int, holds: bool) -> None:
+        joined = self._snapshots.due(step, view)
+        if joined and holds and self.rank.replica in sources_of(view):
+            self._snapshots.put(joined, step, (step, model))
+        self._step = step
+        asking, self._asking = self._asking, []
+        for connection, fields in asking:
+            self._answer(connection, fields)
+
+    def _lingers(self) -> bool:
+        members = self.rank.node.view.replicas if self.rank.node.view is not None else ()
+        self._snapshots.only(members)
+        return bool(self._snapshots)
+
+    def _serve(self, connection: Connection, fields: dict[str, Any]) -> bool:
+        if self._step >= fields["step"]:
+            self._answer(connection, fields)
+        else:
+            self._asking.append((connection, fields))
+        return True
+
+    def _answer(self, connection: Connection, fields: dict[str, Any]) -> None:
+        joiner = fields["replica"], fields["incarnation"]
+        snapshot = self._snapshots.get(joiner, fields["step"])
+        if snapshot is None:
+            connection.send(1, ("refusal",))
+            connection.close(1)
+            return
+
+        def asked(what: tuple[Any, ...]) -> None:
+            if what[0] == "want":
+                lies = self.rank.world.random.random() < 0.01  # memory that fails; a checksum finds it
+                connection.send(1, ("block", what[1], snapshot[1], lies))
+            else:
+                self._snapshots.done(joiner)
+
+        connection.receive[1] = asked
+        connection.send(1, ("offer", snapshot[0]))
+
+
+def _finished(op: Operation) -> Generator[Operation, None, None]:
+    if not op.done:
+        yield op
+    if op.error is not None and not isinstance(op.error, MismatchError):
+        raise Gone(str(op.error))
+    yield op
+
+
+def step_result(ops: list[Operation]) -> bytes:
+    return b"".join(op.array.tobytes() if op.error is None else str(op.error).encode() for op in ops)
+
+
+class Joiner:
+    """The joiner's side, as `ftcomm.hsdp.steps.Joiner` over `ftcomm.hsdp.catchup.Fetch`: the same `Stripes`."""
+
+    def __init__(self, rank: Rank, view: View, step: int, blocks: int) -> None:
+        self.rank, self.step, self._blocks = rank, step, blocks
+        self.kept: list[bytes] = []
+        self.model = -1
+        self.loaded = False
+        self.offered = False
+        self._said: int | None = None
+        self._stripes = Stripes(sources_of(view))
+        self._connections: dict[int, Connection] = {}
+        member = view.member(rank.replica)
+        assert member is not None
+        self._fields = {"step": step, "replica": rank.replica, "incarnation": member.incarnation}
+        self._view = view
+        self._left_view: set[int] = set()
+        for source in self._stripes.alive:
+            self._dial(source)
+
+    def keep(self, view: View) -> None:
+        """Sources that are no members any more are given up without waiting for them."""
+        for source in self._stripes.alive:
+            if source not in view.replicas:
+                self._left_view.add(source)
+                if source in self._connections:
+                    self._connections[source].close(0)
+                self._drop(source, "it is no member any more")
+
+    def at_boundary(self, step: int) -> bool:
+        """Load what has arrived, replay a little; True when the model is that of everybody entering `step`."""
+        if self._stripes.hopeless:
+            raise Gone(f"the state of step {self.step} cannot be fetched: {self._stripes.why()}")
+        self._load()
+        if self.loaded:
+            for said in self.kept[:REPLAY_LEAST]:
+                self.model = zlib.crc32(said, self.model)
+            del self.kept[:REPLAY_LEAST]
+        return self.loaded and not self.kept
+
+    def finish(self) -> bool:
+        """After the last step."""
+        if self._stripes.hopeless:
+            raise Gone(f"the state of step {self.step} cannot be fetched: {self._stripes.why()}")
+        self._load()
+        if self.loaded:
+            for said in self.kept:
+                self.model = zlib.crc32(said, self.model)
+            self.kept.clear()
+        return self.loaded
+
+    def _load(self) -> None:
+        if not self.loaded and self._stripes.complete:
+            assert self._said is not None
+            self.loaded, self.model = True, self._said
+            self.rank.say("has loaded the state of step %s; %s steps to replay", self.step, len(self.kept))
+
+    def _dial(self, source: int) -> None:
+        if source not in self._stripes.alive or self.rank.gone:
+            return
+        member = self._view.member(source)
+        assert member is not None
+        self.rank.network.dial(
+            self.rank,
+            member.ranks[self.rank.index].pid,
+            lambda target, connection: target.accepts(connection, "state", self._fields),  # type: ignore[attr-defined]
+            lambda connection: self._opened(source, connection),
+            lambda reason: self._drop(source, reason),
+        )
+
+    def _opened(self, source: int, connection: Connection) -> None:
+        connection.receive[0] = lambda what: self._received(source, connection, what)
+        connection.closed[0] = lambda reason: self._drop(source, reason)
+
+    def _received(self, source: int, connection: Connection, what: tuple[Any, ...]) -> None:
+        stripes = self._stripes
+        if source not in stripes.alive:
+            return
+        if what[0] == "refusal":
+            connection.close(0)
+            self._drop(source, "it took no snapshot for this replica")
+            return
+        if what[0] == "offer":
+            if what[1] != self.step:
+                raise AssertionError(f"replica {source} offers the state of step {what[1]}, not {self.step}")
+            self._connections[source] = connection
+            if not self.offered:
+                stripes.begin(self._blocks)
+                self._news()
+        else:
+            _, number, model, lies = what
+            if number != stripes.due(source):
+                raise AssertionError(f"replica {source} sends block {number}, {stripes.due(source)} is due")
+            if lies:
+                connection.close(0)
+                self._drop(source, f"block {number} has a wrong checksum")
+                return
+            if self._said not in (None, model):
+                raise AssertionError(f"sources differ in the state of step {self.step}")
+            self._said = model
+            stripes.received(source)
+        self._ask()
+
+    def _ask(self) -> None:
+        for source in self._stripes.alive:
+            connection = self._connections.get(source)
+            if connection is None:
+                continue
+            for number in self._stripes.ask(source):
+                connection.send(0, ("want", number))
+        if self._stripes.complete:
+            for connection in self._connections.values():
+                connection.send(0, ("done",))
+                connection.close(0)
+            self._connections.clear()
+            self._news()
+
+    def _drop(self, source: int, reason: str) -> None:
+        self._stripes.drop(source, reason)
+        self._connections.pop(source, None)
+        if self._stripes.hopeless:
+            self._news()
+        elif self.offered:
+            self._ask()
+
+    def _news(self) -> None:
+        self.offered = True
+        self.rank.awaken()

@@ -1,0 +1,144 @@
+"""`ftcomm simulate`: many histories of the protocol in virtual time, each from a seed that replays it."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ftcomm.simulation.history import History, run
+from ftcomm.simulation.scenario import KINDS
+
+MOST = 16
+_BATCH = 50  # seeds that a worker takes at a time
+_SHOWN = 5  # failing seeds that are told in full
+
+
+class _Range(click.ParamType):
+    name = "range"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        first, dots, last = value.partition("..")
+        try:
+            least, most = int(first), int(last if dots else first)
+        except ValueError:
+            self.fail(f"{value!r} is no range; expected for example 2..16, or 3", param, ctx)
+        if not 1 <= least <= most <= MOST:
+            self.fail(f"{value!r}: expected 1 <= first <= last <= {MOST}", param, ctx)
+        return least, most
+
+
+@click.command()
+@click.option("--seeds", type=click.IntRange(1), default=2000, metavar="N", show_default=True, help="Histories to run.")
+@click.option("--first", type=click.IntRange(0), default=0, metavar="SEED", show_default=True, help="The first seed.")
+@click.option(
+    "--members",
+    type=_Range(),
+    default="2..16",
+    metavar="A..B",
+    show_default=True,
+    help="Replicas of a job; mostly few.",
+)
+@click.option("--kind", type=click.Choice(sorted(KINDS)), help="Only histories of one kind.  [default: all of them]")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
+@click.option("--replay", type=click.IntRange(0), metavar="SEED", help="Run one history, and print all that happens.")
+def simulate(
+    seeds: int, first: int, members: tuple[int, int], kind: str | None, jobs: int | None, replay: int | None
+) -> None:
+    """Run the protocol in virtual time, with everything going wrong.
+
+    The coordinator, the members, their exchange and their catch-up are those of the product; processes, clocks and the
+    network are simulated. A seed is a whole history: members are killed, stopped, slowed down, cut off and restarted,
+    and what users are promised is checked all the while. The seed of a history in which a promise does not hold is
+    printed, and --replay with the same --members and --kind shows it again, event for event. Exits with 1 then.
+    """
+    least, most = members
+    if replay is not None:
+        history = run(replay, least, most, kind, traced=True)
+        for line in history.trace:
+            click.echo(line)
+        click.echo(history.broken or f"no promise is broken{f'; {history.ended}' if history.ended else ''}")
+        sys.exit(1 if history.broken else 0)
+    workers = jobs or len(os.sched_getaffinity(0))
+    begins = range(first, first + seeds, _BATCH)
+    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kind) for begin in begins]
+    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kind) else 0)
+
+
+def _all(batches: list[tuple[int, int, int, int, str | None]], workers: int) -> Iterator[list[History]]:
+    if workers == 1:
+        yield from map(_batch, batches)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_batch, batches)
+
+
+def _batch(batch: tuple[int, int, int, int, str | None]) -> list[History]:
+    begin, end, least, most, kind = batch
+    return [run(seed, least, most, kind) for seed in range(begin, end)]
+
+
+def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("histories"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[broken]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=seeds, broken="")
+        broken = 0
+        for histories in batches:
+            for history in histories:
+                broken += bool(history.broken)
+                yield history
+            progress.update(task, advance=len(histories), broken=f"[red]{broken} broken" if broken else "")
+
+
+def _report(histories: Iterator[History], workers: int, members: tuple[int, int], kind: str | None) -> int:
+    """Print what came of them; returns in how many a promise was broken."""
+    began = time.monotonic()
+    broken: list[History] = []
+    count: collections.Counter[str] = collections.Counter()
+    cost: collections.Counter[str] = collections.Counter()
+    lost = total = views = returns = copies = 0
+    virtual = 0.0
+    for history in histories:
+        total += 1
+        count[history.kind] += 1
+        cost[history.kind] += history.seconds
+        virtual += history.virtual
+        views += history.views
+        returns += history.returns
+        copies += history.copies
+        lost += bool(history.ended)
+        if history.broken:
+            broken.append(history)
+    seconds = time.monotonic() - began
+    for history in sorted(broken, key=lambda history: history.seed)[:_SHOWN]:
+        click.echo(f"seed {history.seed} ({history.kind}, {history.members} members): {history.broken}")
+        click.echo(
+            f"  ftcomm simulate --replay {history.seed} --members {members[0]}..{members[1]}"
+            f"{f' --kind {kind}' if kind else ''}\n"
+        )
+    if len(broken) > _SHOWN:
+        click.echo(f"and {len(broken) - _SHOWN} more: {', '.join(str(x.seed) for x in broken[_SHOWN:][:100])}\n")
+    click.echo(f"{'kind':<12} {'histories':>9} {'ms each':>8}")
+    for name in sorted(count):
+        click.echo(f"{name:<12} {count[name]:>9} {1000 * cost[name] / count[name]:>8.2f}")
+    click.echo(
+        f"{total} histories of {virtual / 3600:.1f} hours of virtual time in {seconds:.0f} s, "
+        f"{total / seconds:.0f} a second on {workers} {'process' if workers == 1 else 'processes'}: {views} views, "
+        f"{returns} returns of ops, {copies} chunks copied from survivors, {lost} jobs lost with all who held the state"
+    )
+    click.echo(f"{len(broken)} with a broken promise")
+    return len(broken)

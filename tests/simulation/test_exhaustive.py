@@ -1,0 +1,164 @@
+"""Every interleaving of small groups, and the proof that the check bites: without a rule it finds what goes wrong.
+
+The numbers of members, ops and chunks are those that end within seconds; `ftcomm check` goes further.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ftcomm.control.messages import Heartbeat
+from ftcomm.simulation.check_cli import check
+from ftcomm.simulation.exhaustive import Check, Report
+from ftcomm.simulation.live import Group
+from ftcomm.simulation.local import Members, Step
+from ftcomm.simulation.mutations import MUTATIONS
+from ftcomm.simulation.states import freeze, thaw
+
+pytestmark = pytest.mark.protocol
+
+LIMIT = 600.0  # s; a check that has not ended by then has not passed
+
+
+def explored(group: Group, faults: int, **options: bool) -> tuple[Check, Report]:
+    check = Check(group, faults, **options)
+    report = check.run(LIMIT)
+    assert not report.broken, "\n".join([*report.history, report.broken])
+    assert report.complete
+    return check, report
+
+
+@pytest.mark.parametrize(
+    ("group", "faults", "least"),
+    [
+        pytest.param(Group(3, 1, 2), 2, 40_000, id="one-shot"),
+        pytest.param(Group(3, 2, 1), 1, 20_000, id="two-ops"),
+        pytest.param(Group(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
+        pytest.param(Group(3, 1, 2, atomic=True), 1, 5_000, id="atomic"),
+        pytest.param(Group(2, 1, 6), 1, 500, id="slots-used-again"),
+        pytest.param(Group(2, 1, 6, verify=True), 1, 3_000, id="no-false-alarm"),
+        pytest.param(Group(2, 3, 2), 1, 3_000, id="three-ops"),
+    ],
+)
+def test_no_interleaving_breaks_a_promise(group: Group, faults: int, least: int) -> None:
+    _, report = explored(group, faults)
+    print(report)
+    assert report.states > least  # a check that explores nothing passes, too
+    assert report.ends > 0
+
+
+def test_faults_while_the_first_view_is_installed() -> None:
+    _, report = explored(Group(3, 1, 1), 1, forming=True)
+    assert report.states > 5_000
+
+
+@pytest.mark.parametrize(
+    "group",
+    [Group(3, 1, 1), Group(3, 1, 1, one_host=False), Group(2, 2, 1), Group(2, 1, 2, atomic=True), Group(2, 1, 6)],
+    ids=str,
+)
+def test_steps_that_are_not_explored_on_their_own_change_no_ending(group: Group) -> None:
+    reduced, few = explored(group, 1)
+    unreduced, all_ = explored(group, 1, reduced=False)
+    assert reduced.endings == unreduced.endings
+    assert len(reduced.endings) > 1
+    assert few.states < all_.states
+
+
+TO_BE_FOUND = [
+    # without, in which group, what is said in the end, and what has to have happened before
+    ("stability", Group(3, 1, 2), "was returned elsewhere, but is not FINAL here", "returns op 0"),
+    ("quiesce", Group(3, 1, 1), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
+    ("quiesce", Group(3, 1, 1, one_host=False), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
+    ("fencing", Group(3, 1, 1), "should be the sum of 0+1+2", "enters view 2"),
+    ("fencing", Group(3, 1, 1, one_host=False), "should be the sum of", "enters view 2"),
+    ("late-words", Group(3, 1, 1), "has not returned all its ops", "enters view 2"),
+    ("hasty", Group(3, 1, 2), "should be the sum of 0+1+2", "calls op 0"),
+    ("hasty-shards", Group(3, 1, 1, one_host=False), "should be the sum of 0+1+2", "reduces its shard"),
+    ("ahead", Group(2, 1, 6), "should be the sum of 0+1", "calls op 0"),
+    ("all-again", Group(3, 1, 2), "should be the sum of", "enters view 2"),
+    ("any-holder", Group(3, 1, 1), "should be the sum of 0+1+2", "copies chunk 0"),
+    ("not-atomic", Group(2, 1, 2, atomic=True), "is atomic, and returned", "enters view 2"),
+]
+
+
+@pytest.mark.parametrize(("rule", "group", "said", "before"), TO_BE_FOUND)
+def test_without_a_rule_a_violation_is_found(rule: str, group: Group, said: str, before: str) -> None:
+    report = Check(group, 1, MUTATIONS[rule]).run(LIMIT)
+    print("\n".join([MUTATIONS[rule].what, *report.history, report.broken]))
+    assert said in report.broken
+    assert any(before in line for line in report.history)
+    assert len(report.history) <= 30  # one of the shortest: it can be read
+
+
+def test_every_mutation_is_tried() -> None:
+    assert {rule for rule, *_ in TO_BE_FOUND} == set(MUTATIONS)
+
+
+def test_a_history_is_one_of_the_shortest() -> None:
+    """Nothing is violated in any history that is shorter, and the same is found every time."""
+    lengths = set()
+    for _ in range(2):
+        report = Check(Group(3, 1, 1), 1, MUTATIONS["fencing"]).run(LIMIT)
+        assert report.broken
+        assert report.depth == len(report.history) - 1
+        lengths.add(len(report.history))
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("group", [Group(3, 1, 2), Group(3, 1, 1, one_host=False)], ids=str)
+def test_what_is_remembered_is_what_the_product_says_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a member are looked up by its state and the memories that it reads; here with all memories as they
+    are, and after other calls."""
+    rng = random.Random(7)
+    remembered = Members.steps
+    compared = 0
+
+    def steps(members: Members, i: int, pair: int, memories: tuple[int, ...]) -> list[Step]:
+        nonlocal compared
+        known = remembered(members, i, pair, memories)
+        if rng.random() < 0.05:
+            compared += 1
+            assert members._find_steps(i, pair, memories) == known
+        return known
+
+    monkeypatch.setattr(Members, "steps", steps)
+    explored(group, 1)
+    assert compared > 100
+
+
+def test_a_state_is_saved_and_made_live_again() -> None:
+    value = {1: [2, deque([3])], 4: {5, 6}, 7: np.arange(3), 8: (9, Heartbeat(10)), 11: ValueError("twelve")}
+    frozen = freeze(value)
+    again = thaw(frozen)
+    assert hash(frozen) == hash(freeze(again))
+    assert freeze(again) == frozen
+    again[1][1].append(4)
+    assert freeze(again) != frozen
+    assert thaw(frozen)[1][1] == deque([3])
+
+
+def test_what_cannot_be_saved_is_an_error() -> None:
+    with pytest.raises(TypeError, match="cannot save"):
+        freeze([object()])
+
+
+def test_command() -> None:
+    done = CliRunner().invoke(check, ["--ops", "1", "--faults", "1"])
+    assert done.exit_code == 0, done.output
+    assert "nothing was violated" in done.output
+    broken = CliRunner().invoke(check, ["--ops", "1", "--faults", "1", "--mutation", "fencing"])
+    assert broken.exit_code == 0, broken.output
+    assert "enters view 2 of" in broken.output
+    missed = CliRunner().invoke(check, ["--ops", "1", "--faults", "0", "--mutation", "fencing"])
+    assert missed.exit_code == 1, missed.output
+    late = CliRunner().invoke(check, ["--ops", "2", "--chunks", "2", "--seconds", "0"])
+    assert late.exit_code == 4, late.output
+    wrong = CliRunner().invoke(check, ["--ops", "50", "--chunks", "2"])
+    assert wrong.exit_code == 2
+    assert "at most" in wrong.output
