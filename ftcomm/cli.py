@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 import click
 
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
-from ftcomm.settings import TRANSPORTS, Settings
-
-DEFAULTS = {name: getattr(Settings, name) for name in ("heartbeat_timeout", "op_timeout")}
+from ftcomm.settings import TRANSPORTS
 
 
 class LazyGroup(click.Group):
@@ -22,6 +21,11 @@ class LazyGroup(click.Group):
 
     LAZY: ClassVar[dict[str, tuple[str, str]]] = {
         "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
+        "chaos": ("ftcomm.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
+        "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
+        "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
+        "simulate": ("ftcomm.simulation.simulate_cli:simulate", "Run the protocol in virtual time, all going wrong."),
+        "status": ("ftcomm.launch.commands:status", "Show a running job: who is in it, and at which step."),
         "demo": ("ftcomm.demo.show:demo", "Train four replicas, kill one, watch the others go on."),
     }
 
@@ -55,20 +59,28 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--heartbeat-timeout",
                 type=float,
-                default=DEFAULTS["heartbeat_timeout"],
                 envvar="FTCOMM_HEARTBEAT_TIMEOUT",
                 metavar="S",
-                show_default=True,
-                help="Seconds of silence after which a replica is lost. A process that dies is noticed at once.",
+                help="Seconds of silence after which a replica is lost; a process that dies is noticed at once.  "
+                "[default: a 24th of --op-timeout, 5 at most]",
             ),
             click.option(
                 "--op-timeout",
                 type=float,
-                default=DEFAULTS["op_timeout"],
+                default=Timeouts.derive().op,
                 envvar="FTCOMM_OP_TIMEOUT",
                 metavar="S",
                 show_default=True,
-                help="Seconds without progress after which an op raises an error.",
+                help="Seconds without progress after which the replica that holds an op up is removed, at the latest; "
+                "after twice that the op raises an error. All other times follow from this one.",
+            ),
+            click.option(
+                "--op-timeout-floor",
+                type=float,
+                envvar="FTCOMM_OP_TIMEOUT_FLOOR",
+                metavar="S",
+                help="The same at the earliest, however quick ops of that size have been.  "
+                "[default: a quarter of --op-timeout]",
             ),
         )
     ):
@@ -91,8 +103,16 @@ def commands() -> None:
     default=10,
     metavar="K",
     show_default=True,
-    help="Restarts of one replica within an hour. The wait before one is 0.5 s, doubled each time up to 30 s, and "
-    "0.5 s again after a minute of health.",
+    help="Restarts of one replica within an hour. The wait before one is 0.5 s, doubled each time up to "
+    "--backoff-limit, and 0.5 s again after a minute of health.",
+)
+@click.option(
+    "--backoff-limit",
+    type=float,
+    default=30.0,
+    metavar="S",
+    show_default=True,
+    help="The longest wait before a restart.",
 )
 @click.option(
     "--min-replicas",
@@ -130,6 +150,14 @@ def commands() -> None:
     show_default=True,
     help="How ranks move bytes: shared memory where they can, or one way for all.",
 )
+@click.option(
+    "--hosts",
+    type=click.Choice(("shared", "netns")),
+    default="shared",
+    show_default=True,
+    help="The network of the replicas: this host's, or a namespace of its own for each, as if they were on several "
+    "hosts without a way out; for ftcomm chaos. Needs root and pyroute2.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -142,9 +170,12 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 
     Ctrl-C or SIGTERM drains the job: all replicas leave together at a coming step. A second ends them at once.
 
+    SIGTERM to a rank lets its replica leave in order (ftcomm.steps sees to that). Somebody wants it away, so it is not
+    restarted; `ftcomm restart --replica N` starts it again, `ftcomm status` shows the job.
+
     \b
     Exit codes:
-        0  all replicas finished
+        0  all replicas finished, but for those that were told to leave
         1  a replica failed for good, or the job was lost
         2  the command cannot work as given
         3  drained by a signal, everybody left in order

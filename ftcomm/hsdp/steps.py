@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from ftcomm.hsdp.catchup import Fetch, Source
@@ -34,8 +38,12 @@ def steps(total: int, state: Mapping[str, Stateful] | None = None, group: Group 
     - other entries are loaded as they were entering the step at which the replica joined, some steps ago; so let data
       be a function of the step, as the demo does. Without an optimizer in `state` the joiner waits for its state.
 
-    The loop ends early when the replica is to leave (`group.drained`). Raises `StateError` when the state cannot be
-    fetched or does not fit, `ExpelledError` when the job went on without this replica.
+    The loop ends early when the replica is to leave (`group.drained`): when the job is drained, when a rank of it has
+    called `group.leave()`, or on SIGTERM, which a loop in the main thread takes so for as long as it runs, unless the
+    program has a handler of its own. No step is lost then. A second SIGTERM acts as it does by default.
+
+    Raises `StateError` when the state cannot be fetched or does not fit, `ExpelledError` when the job went on without
+    this replica.
     """
     if group is None:
         from ftcomm.group import default_group
@@ -46,26 +54,59 @@ def steps(total: int, state: Mapping[str, Stateful] | None = None, group: Group 
     joiner: Joiner | None = None
     fresh = group.fresh
     step = group.step
-    try:
-        while True:
-            view = group.boundary(step)
-            if group.drained:
-                return
-            source.at_boundary(step, view)
-            if fresh:
-                fresh, joiner = False, Joiner(group, state, view, step)
+    with _Leaving(group) as leaving:
+        try:
+            while True:
+                leaving.at_boundary()
+                view = group.boundary(step)
+                if group.drained:
+                    return
+                source.at_boundary(step, view)
+                if fresh:
+                    fresh, joiner = False, Joiner(group, state, view, step)
+                if joiner is not None:
+                    joiner.at_boundary(step, view)
+                if step >= total:
+                    break
+                yield step
+                step += 1
             if joiner is not None:
-                joiner.at_boundary(step, view)
-            if step >= total:
-                break
-            yield step
-            step += 1
-        if joiner is not None:
-            joiner.finish(step)
-        source.linger(FINISH)
-    finally:
-        if joiner is not None:
-            joiner.close()
+                joiner.finish(step)
+            source.linger(FINISH)
+        finally:
+            if joiner is not None:
+                joiner.close()
+
+
+class _Leaving:
+    """Turns the first SIGTERM into a wish to leave, where that is ours to decide."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._asked = False
+        self._ours = False
+
+    def __enter__(self) -> _Leaving:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_signal)
+            self._ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A loop that is given up in the middle may end anywhere, in another thread too, when it is collected.
+        if self._ours and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def at_boundary(self) -> None:
+        """Ask at every boundary until we are out: a coordinator that was away has not heard us."""
+        if self._asked:
+            self._group.leave()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._asked = True
+        self._group.leave()  # at once: this step may be long, and the boundary after it is agreed on meanwhile
 
 
 class Joiner:

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.control.server import CoordinatorServer, ServerError
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
+from ftcomm.kernels.urgent import urgent
+from ftcomm.launch.options import TIMEOUT_OPTIONS
 from ftcomm.launch.words import describe
+from ftcomm.settings import chain
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit codes
 
@@ -29,8 +33,9 @@ class CoordinatorOptions:
     host: str = "127.0.0.1"
     port: int = 29400
     store: Path | None = None
-    heartbeat_timeout: float = 5.0
+    heartbeat_timeout: float | None = None
     op_timeout: float = 120.0
+    op_timeout_floor: float | None = None
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot work."""
@@ -40,11 +45,12 @@ class CoordinatorOptions:
             raise SettingsError(f"--port {self.port}: expected 0 (any free one) to 65535.")
         if not self.token:
             raise SettingsError(f"FTCOMM_TOKEN is not set; all of a job share one secret. Make it with: {MAKE_TOKEN}")
-        if not 0 < self.heartbeat_timeout < self.op_timeout < float("inf"):
-            raise SettingsError(
-                f"--heartbeat-timeout {self.heartbeat_timeout:g} and --op-timeout {self.op_timeout:g}: both must be "
-                "positive, the second above the first."
-            )
+        _ = self.timeouts
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Raises `SettingsError` if they cannot work together."""
+        return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
 
 
 def run(options: CoordinatorOptions) -> int:
@@ -69,11 +75,11 @@ async def _serve(options: CoordinatorOptions) -> int:
         host=options.host,
         port=options.port,
         store=store,
-        heartbeat_timeout=options.heartbeat_timeout,
-        op_timeout=options.op_timeout,
+        timeouts=options.timeouts,
         on_event=on_event,
     )
     try:
+        urgent()
         await server.start()
     except ServerError as error:
         raise InitError(f"the coordinator cannot start: {error}") from None
@@ -117,13 +123,11 @@ def _instructions(options: CoordinatorOptions, endpoint: str) -> str:
             f"  export FTCOMM_RANK=0   # to {options.ranks_per_replica - 1}, each process its own",
             "  export FTCOMM_LEADER=HOST:PORT   # where rank 0 of this replica listens; the same on all its ranks",
         ]
-    if (options.heartbeat_timeout, options.op_timeout) != (
-        CoordinatorOptions.heartbeat_timeout,
-        CoordinatorOptions.op_timeout,
-    ):
+    if options.timeouts != Timeouts.derive():
         lines += [
-            f"  export FTCOMM_HEARTBEAT_TIMEOUT={options.heartbeat_timeout:g}",
-            f"  export FTCOMM_OP_TIMEOUT={options.op_timeout:g}",
+            f"  export FTCOMM_HEARTBEAT_TIMEOUT={options.timeouts.heartbeat:g}",
+            f"  export FTCOMM_OP_TIMEOUT_FLOOR={options.timeouts.op_floor:g}",
+            f"  export FTCOMM_OP_TIMEOUT={options.timeouts.op:g}",
         ]
     return "\n".join(lines)
 

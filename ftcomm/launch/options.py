@@ -9,8 +9,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
-from ftcomm.settings import TRANSPORTS
+from ftcomm.launch import network
+from ftcomm.settings import TRANSPORTS, chain
+
+HOSTS = ("shared", "netns")
+TIMEOUT_OPTIONS = "--op-timeout, --heartbeat-timeout, --op-timeout-floor"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +33,10 @@ class RunOptions:
     events: Path | None = None
     transport: str = "auto"
     host: str = "127.0.0.1"
-    heartbeat_timeout: float = 5.0
+    hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see network.py
+    heartbeat_timeout: float | None = None  # derived from op_timeout, like the next but one
     op_timeout: float = 120.0
+    op_timeout_floor: float | None = None
     grace: float = 30.0  # for leaving after a first signal
     backoff: float = 0.5  # before the first restart; doubled each time
     backoff_limit: float = 30.0
@@ -50,21 +57,26 @@ class RunOptions:
             )
         if self.max_restarts < 0:
             raise SettingsError(f"--max-restarts {self.max_restarts}: expected 0 (never restart) or more.")
+        if self.hosts not in HOSTS:
+            raise SettingsError(f"--hosts {self.hosts}: expected one of {', '.join(HOSTS)}.")
+        if self.hosts == "netns" and self.replicas > network.MOST:
+            raise SettingsError(f"--replicas {self.replicas}: --hosts netns has addresses for {network.MOST}.")
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
-        for name in ("heartbeat_timeout", "op_timeout", "grace", "backoff", "backoff_limit"):
+        for name in ("grace", "backoff", "backoff_limit"):
             seconds = getattr(self, name)
             if not 0 < seconds < float("inf"):
                 raise SettingsError(f"--{name.replace('_', '-')} {seconds}: expected a positive number of seconds.")
-        if self.op_timeout <= self.heartbeat_timeout:
-            raise SettingsError(
-                f"--op-timeout {self.op_timeout:g} is not above --heartbeat-timeout {self.heartbeat_timeout:g}: an op "
-                "would give up before a silent replica is found. Raise the first or lower the second."
-            )
+        _ = self.timeouts
         if self.module:
             check_module(self.script)
         else:
             check_script(self.script)
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Raises `SettingsError` if they cannot work together."""
+        return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
 
     def command(self) -> list[str]:
         """The command line of a rank."""

@@ -15,12 +15,13 @@ class State(enum.Enum):
     RUNNING = "running"
     WAITING = "waiting"  # dead, to be restarted after its back-off
     FINISHED = "finished"  # all its ranks exited with 0
+    LEFT = "left"  # the same, having left the job at a step boundary while the others went on (SIGTERM)
     FAILED = "failed"  # for good
     STOPPED = "stopped"  # ended while the job was being drained or killed, or came back when it was complete
 
     @property
     def over(self) -> bool:
-        return self in (State.FINISHED, State.FAILED, State.STOPPED)
+        return self in (State.FINISHED, State.LEFT, State.FAILED, State.STOPPED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def after_death(
     """
     states = list(others.values())
     if State.RUNNING not in states:
-        if State.FINISHED in states:
+        if State.FINISHED in states or State.LEFT in states:
             return GiveUp("it is not restarted: the others have ended, so there is nobody to catch up from")
         if not began:
             return JobLost("all replicas died before the job began; their output says why")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ftcomm.errors import InitError
-from ftcomm.launch import keeper
+from ftcomm.launch import keeper, network
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import LineSplitter, LogFile
 from ftcomm.launch.policy import Restarts, State
@@ -43,7 +43,13 @@ class Replica:
     """Starts over after `start()`; `state` and `restarts` are the launcher's to set. Lives on one event loop."""
 
     def __init__(
-        self, number: int, options: RunOptions, environment: Mapping[str, str], run_dir: RunDir, listener: Listener
+        self,
+        number: int,
+        options: RunOptions,
+        environment: Mapping[str, str],
+        run_dir: RunDir,
+        listener: Listener,
+        hosts: network.Network | None = None,
     ) -> None:
         self.number = number
         self.state = State.WAITING
@@ -55,12 +61,16 @@ class Replica:
         self.joined = False  # was in a view since it started
         self.contributed = False  # in some view since it started, so it held the state of the training
         self.said_finished = False  # since it started
+        self.left = False  # at a step boundary, since it started
+        self.restart_wanted = False  # somebody asked for it: start again as soon as this life has ended
         self.failed_at_end = False  # said finished and failed; no later life has made that good
         self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
         self._options = options
         self._environment = environment
         self._run_dir = run_dir
         self._listener = listener
+        self._hosts = hosts
+        self.host = options.host if hosts is None else network.address(number)
         self._ranks: dict[int, RankProcess] = {}
 
     def pids(self) -> dict[tuple[int, int], int]:
@@ -75,20 +85,25 @@ class Replica:
         self.joined = False
         self.contributed = False
         self.said_finished = False
+        self.left = False
+        self.restart_wanted = False
         self.timer = None
         self.starts += 1
         environment = {
             **self._environment,
             **self._options.env,
             "FTCOMM_REPLICA": str(self.number),
+            "FTCOMM_HOST": self.host,
         }
         with contextlib.ExitStack() as stack:
+            if self._hosts is not None:
+                stack.enter_context(network.inside(self._hosts.hosts[self.number]))
             leader: socket.socket | None = None
             if self._options.ranks_per_replica > 1:
                 # Bound here and inherited by rank 0: nobody can take the port in between, and a rank that comes first
                 # finds its leader listening.
-                leader = stack.enter_context(socket.create_server((self._options.host, 0)))
-                environment["FTCOMM_LEADER"] = f"{self._options.host}:{leader.getsockname()[1]}"
+                leader = stack.enter_context(socket.create_server((self.host, 0)))
+                environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):
                 environment["FTCOMM_RANK"] = str(rank)
                 pass_fds: tuple[int, ...] = ()
@@ -174,9 +189,9 @@ def rank_environment(options: RunOptions, coordinator: str, token: str) -> dict[
         FTCOMM_REPLICAS=str(options.replicas),
         FTCOMM_RANKS_PER_REPLICA=str(options.ranks_per_replica),
         FTCOMM_TRANSPORT=options.transport,
-        FTCOMM_HOST=options.host,
-        FTCOMM_HEARTBEAT_TIMEOUT=f"{options.heartbeat_timeout:g}",
-        FTCOMM_OP_TIMEOUT=f"{options.op_timeout:g}",
+        FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
+        FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
+        FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
     )
     # Each rank's numerical libraries would else start a thread for every core of the machine.
     threads = len(os.sched_getaffinity(0)) // (options.replicas * options.ranks_per_replica)

@@ -32,6 +32,7 @@ class Reporter:
         self._on_event = on_event
         self._on_line = on_line
         self._on_log = on_log
+        self.last_said = ""
         self._console: Console | None = None
         self._events: LogFile | None = None
 
@@ -72,6 +73,7 @@ class Reporter:
             self._console.write(stream, prefix(replica, rank, self._ranks, self._console.colour[stream]) + line)
 
     def log(self, text: str) -> None:
+        self.last_said = text
         if self._on_log is not None:
             self._on_log(text)
         elif self._console is not None:

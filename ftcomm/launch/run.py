@@ -9,15 +9,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from ftcomm.control.server import CoordinatorServer, ServerError
-from ftcomm.errors import InitError
+from ftcomm.control.server import CoordinatorServer
+from ftcomm.errors import FtcommError
+from ftcomm.launch import network
+from ftcomm.launch.answers import answer
+from ftcomm.launch.embedded import Embedded
+from ftcomm.launch.network import Network
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import (
     GiveUp,
     JobLost,
     Restart,
+    Restarts,
     State,
     after_death,
     how_it_ended,
@@ -25,7 +29,9 @@ from ftcomm.launch.policy import (
 )
 from ftcomm.launch.replica import Listener, Replica, rank_environment
 from ftcomm.launch.report import Event, Reporter
+from ftcomm.launch.requests import SOCKET
 from ftcomm.launch.rundir import RunDir
+from ftcomm.launch.serve import Door
 from ftcomm.launch.words import describe, replicas
 
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
@@ -53,7 +59,8 @@ class Launcher:
         on_log: Callable[[str], None] | None = None,
     ) -> None:
         self.options = options
-        self._report = Reporter(options, on_event, on_line, on_log)
+        self._on_event = on_event
+        self._report = Reporter(options, self._happened, on_line, on_log)
         self._token = secrets.token_hex(16)
         self._replicas: list[Replica] = []
         self._has_views = False  # the script uses ftcomm
@@ -62,7 +69,12 @@ class Launcher:
         self._lost = False
         self._killed = False
         self._timers: list[asyncio.TimerHandle] = []
-        self._server: CoordinatorServer | None = None
+        self._coordinator: Embedded | None = None
+        self._door: Door | None = None
+        self.run_id = ""
+        self.network: Network | None = None
+        self.view: Event | None = None  # the newest
+        self.steps: dict[int, int] = {}  # replica -> the last step that it reported
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
@@ -83,17 +95,31 @@ class Launcher:
                 self._handle_signals(stack)
             run_dir = RunDir()
             stack.push_async_callback(asyncio.to_thread, run_dir.remove)
-            self._server = self._new_server(run_dir.path / "views", 0)
-            stack.push_async_callback(self._stop_server)
-            await _start(self._server)
-            environment = rank_environment(self.options, self._server.endpoint, self._token)
+            self.run_id = run_dir.run
+            host = self.options.host
+            if self.options.hosts == "netns":
+                self.network = await asyncio.to_thread(Network, self.options.replicas)
+                stack.callback(self.network.close)
+                # The coordinator is at the hub, now and after a restart; a replica goes to its own place to start.
+                stack.enter_context(network.inside(self.network.hub))
+                host = network.HUB_ADDRESS
+            self._coordinator = Embedded(
+                self.options, self._token, host, run_dir.path / "views", self._coordinator_event, self._report.emit
+            )
+            stack.push_async_callback(self._stop_coordinator)
+            await self._coordinator.start()
+            environment = rank_environment(self.options, self.coordinator.endpoint, self._token)
             listener = Listener(
                 self._report.line, self._rank_started, self._rank_exited, self._replica_ended, self._report.log
             )
             self._replicas = [
-                Replica(number, self.options, environment, run_dir, listener) for number in range(self.options.replicas)
+                Replica(number, self.options, environment, run_dir, listener, self.network)
+                for number in range(self.options.replicas)
             ]
             stack.push_async_callback(self._kill_rest)
+            self._door = Door(run_dir.path / SOCKET, lambda request: answer(self, request))
+            stack.push_async_callback(self._door.close)
+            await self._door.open()
             for replica in self._replicas:
                 if self._draining:  # interrupted before anything began
                     replica.state = State.STOPPED
@@ -107,9 +133,9 @@ class Launcher:
     @property
     def coordinator(self) -> CoordinatorServer:
         """Of the running job; another object after `restart_coordinator`."""
-        if self._server is None:
+        if self._coordinator is None:
             raise RuntimeError("the job is not running, so it has no coordinator")
-        return self._server
+        return self._coordinator.server
 
     def pids(self) -> dict[tuple[int, int], int]:
         """(replica, rank) -> pid of every rank that lives."""
@@ -118,14 +144,36 @@ class Launcher:
     def states(self) -> dict[int, State]:
         return {replica.number: replica.state for replica in self._replicas}
 
-    async def restart_coordinator(self) -> None:
-        """Put a new coordinator at the same address that knows only what was stored, as after a crash."""
-        old = self.coordinator
-        await old.stop()
-        self._server = self._new_server(self._store, int(old.endpoint.rpartition(":")[2]))
-        await _start(self._server)
-        if self._draining:
-            self._server.drain()
+    @property
+    def replicas(self) -> list[Replica]:
+        return list(self._replicas)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining or self._lost
+
+    @property
+    def away(self) -> bool:
+        """Whether the coordinator is being restarted."""
+        return self._coordinator is not None and self._coordinator.away
+
+    @property
+    def last_said(self) -> str:
+        return self._report.last_said
+
+    def contributing(self) -> frozenset[int]:
+        """Of the newest view."""
+        members = self.view["members"] if self.view is not None else ()
+        return frozenset(member["replica"] for member in members if member["contributing"])
+
+    def restart_coordinator(self, away: float = 0.0) -> asyncio.Task[None]:
+        """Put a new coordinator at the same address that knows only what was stored, as after a crash.
+
+        The old one goes at once, the task ends when the new one is there, `away` seconds later. Raises `FtcommError` if
+        another restart is under way.
+        """
+        assert self._coordinator is not None
+        return self._coordinator.restart(away, lambda why: self._job_lost(JobLost(why)))
 
     def interrupt(self) -> None:
         """As a signal does: the first drains the job, the second ends it with SIGTERM, the third with SIGKILL."""
@@ -157,9 +205,42 @@ class Launcher:
                 replica.asked_to_end = True
                 replica.signal(signal.SIGTERM)
         if self._replicas:
-            self.coordinator.drain()
+            assert self._coordinator is not None
+            self._coordinator.drain()
             self._timers.append(self._loop.call_later(self.options.grace, self._grace_is_over))
             self._check_over()
+
+    def restart_replica(self, number: int) -> None:
+        """Let one replica leave at a step boundary, and start it again; or start one again that has left or failed.
+
+        Returns at once. What has not left after the grace is killed, and started again. Raises `FtcommError` with the
+        reason if that cannot be, or would end the job.
+        """
+        if not 0 <= number < len(self._replicas):
+            raise FtcommError(f"there is no replica {number}; this job has 0 to {len(self._replicas) - 1}")
+        if self.draining:
+            raise FtcommError("the job is ending, so no replica is started any more")
+        replica = self._replicas[number]
+        others = self.contributing() - {number}
+        if replica.state is State.WAITING or replica.restart_wanted:
+            raise FtcommError(f"replica {number} is being restarted already")
+        if replica.state is State.FINISHED:
+            raise FtcommError(f"replica {number} has finished its training")
+        if not others:
+            raise FtcommError(
+                f"no other replica contributes now, so the state of the training would be lost with replica {number}; "
+                "wait until another has caught up (ftcomm status)"
+            )
+        if replica.state is State.RUNNING:
+            replica.restart_wanted = True
+            self._report.log(f"replica {number} is asked to leave at a coming step, and started again then")
+            self._report.emit("restart_asked", replica=number)
+            replica.signal(signal.SIGTERM)
+            replica.timer = self._loop.call_later(self.options.grace, self._did_not_leave, replica, replica.starts)
+        else:
+            replica.restarts = Restarts()
+            self._report.log(f"replica {number} is started again")
+            self._restart(replica)
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -175,12 +256,22 @@ class Launcher:
         """All ranks of `replica` are gone."""
         if replica.state is not State.RUNNING:
             return  # it could not be started, and we have given it up already
-        if replica.death is None:
-            replica.state = State.STOPPED if self._draining else State.FINISHED
-            self._report.log(f"replica {replica.number} {'left' if self._draining else 'finished'}")
+        if replica.restart_wanted and (replica.left or replica.death) and self.contributing() and not self.draining:
+            how = "left" if replica.death is None else f"did not leave: it {how_it_ended(replica.death.code)}"
+            self._report.log(f"replica {replica.number} {how}; starting it again")
+            self._cancel_start(replica, State.WAITING)
+            self._restart(replica)
+        elif replica.death is None:
+            replica.state = State.STOPPED if self._draining else State.LEFT if replica.left else State.FINISHED
+            self._report.log(f"replica {replica.number} {'finished' if replica.state is State.FINISHED else 'left'}")
         else:
             self._replica_died(replica)
         self._check_over()
+
+    def _did_not_leave(self, replica: Replica, starts: int) -> None:
+        if replica.restart_wanted and replica.starts == starts:
+            self._report.log(f"replica {replica.number} did not leave within {self.options.grace:g} s and is killed")
+            replica.kill()
 
     def _replica_died(self, replica: Replica) -> None:
         assert replica.death is not None
@@ -257,11 +348,11 @@ class Launcher:
     def _check_over(self) -> None:
         """After any replica changed its state: can those that are left still get anywhere, and is the job over?"""
         running = [replica for replica in self._replicas if replica.state is State.RUNNING]
-        if any(replica.state is State.FINISHED for replica in self._replicas) and not self._draining:
+        if any(replica.state in (State.FINISHED, State.LEFT) for replica in self._replicas) and not self._draining:
             for replica in self._replicas:
                 if replica.state is State.WAITING and not running:
                     self._cancel_start(replica, State.FAILED)
-                    self._report.log(f"replica {replica.number} is not restarted: the others have finished")
+                    self._report.log(f"replica {replica.number} is not restarted: the others have ended")
             # Of those that run, somebody must be in the job for the rest to catch up from.
             if running and self._has_views and not any(replica.joined for replica in running):
                 for replica in running:
@@ -300,7 +391,8 @@ class Launcher:
             return FAILED
         if self._draining:
             return FAILED if self._unclean else DRAINED
-        return FINISHED
+        # Each was told to go away on its own: that is a drain.
+        return FINISHED if any(replica.state is State.FINISHED for replica in self._replicas) else DRAINED
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -335,10 +427,10 @@ class Launcher:
         while self.pids() and self._loop.time() < deadline:  # their deaths come as events of the loop
             await asyncio.sleep(0.005)
 
-    async def _stop_server(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
+    async def _stop_coordinator(self) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            await coordinator.stop()
 
     async def _close_report(self) -> None:
         await asyncio.to_thread(self._report.close, 1.0 if self._killed else 30.0)
@@ -351,49 +443,39 @@ class Launcher:
                 self._loop.add_signal_handler(number, self.interrupt)
                 stack.callback(self._loop.remove_signal_handler, number)
 
-    # -- the coordinator, and what is said ---------------------------------------------------------------------------
-
-    def _new_server(self, store: Path, port: int) -> CoordinatorServer:
-        self._store = store
-        return CoordinatorServer(
-            replicas=self.options.replicas,
-            ranks_per_replica=self.options.ranks_per_replica,
-            token=self._token,
-            host=self.options.host,
-            port=port,
-            store=store,
-            heartbeat_timeout=self.options.heartbeat_timeout,
-            op_timeout=self.options.op_timeout,
-            on_event=self._coordinator_event,
-        )
+    # -- what is said -------------------------------------------------------------------------------------------------
 
     def _coordinator_event(self, event: Event) -> None:
         kind = event["kind"]
         if kind == "view":
             self._has_views = True
+            self.view = event
             contributing = {member["replica"]: member["contributing"] for member in event["members"]}
             for replica in self._replicas:
+                # A view of a loss has no step; of who finished we hear before.
+                gone = replica.joined and replica.number not in contributing and not replica.said_finished
+                replica.left |= gone and event["step"] is not None
                 replica.joined |= replica.number in contributing
                 if contributing.get(replica.number):
                     replica.contributed, replica.failed_at_end = True, False
         for replica in self._replicas:
             replica.said_finished |= kind == "finished" and replica.number == event["replica"]
+        if isinstance(step := event.get("step"), int) and isinstance(replica := event.get("replica"), int):
+            self.steps[replica] = step
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)
         if kind == "failed" and not (self._draining or self._over.done()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
 
+    def _happened(self, event: Event) -> None:
+        if self._door is not None:
+            self._door.tell(event)
+        self._on_event(event)
+
     def _hold_output(self, held: bool) -> None:
         for replica in self._replicas:
             replica.hold(held)
-
-
-async def _start(server: CoordinatorServer) -> None:
-    try:
-        await server.start()
-    except ServerError as error:
-        raise InitError(f"the coordinator cannot start: {error}") from None
 
 
 def _are(numbers: list[int]) -> str:

@@ -145,7 +145,7 @@ def test_a_rank_has_its_place_in_the_environment(here: Path) -> None:
         from ftcomm.settings import Settings
         settings = Settings.from_env()
         assert (settings.replicas, settings.ranks_per_replica, settings.transport) == (2, 2, "tcp")
-        assert settings.heartbeat_timeout == 1.5
+        assert settings.timeouts.heartbeat == 1.5
         assert os.environ["OMP_NUM_THREADS"] == "1"
         host, port = settings.leader.split(":")
         if settings.rank == 0:
@@ -345,6 +345,8 @@ def test_cancellation_leaves_nothing(here: Path) -> None:
 
 STUBBORN = """
 import signal, time
+
+pytestmark = pytest.mark.protocol
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(600)

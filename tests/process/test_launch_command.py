@@ -99,6 +99,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 SLEEP = """
 import os, signal, sys, time
+
+pytestmark = pytest.mark.protocol
 open(f"ready-{os.environ['FTCOMM_REPLICA']}", "w").close()
 time.sleep(600)
 """

@@ -99,13 +99,15 @@ def test_a_drain_lets_all_leave_at_one_step(here: Path) -> None:
 
 
 def test_a_killed_replica_comes_back_and_all_finish(here: Path) -> None:
-    job = Job(here, TRAIN + "\nprint('end', step)", "300")
+    wait = "    if step > 50 and not os.path.exists('go'):\n        time.sleep(0.3)\n"
+    job = Job(here, TRAIN + wait + "print('end', step)", "300")
 
     async def plan() -> None:
         await job.until(lambda: job.steps() > 5)
         os.kill(job.launcher.pids()[1, 0], signal.SIGKILL)
         await job.until(lambda: job.contributing() == {0, 2})
         await job.until(lambda: job.contributing() == {0, 1, 2})
+        (here / "go").touch()
 
     assert job.run(plan) == run.FINISHED, job.said
     assert job.lines == ["end 299"] * 3

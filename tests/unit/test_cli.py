@@ -49,7 +49,7 @@ def test_help_of_run_documents_the_exit_codes(capfd: pytest.CaptureFixture[str])
 
 
 def test_lazy_commands_point_at_modules_of_this_package() -> None:
-    assert set(LazyGroup.LAZY) == {"bench", "demo"}
+    assert {"bench", "chaos", "demo", "restart", "status"} <= set(LazyGroup.LAZY)
     for where, line in LazyGroup.LAZY.values():
         module, _, name = where.partition(":")
         assert module.startswith("ftcomm.")
@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--replicas", "2", "--min-replicas", "3", "train.py"], "--min-replicas 3: expected 1 to 2"),
         (["--replicas", "2", "--max-restarts", "-1", "train.py"], "--max-restarts -1"),
         (["--replicas", "2", "--grace", "0", "train.py"], "--grace 0.0: expected a positive number of seconds"),
-        (["--replicas", "2", "--op-timeout", "5", "train.py"], "Raise the first or lower the second"),
+        (["--replicas", "2", "--op-timeout", "5", "--heartbeat-timeout", "5", "train.py"], "Raise the first or lower"),
         (["--replicas", "2", "absent.py"], "the script absent.py does not exist in "),
         (["--replicas", "2", "package"], "is a directory without a __main__.py"),
         (["--replicas", "2", "python", "train.py"], "python is no script: leave it away"),
@@ -130,7 +130,8 @@ def test_coordinator_without_a_token_says_how_to_make_one(
     [
         (["--replicas", "0"], "expected 1 or more"),
         (["--replicas", "2", "--port", "65536"], "--port 65536: expected 0"),
-        (["--replicas", "2", "--op-timeout", "1"], "the second above the first"),
+        (["--replicas", "2", "--op-timeout", "0"], "expected a positive number of seconds"),
+        (["--replicas", "2", "--op-timeout", "1"], "Raise the first above"),
         (["--replicas", "2", "--port", "0", "--store", "absent/views"], "absent/views"),
     ],
 )

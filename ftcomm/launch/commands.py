@@ -1,0 +1,82 @@
+"""`ftcomm status` and `ftcomm restart`: look at a running job, and restart its replicas while it trains on."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ftcomm.launch import requests as r
+from ftcomm.launch import rolling
+from ftcomm.launch.remote import Remote, find, running
+
+job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
+
+
+@click.command()
+@job_option
+def status(job: str | None) -> None:
+    """Show a running job: who is in it, at which step, and what happened last.
+
+    A job is found by the name of its run, or the beginning of it; without --job all of yours on this machine are shown.
+    """
+    console = Console()
+    paths = [find(job)] if job is not None or not running() else list(running().values())
+    for path in paths:
+        with Remote(path) as remote:
+            show(remote.status(), console)
+
+
+def show(seen: r.Status, console: Console) -> None:
+    doing = "the coordinator is being restarted" if seen.away else "draining" if seen.draining else "running"
+    shown = Table()
+    for name in ("replica", "state", "in the job", "step", "starts", "pids"):
+        shown.add_column(name, justify="left" if name in ("state", "in the job") else "right")
+    for replica in seen.replicas:
+        place = "contributes" if replica.contributes else "catches up" if replica.member else "-"
+        step = str(replica.step) if replica.step >= 0 else "-"
+        pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
+        shown.add_row(str(replica.replica), replica.state, place, step, str(replica.starts), pids or "-")
+    console.print(f"job {seen.run} ({seen.script}), {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
+    console.print(shown)
+    console.print(f"last: {seen.last}", markup=False, soft_wrap=True)
+
+
+@click.command()
+@job_option
+@click.option("--replica", "replicas", type=int, multiple=True, metavar="N", help="This one; may be given repeatedly.")
+@click.option("--all", "all_of_them", is_flag=True, help="All of them, one after the other.")
+@click.option(
+    "--timeout",
+    type=float,
+    default=300.0,
+    metavar="S",
+    show_default=True,
+    help="Seconds within which a replica must contribute again; else this stops, and leaves the others alone.",
+)
+def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeout: float) -> None:
+    """Restart replicas one by one while the others train on.
+
+    Each leaves at a step boundary, so that no step is lost; its processes end and are started again, with the script as
+    it is now; when it has caught up and contributes, the next one follows. A replica that has left (SIGTERM) or failed
+    is started again by the same command.
+
+    It refuses while no other replica contributes: the state of the training would be lost.
+    """
+    with (
+        Remote(find(job)) as remote,
+        Progress(SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()) as progress,
+    ):
+        wanted = rolling.which(remote.status(), replicas, all_of_them)
+        bars = {number: progress.add_task(f"replica {number}", start=False, total=1) for number in wanted}
+        for number in wanted:
+            bar = bars[number]
+            progress.start_task(bar)
+            rolling.restart(
+                remote,
+                number,
+                timeout,
+                lambda text, bar=bar, number=number: progress.update(bar, description=f"replica {number} {text}"),
+            )
+            progress.update(bar, description=f"replica {number} contributes again", completed=1)

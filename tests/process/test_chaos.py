@@ -1,0 +1,266 @@
+"""`ftcomm chaos` against real jobs: faults of every kind, networks of the kernel, and a job that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcomm.chaos.cut import PERMANENT, cut
+from ftcomm.chaos.plan import COORDINATOR, NETWORK, Fault, Plan
+from ftcomm.chaos.run import Chaos, ChaosOptions, Outcome
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.launch import Launcher, RunOptions, remote, run
+from ftcomm.launch import requests as r
+from ftcomm.launch.network import HUB_ADDRESS, Network, address, inside, netlink
+
+DEADLINE = 100.0  # s; these take some ten, most of them for imports
+
+# Both say that the weights differ, which they do; then nothing goes on.
+STUCK = """
+import os, time
+import ftcomm
+from ftcomm.chaos.train import differ
+
+pytestmark = pytest.mark.protocol
+group = ftcomm.init()
+for step in ftcomm.steps(1000000):
+    if differ(group, group.replica if step == 20 else 7):
+        group.report("divergence", step=step)
+    while step == 25 or step == 10 and not os.path.exists("go"):
+        time.sleep(0.01)
+    time.sleep(0.01)
+"""
+
+
+def chaos(job: dict[str, Any], options: ChaosOptions) -> tuple[Outcome, list[str], list[dict[str, Any]]]:
+    """Start a job, do that to it, drain it; what came out, what was said, and the events of the job."""
+    said: list[str] = []
+    events: list[dict[str, Any]] = []
+    job = {"backoff": 0.01, "backoff_limit": 0.1, "max_restarts": 100, "env": {"FTCOMM_LOG": "error"}, **job}
+    launcher = Launcher(RunOptions(**job), events.append, lambda *_: None, said.append)
+
+    def training() -> bool:
+        return len(launcher.contributing()) == launcher.options.replicas
+
+    async def main() -> Outcome:
+        running = asyncio.ensure_future(launcher.run())
+        while not training() and not running.done():
+            await asyncio.sleep(0.01)
+        try:
+            assert not running.done(), said
+            doing = asyncio.ensure_future(
+                asyncio.to_thread(lambda: Chaos(remote.find(None), options, said.append).run())
+            )
+            while not listened_to(launcher) and not doing.done():
+                await asyncio.sleep(0.01)
+            Path("go").touch()
+            return await doing
+        finally:
+            launcher.drain()
+            launcher.interrupt()  # what hangs does not leave
+            launcher.interrupt()
+            await running
+
+    return asyncio.run(asyncio.wait_for(main(), DEADLINE)), said, events
+
+
+def listened_to(launcher: Launcher) -> bool:
+    return launcher._door is not None and bool(launcher._door._subscribers)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("FTCOMM_VERIFY", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    """Networks of the kernel, where root is at hand."""
+    try:
+        network = Network(2)
+    except SettingsError as error:
+        pytest.skip(str(error))
+    yield network
+    network.close()
+
+
+TRAIN: dict[str, Any] = {"script": "ftcomm.chaos.train", "module": True, "heartbeat_timeout": 2.0, "op_timeout": 24.0}
+
+
+@pytest.mark.slow
+def test_a_job_lives_through_every_fault_of_processes(here: Path) -> None:
+    kinds = ("kill", "stop", "coordinator", "slow")
+    outcome, said, events = chaos({**TRAIN, "replicas": 3}, ChaosOptions(0.1, 60.0, kinds, 1, overlap=0.0, faults=4))
+    records = {record.fault.kind: record for record in outcome.ledger.records}
+    assert outcome.failures == [], said
+    assert set(records) == set(kinds)
+    assert all(record.closed is not None for record in records.values()), said
+    for kind in ("kill", "stop"):
+        assert set(records[kind].removed) == set(records[kind].fault.replicas)
+        assert records[kind].detection is not None
+        assert records[kind].restarts >= 1
+    assert {"coordinator_stopped", "coordinator_started"} <= {event["kind"] for event in events}
+    assert outcome.leaks.ranks
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hosts")
+def test_a_job_lives_through_cuts_of_the_network(here: Path) -> None:
+    """The seed draws cuts from everybody or from the coordinator, which are noticed within a heartbeat timeout."""
+    seed = next(seed for seed in range(100) if all(_far(fault.other) for fault in _draw(seed)))
+    outcome, said, _ = chaos(
+        {**TRAIN, "replicas": 3, "hosts": "netns", "transport": "tcp"},
+        ChaosOptions(0.1, 60.0, NETWORK, seed, overlap=0.0, faults=2),
+    )
+    records = outcome.ledger.records
+    assert outcome.failures == [], said
+    assert sorted(record.fault.kind for record in records) == sorted(NETWORK)
+    for record in records:
+        assert set(record.removed) >= set(record.fault.replicas), said
+        assert record.closed is not None, said
+
+
+def _draw(seed: int) -> list[Any]:
+    plan = Plan(NETWORK, 1, seed, cables=True)
+    return [plan.next({0, 1, 2}, False) for _ in range(2)]
+
+
+def _far(other: int | None) -> bool:
+    return other is None or other < 0
+
+
+def test_a_job_that_hangs_or_diverges_is_found_out(here: Path) -> None:
+    (here / "stuck.py").write_text(STUCK)
+    outcome, said, _ = chaos(
+        {**TRAIN, "replicas": 2, "script": "stuck.py", "module": False},
+        ChaosOptions(50.0, 60.0, ("slow",), 1, hang_after=6.0),
+    )
+    assert len(outcome.failures) == 2, said
+    assert outcome.failures[0].startswith("no step for ")
+    assert outcome.failures[1] == "2 reports of divergence"
+    assert any("rank 0 python" in line or "rank 0 ftcomm" in line for line in outcome.ranks), outcome.ranks
+
+
+def test_a_job_that_ends_and_faults_that_cannot_be_are_told(here: Path) -> None:
+    (here / "sleep.py").write_text("import time\ntime.sleep(600)")
+    launcher = Launcher(RunOptions(replicas=2, script="sleep.py"), on_line=lambda *_: None, on_log=lambda text: None)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(launcher.run())
+        while len(launcher.pids()) < 2:
+            await asyncio.sleep(0.01)
+        path = remote.find(None)
+        with pytest.raises(FtcommError, match="--kinds partition: the replicas share this host's network"):
+            await asyncio.to_thread(Chaos(path, ChaosOptions(1.0, 1.0, ("kill", "partition"), 1)).run)
+        doing = asyncio.ensure_future(asyncio.to_thread(Chaos(path, ChaosOptions(9.0, 60.0, ("kill",), 1)).run))
+        while not listened_to(launcher):
+            await asyncio.sleep(0.01)
+        launcher.drain()
+        assert await running == run.DRAINED
+        [failure] = (await doing).failures
+        assert failure.startswith("the job ")
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+# -- networks --------------------------------------------------------------------------------------------------------
+
+
+def namespaces() -> set[str]:
+    """Of all processes."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{name}/ns/net"))
+    return found
+
+
+@pytest.mark.usefixtures("hosts")
+def test_replicas_have_addresses_of_their_own_and_nothing_is_left(here: Path) -> None:
+    """However the launcher ends: here it is killed."""
+    (here / "tell.py").write_text(
+        "import os, time\n"
+        "open('told-' + os.environ['FTCOMM_REPLICA'], 'w').write(' '.join(\n"
+        "    [os.environ['FTCOMM_HOST'], os.environ['FTCOMM_COORDINATOR'], os.readlink('/proc/self/ns/net'), '.']))\n"
+        "time.sleep(600)\n"
+    )
+    before = namespaces()
+    command = [sys.executable, "-m", "ftcomm.cli", "run", "--replicas", "2", "--hosts", "netns", "tell.py"]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    told: list[list[str]] = []
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while len(told) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            told = [line for path in here.glob("told-*") if (line := path.read_text().split())[-1:] == ["."]]
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait(20)
+    assert sorted(line[0] for line in told) == [address(0), address(1)]
+    assert all(line[1].startswith(f"{HUB_ADDRESS}:") for line in told)
+    assert len({line[2] for line in told} | {os.readlink("/proc/self/ns/net")}) == 3
+    while namespaces() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not namespaces() - before
+
+
+def test_every_fault_of_the_network_is_done_and_taken_back(hosts: Network) -> None:
+    """What the tables of the kernel say during each, and that they say afterwards what they said before."""
+    places = {COORDINATOR: hosts.hub, 0: hosts.hosts[0], 1: hosts.hosts[1]}
+    status = _status(hosts)
+    before = {place: _tables(fd) for place, fd in places.items()}
+    changed = {
+        Fault(1, "slow", (0,), cable=True): {0},
+        Fault(2, "partition", (1,)): {COORDINATOR, 1},  # the other end of the cable sees it
+        Fault(3, "partition", (0, 1), other=1): {0, 1},
+        Fault(4, "partition", (0,), other=COORDINATOR): {0, COORDINATOR},
+        Fault(5, "oneway", (0,)): {0},
+        Fault(6, "oneway", (0,), outgoing=False): {1, COORDINATOR},
+        Fault(7, "oneway", (0, 1), other=1, outgoing=False): {1},
+    }
+    for fault, where in changed.items():
+        wound = cut(fault, status)
+        assert {place for place, fd in places.items() if _tables(fd) != before[place]} == where, str(fault)
+        wound.close()
+        assert {place: _tables(fd) for place, fd in places.items()} == before, str(fault)
+
+
+def _status(hosts: Network) -> r.Status:
+    def path(fd: int) -> str:
+        return f"/proc/self/fd/{fd}"
+
+    replicas = [
+        r.ReplicaStatus(number, "running", 1, {}, True, True, 0, address(number), path(fd))
+        for number, fd in enumerate(hosts.hosts)
+    ]
+    return r.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=path(hosts.hub))
+
+
+def _tables(namespace: int) -> Any:
+    """Links and whether they carry, disciplines, and neighbours that were set by hand."""
+    with inside(namespace), netlink() as ip:
+        links = sorted((x.get_attr("IFLA_IFNAME"), x.get_attr("IFLA_CARRIER")) for x in ip.get_links())
+        disciplines = sorted(x.get_attr("TCA_KIND") for x in ip.get_qdiscs())
+        neighbours = sorted(x.get_attr("NDA_DST") for x in ip.get_neighbours() if x["state"] == PERMANENT)
+        return links, disciplines, [x for x in neighbours if x.startswith("10.")]
+
+
+def test_a_thread_comes_home_from_a_namespace(hosts: Network) -> None:
+    home = os.readlink("/proc/thread-self/ns/net")
+    with contextlib.suppress(KeyError), inside(hosts.hub):
+        assert os.readlink("/proc/thread-self/ns/net") != home
+        raise KeyError
+    assert os.readlink("/proc/thread-self/ns/net") == home
