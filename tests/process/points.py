@@ -1,0 +1,148 @@
+"""Named points in the life of a rank, at which a test lets it die, or holds it while something else happens.
+
+point       is just before                                                       of whom
+connected   it says to the coordinator that it joins                             a joiner
+queued      it reads that it has to wait                                         a joiner
+asked       it hears of a proposal                                               a member
+standing    it tells its leader that it stands at the boundary of a proposal     a member
+word        it hears what another leader knows of a proposal                     a member
+viewed      it hears of its first view                                           a joiner
+changed     it hears of a further view                                           both
+told        the others hear where it stands                                      both
+reaching    it maps the memory of the others                                     both
+resuming    its exchange enters the view, as all have told where they stand      both
+resumed     it says that it runs in the view                                     both
+op          it calls its next op                                                 both
+posted      it says that a chunk of its input can be read                        both
+taken       it says that it has all of a chunk                                   both
+promised    it comes to a boundary that it has promised to stop at               a member
+agreeing    it asks for the state                                                a joiner
+fetching    it receives the first block of the state                             a joiner
+loading     it loads the state                                                   a joiner
+replaying   it repeats the steps that it has missed                              a joiner
+caught_up   it says that it has the state of everybody                           a joiner
+said        it goes on after it has said so; `asked` and the rest follow         a joiner
+
+Test and rank speak through files in the folder of the job, so that it does not matter which of them dies: `do-R` says
+what replica R is to do at which point, and is renamed to `at-R` by the one who is there; held is who sees `at-R`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftcomm.collective.stream import Stream
+from ftcomm.control import messages as m
+from ftcomm.control.leader import Leader
+from ftcomm.control.node import Node
+from ftcomm.engine import Engine
+from ftcomm.group import Group
+from ftcomm.hsdp.catchup import Fetch
+from ftcomm.hsdp.replay import Replay
+from ftcomm.settings import Settings
+from ftcomm.transport.segment import POSTED, TAKEN
+
+from .job import DEADLINE
+
+JOINING = ("connected", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
+CHANGING = ("asked", "standing", "word", "changed", "told", "resuming", "resumed")
+CATCHING_UP = ("op", "taken", "fetching", "loading", "replaying", "caught_up", "said", *CHANGING[:4])
+
+
+class Points:
+    """The test's side."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def die(self, replica: int, point: str) -> None:
+        """Let the watched rank of `replica` kill itself when it comes to `point` next."""
+        self._order(replica, f"die {point}")
+
+    def hold(self, replica: int, point: str) -> None:
+        """Let the watched rank of `replica` stand still when it comes to `point` next, until `release`."""
+        self._order(replica, f"hold {point}")
+
+    def _order(self, replica: int, text: str) -> None:
+        (self._folder / f"at-{replica}").unlink(missing_ok=True)
+        new = self._folder / f"new-{replica}"
+        new.write_text(text)
+        new.rename(self._folder / f"do-{replica}")
+
+    def there(self, replica: int) -> bool:
+        """Whether it has come to the point."""
+        return (self._folder / f"at-{replica}").exists()
+
+    def release(self, replica: int) -> None:
+        """Let it go on; not there yet: it is not to stop at all."""
+        for name in ("do", "at"):
+            (self._folder / f"{name}-{replica}").unlink(missing_ok=True)
+
+
+def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
+    """The rank's side: called before it joins."""
+    if settings.rank != arguments.get("watched", 0):
+        return
+    order, here = (Path(arguments["marks"]) / f"{name}-{settings.replica}" for name in ("do", "at"))
+
+    def at(point: str) -> None:
+        try:
+            what, where = order.read_text().split()
+            if where != point:
+                return
+            order.rename(here)
+        except FileNotFoundError:  # nothing to do, or another thread does it
+            return
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        end = time.monotonic() + DEADLINE
+        while here.exists() and time.monotonic() < end:
+            time.sleep(0.002)
+
+    def before(owner: type, name: str, point: Callable[..., str | None] | str, after: str = "") -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            at(point if isinstance(point, str) else point(*args) or "nowhere")
+            result = method(*args, **kwargs)
+            at(after)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    before(Node, "up_opened", "connected")
+    before(Node, "from_up", _heard)
+    before(Leader, "_at_boundary", "standing")
+    before(Leader, "from_leader", "word")
+    before(Node, "quiesced", "told")
+    before(Engine, "reach", "reaching")
+    before(Engine, "resume", "resuming")
+    before(Node, "resumed", "resumed")
+    before(Group, "allreduce", "op")
+    before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
+    before(
+        Stream, "_publish", lambda self, word, count: {POSTED: "posted", TAKEN: "taken"}.get(word) if count else None
+    )
+    before(Fetch, "_open", "agreeing")
+    before(Fetch, "_receive", "fetching")
+    before(Replay, "load", "loading")
+    before(Replay, "apply", lambda self, *rest: "replaying" if self.behind else None)
+    before(Group, "caught_up", "caught_up", after="said")
+
+
+def _heard(self: Node, message: m.Message) -> str | None:
+    if isinstance(message, m.NewView):
+        return "viewed" if self.view is None else "changed"
+    return {m.Queued: "queued", m.Prepare: "asked"}.get(type(message))
+
+
+def _has_promised(group: Group, step: int) -> bool:
+    promise = group._agent._node.machine._promise
+    return promise is not None and promise[1] <= step

@@ -1,0 +1,17 @@
+"""Ranks that stand still at a named point while their control thread lives: what the tests of stalls start with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftcomm.collective.deadline import Deadlines
+from ftcomm.settings import Settings
+
+from .points import watch_points
+
+
+def watch_patiently(settings: Settings, arguments: dict[str, Any]) -> None:
+    """`watch_points`; the replicas in `arguments["patient"]` complain as late as they may, as if ops were slow."""
+    watch_points(settings, arguments)
+    if settings.replica in arguments["patient"]:
+        Deadlines.of = lambda self, nbytes: self.ceiling  # type: ignore[method-assign]

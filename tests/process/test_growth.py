@@ -1,0 +1,536 @@
+"""Growth under fire: replicas join, catch up and leave while others die and the coordinator comes and goes.
+
+In the tests of all points a joiner (or a member) is stopped just before a named point of `points.py`, something happens
+to it or to the others, and it goes on. Whatever it is, `finish` then holds the whole job against the promises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcomm.control.server import ServerError
+from ftcomm.control.timeouts import Timeouts
+
+from .job import TOKEN, Job
+from .points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
+from .test_faults import _members, _until, steps_of
+from .test_kills import ENDLESS, SEED, check
+from .training import train
+
+pytestmark = pytest.mark.protocol
+
+ALL = {0, 1, 2}
+JOINER = 2
+
+
+def job(folder: Path, replicas: int = 3, **settings: Any) -> Job:
+    arguments: dict[str, Any] = dict(
+        steps=ENDLESS, pace=0.002, marks=str(folder), prepare=watch_points, transport="shm"
+    )
+    return Job(folder, replicas=replicas, body=train, **{**arguments, **settings})
+
+
+def begin(running: Job) -> None:
+    """Until all have trained a little."""
+    everybody = set(range(running.replicas))
+    running.wait_contributing(everybody)
+    go_on(running, everybody, 2)
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+
+Excused = Callable[[int, int, str], bool]  # (replica, rank, text) of an error that is none
+
+
+def finish(running: Job, replicas: set[int], excused: Excused = lambda *error: False) -> None:
+    """Wait until all of them contribute, drain, and hold what was written down against the promises."""
+    running.wait_contributing(replicas)
+    go_on(running, replicas)
+    running.drain()
+    for replica in replicas:
+        assert running.join(replica) == [0] * running.ranks, running.errors()
+    hold_to_promises(running, excused)
+    for rank in range(running.ranks):
+        last = {
+            r: note for r, of, note in running.notes() if of == rank and note["kind"] == "final"
+        }  # of its last life
+        assert set(last) >= replicas
+        states = {last[replica]["digest"] for replica in replicas}
+        assert len(states) == 1, f"seed {SEED}: the states differ: {last}"
+
+
+def hold_to_promises(running: Job, excused: Excused = lambda *error: False) -> None:
+    unexpected = [error for error in running.errors() if not excused(*error)]
+    assert not unexpected, f"seed {SEED}: {unexpected}"
+    steps = check(running)
+    for step, notes in steps.items():
+        for rank in {key % 100 for key in notes}:
+            here = [note for key, note in notes.items() if key % 100 == rank]
+            earlier = [note for key, note in steps.get(step - 1, {}).items() if key % 100 == rank]
+            may = {replica for note in here for replica in note["before"]}
+            may |= {replica for note in earlier for replica in note["after"]}  # lost before anybody has looked
+            later = [note for key, note in steps.get(step + 1, {}).items() if key % 100 == rank]
+            calm = later and len({note["epoch"] for note in here + later}) == 1  # in a change `after` may come late
+            must = set.intersection(*(set(note["after"]) for note in here)) if calm else set()
+            for _, _, replicas in here[0]["spans"]:
+                assert must <= set(replicas) <= may, f"seed {SEED}: step {step} is of {replicas}: {notes}"
+            states = {note["digest"] for note in here if note["digest"]}
+            assert len(states) <= 1, (
+                f"seed {SEED}: after step {step} the states of those who contribute differ: {notes}"
+            )
+    epochs = stored_epochs(running)
+    assert epochs == sorted(set(epochs)), f"seed {SEED}: an epoch was used twice: {epochs}"
+    assert not [event for event in running.events if event["kind"] == "failed"]
+
+
+def stored_epochs(running: Job) -> list[int]:
+    return [json.loads(line)["epoch"] for line in (running.folder / "views").read_bytes().splitlines()]
+
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+def go_on(running: Job, replicas: set[int], steps: int = 3) -> None:
+    """Until each of these has run that many more steps."""
+    for replica in replicas:
+        goal = len(steps_of(running, replica)) + steps
+        for _ in _until(lambda r=replica, n=goal: len(steps_of(running, r)) >= n, f"replica {replica} makes no steps"):  # type: ignore[misc]
+            pass
+
+
+def wait_there(running: Job, points: Points, replica: int, point: str) -> None:
+    try:
+        for _ in _until(lambda: points.there(replica), f"seed {SEED}: replica {replica} never came to {point!r}"):
+            pass
+    except AssertionError as error:
+        raise AssertionError(f"{error}; {running.events[-8:]}\n{running.stacks()}") from None
+
+
+def wait_without(running: Job, replica: int, seen: int) -> None:
+    running.wait_event(
+        f"view without {replica}",
+        lambda events: any(e["kind"] == "view" and replica not in _members(e) for e in events[seen:]),
+    )
+
+
+def lose(running: Job, replica: int, rank: int | None = None) -> None:
+    """Kill it, and wait until the others know."""
+    seen = len(running.events)
+    running.kill(replica, rank)
+    wait_without(running, replica, seen)
+
+
+def wait_dead(running: Job, replica: int) -> None:
+    running.processes[replica, 0].join(30)
+    assert running.processes[replica, 0].exitcode == -signal.SIGKILL
+    for rank in range(1, running.ranks):
+        running.processes[replica, rank].kill()
+
+
+def restart_coordinator(running: Job) -> None:
+    running.stop_coordinator()
+    running.start_coordinator()
+
+
+def shuffled(points: tuple[str, ...]) -> list[str]:
+    print(f"seed {SEED}")
+    return random.Random(SEED).sample(points, len(points))
+
+
+# -- every point -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_joiner_that_dies_at_every_point_of_its_joining(tmp_path: Path, transport: str) -> None:
+    points = Points(tmp_path)
+    with job(tmp_path, transport=transport) as running:
+        begin(running)
+        lose(running, JOINER)
+        for point in shuffled(JOINING + CATCHING_UP):
+            points.die(JOINER, point)
+            running.start(JOINER)
+            wait_there(running, points, JOINER, point)
+            wait_dead(running, JOINER)
+            go_on(running, {0, 1}, 2)
+        running.start(JOINER)
+        finish(running, ALL)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_coordinator_that_is_restarted_at_every_point_of_a_joining(tmp_path: Path, half: int) -> None:
+    """A half of the points each, chosen at random; at every second one the joiner dies while it is away."""
+    points = Points(tmp_path)
+    with job(tmp_path) as running:
+        begin(running)
+        lose(running, JOINER)
+        for number, point in enumerate(shuffled(JOINING + CATCHING_UP)[half::2]):
+            seen = len(running.events)
+            points.hold(JOINER, point)
+            running.start(JOINER)
+            wait_there(running, points, JOINER, point)
+            running.stop_coordinator()
+            if number % 2:
+                running.kill(JOINER)
+            running.start_coordinator()
+            points.release(JOINER)
+            if number % 2 == 0:
+                running.wait_contributing(ALL, since=seen)
+                go_on(running, ALL, 2)
+                lose(running, JOINER)
+        running.start(JOINER)
+        finish(running, ALL)
+
+
+@pytest.mark.timeout(120)
+def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
+    """Of two members, while a third joins: before its promise, between that and the commit, at the boundary, after."""
+    points = Points(tmp_path)
+    with job(tmp_path) as running:
+        begin(running)
+        lose(running, JOINER)
+        for point in shuffled(CHANGING):
+            seen = len(running.events)
+            points.die(1, point)
+            running.start(JOINER)
+            wait_there(running, points, 1, point)
+            wait_dead(running, 1)
+            wait_without(running, 1, seen)
+            running.start(1)
+            running.wait_contributing(ALL, since=seen)
+            lose(running, JOINER)
+        running.start(JOINER)
+        finish(running, ALL)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("leaves", [False, True], ids=["another dies", "another leaves and a third dies"])
+def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None:
+    """One member is held in the middle of the change, so that it goes no further, while another is killed."""
+    points = Points(tmp_path)
+    with job(tmp_path, replicas=4) as running:
+        begin(running)
+        if not leaves:
+            lose(running, 3)
+        for point in shuffled(CHANGING):
+            seen = len(running.events)
+            points.hold(0, point)
+            if leaves:
+                (tmp_path / "leave-3").touch()
+            else:
+                running.start(3)
+            wait_there(running, points, 0, point)
+            lose(running, 1)
+            points.release(0)
+            if leaves:  # the view without the dead one may come while it is still under way, and is without it, too
+                assert running.join(3) in ([0], [1]), running.errors()
+                wait_without(running, 3, seen)
+                running.start(3)
+            running.start(1)
+            running.wait_contributing({0, 1, 2, 3}, since=seen)
+            if not leaves:
+                lose(running, 3)
+        if not leaves:
+            running.start(3)
+        finish(running, {0, 1, 2, 3}, lambda _, __, text: leaves and "went on without replica 3" in text)
+
+
+# -- several at a time -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_two_joins_at_once(tmp_path: Path) -> None:
+    """The second comes when the first has come to some point, and dies, or the first does."""
+    points = Points(tmp_path)
+    with job(tmp_path, replicas=4) as running:
+        begin(running)
+        for number, point in enumerate(shuffled(JOINING + CATCHING_UP)[:6]):
+            running.kill(2)
+            lose(running, 3)
+            seen = len(running.events)
+            points.hold(2, point)
+            running.start(2)
+            wait_there(running, points, 2, point)
+            running.start(3)
+            running.wait_event("second joiner", lambda events, seen=seen: _joined(events[seen:], 3))  # type: ignore[misc]
+            if number % 3:
+                victim = 2 if number % 3 == 1 else 3
+                running.kill(victim)
+                running.start(victim)
+            points.release(2)
+            running.wait_contributing({0, 1, 2, 3}, since=seen)
+        finish(running, {0, 1, 2, 3})
+
+
+def _joined(events: list[dict[str, Any]], replica: int) -> bool:
+    return any(e["kind"] == "joined" and e["replica"] == replica for e in events)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_replica_of_two_ranks_dies_in_its_joining(tmp_path: Path, transport: str) -> None:
+    points = Points(tmp_path)
+    with job(tmp_path, ranks=2, transport=transport) as running:
+        begin(running)
+        lose(running, JOINER)
+        for point in shuffled(JOINING + CATCHING_UP)[:5]:
+            points.die(JOINER, point)
+            running.start(JOINER)
+            wait_there(running, points, JOINER, point)
+            wait_dead(running, JOINER)
+            go_on(running, {0, 1}, 2)
+        running.start(JOINER)
+        finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its rank 0
+
+
+@pytest.mark.timeout(120)
+def test_everything_at_random(tmp_path: Path) -> None:
+    """Replicas die and come, the coordinator goes and comes, at moments that a seed chooses."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    away, dead = False, set[int]()
+    with job(tmp_path, replicas=4) as running:
+        begin(running)
+        for _ in range(40):
+            what = rng.choice(["coordinator", "replica", "replica", "rest", "rest"])
+            if what == "coordinator":
+                (running.start_coordinator if away else running.stop_coordinator)()
+                away = not away
+            elif what == "replica":
+                replica = rng.choice([1, 2, 3])  # 0 keeps the state of the training
+                if replica in dead:
+                    running.start(replica)
+                    dead.discard(replica)
+                else:
+                    running.kill(replica)
+                    running.processes[replica, 0].join(30)
+                    dead.add(replica)
+            _pause(rng.uniform(0.0, 0.15))
+        if away:
+            running.start_coordinator()
+
+        def all_are_back() -> bool:
+            """Who ran in a view that was given up while the coordinator was away is expelled, and started again."""
+            for replica in (1, 2, 3):
+                if not running.processes[replica, 0].is_alive():
+                    running.start(replica)
+            last = [event for event in running.events if event["kind"] == "view"][-1]
+            return [x["replica"] for x in last["members"] if x["contributing"]] == [0, 1, 2, 3]
+
+        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 60.0):
+            pass
+        finish(running, {0, 1, 2, 3}, lambda _, __, text: text.startswith("ExpelledError"))
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)  # no synchronisation: the moment is what is random
+
+
+@pytest.mark.timeout(120)
+def test_a_join_waits_for_a_step_that_is_longer_than_the_heartbeat_timeout(tmp_path: Path) -> None:
+    """The joiner is in the view, and knows it, while the others still compute and have not heard of it."""
+    with job(tmp_path, pace=2.5, heartbeat_timeout=1.6, op_timeout=5.0) as running:
+        running.wait_contributing(ALL)
+        go_on(running, ALL, 1)
+        lose(running, JOINER)
+        seen = len(running.events)
+        running.start(JOINER)
+        running.wait_contributing(ALL, since=seen)
+        assert not [e for e in running.events[seen:] if e["kind"] == "suspect" or "lost" in e.get("why", "")]
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", ["connected", "queued", "viewed", "resuming", "agreeing", "fetching", "said"])
+def test_a_drain_while_a_replica_joins(tmp_path: Path, point: str) -> None:
+    """Who is not in the job yet is turned away; all others leave at one boundary, with no step lost."""
+    points = Points(tmp_path)
+    with job(tmp_path) as running:
+        begin(running)
+        lose(running, JOINER)
+        points.hold(JOINER, point)
+        running.start(JOINER)
+        wait_there(running, points, JOINER, point)
+        running.drain()
+        running.wait_event("draining", lambda events: any(e["kind"] == "draining" for e in events))
+        points.release(JOINER)
+        assert running.join(0) == running.join(1) == [0], running.errors()
+        codes = running.join(JOINER)
+        turned_away = codes == [1]
+        if turned_away:
+            ((_, _, text),) = running.errors()
+            assert "drained" in text
+        if point != "queued":  # it may have been put into a view meanwhile
+            assert turned_away == (point == "connected")
+        ends = [note for r, _, note in running.notes() if r != JOINER and note["kind"] == "final"]
+        assert len(ends) == 2
+        assert all(note["drained"] for note in ends)
+        assert len({note["digest"] for note in ends}) == 1
+        assert steps_of(running, 0)[-1] == steps_of(running, 1)[-1]
+        running.do(running.server.wait_done())
+        assert not running.server.failed
+        if not turned_away:
+            hold_to_promises(running)
+
+
+@pytest.mark.timeout(120)
+def test_who_is_told_to_leave_while_the_coordinator_is_away_leaves_when_it_is_back(tmp_path: Path) -> None:
+    with job(tmp_path) as running:
+        begin(running)
+        running.stop_coordinator()
+        (tmp_path / "leave-1").touch()
+        for _ in _until(lambda: any(note["kind"] == "leaves" for _, _, note in running.notes()), "it was not told"):
+            pass
+        go_on(running, ALL, 10)
+        seen = len(running.events)
+        running.start_coordinator()
+        assert running.join(1) == [0], running.errors()
+        wait_without(running, 1, seen)
+        go_on(running, {0, 2})
+        running.start(1)
+        finish(running, ALL)
+
+
+@pytest.mark.timeout(120)
+def test_all_are_replaced_one_after_the_other(tmp_path: Path) -> None:
+    """A rolling restart: each leaves, and comes back, while the others train on. Nobody is lost."""
+    with job(tmp_path) as running:
+        begin(running)
+        for replica in sorted(ALL):
+            seen = len(running.events)
+            (tmp_path / f"leave-{replica}").touch()
+            assert running.join(replica) == [0], running.errors()
+            wait_without(running, replica, seen)
+            running.start(replica)
+            running.wait_contributing(ALL, since=seen)
+        finish(running, ALL)
+        assert not [e for e in running.events if e["kind"] == "view" and "lost" in e["why"]], running.events
+
+
+# -- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        (dict(timeouts=Timeouts.derive(50.0, 10.0)), "FTCOMM_OP_TIMEOUT"),
+        (dict(ranks_per_replica=2, store=None), "FTCOMM_RANKS_PER_REPLICA"),
+        (dict(store=None), "no file of views"),
+    ],
+    ids=["timeouts", "ranks", "file of views"],
+)
+def test_a_coordinator_that_comes_back_wrong_stops_nobody(tmp_path: Path, mistake: Any, reason: str) -> None:
+    """It says what is wrong, and the members, which run in a job that it cannot lead, train on until it is mended."""
+    with job(tmp_path) as running:
+        begin(running)
+        running.stop_coordinator()
+        seen = len(running.events)
+        running.start_coordinator(**mistake)
+        running.wait_event("refusal of all", lambda events: {e["replica"] for e in _refusals(events[seen:])} == ALL)
+        assert all(reason in e["reason"] for e in _refusals(running.events[seen:]))
+        go_on(running, ALL, 10)
+        assert not running.errors()
+        assert not [e for e in running.events[seen:] if e["kind"] == "view"]
+        running.stop_coordinator()
+        running.start_coordinator()
+        seen = len(running.events)
+        lose(running, 1)
+        running.start(1)
+        running.wait_contributing(ALL, since=seen)
+        finish(running, ALL)
+
+
+def _refusals(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == "refused"]
+
+
+@pytest.mark.timeout(120)
+def test_a_second_coordinator_of_the_job_refuses(tmp_path: Path) -> None:
+    """On the same file, or at the same port, or on the file of another job; the job does not notice."""
+    with job(tmp_path) as running:
+        begin(running)
+        second = running._server(0)
+        with pytest.raises(ServerError, match="in use by another coordinator; two of one job must not run"):
+            running.do(second.start())
+        port = int(running.server.endpoint.rpartition(":")[2])
+        third = running._server(port, store=tmp_path / "other-views")
+        with pytest.raises(ServerError, match="another coordinator may run there"):
+            running.do(third.start())
+        running.stop_coordinator()
+        with pytest.raises(ServerError, match="is of a job with 1 ranks a replica, not 2"):
+            running.start_coordinator(ranks_per_replica=2)
+        running.start_coordinator()
+        seen = len(running.events)
+        lose(running, 1)
+        running.start(1)
+        running.wait_contributing(ALL, since=seen)
+        finish(running, ALL)
+
+
+@pytest.mark.timeout(120)
+def test_a_coordinator_of_its_own_is_killed_while_a_replica_joins(tmp_path: Path) -> None:
+    """SIGKILL to `ftcomm coordinator`, which says goodbye to nobody, at some points of a joining."""
+    points = Points(tmp_path)
+    with job(tmp_path, heartbeat_timeout=2.0) as running:
+        begin(running)
+        running.stop_coordinator()  # the one of the test gives its place to a process, and its file of views
+        port = running.server.endpoint.rpartition(":")[2]
+        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
+        command += [
+            "--port",
+            port,
+            "--store",
+            str(tmp_path / "views"),
+            "--heartbeat-timeout",
+            "2",
+            "--op-timeout",
+            "60",
+        ]
+        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+        with (tmp_path / "coordinator.log").open("w") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            try:
+                for life, point in enumerate(shuffled(JOINING + CATCHING_UP)[:3], start=2):
+                    running.kill(JOINER)
+                    running.processes[JOINER, 0].join(10)
+                    go_on(running, {0, 1})
+                    points.hold(JOINER, point)
+                    running.start(JOINER)
+                    wait_there(running, points, JOINER, point)
+                    process.kill()
+                    process.wait(10)
+                    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+                    points.release(JOINER)
+                    for _ in _until(lambda n=life: counts(running, JOINER, n), f"seed {SEED}: it does not contribute"):
+                        pass
+            finally:
+                process.kill()
+                process.wait(10)
+        running.start_coordinator()
+        go_on(running, ALL)
+        running.drain()
+        for replica in ALL:
+            assert running.join(replica) == [0], running.errors()
+        hold_to_promises(running)
+
+
+def counts(running: Job, replica: int, life: int) -> bool:
+    """Whether the replica contributes, in that life of it."""
+    notes = [note for r, _, note in running.notes() if r == replica]
+    return sum(note["kind"] == "joined" for note in notes) == life and bool(notes[-1].get("digest"))

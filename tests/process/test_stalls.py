@@ -1,0 +1,227 @@
+"""A member that stands still while its control thread lives: that one is removed, and never one of its victims.
+
+Its heartbeats go on, so nothing but the reports of those who wait for it can tell. The survivors finish the same op,
+and it learns what it was removed for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .bodies import reduce_forever
+from .job import Job
+from .points import Points, watch_points
+from .stalling import watch_patiently
+from .test_faults import _members, _until, steps_of
+from .test_growth import go_on, wait_there
+from .test_kills import ENDLESS, check
+
+pytestmark = pytest.mark.protocol
+
+ONE_SHOT, TWO_SHOT = 300, 300_001  # elements
+# Short, with a heartbeat that a busy machine can keep. A stall is removed about 4 s after it began.
+CHAIN: dict[str, Any] = dict(op_timeout=5.0, heartbeat_timeout=1.6, op_floor=1.7)
+
+
+def job(folder: Path, replicas: int = 4, elements: int = ONE_SHOT, **settings: Any) -> Job:
+    arguments: dict[str, Any] = dict(
+        steps=ENDLESS, elements=elements, marks=str(folder), prepare=watch_points, transport="shm", **CHAIN
+    )
+    return Job(folder, replicas=replicas, body=reduce_forever, **{**arguments, **settings})
+
+
+def begin(running: Job) -> None:
+    """Until ops of this size are so well known that the deadline is the floor."""
+    everybody = set(range(running.replicas))
+    running.wait_contributing(everybody)
+    go_on(running, everybody, 20)
+
+
+def wait_removed(running: Job, replica: int, seen: int = 0) -> str:
+    """Why it was removed; nobody else must have been."""
+
+    def losses(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events[seen:] if event["kind"] == "view" and "lost" in event["why"]]
+
+    running.wait_event(f"view without {replica}", lambda events: bool(losses(events)))
+    loss = losses(running.events)[0]
+    assert loss["why"].startswith(f"lost {replica}: "), f"not {replica} was removed: {loss}"
+    assert ";" not in loss["why"], f"not {replica} alone was removed: {loss}"
+    return str(loss["why"])
+
+
+def finish(running: Job, survivors: set[int], removed: dict[int, str], anew: Set[int] = frozenset()) -> None:
+    """The survivors go on; the `removed` wake up and hear `why`. Those `anew` had to be started a second time."""
+    go_on(running, survivors)
+    points = Points(running.folder)
+    for replica in removed:
+        points.release(replica)
+        for rank in range(running.ranks):
+            with contextlib.suppress(ProcessLookupError):  # the others of the replica may have ended
+                os.kill(running.processes[replica, rank].pid, signal.SIGCONT)
+        assert running.join(replica) == [1] * running.ranks
+    for replica, why in removed.items():
+        texts = [text for r, _, text in running.errors() if r == replica]
+        assert len(texts) == running.ranks
+        assert all(text.startswith("ExpelledError") for text in texts), texts
+        assert any(why in text for text in texts), texts  # a rank may merely hear that its leader has gone
+    assert {replica for replica, _, _ in running.errors()} == set(removed) | set(anew)
+    assert {x["replica"] for x in _last_view(running)["members"]} == survivors, "somebody else was removed as well"
+    running.drain()
+    for replica in survivors:
+        assert running.join(replica) == [0] * running.ranks, running.errors()
+    check(running)
+
+
+def _last_view(running: Job) -> dict[str, Any]:
+    return [event for event in running.events if event["kind"] == "view"][-1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("point", "transport", "elements", "stuck"),
+    [
+        ("op", "shm", ONE_SHOT, 1),  # a dead lock of the script, slow input
+        ("op", "shm", TWO_SHOT, 0),
+        ("op", "tcp", TWO_SHOT, 2),
+        ("posted", "shm", TWO_SHOT, 3),  # the driver
+        ("taken", "shm", ONE_SHOT, 3),
+        ("taken", "tcp", TWO_SHOT, 1),
+    ],
+)
+def test_the_one_that_stands_still_is_removed(
+    tmp_path: Path, point: str, transport: str, elements: int, stuck: int
+) -> None:
+    points = Points(tmp_path)
+    with job(tmp_path, elements=elements, transport=transport) as running:
+        begin(running)
+        points.hold(stuck, point)
+        wait_there(running, points, stuck, point)
+        why = wait_removed(running, stuck)
+        assert "waits for it (replica" in why
+        finish(running, set(range(4)) - {stuck}, {stuck: "waits for it (replica"})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("shm", 1), ("tcp", 1)])
+def test_one_rank_of_a_replica_stands_still(tmp_path: Path, transport: str, rank: int) -> None:
+    """The other one goes on with its group; the replica is removed as one."""
+    points = Points(tmp_path)
+    with job(tmp_path, replicas=3, ranks=2, elements=TWO_SHOT, transport=transport, watched=rank) as running:
+        begin(running)
+        points.hold(1, "op")
+        wait_there(running, points, 1, "op")
+        wait_removed(running, 1)
+        finish(running, {0, 2}, {1: "waits for it (replica"})
+
+
+@pytest.mark.timeout(120)
+def test_who_complains_late_is_no_culprit(tmp_path: Path) -> None:
+    """Two of three that wait have a deadline far away: asked by the coordinator, they say at once that they wait."""
+    points = Points(tmp_path)
+    with job(tmp_path, elements=TWO_SHOT, prepare=watch_patiently, patient=[0, 3]) as running:
+        begin(running)
+        points.hold(1, "op")
+        wait_there(running, points, 1, "op")
+        wait_removed(running, 1)
+        finish(running, {0, 2, 3}, {1: "waits for it (replica 2 reported the stall)"})
+
+
+@pytest.mark.timeout(120)
+def test_two_stand_still_at_once(tmp_path: Path) -> None:
+    points = Points(tmp_path)
+    with job(tmp_path) as running:
+        begin(running)
+        for stuck in (1, 2):
+            points.hold(stuck, "op")
+        for stuck in (1, 2):
+            wait_there(running, points, stuck, "op")
+        running.wait_event("view of the others", lambda events: any(_members(e) == [0, 3] for e in events))
+        assert {e["why"].partition(":")[0] for e in running.events if "lost" in e.get("why", "")} == {
+            "lost 1",
+            "lost 2",
+        }
+        finish(running, {0, 3}, {1: "waits for it", 2: "waits for it"})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_stands_still_before_a_boundary_that_others_stand_at(tmp_path: Path, ranks: int) -> None:
+    """A replica joins there, so they wait for what its leader knows of that; afterwards it joins."""
+    points = Points(tmp_path)
+    with job(tmp_path, ranks=ranks) as running:
+        begin(running)
+        running.kill(3)
+        running.wait_event("loss", lambda events: any(_members(e) == [0, 1, 2] for e in events))
+        seen = len(running.events)
+        points.hold(1, "promised")
+        running.start(3)
+        wait_there(running, points, 1, "promised")
+        why = wait_removed(running, 1, seen)
+        assert "the change of view waits for it" in why or "the step boundary waits for it" in why
+        anew = {3} if ranks == 2 else frozenset[int]()
+        if anew:  # the ranks 1 ran with the joiner's in the view that is given up now: it has to start anew
+            assert running.join(3) == [1, 1]
+            running.start(3)
+        running.wait_contributing({0, 2, 3}, since=seen)
+        finish(running, {0, 2, 3}, {1: why.partition(": ")[2]}, anew)
+
+
+@pytest.mark.timeout(120)
+def test_a_driver_that_stands_still_holds_up_a_change_of_view(tmp_path: Path) -> None:
+    """Another replica dies meanwhile. The view without that one is never in force; the next is without both."""
+    points = Points(tmp_path)
+    with job(tmp_path, elements=TWO_SHOT) as running:
+        begin(running)
+        points.hold(1, "taken")
+        wait_there(running, points, 1, "taken")
+        running.kill(2)
+        running.wait_event("loss", lambda events: any(_members(e) == [0, 1, 3] for e in events))
+        seen = len(running.events)
+        assert "the change of view waits for it" in wait_removed(running, 1, seen)
+        finish(running, {0, 3}, {1: "the change of view waits for it"})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_process_is_found_by_its_silence(tmp_path: Path, transport: str) -> None:
+    with job(tmp_path, transport=transport, elements=TWO_SHOT) as running:
+        begin(running)
+        running.signal(1, signal.SIGSTOP)
+        assert "silent for" in wait_removed(running, 1)
+        finish(running, {0, 2, 3}, {1: "silent for"})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("point", ["op", "taken"])
+def test_who_is_merely_slow_is_waited_for(tmp_path: Path, point: str) -> None:
+    """It stands still for less than the floor of the deadlines, again and again; then all end at the same step."""
+    points = Points(tmp_path)
+    with job(tmp_path, replicas=3) as running:
+        begin(running)
+        for slow in (1, 2, 1):
+            points.hold(slow, point)
+            wait_there(running, points, slow, point)
+            assert points.there(slow)
+            _pause(CHAIN["op_floor"] / 2)
+            points.release(slow)
+            go_on(running, {0, 1, 2}, 2)
+        running.drain()
+        for replica in range(3):
+            assert running.join(replica) == [0], running.errors()
+        assert not running.errors()
+        assert not [e for e in running.events if e["kind"] == "suspect" or "lost" in e.get("why", "")]
+        check(running)
+        assert len({steps_of(running, replica)[-1] for replica in range(3)}) == 1
+
+
+def _pause(seconds: float) -> None:
+    for _ in _until(iter([False] * int(seconds / 0.02) + [True]).__next__, "time stands still"):  # it sleeps 20 ms
+        pass
