@@ -3,7 +3,8 @@
 The segment through which a rank speaks to its group says how far it is. It has POSTED more chunks than it has TAKEN
 exactly while an op is in flight; and while it has POSTED more than it has REDUCED, the others wait for a part of the
 sum that only it was to compute. We read that as a peer would, from /proc, with the process stopped; if it is anywhere
-else at that moment it goes on, none the wiser, and we try again.
+else at that moment it goes on, none the wiser, and we try again. While it stands still the others come as far as they
+can without it, which is where they are all inside that op.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Iterable, Sequence
 
 from ftcomm.launch.observe import open_words, stop
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 
 COUNTER = 0xFFFFFFFF  # the low half of a word
+GATHER = 1.0  # s for the others to come into the op; they may be computing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +35,16 @@ class Kill:
     attempts: int
 
 
-def kill_in_mid_op(pid: int, patience: float = 20.0) -> Kill | None:
-    """SIGKILL `pid` while it is inside an all-reduce. Blocks; None if that did not come up or the process is gone."""
+def kill_in_mid_op(pid: int, others: Iterable[int], patience: float = 20.0) -> Kill | None:
+    """SIGKILL `pid` while it and the `others` of its group are inside an all-reduce. Blocks; None if that did not come
+    up or a process is gone."""
     try:
-        return _kill(pid, open_words(pid), time.monotonic() + patience)
+        return _kill(pid, open_words(pid), [open_words(other) for other in others], time.monotonic() + patience)
     except OSError:
         return None
 
 
-def _kill(pid: int, words: memoryview, deadline: float) -> Kill | None:
+def _kill(pid: int, words: memoryview, others: Sequence[memoryview], deadline: float) -> Kill | None:
     attempts = 0
     while time.monotonic() < deadline:
         if not _owes(words[POSTED], words[REDUCED], words[TAKEN]):  # look first, so as to stop it rarely
@@ -49,12 +53,22 @@ def _kill(pid: int, words: memoryview, deadline: float) -> Kill | None:
         attempts += 1
         stop(pid)
         progress = words[POSTED], words[REDUCED], words[TAKEN]
-        if _owes(*progress):
+        if _owes(*progress) and _gather(others, words[POSTED]):
             at = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             return Kill(pid, at, progress[0] >> 32, *(word & COUNTER for word in progress), attempts)
         os.kill(pid, signal.SIGCONT)
     return None
+
+
+def _gather(others: Sequence[memoryview], posted: int) -> bool:
+    """Until all of them have posted as much."""
+    deadline = time.monotonic() + GATHER
+    while any(words[POSTED] < posted for words in others):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0002)
+    return True
 
 
 def _owes(posted: int, reduced: int, taken: int) -> bool:

@@ -135,8 +135,8 @@ class Demo:
         """The launcher's own lines say what the story says in its words."""
 
     async def _kill(self) -> None:
-        pid = self.story.replicas[self.victim].pid
-        kill = await asyncio.to_thread(kill_in_mid_op, pid)
+        pids = {number: replica.pid for number, replica in self.story.replicas.items()}
+        kill = await asyncio.to_thread(kill_in_mid_op, pids.pop(self.victim), pids.values())
         if kill is not None:
             self.story.killed(self.victim, kill)
 
