@@ -1,0 +1,11 @@
+"""For all tests."""
+
+from __future__ import annotations
+
+import signal
+
+
+def pytest_configure() -> None:
+    """A shell lets what it starts in the background ignore SIGINT, and so would all that the tests start and stop."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
