@@ -23,6 +23,8 @@ from ftcomm.launch import Launcher, RunOptions, remote, run
 from ftcomm.launch import requests as r
 from ftcomm.launch.network import HUB_ADDRESS, Network, address, inside, netlink
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 100.0  # s; these take some ten, most of them for imports
 
 # Both say that the weights differ, which they do; then nothing goes on.
@@ -30,8 +32,6 @@ STUCK = """
 import os, time
 import ftcomm
 from ftcomm.chaos.train import differ
-
-pytestmark = pytest.mark.protocol
 group = ftcomm.init()
 for step in ftcomm.steps(1000000):
     if differ(group, group.replica if step == 20 else 7):

@@ -26,6 +26,8 @@ from .test_kills import ENDLESS, SEED, check
 from .test_launch_training import Job as LaunchedJob
 from .test_launch_training import here  # noqa: F401
 
+pytestmark = pytest.mark.protocol
+
 VICTIM = 1
 ELEMENTS = 300_001  # three chunks
 LONG_AGO = 100  # ops that the others run before the victim wakes; they have used all of their staging many times
@@ -180,8 +182,6 @@ import torch
 import ftcomm
 from ftcomm.hsdp.state import digest
 from tests.process.torn import first_life, stop_at
-
-pytestmark = pytest.mark.protocol
 group = ftcomm.init()
 torch.set_num_threads(1)
 torch.manual_seed(os.getpid())

@@ -18,6 +18,8 @@ from ftcomm.errors import InitError
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.policy import State
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 60.0  # s; everything here takes about one
 MARK = "FTCOMM_TEST_LAUNCH"  # in the environment of every process of a test
 
@@ -345,8 +347,6 @@ def test_cancellation_leaves_nothing(here: Path) -> None:
 
 STUBBORN = """
 import signal, time
-
-pytestmark = pytest.mark.protocol
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(600)

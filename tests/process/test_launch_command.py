@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 60.0  # s; everything here takes a second or two
 MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the keeper
 
@@ -99,8 +101,6 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 SLEEP = """
 import os, signal, sys, time
-
-pytestmark = pytest.mark.protocol
 open(f"ready-{os.environ['FTCOMM_REPLICA']}", "w").close()
 time.sleep(600)
 """

@@ -23,13 +23,13 @@ from ftcomm.kernels.urgent import _SYS_SCHED_SETATTR, SLICE, _Attributes, urgent
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.transport.segment import LIVES, Memory, Segment, life
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 10.0
 
 HOLDER = """
 import ctypes, mmap, sys, time
 from ftcomm.kernels.life import hold
-
-pytestmark = pytest.mark.protocol
 memory = mmap.mmap(int(sys.argv[1]), 4096)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 print(hold(address), flush=True)

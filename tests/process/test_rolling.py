@@ -22,6 +22,8 @@ from ftcomm.launch import requests as r
 from ftcomm.launch.policy import State
 from ftcomm.launch.rundir import short
 
+pytestmark = pytest.mark.protocol
+
 DEADLINE = 90.0  # s; most of it for imports
 
 # Each rank writes down every step that it makes, with what the weights are then: reports get lost while the coordinator
@@ -31,8 +33,6 @@ import sys, time, zlib
 import numpy as np
 import torch
 import ftcomm
-
-pytestmark = pytest.mark.protocol
 
 class Weights:
     def __init__(self):
