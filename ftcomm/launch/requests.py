@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ftcomm.control.unpack import unpack
+
 SOCKET = "control"  # in the run directory
 MAX_REQUEST = 4096  # bytes of a line
 MAX_ANSWER = 1 << 20
@@ -108,11 +110,11 @@ def encode(message: Request | Answer) -> bytes:
 
 def decode_request(line: bytes) -> AnyRequest:
     """Raises `msgspec.DecodeError` (or its `ValidationError`), whose text says what is wrong."""
-    request: AnyRequest = _requests.decode(line)
+    request: AnyRequest = unpack(_requests, line)
     return request
 
 
 def decode_answer(line: bytes) -> AnyAnswer:
     """Raises `msgspec.DecodeError`."""
-    answer: AnyAnswer = _answers.decode(line)
+    answer: AnyAnswer = unpack(_answers, line)
     return answer

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.divergence import Alarm, Divergence
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
@@ -161,6 +161,7 @@ class Live:
         self._waiter = Waiter(memories[replica].words, ASLEEP, 0)
         self._reducer = Reducer()
         self._streams: dict[GroupView, SteppedStream] = {}
+        self._alarms: dict[GroupView, Alarm | None] = {}  # a stream that is closed lets go of its own
         self._operations: dict[int, Operation] = {}  # by number; the caller's buffers stay where they are
         self._content: dict[tuple[tuple[int, ...], int, int], bytes] = {}
         # What came of the last call:
@@ -220,6 +221,7 @@ class Live:
         for name, value in others:
             setattr(live, name, thaw(value))
         live.seen = seen
+        live._alarm = None if compared is None else self._alarms[view]
         for name, value in compared or ():
             setattr(live._alarm, name, thaw(value))
         live.unposted = deque(by_number[number] for number in unposted)
@@ -350,7 +352,7 @@ class Live:
             lambda *args: None,
             self._diverged if self.group.verify else None,
         )
-        self._streams[plan] = stream
+        self._streams[plan], self._alarms[plan] = stream, stream._alarm
         if self.stream is None:
             self.flight.number_from(progress)
         in_flight = list(self.flight.ops)

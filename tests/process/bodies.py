@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     """An all-reduce a step. Replica r contributes 2**r, so every element of a result tells who is in it."""
     elements = arguments["elements"]
     array = np.empty(elements, np.float32)
+    pace = Pace(group, arguments)
     for step in ftcomm.steps(arguments["steps"]):
+        pace.keep(step)
         array[:] = 2.0**group.replica
         if step % 2:
             atomic = step % 4 == 3
@@ -46,6 +49,25 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             group.allreduce(array)
         except ftcomm.ExpelledError as error:
             notes.write(kind="left", text=str(error))
+
+
+class Pace:
+    """Keeps the ranks of a replica about in step, as the collectives among its shards do in a training: at a boundary
+    where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
+
+    LEAD = 500  # steps; some 0.1 s
+    PATIENCE = 1.0  # s at each step, for one that stands still or is dead
+
+    def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:
+        self._steps = np.memmap(Path(arguments["marks"]) / f"pace-{group.replica}", np.int64, "r+")
+        self._rank = group.rank
+
+    def keep(self, step: int) -> None:
+        self._steps[self._rank] = step
+        if self._steps.min() < step - self.LEAD:
+            patience = time.monotonic() + self.PATIENCE
+            while self._steps.min() < step - self.LEAD and time.monotonic() < patience:
+                time.sleep(0.001)
 
 
 def seen(array: np.ndarray) -> list[tuple[int, int, list[int]]]:

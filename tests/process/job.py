@@ -78,10 +78,12 @@ class Job:
         verify: bool = False,
         **arguments: Any,
     ) -> None:
-        """`arguments` are handed to the body; one named `prepare` is called with the settings and them before a rank
-        joins."""
+        """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
+        settings and them before a rank joins."""
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
-        self._body, self._arguments = body, arguments
+        self._body, self._arguments = body, {**arguments, "marks": str(folder)}
+        for replica in range(replicas):
+            (folder / f"pace-{replica}").write_bytes(bytes(8 * ranks))  # steps of the ranks, see `bodies.Pace`
         timeouts = Timeouts.derive(op_timeout, heartbeat_timeout, op_floor)
         self._settings = dict(transport=transport, timeouts=timeouts, verify=verify)
         self.processes: dict[tuple[int, int], Any] = {}

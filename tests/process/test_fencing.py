@@ -36,9 +36,7 @@ SILENCE = 4.0  # s after which a stopped replica is expelled; so long that on a 
 
 
 def job(folder: Path, place: str, transport: str, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(
-        victim=(VICTIM, 0), place=place, times=TIMES, marks=str(folder), steps=ENDLESS, elements=ELEMENTS
-    )
+    arguments: dict[str, Any] = dict(victim=(VICTIM, 0), place=place, times=TIMES, steps=ENDLESS, elements=ELEMENTS)
     arguments.update(heartbeat_timeout=SILENCE, transport=transport, **settings)
     return Job(folder, replicas=3, body=torn.reduce_and_stop, **arguments)
 

@@ -35,9 +35,7 @@ JOINER = 2
 
 
 def job(folder: Path, replicas: int = 3, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(
-        steps=ENDLESS, pace=0.002, marks=str(folder), prepare=watch_points, transport="shm"
-    )
+    arguments: dict[str, Any] = dict(steps=ENDLESS, pace=0.002, prepare=watch_points, transport="shm")
     return Job(folder, replicas=replicas, body=train, **{**arguments, **settings})
 
 

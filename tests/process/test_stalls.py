@@ -31,9 +31,7 @@ CHAIN: dict[str, Any] = dict(op_timeout=5.0, heartbeat_timeout=1.6, op_floor=1.7
 
 
 def job(folder: Path, replicas: int = 4, elements: int = ONE_SHOT, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(
-        steps=ENDLESS, elements=elements, marks=str(folder), prepare=watch_points, transport="shm", **CHAIN
-    )
+    arguments: dict[str, Any] = dict(steps=ENDLESS, elements=elements, prepare=watch_points, transport="shm", **CHAIN)
     return Job(folder, replicas=replicas, body=reduce_forever, **{**arguments, **settings})
 
 
