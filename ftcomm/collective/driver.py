@@ -21,7 +21,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.stall import Due, Stall, StallWatch
 from ftcomm.collective.stream import Interrupted, Stream
 from ftcomm.errors import CollectiveTimeout, DivergenceError, FtcommError
-from ftcomm.kernels.reduce import Reducer
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
 from ftcomm.transport.segment import ASLEEP, Peer, Segment
 from ftcomm.transport.tcp import Lost, Reader

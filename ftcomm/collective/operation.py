@@ -12,7 +12,7 @@ from ftcomm.collective.chunks import Contributors, chunk_count, spans
 from ftcomm.collective.resume import Task, all_reduce
 from ftcomm.collective.spare import Bytes, borrow, give_back
 from ftcomm.errors import ArgumentError
-from ftcomm.kernels.reduce import DTYPES, OPS, unsupported
+from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.transport.segment import CHUNK
 
 _ATOMIC = 0x80  # in the byte of the reduction

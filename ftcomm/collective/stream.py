@@ -36,7 +36,8 @@ from ftcomm.collective.operation import Operation, describe
 from ftcomm.collective.plan import GroupView, shards, two_shot
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.errors import MismatchError
-from ftcomm.kernels.reduce import DTYPES, Reducer, operand
+from ftcomm.kernels.dtypes import DTYPES
+from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.kernels.wait import Waiter, wake
 from ftcomm.transport.segment import (
     ASLEEP,

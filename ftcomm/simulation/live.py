@@ -19,7 +19,7 @@ from ftcomm.control import node as n
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
-from ftcomm.kernels.reduce import Reducer
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.simulation.states import attributes, freeze, thaw

@@ -25,7 +25,7 @@ from ftcomm.control import node as n
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError
-from ftcomm.kernels.reduce import Reducer
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.mirror import Feed, Mirror

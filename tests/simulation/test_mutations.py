@@ -16,7 +16,7 @@ from ftcomm.control import coordinator as c
 from ftcomm.control.growth import Proposal, contributing
 from ftcomm.control.member import Machine
 from ftcomm.control.node import Node
-from ftcomm.kernels.reduce import operand
+from ftcomm.kernels.host.reduce import operand
 from ftcomm.simulation.history import run
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.script import Joiner

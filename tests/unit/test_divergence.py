@@ -17,7 +17,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.stream import Stream
 from ftcomm.errors import DivergenceError, MismatchError
-from ftcomm.kernels.reduce import Reducer
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, TAKEN, descriptor
 from tests.exchange_rig import DEADLINE, Caller, Rig
 

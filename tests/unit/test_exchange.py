@@ -29,7 +29,8 @@ from ftcomm.control import views
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import CollectiveTimeout, FtcommError, MismatchError
-from ftcomm.kernels.reduce import DTYPES, OPS, Reducer, operand, unsupported
+from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, Peer
 from ftcomm.transport.tcp import TcpPeer
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines, socket_pair

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.kernels.reduce import DTYPES, OPS, Reducer, operand, unsupported
+from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.host.reduce import Reducer, operand
 
 PAIRS = [(dtype, op) for dtype in DTYPES for op in OPS if unsupported(dtype, op) is None]
 HALVES = ("float16", "bfloat16")

@@ -19,7 +19,7 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.stream import Stream
 from ftcomm.control.messages import Progress
 from ftcomm.errors import MismatchError
-from ftcomm.kernels.reduce import Reducer
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
 from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer

@@ -1,4 +1,4 @@
-"""Reduction of several arrays into one on the host, and the dtypes that can be reduced.
+"""Reduction of several arrays into one on the host.
 
 The arrays are one-dimensional, contiguous, of equal length, and given in an order that is the same on every member, so
 that the same inputs give the same bits everywhere. NumPy does what NumPy has: an addition of 256 fp32 costs 0.25 us
@@ -11,9 +11,11 @@ The output may be the same memory as one of the first two sources, never as a la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from ftcomm.kernels.dtypes import DTYPES
 
 Array = Any  # a numpy array, or what `Dtype.operand` makes of one
 Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, output)
@@ -21,54 +23,6 @@ Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, outpu
 # Elements that torch is given at once. From 32768 on it may use several threads, and where one ends, the last elements
 # take another path, which can give a NaN other bits; the number of threads may differ between members.
 _BLOCK = 30 << 10
-
-OPS = ("sum", "avg", "min", "max", "product")
-
-
-class Dtype(NamedTuple):
-    """A dtype by its name. NumPy has no bfloat16, so `carrier` is what the bytes are held as."""
-
-    name: str
-    code: int  # on the wire; never reused
-    carrier: np.dtype[Any]
-    kind: str  # "float", "half" (summed in fp32), "int", "bool"
-
-    @property
-    def itemsize(self) -> int:
-        return self.carrier.itemsize
-
-
-def _dtype(name: str, code: int, kind: str) -> Dtype:
-    return Dtype(name, code, np.dtype("uint16" if name == "bfloat16" else name), kind)
-
-
-_TABLE = (
-    ("float64", "float"),
-    ("float32", "float"),
-    ("float16", "half"),
-    ("bfloat16", "half"),
-    ("int8", "int"),
-    ("int16", "int"),
-    ("int32", "int"),
-    ("int64", "int"),
-    ("uint8", "int"),
-    ("uint16", "int"),
-    ("uint32", "int"),
-    ("uint64", "int"),
-    ("bool", "bool"),
-)
-DTYPES: dict[str, Dtype] = {name: _dtype(name, code, kind) for code, (name, kind) in enumerate(_TABLE, start=1)}
-
-
-def unsupported(dtype: str, op: str) -> str | None:
-    """Why arrays of `dtype` cannot be reduced with `op`, with the mend; None if they can."""
-    if op not in OPS:
-        return f"op={op!r} is not known; use one of {', '.join(OPS)}."
-    if dtype not in DTYPES:
-        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(DTYPES)}."
-    if dtype == "bool" and op == "avg":
-        return "the average of bool is not defined; use op='sum' (or) or op='product' (and), or convert to a number."
-    return None
 
 
 class Reducer:

@@ -1,0 +1,1 @@
+"""The kernels on host memory: NumPy and torch."""
