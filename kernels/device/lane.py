@@ -1,0 +1,207 @@
+"""What a program does in one lane of the all-reduce: post, await, verify, take, and see that all are through."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ftcomm.kernels.device import words
+from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, rest
+from ftcomm.kernels.device.tile import copy_span, reduce_span
+
+_OPEN = tl.constexpr(8 * words.OPEN)
+_MISMATCHED = tl.constexpr(8 * words.MISMATCHED)
+_SEEN = tl.constexpr(8 * words.SEEN)
+_MEMBERS = tl.constexpr(8 * words.MEMBERS)
+_ME = tl.constexpr(8 * words.ME)
+_SOURCES = tl.constexpr(8 * words.SOURCES)
+_CONTRIBUTES = tl.constexpr(8 * words.CONTRIBUTES)
+_SOLE = tl.constexpr(8 * words.SOLE)
+_STAGING_OF = tl.constexpr(8 * words.STAGING_OF)
+_SOURCE_STAGING = tl.constexpr(words.SOURCE_STAGING)
+_RUNNING = tl.constexpr(words.RUNNING)
+_ABORTED = tl.constexpr(words.ABORTED)
+_TIMED_OUT = tl.constexpr(words.TIMED_OUT)
+_MISMATCH = tl.constexpr(words.MISMATCH)
+_REDUCED = tl.constexpr(8 * words.REDUCED)
+_TAKEN = tl.constexpr(8 * words.TAKEN)
+_NUMBER_OF = tl.constexpr(8 * words.NUMBER_OF)
+_CALL_OF = tl.constexpr(8 * words.CALL_OF)
+_SLOTS = tl.constexpr(words.SLOTS)
+_AHEAD = tl.constexpr(words.AHEAD)
+_HOLDER = tl.constexpr(words.HOLDER)
+_SKIP = tl.constexpr(words.SKIP)
+_SHARD = tl.constexpr(64)  # bytes; shards begin on cache lines
+
+
+@triton.jit
+def read(address):
+    """A word that does not change while the launch runs."""
+    return tl.load(pointer(address))
+
+
+@triton.jit
+def write(address, value):
+    tl.store(pointer(address), tl.cast(value, tl.int64))
+
+
+@triton.jit
+def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr):
+    """Until all flags are within low .. high - 1, or the launch is to end; at once if `status` is not RUNNING."""
+    polls = 0
+    waiting = status == _RUNNING
+    while waiting:
+        if behind(flags, mask, low, high) == 0:
+            waiting = False
+        else:
+            rest()
+            polls += 1
+            if polls % OFTEN == 0:
+                if load(ctl + _OPEN, THREADS) != epoch:
+                    status = _ABORTED
+                elif load(ctl + _MISMATCHED, THREADS) == number + 1:
+                    status = _MISMATCH
+                elif deadline > 0:
+                    if clock(THREADS) > deadline:
+                        status = _TIMED_OUT
+                waiting = status == _RUNNING
+    fence()
+    return status
+
+
+@triton.jit
+def _slot(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
+    """Where in the POSTED staging of a member, in bytes."""
+    return (lane * _SLOTS + index % _SLOTS) * CHUNK
+
+
+@triton.jit
+def _task(tasks, i, sole):
+    """Task i: (chunk, 1 + index of the holder or 0, whether this member has it already)."""
+    word = i
+    if tasks != 0:
+        word = read(tasks + 8 * i)
+    holder = (word >> _HOLDER) & 0xFF
+    if holder == 0:
+        holder = sole + 1
+    return word & 0xFFFFFFFF, holder, (word >> _SKIP) & 1
+
+
+@triton.jit
+def post(tasks, i, lane, index, view, array, count, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
+    """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging."""
+    size: tl.constexpr = T.primitive_bitwidth // 8
+    me = read(view + _ME)
+    chunk, holder, _ = _task(tasks, i, read(view + _SOLE))
+    mine = (holder == me + 1) | ((holder == 0) & (read(view + _CONTRIBUTES) != 0))
+    if mine & (read(view + _MEMBERS) > 1):
+        start = chunk * (CHUNK // size)
+        staging = read(view + _STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
+        copy_span(array + start * size, staging, tl.minimum(count - start, CHUNK // size), T, BLOCK, ALIGNED, False)
+
+
+@triton.jit
+def verify(flags, mask, ctl, number, call, lane, THREADS: tl.constexpr):
+    """Whether all members have made the same call. Lane 0 tells the host what they have called."""
+    i = tl.arange(0, THREADS)
+    numbers = tl.load(pointer(flags + _NUMBER_OF), mask=mask, other=0, volatile=True)
+    calls = tl.load(pointer(flags + _CALL_OF), mask=mask, other=0, volatile=True)
+    same = tl.sum((mask & ((numbers != number) | (calls != call))).to(tl.int32), 0) == 0
+    if not same:
+        if lane == 0:
+            tl.store(pointer(ctl + _SEEN + 16 * i), numbers, mask=mask)
+            tl.store(pointer(ctl + _SEEN + 16 * i + 8), calls, mask=mask)
+            publish(ctl + _MISMATCHED, number + 1)
+    return same
+
+
+@triton.jit
+def _bound(part, parts, n, UNIT: tl.constexpr):
+    """Where shard `part` of n elements begins; see ftcomm.collective.plan.shards."""
+    units = (n + UNIT - 1) // UNIT
+    return tl.minimum(n, units * part // parts * UNIT)
+
+
+@triton.jit
+def _reduce(
+    view, lane, index, array, start, n, two_shot, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED,
+    LANES, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One-shot: the chunk into the caller's array. Two-shot: my shard of it into my REDUCED staging."""
+    size: tl.constexpr = T.primitive_bitwidth // 8
+    members = read(view + _MEMBERS)
+    me = read(view + _ME)
+    first = tl.zeros((), tl.int64)
+    last = n
+    out = array + start * size
+    posted = _slot(lane, index, LANES, CHUNK)
+    if two_shot:
+        first = _bound(me, members, n, _SHARD // size)
+        last = _bound(me + 1, members, n, _SHARD // size)
+        out = read(view + _STAGING_OF + 8 * me) + LANES * _SLOTS * CHUNK + posted + first * size
+    w = read(view + _SOURCES).to(tl.int32)
+    at = posted // size + first
+    if w == W:
+        reduce_span(view, _SOURCE_STAGING, w, W, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+    else:
+        reduce_span(view, _SOURCE_STAGING, w, 0, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+
+
+@triton.jit
+def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
+    """Two-shot: the shards of all into the caller's array."""
+    size: tl.constexpr = T.primitive_bitwidth // 8
+    members = read(view + _MEMBERS)
+    at = LANES * _SLOTS * CHUNK + _slot(lane, index, LANES, CHUNK)
+    member = tl.zeros((), tl.int64)
+    while member < members:
+        first = _bound(member, members, n, _SHARD // size)
+        last = _bound(member + 1, members, n, _SHARD // size)
+        source = read(view + _STAGING_OF + 8 * member) + at + first * size
+        copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED, False)
+        member += 1
+
+
+@triton.jit
+def take(
+    own, flags, others, view, tasks, i, lane, index, reached, high, array, count, two_shot, ctl, epoch, number,
+    deadline, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """All have posted task i: INPUT becomes FINAL; nothing is awaited between the first byte and the word for it."""
+    size: tl.constexpr = T.primitive_bitwidth // 8
+    chunk, holder, skip = _task(tasks, i, read(view + _SOLE))
+    start = chunk * (CHUNK // size)
+    n = tl.minimum(count - start, CHUNK // size)
+    status = _RUNNING
+    if holder > 0:
+        if (holder != read(view + _ME) + 1) & (skip == 0):
+            source = read(view + _STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
+            copy_span(source, array + start * size, n, T, BLOCK, ALIGNED, False)
+    else:
+        _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)
+        if two_shot:
+            publish(own + _REDUCED, reached)
+            status = await_flags(flags + _REDUCED, others, reached, high, ctl, epoch, number, deadline, status, THREADS)
+            if status == _RUNNING:
+                _gather(view, lane, index, array, start, n, T, BLOCK, ALIGNED, LANES, CHUNK)
+    if status == _RUNNING:
+        publish(own + _TAKEN, reached)
+    return status
+
+
+@triton.jit
+def stable(own, flags, others, lane, steps, low, high, ctl, epoch, deadline, status, THREADS: tl.constexpr):
+    """The end of a lane: until all members have taken what I have. After calls that differed nothing was taken, but
+    lane 0 waits until all know. (status, 1 if the lane is done)"""
+    ended = status
+    last = steps
+    if (status == _MISMATCH) & (lane == 0):
+        last = tl.zeros((), tl.int64) + _AHEAD
+        publish(own + _TAKEN, low + last)
+        ended = _RUNNING
+    ended = await_flags(flags + _TAKEN, others, low + last, high, ctl, epoch, -2, deadline, ended, THREADS)
+    if (status == _RUNNING) | (ended != _RUNNING):
+        status = ended
+    done = (ended == _RUNNING) | (ended == _MISMATCH)
+    return status, done.to(tl.int32)

@@ -1,0 +1,162 @@
+"""Waits that give up without harm, and signals: what a kernel knows of the others, of the host and of the time.
+
+A flag is a 64-bit word with one writer, `epoch << 32 | counter`, which only grows; a wait asks for
+`low <= flag < high`. Flags lie in pinned host memory and are only loaded and stored, never changed by an atomic: over
+PCIe that is a read and a write, and could undo a store of the owner.
+
+    signal  all threads' stores, barrier, then one thread: st.release.sys
+    wait    ld.volatile (which is ld.relaxed.sys) until the flag is there, then all threads: fence.acq_rel.sys, barrier
+
+What lies behind the barrier sees what lay before the signal. The flags of all members are polled at once, a thread
+each. After every `OFTEN` polls a program looks at the words of the host and at the clock, and ends its wait if it is
+told to: with a status, never by a trap, so the context lives and the next kernel runs.
+
+All threads of a program have to see one value of a word that changes, or they part ways and meet at no barrier again.
+A scalar `tl.load` is done by every thread for itself. So such words are loaded as a vector as wide as the program
+(`THREADS`, 32 a warp), of which one thread loads the one element, and summed: the sum goes through shared memory.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ftcomm.kernels.device import INTERPRETED, words
+
+OFTEN = tl.constexpr(4 if INTERPRETED else 16)  # polls of the flags (about a microsecond each) for one look around
+
+_RUNNING = tl.constexpr(words.RUNNING)
+_OK = tl.constexpr(words.OK)
+_ABORTED = tl.constexpr(words.ABORTED)
+_TIMED_OUT = tl.constexpr(words.TIMED_OUT)
+
+
+@triton.jit
+def pointer(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def load(address, THREADS: tl.constexpr):
+    """A word that others may change meanwhile."""
+    return tl.sum(tl.load(_first(address, THREADS), mask=tl.arange(0, THREADS) == 0, other=0, volatile=True), 0)
+
+
+@triton.jit
+def _first(address, THREADS: tl.constexpr):
+    """A vector of pointers to the same word; not adjacent, so that no thread gets two of them."""
+    return pointer(tl.zeros((THREADS,), tl.int64) + address)
+
+
+@triton.jit
+def clock(THREADS: tl.constexpr):
+    """Nanoseconds, the same for all threads."""
+    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, now(), 0), 0)
+
+
+if INTERPRETED:
+
+    def now() -> Any:
+        """Nanoseconds."""
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+    def rest() -> None:
+        """Between two polls: the one we wait for may need this core, and its interpreter lock."""
+        time.sleep(0.0002)
+
+    @triton.jit
+    def fence():
+        """x86-64 loads in program order."""
+
+    @triton.jit
+    def full_fence():
+        """`publish` is an exchange here, which x86-64 orders with the loads behind it."""
+
+    @triton.jit
+    def publish(address, value):
+        """All that this program has stored can be seen by whoever sees `value`."""
+        tl.atomic_xchg(pointer(address), tl.cast(value, tl.int64), sem="release", scope="sys")
+
+else:
+
+    @triton.jit
+    def now():
+        """Nanoseconds."""
+        return tl.extra.cuda.globaltimer()
+
+    @triton.jit
+    def rest():
+        """A GPU has other warps to run."""
+
+    @triton.jit
+    def fence():
+        """Loads of all threads that follow are not done before those of the flags."""
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+
+    @triton.jit
+    def full_fence():
+        """Neither loads nor stores that follow are done before stores of this thread that precede."""
+        tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+
+    @triton.jit
+    def publish(address, value):
+        """All that this program has stored can be seen by whoever sees `value`."""
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.u64 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l",
+            [address, tl.cast(value, tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def behind(addresses, mask, low, high):
+    """How many of the flags, one a thread, are not within low .. high - 1."""
+    flags = tl.load(pointer(addresses), mask=mask, other=0, volatile=True)
+    return tl.sum((mask & ((flags < low) | (flags >= high))).to(tl.int32), 0)
+
+
+@triton.jit
+def wait_kernel(flag, low, high, abort, expected, deadline_ns, status, THREADS: tl.constexpr):
+    """One program of THREADS threads: until low <= flag < high, or the word at `abort` is not `expected`, or
+    `deadline_ns` nanoseconds have passed (0: no deadline). Leaves OK, ABORTED or TIMED_OUT in the word at `status`."""
+    i = tl.arange(0, THREADS)
+    flags = tl.zeros((THREADS,), tl.int64) + flag
+    began = clock(THREADS)
+    found = _RUNNING
+    polls = 0
+    while found == _RUNNING:
+        if behind(flags, i == 0, low, high) == 0:
+            found = _OK
+        else:
+            rest()
+            polls += 1
+            if polls % OFTEN == 0:
+                if load(abort, THREADS) != expected:
+                    found = _ABORTED
+                elif deadline_ns > 0:
+                    if clock(THREADS) - began > deadline_ns:
+                        found = _TIMED_OUT
+    fence()
+    publish(status, found)
+
+
+@triton.jit
+def signal_kernel(flag, value):
+    """One program: `value` into the word at `flag`; whoever sees it sees what earlier kernels of the stream stored."""
+    publish(flag, value)

@@ -1,0 +1,248 @@
+"""The all-reduce kernel in real processes: its sums, its ends, and what its words tell a host that repairs it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.device import words as w
+from ftcomm.kernels.device.allreduce import gate
+from ftcomm.kernels.host.reduce import Reducer, operand
+
+from .ranks import CHUNK, LANES, THREADS, Op, Rank, group, join, running, seed, start, until, view_change
+
+pytestmark = [
+    pytest.mark.protocol,
+    pytest.mark.skipif(not INTERPRETED, reason="its ranks are processes that share host memory"),
+]
+
+
+def arrays(count: int, dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:
+    """One that holds the same in all processes, for each rank."""
+    generator = torch.Generator().manual_seed(count * 31 + ranks)
+    made = []
+    for _ in range(ranks):
+        if dtype.is_floating_point:
+            x = torch.randn(count, generator=generator).to(dtype)
+        else:
+            x = torch.randint(0, 127, (count,), generator=generator).to(dtype)
+        made.append(x.share_memory_())
+    return made
+
+
+def expected(sources: list[torch.Tensor], op: str) -> torch.Tensor:
+    """By the host form, in the order of the ranks."""
+    name = str(sources[0].dtype).removeprefix("torch.")
+    carriers = [(x.view(torch.uint16) if name == "bfloat16" else x).numpy() for x in sources]
+    out = np.empty_like(carriers[0])
+    Reducer().get(name, op)([operand(name, x) for x in carriers], operand(name, out))
+    return torch.from_numpy(out).view(sources[0].dtype)
+
+
+def reduce_all(ranks: list[Rank], xs: list[torch.Tensor], **how: object) -> None:
+    join(start(*[lambda r=r, x=x: r.launch(x, **how) for r, x in zip(ranks, xs, strict=True)]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sums(size: int) -> None:
+    """One after the other in one epoch, one-shot and two-shot: the counters of the lanes go on."""
+    ranks = group(size)
+    for number, count in enumerate((0, 1, 255, 257, 700, 5000, 100)):
+        xs = arrays(count, torch.float32, size)
+        want = expected([x.clone() for x in xs], "sum")
+        reduce_all(ranks, xs)
+        for rank, x in zip(ranks, xs, strict=True):
+            assert rank.returned == number + 1
+            assert rank.status == w.OK
+            assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8])
+def test_types(dtype: torch.dtype, op: str) -> None:
+    ranks, xs = group(3), arrays(1501, dtype, 3)
+    want = expected([x.clone() for x in xs], op)
+    reduce_all(ranks, xs, op=op)
+    for x in xs:
+        assert torch.equal(x.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_members_with_other_grids() -> None:
+    ranks, xs = group(2), arrays(5000, torch.float32, 2)
+    want = expected([x.clone() for x in xs], "sum")
+    join(start(lambda: ranks[0].launch(xs[0], grid=1), lambda: ranks[1].launch(xs[1], grid=LANES)))
+    assert all(torch.equal(x, want) for x in xs)
+
+
+@pytest.mark.parametrize("contributing", [[0, 2], [1]])
+def test_who_catches_up_gets_the_sum_of_the_others(contributing: list[int]) -> None:
+    ranks, xs = group(3, contributing), arrays(5000, torch.float32, 3)
+    want = expected([xs[i].clone() for i in contributing], "sum")
+    reduce_all(ranks, xs)
+    assert all(torch.equal(x, want) for x in xs)
+
+
+def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing() -> None:
+    ranks = group(3)
+    xs = [*arrays(5000, torch.float32, 2), *arrays(300, torch.float32, 1)]  # lanes 1..3 exist on two of them only
+    before = [x.clone() for x in xs]
+    reduce_all(ranks, xs)
+    for rank, x, kept in zip(ranks, xs, before, strict=True):
+        assert (rank.returned, rank.status) == (1, w.MISMATCH)
+        assert int(rank.ctl[w.MISMATCHED]) == 1
+        assert [int(rank.ctl[w.SEEN + 2 * i + 1]) for i in range(3)] == [5000, 5000, 300]
+        assert torch.equal(x, kept)
+    xs = arrays(5000, torch.float32, 3)
+    want = expected([x.clone() for x in xs], "sum")
+    reduce_all(ranks, xs)
+    assert all(torch.equal(x, want) for x in xs)
+
+
+def test_a_launch_holds_while_frozen_and_counts_as_not_called() -> None:
+    ranks, xs = group(2), arrays(700, torch.float32, 2)
+    want = expected([x.clone() for x in xs], "sum")
+    for rank in ranks:
+        rank.freeze()
+    with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
+        until("both have entered", lambda: all(rank.state[w.ENTERED] == 1 for rank in ranks))
+        assert not any(rank.begun for rank in ranks)
+        view_change(ranks, [0, 1], 2, 0)
+        join(processes)
+    assert all(torch.equal(x, want) for x in xs)
+
+
+def test_a_launch_that_was_meant_for_another_epoch_does_nothing() -> None:
+    (rank,), (x,) = group(1, epoch=7), arrays(700, torch.float32, 1)
+    rank.launch(x, only=6)
+    assert (rank.returned, int(rank.ctl[w.BEGUN]), int(rank.ctl[w.STARTED])) == (0, 0, 0)
+    rank.launch(x, only=7)
+    assert (rank.returned, rank.status) == (1, w.OK)
+
+
+def test_after_the_end_nothing_runs() -> None:
+    (rank,), (x,) = group(1), arrays(700, torch.float32, 1)
+    rank.ctl[w.OPEN] = w.CLOSED
+    before = rank.words.clone()
+    rank.launch(x)
+    assert (rank.returned, int(rank.ctl[w.BEGUN])) == (0, 0)
+    assert torch.equal(rank.words, before)
+
+
+def test_a_wait_ends_by_its_deadline() -> None:
+    ranks, (x, _) = group(2), arrays(700, torch.float32, 2)
+    before = x.clone()
+    ranks[0].launch(x, deadline=0.05)
+    assert (ranks[0].returned, ranks[0].status) == (0, w.TIMED_OUT)
+    assert torch.equal(x, before)
+
+
+def test_the_gate_holds_until_the_op_has_returned() -> None:
+    ranks, xs = group(2), arrays(700, torch.float32, 2)
+
+    def first() -> None:
+        ranks[0].launch(xs[0])
+        gate[(1,)](ranks[0].ctl.data_ptr(), ranks[0].state.data_ptr(), THREADS=THREADS)
+        ranks[0].ctl[w.SEEN] = 1  # behind the gate
+
+    with running(first) as processes:
+        until("begun", lambda: ranks[0].begun)
+        ranks[0].freeze()
+        assert ranks[0].status == w.ABORTED
+        time.sleep(0.1)  # nothing is awaited here: time for a gate that does not hold
+        assert int(ranks[0].ctl[w.SEEN]) == 0
+        ranks[0].ctl[w.RETURNED] = 1
+        join(processes)
+    assert int(ranks[0].ctl[w.SEEN]) == 1
+
+
+def test_a_hundred_aborts_and_then_a_right_sum() -> None:
+    """Frozen at any moment of its op, and entered anew; the peer of all these ops comes last."""
+    chance = random.Random(seed())
+    ranks, xs = group(2), arrays(5000, torch.float32, 2)
+    want = expected([x.clone() for x in xs], "sum")
+    rounds = 100
+
+    def launch_again() -> None:
+        while not ranks[0].returned:
+            ranks[0].launch(xs[0])
+
+    with running(launch_again) as processes:
+        for epoch in range(2, rounds + 2):
+            until("begun", lambda: ranks[0].begun and ranks[0].ctl[w.BEGUN] > ranks[0].ctl[w.FINISHED])
+            time.sleep(chance.random() * 0.005)
+            ranks[0].freeze()
+            assert ranks[0].status == w.ABORTED
+            assert ranks[0].taken(20) == []
+            view_change(ranks, [0, 1], epoch, 0)
+        join([*processes, *start(lambda: ranks[1].launch(xs[1]))])
+    assert all(torch.equal(x, want) for x in xs)
+
+
+def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
+    """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
+    ranks, xs = group(3), arrays(6000, torch.float32, 3)
+    with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
+        until("some chunks are taken", lambda: ranks[2].words[w.LANES_AT + w.TAKEN] > 1 << 32)
+        os.kill(processes[2].pid, signal.SIGSTOP)  # type: ignore[arg-type]
+        for rank in ranks[:2]:
+            rank.freeze()
+        op = Op(xs, 0)
+        for who in (0, 1):
+            op.account(who, ranks[who], [0, 1, 2])
+        op.plan([0, 1], ranks)
+        view_change(ranks[:2], [0, 1], 2, 0)
+        join(
+            [*processes[:2], *start(*[lambda w_=who: ranks[w_].launch(xs[w_], tasks=len(op.tasks)) for who in (0, 1)])]
+        )
+        assert torch.equal(xs[0], xs[1])
+        after = [ranks[who].words.clone() for who in (0, 1)]
+        result = xs[0].clone()
+        os.kill(processes[2].pid, signal.SIGCONT)  # type: ignore[arg-type]
+        time.sleep(0.2)  # nothing is awaited here: time for it to do harm
+        assert ranks[2].returned == 0
+        ranks[2].freeze()
+        assert ranks[2].status == w.ABORTED
+        assert all(torch.equal(ranks[who].words, after[who]) for who in (0, 1))
+        assert torch.equal(xs[0], result)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("count", [600, 6000])
+def test_the_survivors_finish_the_op(size: int, count: int) -> None:
+    """One is killed at any moment. What the words of the others say, the plan and a repair make one result of it."""
+    chance = random.Random(seed())
+    for _ in range(3):
+        ranks, xs = group(size), arrays(count, torch.float32, size)
+        inputs = [x.clone() for x in xs]
+        op, everybody, victim = Op(xs, 0), list(range(size)), chance.randrange(size)
+        survivors = [who for who in everybody if who != victim]
+        with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
+            until("begun", lambda: ranks[victim].begun or ranks[victim].returned)  # noqa: B023
+            time.sleep(chance.random() * (0.02 if count < 1000 else 0.3))
+            processes[victim].kill()
+            for who in survivors:
+                ranks[who].freeze()
+                op.account(who, ranks[who], everybody)
+            number = max(ranks[who].returned for who in survivors)
+            if number == 0:
+                op.plan(survivors, ranks)
+                view_change([ranks[who] for who in survivors], [survivors.index(who) for who in survivors], 2, 0)
+                join(start(*[lambda w_=who: ranks[w_].launch(xs[w_], tasks=len(op.tasks)) for who in survivors]))  # noqa: B023
+                assert all(ranks[who].returned == 1 for who in survivors)
+                for who in survivors:
+                    op.finals[who].update({t.chunk: t.contributors or tuple(survivors) for t in op.tasks})
+        for who in survivors:
+            assert len(op.finals[who]) == op.chunks
+            assert op.finals[who] == op.finals[survivors[0]]
+            assert torch.equal(xs[who], xs[survivors[0]])
+        for chunk, contributors in op.finals[survivors[0]].items():
+            part = slice(chunk * CHUNK // 4, (chunk + 1) * CHUNK // 4)
+            want = expected([inputs[who][part].clone() for who in contributors], "sum")
+            assert torch.equal(xs[survivors[0]][part], want), (chunk, contributors)
