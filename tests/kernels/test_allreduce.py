@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -233,8 +234,10 @@ def test_the_survivors_finish_the_op(size: int, count: int) -> None:
             number = max(ranks[who].returned for who in survivors)
             if number == 0:
                 op.plan(survivors, ranks)
+                broken = [who for who in survivors if ranks[who].begun]  # the launch of the others holds: it begins now
                 view_change([ranks[who] for who in survivors], [survivors.index(who) for who in survivors], 2, 0)
-                join(start(*[lambda w_=who: ranks[w_].launch(xs[w_], tasks=len(op.tasks)) for who in survivors]))  # noqa: B023
+                repairs = [functools.partial(ranks[who].launch, xs[who], tasks=len(op.tasks)) for who in broken]
+                join([*start(*repairs), *[processes[who] for who in survivors]])
                 assert all(ranks[who].returned == 1 for who in survivors)
                 for who in survivors:
                     op.finals[who].update({t.chunk: t.contributors or tuple(survivors) for t in op.tasks})
