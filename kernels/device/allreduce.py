@@ -18,7 +18,8 @@ p - 2 * AHEAD, which had the same slot. A lane is stable when all members are se
 returns when all lanes are.
 
 If the calls differ, lane 0 says so to the host (MISMATCHED, SEEN), and the op ends, without a chunk touched, when all
-members are seen to know it. Other lanes may have posted AHEAD tasks by then, and so many indices the op takes.
+members are seen to know it. Other lanes may have posted AHEAD tasks by then, and so many indices the op takes. A lane
+that finds a difference only ends when lane 0 has found it, too.
 
 A launch begins with the first program that enters. While OPEN is 0 it holds there, and the op counts as not called;
 then it says that it begins (BEGUN) and looks once more whether OPEN is still the same, as the host looks at BEGUN after
@@ -221,7 +222,9 @@ def allreduce(
                 )  # fmt: skip
                 if status == _RUNNING:
                     taken += 1
-        status, ended = stable(own, flags, others, lane, steps, low, high, ctl, epoch, deadline, status, THREADS)
+        status, ended = stable(
+            own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS
+        )
         done += ended
         lane += tl.num_programs(0)
     _leave(ctl, state, epoch, number, base, lanes, (ntasks + lanes - 1) // lanes, done, status, tl.num_programs(0),
@@ -236,7 +239,7 @@ def gate(ctl: tl.int64, state: tl.int64, THREADS: tl.constexpr):
     while load(ctl + _RETURNED, THREADS) < started:
         rest()
     if load(ctl + _MISMATCHED, THREADS) == started:
-        while load(ctl + _HEARD, THREADS) != started:
+        while load(ctl + _HEARD, THREADS) < started:
             rest()
     fence()
 
@@ -244,12 +247,18 @@ def gate(ctl: tl.int64, state: tl.int64, THREADS: tl.constexpr):
 # ---- the launch, seen from the host ----------------------------------------------------------------------------------
 
 
-def compiled_for(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the kernel is compiled for: what the exchange asks for, and the shape of a program on a GPU.
+_WARPS = 8
+_BYTES = 64  # of every source that a thread has in flight, so 16 KB of it in a program
+_REGISTERS = 255  # a thread may have; the compiler aims at two programs a multiprocessor else, and spills
 
-    Few programs have to keep the memory busy: 16 warps, of which each thread has 32 bytes of every source in flight. Of
-    8 sources that is more than its 128 registers can hold next to the sums, so there are 8 warps then.
-    """
-    warps = 8 if constants["W"] == 8 else 16
-    block = 32 * warps * 32 * 8 // constants["T"].primitive_bitwidth
-    return {**constants, "BLOCK": block, "THREADS": 32 * warps, "num_warps": warps, "enable_fp_fusion": False}
+
+def compiled_for(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the kernel is compiled for: what the exchange asks for, and the shape of a program on a GPU."""
+    return {
+        **constants,
+        "BLOCK": 32 * _WARPS * _BYTES * 8 // constants["T"].primitive_bitwidth,
+        "THREADS": 32 * _WARPS,
+        "num_warps": _WARPS,
+        "maxnreg": _REGISTERS,
+        "enable_fp_fusion": False,
+    }

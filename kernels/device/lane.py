@@ -191,17 +191,28 @@ def take(
 
 
 @triton.jit
-def stable(own, flags, others, lane, steps, low, high, ctl, epoch, deadline, status, THREADS: tl.constexpr):
-    """The end of a lane: until all members have taken what I have. After calls that differed nothing was taken, but
-    lane 0 waits until all know. (status, 1 if the lane is done)"""
+def stable(
+    own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr
+):  # fmt: skip
+    """The end of a lane: until all members have taken what I have. (status, 1 if the lane is done)
+
+    After calls that differed nothing was taken. Lane 0 then waits until all know, the others until lane 0 has said so.
+    """
+    flags += _TAKEN
+    low += steps
     ended = status
-    last = steps
-    if (status == _MISMATCH) & (lane == 0):
-        last = tl.zeros((), tl.int64) + _AHEAD
-        publish(own + _TAKEN, low + last)
+    if status == _MISMATCH:
         ended = _RUNNING
-    ended = await_flags(flags + _TAKEN, others, low + last, high, ctl, epoch, -2, deadline, ended, THREADS)
+        if lane == 0:
+            low += _AHEAD - steps
+            publish(own + _TAKEN, low)
+        else:
+            i = tl.arange(0, THREADS)
+            flags = tl.zeros((THREADS,), tl.int64) + ctl + _MISMATCHED
+            others = i == 0
+            low = number + 1
+            high = number + 2
+    ended = await_flags(flags, others, low, high, ctl, epoch, -2, deadline, ended, THREADS)
     if (status == _RUNNING) | (ended != _RUNNING):
         status = ended
-    done = (ended == _RUNNING) | (ended == _MISMATCH)
-    return status, done.to(tl.int32)
+    return status, (ended == _RUNNING).to(tl.int32)

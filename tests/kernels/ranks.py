@@ -25,7 +25,7 @@ from ftcomm.kernels.dtypes import OPS
 
 LANES, CHUNK, ONE_SHOT = 4, 1024, 4096
 THREADS = 128
-DEADLINE = 30.0  # s
+DEADLINE = 60.0  # s
 
 _TYPES = {
     torch.float32: tl.float32,
