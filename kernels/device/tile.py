@@ -5,8 +5,13 @@ registers as rows of one 16-byte line, so that a mask over rows costs no vector:
 the last elements that fill no line. Every element is loaded by the thread that stores it, all sources of a tile are
 loaded before it is stored: an output may be the same memory as a source, but not overlap it otherwise.
 
-    W > 0    all W loads of a tile are under way before the first is used
-    W == 0   any number of sources, GROUP loads under way at a time; the same bits
+    W > 0    the loads of a tile are asked for together
+    W == 0   any number of sources, GROUP of them at a time; the same bits
+
+What is asked for together need not be under way together: to save registers, ptxas moves loads behind the arithmetic
+(sm_90, four sources: 5 to 7 of 16 loads at a time), barriers or not. It cannot with what the next turn of a loop uses,
+so with AHEAD a turn loads the next tile while it reduces its own. That takes registers, which a kernel that does more
+than this has not got.
 
 An address that comes as a number tells the compiler nothing about its alignment, and it then loads element by element;
 ALIGNED (all addresses, and all offsets in bytes, are multiples of 16) makes `tl.multiple_of` true and gives the vectors
@@ -111,31 +116,50 @@ def _load(address, offsets, mask, T: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _gather(sources, table, shift, w, W: tl.constexpr, offsets, mask, divisor, T, OP: tl.constexpr, ALIGNED):
-    """A tile of the result, as it lies in memory. The sources begin `shift` bytes behind the addresses given."""
+def _fetch(sources, shift, offsets, mask, W: tl.constexpr, T: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile of each of W sources, as they lie in memory."""
+    loaded = ()
+    for i in tl.static_range(W):
+        loaded = loaded + (_load(sources[i] + shift, offsets, mask, T, ALIGNED),)
+    return loaded
+
+
+@triton.jit
+def _fold(loaded, divisor, W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr):
+    """A tile of the result, as it lies in memory."""
     if W == 1:
-        result = _load(sources[0] + shift, offsets, mask, T, ALIGNED)
+        result = loaded[0]
     else:
-        if W > 1:
+        acc = widen(loaded[0], T, OP)
+        for i in tl.static_range(1, W):
+            acc = combine(acc, widen(loaded[i], T, OP), OP)
+        if OP == _AVG:
+            acc = divide(acc, divisor)
+        result = narrow(acc, T)
+    return result
+
+
+@triton.jit
+def _gather(
+    sources, table, shift, w, offsets, mask, divisor,
+    W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Both, of any number of sources."""
+    if W > 0:
+        result = _fold(_fetch(sources, shift, offsets, mask, W, T, ALIGNED), divisor, W, T, OP)
+    else:
+        acc = widen(_load(tl.load(table) + shift, offsets, mask, T, ALIGNED), T, OP)
+        for group in range(1, w, _GROUP):
             loaded = ()
-            for i in tl.static_range(W):
-                loaded = loaded + (_load(sources[i] + shift, offsets, mask, T, ALIGNED),)
-            acc = widen(loaded[0], T, OP)
-            for i in tl.static_range(1, W):
-                acc = combine(acc, widen(loaded[i], T, OP), OP)
-        else:
-            acc = widen(_load(tl.load(table) + shift, offsets, mask, T, ALIGNED), T, OP)
-            for group in range(1, w, _GROUP):
-                loaded = ()
-                for i in tl.static_range(_GROUP):
-                    source = tl.load(table + tl.minimum(group + i, w - 1)) + shift
-                    there = tl.full(offsets.shape, group + i, tl.int32) < w
-                    if mask is not None:
-                        there = there & mask
-                    loaded = loaded + (_load(source, offsets, there, T, ALIGNED),)
-                for i in tl.static_range(_GROUP):
-                    if group + i < w:
-                        acc = combine(acc, widen(loaded[i], T, OP), OP)
+            for i in tl.static_range(_GROUP):
+                source = tl.load(table + tl.minimum(group + i, w - 1)) + shift
+                there = tl.full(offsets.shape, group + i, tl.int32) < w
+                if mask is not None:
+                    there = there & mask
+                loaded = loaded + (_load(source, offsets, there, T, ALIGNED),)
+            for i in tl.static_range(_GROUP):
+                if group + i < w:
+                    acc = combine(acc, widen(loaded[i], T, OP), OP)
         if OP == _AVG:
             acc = divide(acc, divisor)
         result = narrow(acc, T)
@@ -153,16 +177,23 @@ def _scatter(tile, outs, shift, offsets, mask, T: tl.constexpr, ALIGNED: tl.cons
 
 
 @triton.jit
+def _all(offsets, tile, tiles):
+    """A mask of a whole tile: whether it is one of the first `tiles`."""
+    return tl.full(offsets.shape, tile, tl.int64) < tiles
+
+
+@triton.jit
 def tiles(
     sources, table, w, offset, outs, n, divisor, begin, step,
     W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-    STREAM: tl.constexpr,
+    STREAM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles `begin`, `begin + step`, ... of n elements: outs[*][i] = OP over the sources' [i].
 
     sources   W > 0: a tuple of W addresses.   table   W == 0: pointer to w addresses
     offset    bytes from all these addresses to where the sources begin
     outs      a tuple of addresses; STREAM is about the first
+    AHEAD     W > 1: load the next tile while this one is reduced
     """
     SIZE: tl.constexpr = T.primitive_bitwidth // 8
     LINE: tl.constexpr = 16 // SIZE
@@ -170,21 +201,32 @@ def tiles(
     row = tl.arange(0, BLOCK // LINE)[:, None]
     offsets = row * LINE + column
     full = n // BLOCK
-    for tile in range(begin, full, step):
-        shift = tile * (BLOCK * SIZE)
-        result = _gather(sources, table, offset + shift, w, W, offsets, None, divisor, T, OP, ALIGNED)
-        _scatter(result, outs, shift, offsets, None, T, ALIGNED, STREAM)
+    if AHEAD and W > 1:
+        ahead = _fetch(sources, offset + begin * (BLOCK * SIZE), offsets, _all(offsets, begin, full), W, T, ALIGNED)
+        for tile in range(begin, full, step):
+            loaded = ahead
+            following = tile + step
+            ahead = _fetch(
+                sources, offset + following * (BLOCK * SIZE), offsets, _all(offsets, following, full), W, T, ALIGNED
+            )
+            result = _fold(loaded, divisor, W, T, OP)
+            _scatter(result, outs, tile * (BLOCK * SIZE), offsets, None, T, ALIGNED, STREAM)
+    else:
+        for tile in range(begin, full, step):
+            shift = tile * (BLOCK * SIZE)
+            result = _gather(sources, table, offset + shift, w, offsets, None, divisor, W, T, OP, ALIGNED)
+            _scatter(result, outs, shift, offsets, None, T, ALIGNED, STREAM)
     if full % step == begin:
         rest = (n % BLOCK).to(tl.int32)
         shift = full * (BLOCK * SIZE)
         if rest >= LINE:
             there = row < rest // LINE
-            result = _gather(sources, table, offset + shift, w, W, offsets, there, divisor, T, OP, ALIGNED)
+            result = _gather(sources, table, offset + shift, w, offsets, there, divisor, W, T, OP, ALIGNED)
             _scatter(result, outs, shift, offsets, there, T, ALIGNED, STREAM)
         if rest % LINE > 0:
             shift += (rest // LINE) * 16
             there = column < rest % LINE
-            result = _gather(sources, table, offset + shift, w, W, column, there, divisor, T, OP, ALIGNED)
+            result = _gather(sources, table, offset + shift, w, column, there, divisor, W, T, OP, ALIGNED)
             _scatter(result, outs, shift, column, there, T, ALIGNED, STREAM)
 
 
@@ -198,7 +240,7 @@ def copy_span(src, dst, n, T: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.con
     dst = tl.cast(dst, tl.int64)
     n = tl.cast(n, tl.int64)
     zero = tl.zeros((), tl.int64)
-    tiles((src,), None, 1, 0, (dst,), n, None, zero, zero + 1, 1, T, _SUM, BLOCK, ALIGNED, STREAM)
+    tiles((src,), None, 1, 0, (dst,), n, None, zero, zero + 1, 1, T, _SUM, BLOCK, ALIGNED, STREAM, False)
 
 
 @triton.jit
@@ -220,4 +262,4 @@ def reduce_span(
     sources = ()
     for i in tl.static_range(W):
         sources = sources + (tl.load(first + i),)
-    tiles(sources, first, w, shift, (dst,), n, divisor, zero, zero + 1, W, T, OP, BLOCK, ALIGNED, STREAM)
+    tiles(sources, first, w, shift, (dst,), n, divisor, zero, zero + 1, W, T, OP, BLOCK, ALIGNED, STREAM, False)

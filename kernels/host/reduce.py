@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ftcomm.kernels.check import Span, check
 from ftcomm.kernels.dtypes import DTYPES
 
 Array = Any  # a numpy array, or what `Dtype.operand` makes of one
@@ -29,39 +30,40 @@ class Reducer:
     """Gives the reductions of one engine; they share scratch memory, so one thread at a time may run them."""
 
     def __init__(self) -> None:
-        self._reductions: dict[tuple[str, str], Reduction] = {}
+        self._reductions: dict[tuple[str, str, int | None], Reduction] = {}
         self._scratch: dict[Any, Array] = {}
 
-    def get(self, dtype: str, op: str) -> Reduction:
-        """The reduction for a pair that `unsupported` accepts. "avg" divides by the number of sources."""
-        key = (dtype, op)
+    def get(self, dtype: str, op: str, divisor: int | None = None) -> Reduction:
+        """The reduction for a pair that `unsupported` accepts. "avg" divides by `divisor`, or the number of sources."""
+        key = (dtype, op, divisor)
         found = self._reductions.get(key)
         if found is None:
-            found = self._reductions[key] = self._make(DTYPES[dtype].kind, op)
+            found = self._reductions[key] = self._make(DTYPES[dtype].kind, op, divisor)
         return found
 
-    def _make(self, kind: str, op: str) -> Reduction:
+    def _make(self, kind: str, op: str, divisor: int | None) -> Reduction:
         if kind == "half":
-            return self._half(op)
+            return self._half(op, divisor)
         if kind == "int" and op == "avg":
-            return self._integer_average
+            return self._integer_average(divisor)
         if kind == "bool":
             return _fold(np.logical_or if op in ("sum", "max") else np.logical_and)
         if op == "avg":
-            return _float_average
+            return _float_average(divisor)
         return _fold({"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op])
 
-    def _half(self, op: str) -> Reduction:
+    def _half(self, op: str, divisor: int | None) -> Reduction:
         import torch
 
         # A source is widened into scratch and then added: 58 us for 262144 elements, where adding a bf16 tensor to
-        # an fp32 one in one call takes 80 us. The scratch stays in the cache.
+        # an fp32 one in one call takes 80 us. The scratch stays in the cache. Of two zeros torch.minimum gives one or
+        # the other, by where they stand in the array; NumPy gives the second.
         step = {
             "sum": torch.Tensor.add_,
             "avg": torch.Tensor.add_,
             "product": torch.Tensor.mul_,
-            "min": lambda acc, wide: torch.minimum(acc, wide, out=acc),
-            "max": lambda acc, wide: torch.maximum(acc, wide, out=acc),
+            "min": lambda acc, wide: np.minimum(acc.numpy(), wide.numpy(), out=acc.numpy()),
+            "max": lambda acc, wide: np.maximum(acc.numpy(), wide.numpy(), out=acc.numpy()),
         }[op]
 
         acc, wide = torch.empty(_BLOCK), torch.empty(_BLOCK)
@@ -76,23 +78,27 @@ class Reducer:
                     w.copy_(source[start:stop])
                     step(a, w)
                 if op == "avg":
-                    a.div_(len(sources))
+                    a.div_(divisor or len(sources))
                 out[start:stop].copy_(a)
 
         return reduce
 
-    def _integer_average(self, sources: Sequence[Array], out: Array) -> None:
+    def _integer_average(self, divisor: int | None) -> Reduction:
         """Summed in 64 bits, so that the average of narrow integers is exact; truncated toward zero, as in C."""
-        wide = np.dtype("uint64" if out.dtype.kind == "u" else "int64")
-        acc = self._buffer(wide, out.size, lambda size: np.empty(size, wide))
-        acc[...] = sources[0]
-        for source in sources[1:]:
-            np.add(acc, source, out=acc)
-        n = len(sources)
-        quotient = acc // n
-        if wide.kind == "i":
-            quotient += (acc < 0) & (quotient * n != acc)
-        np.copyto(out, quotient, casting="same_kind" if wide == out.dtype else "unsafe")
+
+        def reduce(sources: Sequence[Array], out: Array) -> None:
+            wide = np.dtype("uint64" if out.dtype.kind == "u" else "int64")
+            acc = self._buffer(wide, out.size, lambda size: np.empty(size, wide))
+            acc[...] = sources[0]
+            for source in sources[1:]:
+                np.add(acc, source, out=acc)
+            n = divisor or len(sources)
+            quotient = acc // n
+            if wide.kind == "i":
+                quotient += (acc < 0) & (quotient * n != acc)
+            np.copyto(out, quotient, casting="same_kind" if wide == out.dtype else "unsafe")
+
+        return reduce
 
     def _buffer(self, key: Any, n: int, new: Callable[[int], Array]) -> Array:
         """`n` elements of scratch, kept for the next call."""
@@ -141,6 +147,40 @@ def _fold(ufunc: np.ufunc) -> Reduction:
 _sum = _fold(np.add)
 
 
-def _float_average(sources: Sequence[Array], out: Array) -> None:
-    _sum(sources, out)
-    np.true_divide(out, len(sources), out=out)
+def _float_average(divisor: int | None) -> Reduction:
+    def reduce(sources: Sequence[Array], out: Array) -> None:
+        _sum(sources, out)
+        np.true_divide(out, divisor or len(sources), out=out)
+
+    return reduce
+
+
+def reduce(
+    sources: Sequence[Array],
+    out: Array,
+    op: str = "sum",
+    *,
+    divisor: int | None = None,
+    sms: int | None = None,
+) -> None:
+    """See `ftcomm.kernels.reduce`. `sms` means nothing here."""
+    spans = check(sources, [out], op, divisor, sms)
+    *flat, result = [carrier(array, span) for array, span in zip([*sources, out], spans, strict=True)]
+    *inputs, output = spans
+    if any(output.same(span) for span in inputs[2:]):
+        flat = [array.copy() if span.same(output) else array for array, span in zip(flat, inputs, strict=True)]
+    dtype = output.dtype
+    with np.errstate(all="ignore"):  # overflow and NaN are results like any other
+        Reducer().get(dtype, op, divisor)([operand(dtype, array) for array in flat], operand(dtype, result))
+
+
+def carrier(array: Array, span: Span) -> Array:
+    """The carrier of a NumPy array or a torch tensor: the same memory."""
+    if isinstance(array, np.ndarray):
+        return array.reshape(-1)
+    flat = array.detach().reshape(-1)
+    if span.dtype == "bfloat16":
+        import torch
+
+        flat = flat.view(torch.uint16)
+    return flat.numpy()

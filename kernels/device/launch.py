@@ -1,0 +1,89 @@
+"""How the kernels of arrays are launched: types, sizes of tiles and numbers of programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from ftcomm.kernels.check import Span, aligned
+from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.dtypes import DTYPES, OPS
+
+WARPS = 16
+SPECIALISED = (1, 2, 4, 8)  # numbers of sources with a kernel of their own; the others share one
+
+# 16-byte lines of each source that a thread has under way: 8 or more altogether, so that a block has 64 KB on the way.
+# Copies need less than the 64 registers that let two blocks of 16 warps live on one SM, reductions less than 128.
+_LINES = {1: 8, 2: 4, 4: 2, 8: 2, 0: 4}
+_BLOCKS_PER_SM = {1: 2}
+_INTERPRETED_SMS = 3  # so that a program has tiles that are not neighbours
+
+
+class Launch(NamedTuple):
+    """For a kernel: its grid and the constants it is compiled for."""
+
+    programs: int
+    T: tl.dtype
+    OP: int
+    W: int
+    BLOCK: int
+    ALIGNED: bool
+
+    def constants(self) -> dict[str, Any]:
+        named = self._asdict()
+        del named["programs"]
+        return {**named, "num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def element(dtype: str) -> tl.dtype:
+    """The type by which a kernel knows a dtype; bool lies in bytes."""
+    return tl.uint8 if dtype == "bool" else getattr(tl, dtype)
+
+
+def operator(dtype: str, op: str) -> int:
+    """The op by which a kernel knows one: of bool, sum and max are "or", product and min are "and"."""
+    if DTYPES[dtype].kind == "bool":
+        op = "max" if op in ("sum", "max") else "min"
+    return OPS.index(op)
+
+
+def plan(spans: list[Span], w: int, op: str, sms: int | None) -> Launch:
+    """For `w` sources and the arrays `spans`; at most `sms` programs. Small arrays take small tiles, for more SMs."""
+    span = spans[0]
+    kept = w if w in SPECIALISED else 0
+    lines = _LINES[kept]
+    size = DTYPES[span.dtype].itemsize
+    if DTYPES[span.dtype].kind in ("int", "bool") and kept != 1:
+        # In registers of four bytes, or eight for an average, a narrow integer takes more room than in memory.
+        lines = max(1, lines * size // 8 if op == "avg" else lines * min(size, 4) // 4)
+    most = sms or _sms(span.device) * _BLOCKS_PER_SM.get(kept, 1)
+    line = 32 * WARPS * 16
+    while lines > 1 and span.size < most * lines * line:
+        lines //= 2
+    block = lines * line // size
+    programs = max(1, min(most, -(-span.count // block)))
+    return Launch(programs, element(span.dtype), operator(span.dtype, op), kept, block, aligned(spans))
+
+
+@functools.cache
+def _sms(device: str) -> int:
+    if INTERPRETED:
+        return _INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return contextlib.nullcontext() if INTERPRETED else torch.cuda.device(device)
+
+
+def work(grid: Any, metadata: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """For a profiler: the bytes that a kernel moves, which are its roofline. Triton's `launch_metadata`."""
+    size = arguments["T"].primitive_bitwidth // 8
+    arrays = arguments["w"] + len(arguments["outs"])
+    name = f"{metadata.name} [w={arguments['w']} n={arguments['n']} {arguments['T']} programs={grid[0]}]"
+    return {"name": name, "bytes": arrays * arguments["n"] * size}

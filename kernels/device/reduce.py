@@ -1,0 +1,94 @@
+"""Reduce of W sources in one pass.
+
+    sources[0..w-1] --read once, in order--> fp32 / own type --rounded once--> outs[*]
+
+Program p of G computes tiles p, p + G, ... and nobody else reads or writes them, so that nothing is to be awaited and
+an output may be one of the sources. Where W is not a constant (0), each program first writes the addresses into a row
+of `rows` of its own, for a loop to index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ftcomm.kernels.check import MOST_SOURCES, check
+from ftcomm.kernels.device.launch import on, plan, work
+from ftcomm.kernels.device.tile import tiles
+
+_MOST = tl.constexpr(MOST_SOURCES)
+
+
+@triton.jit(launch_metadata=work, do_not_specialize=["sources", "rows", "w", "outs", "n", "divisor"])
+def reduce_kernel(
+    sources,  # tuple of W addresses; of 16 if W == 0
+    rows: tl.int64,  # W == 0: address of 16 words for each program
+    w: tl.int32,
+    outs,  # tuple of addresses
+    n: tl.int64,  # elements
+    divisor: tl.int32,  # of an average
+    T: tl.constexpr,
+    OP: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STREAM: tl.constexpr,  # outs[0] is not read soon
+):
+    """outs[*][i] = OP over the sources' [i], i < n."""
+    begin = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64)
+    table = tl.cast(rows, tl.int64).to(tl.pointer_type(tl.int64)) + begin * _MOST
+    if W == 0:
+        for i in tl.static_range(_MOST):
+            tl.store(table + i, tl.cast(sources[i], tl.int64))
+        tl.debug_barrier()
+    n = tl.cast(n, tl.int64)
+    ahead: tl.constexpr = W < 8  # more would take more registers than sm_80 has
+    tiles(sources, table, w, 0, outs, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, STREAM, ahead)
+
+
+def reduce(
+    sources: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    op: str = "sum",
+    *,
+    divisor: int | None = None,
+    sms: int | None = None,
+) -> None:
+    """See `ftcomm.kernels.reduce`. On the current stream; does not wait."""
+    launch_reduce(sources, [out], op, divisor, sms, stream=True)
+
+
+def launch_reduce(
+    sources: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    op: str,
+    divisor: int | None,
+    sms: int | None,
+    *,
+    stream: bool,
+) -> None:
+    """Into all of `outs`; `stream` if outs[0] is not staging."""
+    spans = check(sources, outs, op, divisor, sms)
+    w, n = len(sources), spans[0].count
+    if n == 0:
+        return
+    divides = w == 1 and divisor not in (None, 1)  # the kernel of one source only copies
+    launch = plan(spans, 0 if divides else w, op, sms)
+    addresses = [span.address for span in spans]
+    padded = addresses[:w] if launch.W else [*addresses[:w], *addresses[:1] * (MOST_SOURCES - w)]
+    with on(spans[0].device):
+        rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=outs[0].device)
+        reduce_kernel[(launch.programs,)](
+            tuple(padded),
+            rows.data_ptr(),
+            w,
+            tuple(addresses[w:]),
+            n,
+            divisor or w,
+            STREAM=stream,
+            **launch.constants(),
+        )

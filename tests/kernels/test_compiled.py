@@ -1,0 +1,121 @@
+"""Every kernel, compiled for GPUs that need not be there: what decides bandwidth and order, by PTX and cubin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("sm_80", "sm_90", "sm_100")
+
+
+def start(cache: Path, *module: str) -> subprocess.Popen[str]:
+    """A process that compiles, as if it were the first on this machine."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", *module],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiling(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All targets that are asked for at once: a compiler uses one core."""
+    asked = [target for target in TARGETS if any(f"[{target}]" in item.nodeid for item in request.session.items)]
+    with tempfile.TemporaryDirectory(prefix="ftcomm-compiled-") as cache:
+        module = "ftcomm.kernels.compiled"
+        processes = {target: start(Path(cache, target), module, "--json", "--target", target) for target in asked}
+        yield processes
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel(target: str, compiling: dict[str, subprocess.Popen[str]]) -> None:
+    """Main loops move 128 bits at a time, nothing is spilled, barriers and fences are where they have to be."""
+    out, errors = compiling[target].communicate(timeout=280)
+    assert out, errors
+    found = msgspec.json.decode(out)
+    wrong = {f"{facts['kernel']} {facts['case']}": facts["problems"] for facts in found if facts["problems"]}
+    assert not wrong
+    assert compiling[target].returncode == 0, errors
+    kernels = {facts["kernel"] for facts in found}
+    assert kernels >= {"copy", "reduce", "quantise", "dequantise", "quantised reduce", "signal", "wait", "allreduce"}
+    assert all(0 < facts["registers"] < 256 for facts in found)
+
+
+SAID = {
+    "sound": (),
+    "no hint, 16 bits": ("a main loop moves 16 bits at a time: 16x16 -> 16x16",),
+    "no hint, 32 bits": ("0 loops move whole tiles, expected 1",),
+    "masked": ("0 loops move whole tiles, expected 1",),
+    "half a hint, 16 bits": ("a main loop moves 16 bits at a time: 2x128 -> 16x16",),
+    "half a hint, 32 bits": ("a main loop does not move 128 bits at a time: 4x128 -> 16x32",),
+    "spilled": ("bytes a thread in local memory",),
+    "non-coherent": ("1 loads through the non-coherent cache",),
+    "early signal": ("1 signals with no barrier between them and stores before them",),
+    "early wait": ("1 waits with no barrier between them and accesses behind them",),
+    "sound order": (),
+    "no fence": ("0 waits at system scope, expected 1", "1 main loops lie behind no fence, 0 may"),
+    "no signal": ("0 signals at system scope, expected 1",),
+    "no program": ("it does not compile",),
+}
+
+
+def test_what_is_broken_is_reported(tmp_path: Path) -> None:
+    with start(tmp_path, "tests.kernels.broken") as process:
+        out, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    found = msgspec.json.decode(out, type=dict[str, list[str]])
+    assert found.keys() == SAID.keys()
+    for name, expected in SAID.items():
+        assert len(found[name]) == len(expected), (name, found[name])
+        assert all(words in said for words, said in zip(expected, found[name], strict=True)), (name, found[name])
+
+
+def test_interpreted_kernels_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ftcomm.kernels.compiled"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=1 is set" in done.stderr
+
+
+def test_every_kernel_has_a_case() -> None:
+    """Those that are launched are called something_kernel, but two."""
+    cases = (ROOT / "kernels/cases.py").read_text()
+    sources = "".join(file.read_text() for file in (ROOT / "kernels/device").glob("*.py"))
+    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel|allreduce|gate)\(", sources, re.MULTILINE)
+    assert len(kernels) >= 8
+    assert [name for name in kernels if not re.search(rf"\b{name}\b", cases)] == []
+
+
+def test_no_kernel_is_written_in_another_language() -> None:
+    """CUDA C would have to be compiled here too, by NVRTC. There is none."""
+    found = [
+        str(file.relative_to(ROOT))
+        for folder in ("bench", "control", "ftcomm", "kernels")
+        for file in (ROOT / folder).rglob("*.py")
+        if any(name in file.read_text() for name in ("RawKernel", "RawModule", "__global__"))
+    ]
+    assert found == []
