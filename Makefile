@@ -11,7 +11,7 @@ ARGS   ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help demo test test-latest bench setup setup-latest lint types format clean
+.PHONY: help demo test test-kernels test-latest bench setup setup-latest lint types format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -22,6 +22,10 @@ demo: setup ## train four replicas, kill one inside an all-reduce, watch the oth
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
 	$(VENV)/bin/python -m pytest tests -q $(ARGS)
+
+test-kernels: setup ## the kernels, and the whole protocol suite with the engine that runs them (in Triton's interpreter)
+	$(VENV)/bin/python -m pytest tests/kernels -q $(ARGS)
+	FTCOMM_ENGINE=interpret $(VENV)/bin/python -m pytest tests/process -q -m protocol $(ARGS)
 
 test-latest: setup-latest ## every test that depends on torch, on the newest
 	$(LATEST)/bin/python -m pytest tests -q -m "not protocol" $(ARGS)

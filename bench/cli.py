@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,6 +235,133 @@ def detection(
         click.echo(text)
 
 
+class CapType(click.ParamType):
+    """A number, or all: None."""
+
+    name = "N|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        return None if value == "all" else click.INT.convert(value, param, ctx)
+
+
+@bench.command()
+@click.option("--kernels", "names", type=ListType(click.STRING, "NAME,..."), help="Only these.  [default: all]")
+@click.option("-b", "--minbytes", type=SIZE, help="Smallest array.  [default: 64M; without a GPU 64K]")
+@click.option("-e", "--maxbytes", type=SIZE, help="Largest array.  [default: 1G; without a GPU 64K]")
+@click.option("-f", "--stepfactor", type=int, default=4, show_default=True, help="Factor between sizes.")
+@click.option(
+    "-d", "--datatypes", type=ListType(click.STRING, "TYPE,..."), default="bfloat16,float32", show_default=True
+)
+@click.option("-o", "--op", "redop", default="sum", show_default=True, help="sum, avg, min, max or product.")
+@click.option("--sources", type=ListType(click.INT, "W,..."), default="2,4,8", show_default=True, help="Of reductions.")
+@click.option("--sms", type=ListType(CapType(), "N,..."), default="all", show_default=True, help="Most blocks; all.")
+@click.option("-n", "--iters", type=int, help="Timed calls of a point.  [default: 100 or 30, by size]")
+@click.option("-w", "--warmup_iters", type=int, help="Calls before them.  [default: 20 or 10, by size]")
+@click.option("--hot", is_flag=True, help="Do not flush the cache before each call.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows to this file.")
+@json_option
+def kernels(
+    *,
+    names: tuple[str, ...] | None,
+    minbytes: int | None,
+    maxbytes: int | None,
+    stepfactor: int,
+    datatypes: tuple[str, ...],
+    redop: str,
+    sources: tuple[int, ...],
+    sms: tuple[int | None, ...],
+    iters: int | None,
+    warmup_iters: int | None,
+    hot: bool,
+    csv_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Copy, reduce and quantise on one GPU: time, bytes moved a second, and that beside a copy in the same run.
+
+    "% copy" is of the best copy of that size, the CUDA runtime's (memcpy) included; "% same blocks" of the copy with
+    the same --sms. What is written is compared with the host's, bit for bit, at both ends and in the middle; #wrong
+    counts elements. Without a GPU Triton's interpreter runs the kernels, and there are no speeds: those would be its
+    own.
+    """
+    import torch
+
+    from ftcomm.bench.header import device_fields, device_lines, header, header_lines
+    from ftcomm.bench.kernels import KERNELS, Request, Row, measure
+    from ftcomm.bench.progress import Watch
+    from ftcomm.bench.table import footer, kernel_heading, kernel_line
+
+    there = torch.cuda.is_available()
+    if not there:
+        os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+    first = minbytes or (64 << 20 if there else 64 << 10)
+    sizes = sweep(first, maxbytes or max(first, 1 << 30 if there else 64 << 10), factor=stepfactor)
+    request = Request(sizes, names or KERNELS, datatypes, redop, sources, sms, iters, warmup_iters, hot)
+    request.check()
+    fields = {**header(), **device_fields()}
+    rows: list[Row] = []
+    with _written(json_file, {"header": fields, "rows": rows}), _written_csv(csv_file, rows, Row), Watch() as watch:
+        for text in (*header_lines(fields), *device_lines(fields), *kernel_heading()):
+            watch.line(text)
+
+        def on_row(new: Row) -> None:
+            rows.append(new)
+            watch.line(kernel_line(new))
+
+        try:
+            measure(request, on_row, watch.update)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+    wrong = sum(row.wrong for row in rows)
+    click.echo(footer(wrong))
+    if wrong:
+        raise click.exceptions.Exit(1)
+
+
+@bench.command("gpu-check")
+@json_option
+def gpu_check(*, json_file: Path | None) -> None:
+    """All that needs a GPU, in less than eight minutes: tests, sanitizer, benches, each with a deadline.
+
+    Run it on a machine with a GPU, from the source tree, whose tests it runs. It goes on when a part fails; the exit
+    code is 1 if any did, and the JSON, which is written after each part, says how.
+    """
+    import signal
+
+    import torch
+
+    from ftcomm.bench.gpu_check import IN_ALL, Outcome, check, failed, outcome_lines, stages
+    from ftcomm.bench.header import device_fields, device_lines, header, header_lines
+    from ftcomm.bench.progress import Watch
+
+    if not torch.cuda.is_available():
+        raise SettingsError(
+            f"gpu-check needs a GPU that torch can use, and torch {torch.__version__} finds none. Run it on a machine "
+            "with an NVIDIA GPU and driver and a torch for CUDA; without one, pytest tests/kernels runs the same "
+            "kernels in Triton's interpreter."
+        )
+    fields = {**header(), **device_fields()}
+    outcomes: list[Outcome] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who is told to end writes what there is, too
+    result = {"header": fields, "stages": outcomes}
+    with _written(json_file, result), Watch() as watch:
+        for text in (*header_lines(fields), *device_lines(fields)):
+            watch.line(text)
+
+        def on_outcome(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            for text in outcome_lines(outcome):
+                watch.line(text)
+            if json_file is not None:
+                _write(json_file, result)
+
+        try:
+            check(stages(torch.cuda.get_device_capability()), IN_ALL, on_outcome, watch.update)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(130) from None
+    if failed(outcomes):
+        raise click.exceptions.Exit(1)
+
+
 def _run(measurement: Coroutine[Any, Any, None]) -> None:
     try:
         asyncio.run(measurement)
@@ -244,16 +372,44 @@ def _run(measurement: Coroutine[Any, Any, None]) -> None:
 @contextlib.contextmanager
 def _written(path: Path | None, result: dict[str, Any]) -> Iterator[None]:
     """Write the JSON however the block ends: what was measured before Ctrl-C or a crash is worth keeping."""
+    if path is None:
+        yield
+        return
+    _touch("--json", path)
+    try:
+        yield
+    finally:
+        _write(path, result)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
     import msgspec
+
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+
+
+@contextlib.contextmanager
+def _written_csv(path: Path | None, rows: list[Any], kind: type[Any]) -> Iterator[None]:
+    """The rows, structs of one `kind`, a line each; likewise."""
+    import csv
 
     if path is None:
         yield
         return
-    try:
-        path.touch()
-    except OSError as error:
-        raise SettingsError(f"--json {path}: {error.strerror}; choose a file that you can write to.") from None
+    _touch("--csv", path)
     try:
         yield
     finally:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        names = kind.__struct_fields__
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows([getattr(row, name) for name in names] for row in rows)
+
+
+def _touch(option: str, path: Path) -> None:
+    """Find out before anything is measured."""
+    try:
+        path.touch()
+    except OSError as error:
+        raise SettingsError(f"{option} {path}: {error.strerror}; choose a file that you can write to.") from None

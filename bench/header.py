@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,12 +41,47 @@ def header_lines(fields: dict[str, str | int | float]) -> list[str]:
     ]
 
 
+def device_fields() -> dict[str, str | int | float]:
+    """What figures of kernels depend on beside it. Imports torch; asks the driver, which may take a second."""
+    import torch
+
+    there = torch.cuda.is_available()
+    return {
+        "gpu": torch.cuda.get_device_name() if there else "none",
+        "gpus": torch.cuda.device_count() if there else 0,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "cuda": torch.version.cuda or "none",
+        **{name: _version(name) for name in ("triton", "cupy-cuda12x", "cupy-cuda13x", "pytest")},
+        "git": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+    }
+
+
+def device_lines(fields: dict[str, str | int | float]) -> list[str]:
+    versions = ", ".join(f"{name} {fields[name]}" for name in ("driver", "cuda", "triton"))
+    return [f"# GPU: {fields['gpu']} ({fields['gpus']}); {versions}; {fields['git']}"]
+
+
 def available_memory() -> int:
     """Bytes that can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _said(*command: str) -> str:
+    """By a program that need not be there, about something that it need not know."""
+    if shutil.which(command[0]) is None:
+        return "none"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else "none"
 
 
 def _cpu() -> str:

@@ -1,10 +1,10 @@
-"""The columns of nccl-tests with a peer beside ftcomm, and those of a recovery and of a detection."""
+"""The columns of nccl-tests with a peer beside ftcomm, and those of a recovery, of a detection and of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftcomm.bench import detection
+from ftcomm.bench import detection, kernels
 from ftcomm.bench.allreduce import Row
 from ftcomm.bench.recovery import Event, Summary
 
@@ -80,6 +80,23 @@ def detection_summary(summary: detection.Summary) -> list[str]:
         for name in ("p50", "p90", "p99", "max")
     ]
     return [*lines, f"# detected: {summary.detected} of {summary.kills}"]
+
+
+def kernel_heading() -> list[str]:
+    names = f"#{'kernel':>16} {'dtype':>8} {'kind':>5} {'srcs':>4} {'size':>11} {'sms':>4} {'blocks':>6} {'regs':>4}"
+    names += _columns("p50", "p20", "p80", "GB/s") + f" {'% copy':>7} {'% same':>7} {'#wrong':>7}  device"
+    units = f"#{'':>42} {'(B)':>5} {'':>16}" + _columns("(us)", "(us)", "(us)", "") + f" {'':>7} {'blocks':>7}"
+    return [names, units]
+
+
+def kernel_line(row: kernels.Row) -> str:
+    """A dash for what would be a speed and is none."""
+    rates = [f"{100 * rate:.1f}" if rate is not None else "-" for rate in (row.of_best_copy, row.of_same_blocks)]
+    text = f" {row.kernel:>16} {row.dtype:>8} {row.kind or '':>5} {row.sources:>4} {row.bytes:>11}"
+    text += f" {row.sms or 'all':>4} {row.blocks or '-':>6} {row.registers or '-':>4}"
+    text += _columns(*map(_figure, (row.time_us_p50, row.time_us_p20, row.time_us_p80)))
+    text += _columns("-" if row.gbps is None else _figure(row.gbps))
+    return f"{text} {rates[0]:>7} {rates[1]:>7} {row.wrong:>7}  {row.device} {row.l2}".rstrip()
 
 
 def _columns(*texts: str) -> str:

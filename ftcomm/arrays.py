@@ -65,7 +65,7 @@ def stage(x: Any) -> Staged:
         return _stage_dlpack(x)
     scalar = isinstance(x, (bool, int, float, complex, np.generic))
     array = "torch.tensor([value])" if scalar else "torch.tensor(values) or np.array(values)"
-    _refuse(
+    refuse(
         f"a value of type {_type_name(x)}; it has to be an array",
         f"Put the values into one, e.g. {array}, and reduce that.",
     )
@@ -77,7 +77,7 @@ def stage(x: Any) -> Staged:
 def _stage_torch(x: torch.Tensor) -> Staged:
     name = _TORCH_NAMES.get(x.dtype)
     if name is None or not x.is_cpu:
-        return _stage_torch_elsewhere(x, name)
+        return _stage_torch_elsewhere(x)
     plain = x.detach() if x.requires_grad else x
     try:
         host = (plain.view(torch.uint16) if name == "bfloat16" else plain).numpy()
@@ -86,13 +86,13 @@ def _stage_torch(x: torch.Tensor) -> Staged:
     if not host.flags.carray:  # contiguous, aligned, writable
         return _stage_torch_copy(x, name)
     if x.data_ptr() == 0 and x.numel():
-        _refuse("a torch tensor whose storage was freed", "Allocate it again before the call.")
+        refuse("a torch tensor whose storage was freed", "Allocate it again before the call.")
     return Staged(host if host.ndim == 1 else host.reshape(-1), name)
 
 
 def _stage_torch_copy(x: torch.Tensor, name: str) -> Staged:
-    if _may_overlap(x.shape, x.stride(), 1):
-        _refuse(
+    if may_overlap(x.shape, x.stride(), 1):
+        refuse(
             f"a torch tensor of shape {tuple(x.shape)} and strides {x.stride()}: several elements share one address",
             "Pass x.contiguous(), and use that as the result.",
         )
@@ -107,24 +107,14 @@ def _stage_torch_copy(x: torch.Tensor, name: str) -> Staged:
     return Staged(_torch_flat(private, name), name, finish)
 
 
-def _stage_torch_elsewhere(x: torch.Tensor, name: str | None) -> Staged:
+def _stage_torch_elsewhere(x: torch.Tensor) -> Staged:
     """A dtype or a device that is not the plain case: CUDA through pinned memory, all else an error."""
-    if name is None:
-        mend = "Pass torch.view_as_real(x)." if x.is_complex() else "Cast it, e.g. x.to(torch.bfloat16)."
-        _refuse_dtype("torch tensor", str(x.dtype).removeprefix("torch."), mend)
-    if x.layout is not torch.strided or _is_wrapper(x):
-        _stage_torch_odd(x, name, TypeError(f"layout {x.layout} on device {x.device}"))
-    if x.device.type == "meta":
-        _refuse(
-            "a torch tensor on device meta, which has no data", "Give it memory, e.g. module.to_empty(device='cpu')."
-        )
+    name = torch_dtype(x)
     if x.device.type != "cuda":
-        _refuse(
+        refuse(
             f"a torch tensor on device {x.device}",
             "ftcomm serves cpu and cuda: reduce x.cpu() and copy the result back.",
         )
-    if _may_overlap(x.shape, x.stride(), 1):
-        _refuse("an expanded torch tensor (several elements share one address)", "Pass x.contiguous().")
     caller = x.detach()
     stream = torch.cuda.current_stream(x.device)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -139,6 +129,23 @@ def _stage_torch_elsewhere(x: torch.Tensor, name: str | None) -> Staged:
     return Staged(_torch_flat(host, name), name, finish)
 
 
+def torch_dtype(x: torch.Tensor) -> str:
+    """The dtype of a tensor that has memory of its own on its device, one of DTYPES; `ArgumentError` for others."""
+    name = _TORCH_NAMES.get(x.dtype)
+    if name is None:
+        mend = "Pass torch.view_as_real(x)." if x.is_complex() else "Cast it, e.g. x.to(torch.bfloat16)."
+        _refuse_dtype("torch tensor", str(x.dtype).removeprefix("torch."), mend)
+    if x.layout is not torch.strided or _is_wrapper(x):
+        _stage_torch_odd(x, name, TypeError(f"layout {x.layout} on device {x.device}"))
+    if x.device.type == "meta":
+        refuse(
+            "a torch tensor on device meta, which has no data", "Give it memory, e.g. module.to_empty(device='cpu')."
+        )
+    if may_overlap(x.shape, x.stride(), 1):
+        refuse("an expanded torch tensor (several elements share one address)", "Pass x.contiguous().")
+    return name
+
+
 def _stage_torch_odd(x: torch.Tensor, name: str, error: Exception) -> Staged:
     """A CPU tensor that has no plain memory of its own."""
     if type(x) is torch.Tensor and x.layout is torch.strided and x.is_neg():
@@ -148,7 +155,7 @@ def _stage_torch_odd(x: torch.Tensor, name: str, error: Exception) -> Staged:
         mend = "Pass x.to_dense(), or the dense x.values()."
     elif hasattr(x, "to_local"):
         mend = "Pass x.to_local()."
-    _refuse(f"a {_type_name(x)} without plain memory ({_first_line(error)})", mend, error)
+    refuse(f"a {_type_name(x)} without plain memory ({_first_line(error)})", mend, error)
 
 
 def _torch_flat(x: torch.Tensor, name: str) -> np.ndarray:
@@ -171,23 +178,23 @@ def _stage_numpy(x: np.ndarray) -> Staged:
     if name is not None and x.flags.carray and dtype.isnative and type(x) is np.ndarray:
         return Staged(x if x.ndim == 1 else x.reshape(-1), name)
     if isinstance(x, np.ma.MaskedArray):
-        _refuse("a masked NumPy array", "Pass x.filled(0), or x.data if the mask does not matter.")
+        refuse("a masked NumPy array", "Pass x.filled(0), or x.data if the mask does not matter.")
     name = _numpy_name(dtype, "NumPy array")
     if not dtype.isnative:
-        _refuse(
+        refuse(
             f"a NumPy array of dtype {dtype.str} (foreign byte order)",
             "Pass x.astype(x.dtype.newbyteorder('='), copy=True), and use that as the result.",
         )
     if not x.flags.writeable:
-        _refuse(
+        refuse(
             "a NumPy array that is not writable, and the result is put in place",
             "Pass x.copy(), and use that as the result (a broadcast or frombuffer array is always read-only).",
         )
     caller = x.view(np.ndarray)  # np.matrix cannot be 1-D
     if caller.flags.carray:
         return Staged(_numpy_flat(caller, name), name, lambda: x)
-    if _may_overlap(caller.shape, caller.strides, caller.itemsize):
-        _refuse(
+    if may_overlap(caller.shape, caller.strides, caller.itemsize):
+        refuse(
             f"a NumPy array of shape {x.shape} and strides {x.strides}: several elements share one address",
             "Pass x.copy(), and use that as the result.",
         )
@@ -202,8 +209,8 @@ def _stage_numpy(x: np.ndarray) -> Staged:
 
 def _stage_cupy(x: Any) -> Staged:
     name = _numpy_name(x.dtype, "CuPy array")
-    if _may_overlap(x.shape, x.strides, x.itemsize):
-        _refuse("a broadcast CuPy array (several elements share one address)", "Pass x.copy().")
+    if may_overlap(x.shape, x.strides, x.itemsize):
+        refuse("a broadcast CuPy array (several elements share one address)", "Pass x.copy().")
     cupy = sys.modules[type(x).__module__.partition(".")[0]]
     with x.device:
         stream = cupy.cuda.get_current_stream()
@@ -220,14 +227,14 @@ def _stage_cupy(x: Any) -> Staged:
 
 def _stage_jax(jax: Any, x: Any) -> Staged:
     if isinstance(x, jax.core.Tracer):
-        _refuse("a JAX array that is being traced", "Call it outside jit, grad and vmap, on the arrays they return.")
+        refuse("a JAX array that is being traced", "Call it outside jit, grad and vmap, on the arrays they return.")
     if not x.is_fully_addressable:
-        _refuse("a JAX array with shards in other processes", "Reduce the arrays of x.addressable_shards.")
+        refuse("a JAX array with shards in other processes", "Reduce the arrays of x.addressable_shards.")
     if not isinstance(x.dtype, np.dtype):
         _refuse_dtype("JAX array", str(x.dtype), "Pass jax.random.key_data(x).")
     name = _numpy_name(x.dtype, "JAX array")
     if x.is_deleted():
-        _refuse("a JAX array that was deleted or donated", "Keep it: leave it out of donate_argnums.")
+        refuse("a JAX array that was deleted or donated", "Keep it: leave it out of donate_argnums.")
     sharding = x.sharding
     private = np.array(x, order="C")  # blocks until it is computed
 
@@ -241,14 +248,14 @@ def _stage_dlpack(x: Any) -> Staged:
     """Any other array library: in place if its export is writable, else a new array through `__array_namespace__`."""
     device = tuple(x.__dlpack_device__())
     if device[0] not in _HOST_DEVICES:
-        _refuse(
+        refuse(
             f"a {_type_name(x)} on DLPack device {device}",
             "ftcomm serves torch, CuPy and JAX arrays on devices: pass torch.from_dlpack(x), which shares its memory.",
         )
     try:
         view = np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        _refuse(
+        refuse(
             f"a {_type_name(x)} that NumPy cannot read ({_first_line(error)})",
             "Pass torch.from_dlpack(x), which shares its memory, or np.asarray(x).",
             error,
@@ -264,7 +271,7 @@ def _stage_dlpack(x: Any) -> Staged:
 
         return Staged(staged.flat, staged.dtype, in_place)
     if not hasattr(x, "__array_namespace__"):
-        _refuse(
+        refuse(
             f"a {_type_name(x)}, which is read-only, and whose library does not say how to make a new one",
             "Pass np.array(x), and make an array of that as the result.",
         )
@@ -292,7 +299,7 @@ def _numpy_name(dtype: np.dtype[Any], owner: str) -> str:
 # ---- helpers ------------------------------------------------------------------------------------------------------
 
 
-def _may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
+def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
     """Can two elements share an address? Exact for slices, permutations, broadcasts; True where it takes more to say.
 
     Each dimension, from the smallest stride up, has to step over all that lies within the ones before.
@@ -308,10 +315,10 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> boo
 
 
 def _refuse_dtype(owner: str, dtype: str, mend: str) -> NoReturn:
-    _refuse(f"a {owner} of dtype {dtype}", f"Supported: {', '.join(DTYPES)}. {mend}")
+    refuse(f"a {owner} of dtype {dtype}", f"Supported: {', '.join(DTYPES)}. {mend}")
 
 
-def _refuse(what: str, mend: str, cause: Exception | None = None) -> NoReturn:
+def refuse(what: str, mend: str, cause: Exception | None = None) -> NoReturn:
     raise ArgumentError(f"cannot reduce {what}. {mend}") from cause
 
 

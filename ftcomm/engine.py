@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
-from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.flight import Resumed
 from ftcomm.collective.plan import GroupView
+from ftcomm.collective.stall import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, TransportError
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.transport.connect import Dial, connect
-from ftcomm.transport.segment import Peer, life
+from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, life
 from ftcomm.transport.tcp import Lost
 
 log = logging.getLogger("ftcomm")
+
+
+class Drives(Protocol):
+    """What the control side does with an exchange, see `ftcomm.collective.exchange.Exchange`."""
+
+    replica: int
+
+    def freeze(self, quiesced: Callable[[], None]) -> None: ...
+
+    def nudge(self) -> None: ...
+
+    def progress(self) -> m.Progress: ...
+
+    def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, m.Progress]) -> Resumed: ...
+
+    def waiting(self, seconds: float) -> Stall | None: ...
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 class Engine:
@@ -25,21 +45,26 @@ class Engine:
 
     Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
     `on_died(replica, epoch)` is called, in a thread of its own, when the process of a member of this host has died.
+    `layout` is that of the segments of all members; `on_reached(peer)` makes the memory of a device reachable that a
+    segment tells of, and may raise `TransportError`.
     """
 
     def __init__(
         self,
         rank: int,
-        exchange: Exchange,
+        exchange: Drives,
         here: Address,
         *,
         mode: str,
         dial: Dial,
         on_lost: Lost,
         on_died: Callable[[int, int], None],
+        layout: Layout = HOST,
+        on_reached: Callable[[Peer], object] = lambda peer: None,
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
+        self._layout, self._on_reached = layout, on_reached
         self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._epoch = -1  # resumed
@@ -100,7 +125,12 @@ class Engine:
                 mode=self._mode,
                 dial=self._dial,
                 on_lost=self._on_lost,
+                layout=self._layout,
             )
+            self._on_reached(peer)
+        except OtherEngine as error:  # a person has to mend it; the view changes only say who was left out
+            log.error("replica %d rank %d: %s", me, self._rank, error)
+            raise Unreachable(replica, str(error)) from error
         except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
             raise Unreachable(replica, str(error)) from error
         log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, peer.how)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.arrays import Staged, stage
 from ftcomm.collective.divergence import Divergence
@@ -22,12 +22,16 @@ from ftcomm.control.agent import Agent, Gone, JoinError
 from ftcomm.control.links import listen
 from ftcomm.control.views import Address, View
 from ftcomm.control.wire import number
+from ftcomm.device.choose import open_device
 from ftcomm.engine import Engine
-from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
 from ftcomm.kernels.life import hold
 from ftcomm.kernels.urgent import urgent
 from ftcomm.settings import Settings, split_endpoint
-from ftcomm.transport.segment import LIVES, Segment, life
+from ftcomm.transport.segment import LIVES, life
+
+if TYPE_CHECKING:
+    from ftcomm.device.exchange import DeviceExchange
 
 log = logging.getLogger("ftcomm")
 
@@ -58,7 +62,7 @@ class Work:
         Raises what the op failed with, or `CollectiveTimeout` after `timeout` seconds; the op then goes on, and `wait`
         may be called again.
         """
-        if not self._op.wait(timeout):
+        if not self._group._exchange.wait(self._op, timeout):
             raise CollectiveTimeout(
                 f"replica {self._group.replica}, op {self._op.number}: not done within {timeout:g} s; it goes on, "
                 "call wait() again or raise FTCOMM_OP_TIMEOUT"
@@ -99,19 +103,8 @@ class Group:
         self.drained = False
         self.fresh = False
         sock = _listen(settings.host)
-        self._segment = Segment()
-        self._exchange = Exchange(
-            settings.replica,
-            self._segment,
-            deadline_floor=settings.timeouts.op_floor,
-            deadline_ceiling=settings.timeouts.op,
-            give_up=settings.timeouts.give_up,
-            on_stall=self._stalled,
-            on_lost=self._lost,
-            on_failed=lambda error: self._agent.failed(str(error)),
-            on_divergence=self._diverged if settings.verify else None,
-            ranks_per_replica=settings.ranks_per_replica,
-        )
+        self._segment, self._device = open_device(settings.engine, settings.staging)
+        self._exchange = self._make_exchange()
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         address = Address(settings.host, port, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
@@ -119,9 +112,11 @@ class Group:
             settings.rank,
             self._exchange,
             address,
-            mode=settings.transport,
+            mode=settings.transport if self._device is None else "shm",
             dial=self._dial_address,
             on_lost=self._lost,
+            layout=self._segment.layout,
+            on_reached=lambda peer: None if self._device is None else self._device.reach(peer),
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
         )
         self._agent = Agent(
@@ -143,7 +138,31 @@ class Group:
         self._stall: Stall | None = None  # the last that was reported
         self.step = 0
 
+    def _make_exchange(self) -> Exchange | DeviceExchange:
+        settings = self.settings
+        common: dict[str, Any] = dict(
+            deadline_floor=settings.timeouts.op_floor,
+            deadline_ceiling=settings.timeouts.op,
+            give_up=settings.timeouts.give_up,
+            on_stall=self._stalled,
+            on_failed=lambda error: self._agent.failed(str(error)),
+        )
+        if self._device is not None:
+            from ftcomm.device.exchange import DeviceExchange
+
+            return DeviceExchange(settings.replica, self._device, **common)
+        return Exchange(
+            settings.replica,
+            self._segment,
+            on_lost=self._lost,
+            on_divergence=self._diverged if settings.verify else None,
+            ranks_per_replica=settings.ranks_per_replica,
+            **common,
+        )
+
     def _join(self) -> None:
+        if self._device is not None:
+            self._device.warm()
         self._agent.start()
         try:
             view = self._agent.join(self.settings.init_timeout)
@@ -155,7 +174,9 @@ class Group:
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def allreduce(self, x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False) -> Any:
+    def allreduce(
+        self, x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False, sms: int | None = None
+    ) -> Any:
         """Reduce `x` over all contributing replicas; every member gets the same bits.
 
         x: an array of any shape; the same number of elements, dtype and `op` on every member. torch, NumPy and CuPy
@@ -168,6 +189,8 @@ class Group:
             as `x`, until it returns (32 MB of such memory at most stay with the process for the next op). Up to 512 KB
             are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
             takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
+        sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many as
+            pay. May differ between members. Means nothing to FTCOMM_ENGINE=host.
 
         Ops are matched by the order in which they are called, which must be the same on all members. Blocks (unless
         `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
@@ -180,8 +203,19 @@ class Group:
                 f"replica {self.replica} has left the job at the boundary of step {self.step - 1}; look at "
                 "Group.drained before a collective that follows the step loop"
             )
-        staged = stage(x)
-        operation = Operation(staged.flat, staged.dtype, op, atomic=atomic)
+        device = self._device
+        if device is None:
+            staged = stage(x)
+            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic)
+        else:
+            staged = device.stage(x)
+            chunk = device.layout.chunk
+            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True)
+            operation.sms = self.settings.sms if sms is None else sms
+        if sms is not None and sms < 1:
+            raise ArgumentError(
+                f"sms={sms}: an all-reduce needs at least 1 to reduce with; None leaves the choice to us"
+            )
         if async_op:
             self._exchange.submit(operation)
             return Work(operation, staged, x, self)
@@ -289,6 +323,9 @@ class Group:
         self._agent.stop()
         self._engine.close()
         self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
+        if self._device is not None:
+            self._device.settle(2.0)
+            self._device.close()
         self._segment.close()
 
     # -- callbacks -----------------------------------------------------------------------------------------------
@@ -391,10 +428,16 @@ def default_group() -> Group:
 
 
 def allreduce(
-    x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False, group: Group | None = None
+    x: Any,
+    op: str = "sum",
+    *,
+    async_op: bool = False,
+    atomic: bool = False,
+    sms: int | None = None,
+    group: Group | None = None,
 ) -> Any:
     """`Group.allreduce` on `group`, or on the default group."""
-    return (default_group() if group is None else group).allreduce(x, op, async_op=async_op, atomic=atomic)
+    return (default_group() if group is None else group).allreduce(x, op, async_op=async_op, atomic=atomic, sms=sms)
 
 
 def verify(state: Any, group: Group | None = None) -> str:

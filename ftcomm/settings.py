@@ -11,6 +11,8 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 
 TRANSPORTS = ("auto", "shm", "tcp")
+ENGINES = ("host", "interpret", "cuda")
+STAGINGS = ("auto", "device", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Settings:
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
     init_timeout: float = 120.0
     verify: bool = False  # compare the results of all members after every op
+    engine: str = "host"  # what runs the ops: this process, a kernel in Triton's interpreter, or one on a GPU
+    sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
+    staging: str = "auto"  # of the cuda engine: in GPU memory, pinned host memory, or as the GPUs can reach each other
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -58,6 +63,9 @@ class Settings:
             ),
             init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
             verify=_flag(env, "FTCOMM_VERIFY"),
+            engine=env.get("FTCOMM_ENGINE", "host"),
+            sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
+            staging=env.get("FTCOMM_STAGING", "auto"),
         )
         settings.check()
         return settings
@@ -69,6 +77,22 @@ class Settings:
             raise SettingsError("FTCOMM_TOKEN is empty; set it to the token of the job's coordinator.")
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"FTCOMM_TRANSPORT={self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
+        if self.engine not in ENGINES:
+            raise SettingsError(f"FTCOMM_ENGINE={self.engine!r}; expected one of {', '.join(ENGINES)}.")
+        if self.engine != "host" and self.transport == "tcp":
+            raise SettingsError(
+                f"FTCOMM_TRANSPORT=tcp with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of the others "
+                "directly; set FTCOMM_TRANSPORT=auto or shm, or FTCOMM_ENGINE=host."
+            )
+        if self.engine != "host" and self.verify:
+            raise SettingsError(
+                f"FTCOMM_VERIFY=1 with FTCOMM_ENGINE={self.engine}: its kernels do not compare results yet; unset "
+                "FTCOMM_VERIFY, or set FTCOMM_ENGINE=host."
+            )
+        if self.staging not in STAGINGS:
+            raise SettingsError(f"FTCOMM_STAGING={self.staging!r}; expected one of {', '.join(STAGINGS)}.")
+        if self.sms is not None and self.sms < 1:
+            raise SettingsError(f"FTCOMM_SMS={self.sms}; expected at least 1, or unset it for as many as pay.")
         if self.replicas < 1 or self.replica < 0:
             raise SettingsError(
                 f"FTCOMM_REPLICA={self.replica} of FTCOMM_REPLICAS={self.replicas}; expected a replica number from 0 "

@@ -18,9 +18,9 @@ from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.lobby import Lobby
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.stall import Due, Stall, StallWatch
+from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
 from ftcomm.collective.stream import Interrupted, Stream
-from ftcomm.errors import CollectiveTimeout, DivergenceError, FtcommError
+from ftcomm.errors import DivergenceError, FtcommError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
 from ftcomm.transport.segment import ASLEEP, Peer, Segment
@@ -217,10 +217,7 @@ class Driver:
                 elif left > 0:
                     self._changed.wait(left)
                 else:
-                    failed = CollectiveTimeout(
-                        f"op {self._flight.ops[0].number}: no view was agreed upon within {self._watch.give_up:g}s. "
-                        "Is the coordinator reachable? FTCOMM_OP_TIMEOUT sets half of that time."
-                    )
+                    failed = no_view(self._flight.ops[0], self._watch.give_up)
                     self._error = failed
             readers: list[Reader] = []
             stream = self._stream
@@ -292,13 +289,7 @@ class Driver:
         if due is Due.REPORT:
             self._on_stall(Stall(stream.view.epoch, op.number, missing))
         elif due is Due.GIVE_UP:
-            who = ", ".join(map(str, missing))
-            self._fail(
-                CollectiveTimeout(
-                    f"op {op.number} ({op.count} x {op.dtype}, {op.op}) waited {self._watch.give_up:.1f}s for replicas "
-                    f"{who}. Did they make the same call? FTCOMM_OP_TIMEOUT sets half of that time."
-                )
-            )
+            self._fail(gave_up(op, self._watch.give_up, missing))
 
     def _fail(self, error: FtcommError) -> None:
         """The driver has found that this member cannot go on."""

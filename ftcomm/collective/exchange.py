@@ -20,7 +20,7 @@ from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.stall import Stall
 from ftcomm.collective.stream import Stream
 from ftcomm.control.messages import Progress
-from ftcomm.errors import CollectiveTimeout, FtcommError
+from ftcomm.errors import FtcommError
 from ftcomm.kernels.wait import cores
 from ftcomm.transport.segment import Peer
 from ftcomm.transport.tcp import Reader
@@ -62,12 +62,13 @@ class Exchange(Driver):
         self._drive(op)
         op.wait()
 
+    def wait(self, op: Operation, timeout: float | None = None) -> bool:
+        """Block until `op` is done; False if `timeout` seconds pass before. Any thread."""
+        return op.wait(timeout)
+
     def drain(self, timeout: float | None = None) -> None:
         """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
-        with self._mutex:
-            last = self._flight.ops[-1] if self._flight.ops else None
-        if last is not None and not last.wait(timeout):
-            raise CollectiveTimeout(f"op {last.number} was still in flight after {timeout:g}s")
+        self._flight.drain(self._mutex, timeout)
 
     def waiting(self, seconds: float) -> Stall | None:
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors, pack
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure, resume_tasks
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
-from ftcomm.errors import MismatchError
+from ftcomm.errors import CollectiveTimeout, MismatchError
 
 
 class Resumed(NamedTuple):
@@ -22,7 +23,7 @@ class Resumed(NamedTuple):
 
 
 class Flight:
-    """Threads may `add` (one at a time) while the driver returns ops; all else only when nobody drives."""
+    """Threads may `add` (one at a time) and `drain` while the driver returns ops; all else only when nobody drives."""
 
     def __init__(self) -> None:
         self.ops: deque[Operation] = deque()
@@ -33,6 +34,13 @@ class Flight:
         op.number = self.issued
         self.issued += 1
         self.ops.append(op)
+
+    def drain(self, mutex: AbstractContextManager[object], timeout: float | None) -> None:
+        """Block until what is in flight now is done. Raises `CollectiveTimeout`; not the ops' errors."""
+        with mutex:
+            last = self.ops[-1] if self.ops else None
+        if last is not None and not last.wait(timeout):
+            raise CollectiveTimeout(f"op {last.number} was still in flight after {timeout:g}s")
 
     def return_first(self) -> None:
         """The first op is done, with a result or with the error that it has already."""
@@ -47,12 +55,17 @@ class Flight:
         while self.ops:
             self.ops.popleft().finish(error)
 
-    def progress(self) -> Progress:
-        """What the others need to know to go on with this member in a new view."""
+    def progress(self, begun: int | None = None) -> Progress:
+        """What the others need to know to go on with this member in a new view.
+
+        Ops from number `begun` on, if it is given, count as not called: a device has not come to them, so the others
+        cannot have gone beyond their first tasks.
+        """
+        ops = [op for op in self.ops if begun is None or op.number < begun]
         return Progress(
             returned=self.returned,
-            ops=tuple(OpProgress(op.number, _finals(op)) for op in self.ops),
-            failed=tuple(FailedOp(op.number, str(op.error)) for op in self.ops if op.error is not None),
+            ops=tuple(OpProgress(op.number, _finals(op)) for op in ops),
+            failed=tuple(FailedOp(op.number, str(op.error)) for op in ops if op.error is not None),
         )
 
     def number_from(self, progress: Mapping[int, Progress]) -> None:

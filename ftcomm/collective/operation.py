@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
 from ftcomm.collective.resume import Task, all_reduce
 from ftcomm.collective.spare import Bytes, borrow, give_back
-from ftcomm.errors import ArgumentError
+from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.transport.segment import CHUNK
 
@@ -24,11 +25,13 @@ class Operation:
     off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
     `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
     same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
-    is atomic by itself and keeps none.
+    is atomic by itself and keeps none. `on_device`: `array` is any flat array of a device, which checks it and keeps
+    such copies itself.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
 
+    sms: int | None = None  # programs that may run it at once, where a kernel does; None: as many as pay
     number = -1  # its place among the ops of the group; given at submission
     done = False
     atomic = False
@@ -43,10 +46,19 @@ class Operation:
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
     def __init__(
-        self, array: np.ndarray[Any, Any], dtype: str, op: str, chunk: int = CHUNK, *, atomic: bool = False
+        self,
+        array: Any,
+        dtype: str,
+        op: str,
+        chunk: int = CHUNK,
+        *,
+        atomic: bool = False,
+        on_device: bool = False,
     ) -> None:
         call, self.itemsize = _call(dtype, op)
-        if array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
+        if on_device:
+            pass  # its stage() has
+        elif array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
             raise ArgumentError(
                 f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape {array.shape}, "
                 f"writable {array.flags.writeable}, contiguous {array.flags.forc}"
@@ -54,8 +66,8 @@ class Operation:
         self.array = array
         self.dtype = dtype
         self.op = op
-        self.count = array.size
-        self.call = array.size << 16 | call  # compared between members
+        self.count = len(array)
+        self.call = self.count << 16 | call  # compared between members
         self.elements = chunk // self.itemsize  # in each chunk but the last
         chunks = chunk_count(self.count, self.elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
@@ -63,7 +75,7 @@ class Operation:
         if atomic:
             self.atomic = True
             self.call |= _ATOMIC
-            if chunks > 1:
+            if chunks > 1 and not on_device:
                 self._spare = borrow(array.nbytes)
                 self._kept = self._spare[: array.nbytes].view(array.dtype)
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
@@ -116,6 +128,21 @@ def _call(dtype: str, op: str) -> tuple[int, int]:
     if reason:
         raise ArgumentError(reason)
     return DTYPES[dtype].code << 8 | OPS.index(op), DTYPES[dtype].itemsize
+
+
+def mismatch(calls: Iterable[tuple[int, int, int]]) -> MismatchError:
+    """The members (replica, op number, call), ascending, have made different calls."""
+    who: dict[tuple[int, int], list[int]] = {}
+    for replica, number, call in calls:
+        who.setdefault((number, call), []).append(replica)
+    said = "; ".join(
+        f"{'replicas' if len(members) > 1 else 'replica'} {', '.join(map(str, members))}: op {number}, {describe(call)}"
+        for (number, call), members in who.items()
+    )
+    return MismatchError(
+        f"the members of the group made different calls. {said}. Every rank must make the same collective calls in "
+        "the same order, with the same number of elements and dtype."
+    )
 
 
 def describe(call: int) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ftcomm.collective.deadline import Deadlines
 from ftcomm.collective.operation import Operation
 from ftcomm.control.timeouts import REPORT
+from ftcomm.errors import CollectiveTimeout
 
 
 class Stall(NamedTuple):
@@ -28,6 +29,22 @@ class Due(enum.Enum):
     NOTHING = enum.auto()
     REPORT = enum.auto()  # the deadline has passed; again every second from then on
     GIVE_UP = enum.auto()
+
+
+def no_view(op: Operation, seconds: float) -> CollectiveTimeout:
+    """The engine was frozen for so long, with `op` in flight."""
+    return CollectiveTimeout(
+        f"op {op.number}: no view was agreed upon within {seconds:g}s. Is the coordinator reachable? FTCOMM_OP_TIMEOUT "
+        "sets half of that time."
+    )
+
+
+def gave_up(op: Operation, seconds: float, missing: tuple[int, ...]) -> CollectiveTimeout:
+    """`op` has waited for so long for the replicas `missing`."""
+    return CollectiveTimeout(
+        f"op {op.number} ({op.count} x {op.dtype}, {op.op}) waited {seconds:.1f}s for replicas "
+        f"{', '.join(map(str, missing))}. Did they make the same call? FTCOMM_OP_TIMEOUT sets half of that time."
+    )
 
 
 class StallWatch:

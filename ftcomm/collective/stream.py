@@ -32,10 +32,9 @@ from typing import Any
 import numpy as np
 
 from ftcomm.collective.divergence import Alarm, Divergence
-from ftcomm.collective.operation import Operation, describe
+from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView, shards, two_shot
 from ftcomm.collective.resume import REDUCE, Task
-from ftcomm.errors import MismatchError
 from ftcomm.kernels.dtypes import DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.kernels.wait import Waiter, wake
@@ -300,18 +299,8 @@ class Stream:
         else:
             op.verified = True
             return
-        calls: dict[tuple[int, int], list[int]] = {}
-        for member in self.view.members:
-            words = self.memories[member].words
-            calls.setdefault((words[at], words[at + 1]), []).append(member)
-        said = "; ".join(
-            f"{'replicas' if len(who) > 1 else 'replica'} {', '.join(map(str, who))}: op {number}, {describe(call)}"
-            for (number, call), who in calls.items()
-        )
-        op.error = MismatchError(
-            f"the members of the group made different calls. {said}. Every rank must make the same collective calls in "
-            "the same order, with the same number of elements and dtype."
-        )
+        seen = ((member, self.memories[member].words) for member in self.view.members)
+        op.error = mismatch((member, words[at], words[at + 1]) for member, words in seen)
         op.end = index + 1
         if self.unposted and self.unposted[0] is op:
             self.unposted.popleft()

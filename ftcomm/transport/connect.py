@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.wait import ORDERED
-from ftcomm.transport.segment import Peer
+from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Lost, TcpPeer
 
@@ -28,6 +28,7 @@ def connect(
     mode: str,
     dial: Dial,
     on_lost: Lost,
+    layout: Layout = HOST,
 ) -> Peer:
     """Reach the segment of `replica`, which listens `there`, from replica `me`, for `epoch`. Blocks while dialling.
 
@@ -36,13 +37,16 @@ def connect(
     one epoch, shared memory any number. `dial(there, "data", {"replica": me, "epoch": epoch})` returns a blocking
     socket; at the other end `Exchange.attach` gets it. `on_lost` is described at `TcpPeer`.
 
-    Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or what `dial` raises.
+    Raises `TransportError` if the mode is "shm" and the segment cannot be opened, `OtherEngine` if it has not this
+    `layout`, or what `dial` raises.
     """
     if mode != "tcp":
         reason = _not_shared(here, there)
         if reason is None:
             try:
-                return ShmPeer(replica, there.pid, there.segment, there.nonce)
+                return ShmPeer(replica, there.pid, there.segment, there.nonce, layout)
+            except OtherEngine as error:
+                raise OtherEngine(f"replica {replica} cannot take part: {error}.") from None
             except TransportError as error:
                 reason = str(error)
         if mode == "shm":

@@ -4,6 +4,9 @@
     SLOTS x CHUNK bytes   region POSTED:  the owner's input of a chunk, for the others to read
     SLOTS x CHUNK bytes   region REDUCED: the owner's shard of a reduced chunk
 
+That is the layout of the host's engine. Other engines have another one (ftcomm.device.layout), with the same header and
+lives; the first word tells them apart.
+
 Every byte has exactly one writer, the owner: others map it read-only, and the kernel refuses them anything else. So a
 member that was expelled, however confused, has nothing of others to write to. The segment is a memfd: it has no name,
 and is gone with the last process that maps it, whatever way that process ends.
@@ -11,6 +14,7 @@ and is gone with the last process that maps it, whatever way that process ends.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import mmap
 import os
@@ -22,7 +26,8 @@ import numpy as np
 
 from ftcomm.errors import TransportError
 
-MAGIC = 0x6674636F6D6D0001  # "ftcomm", layout 1
+MAGIC = 0x6674636F6D6D0001  # "ftcomm", layout 1, of the host's engine
+_FAMILY = 16  # bits of the layout's number in it
 HEADER = 4096
 
 # Two ranks on two cores with 1 MB of L2 each, 64 MB: chunks of 128 KB 5.5 ms, 256 KB 5.0, 512 KB 5.0, 1 MB 6.0, 2 MB
@@ -44,6 +49,22 @@ FINGERPRINT = 2  # see ftcomm.collective.divergence
 SIZE = HEADER + 2 * SLOTS * CHUNK
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the members of a group have to have alike. Sizes are bytes."""
+
+    magic: int
+    engine: str  # that has it, as FTCOMM_ENGINE says it
+    slots: int
+    chunk: int  # staged in a slot
+    lanes: int  # streams of tasks, each with words and slots of its own
+    staging_at: int
+    size: int
+
+
+HOST = Layout(MAGIC, "host", SLOTS, CHUNK, 1, HEADER, SIZE)
+
+
 def descriptor(slot: int) -> int:
     """Index of the words that say of `slot`: which op and which call its task is the first of (two words, announced by
     POSTED), and the fingerprint of its result (`FINGERPRINT` words further, announced by TAKEN)."""
@@ -58,6 +79,7 @@ def life(reader: int) -> int:
 class Memory:
     """A segment or a mirror of one. `words` are its 64-bit words; `address` is where the first lies."""
 
+    layout = HOST
     chunk = CHUNK  # bytes staged in a slot
     words: memoryview
     address: int
@@ -87,12 +109,14 @@ class Segment(Memory):
     be a signal in the middle of a copy, and a first touch costs a page fault every 4 KB.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout = HOST) -> None:
+        self.layout, self.chunk = layout, layout.chunk
+        size = layout.size
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, SIZE)
-            memory = mmap.mmap(self.fd, SIZE)
+            os.posix_fallocate(self.fd, 0, size)
+            memory = mmap.mmap(self.fd, size)
             # From here on nobody can change its size or map it for writing, not even through /proc.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         except OSError as error:
@@ -100,14 +124,14 @@ class Segment(Memory):
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             said = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
             raise TransportError(
-                f"cannot reserve {SIZE >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, raise "
+                f"cannot reserve {size >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, raise "
                 f"the memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
             ) from error
         self._map(memory)
         self._bytes[HEADER:] = 0
-        self.words[0] = MAGIC
+        self.words[0] = layout.magic
         self.words[1], self.words[2] = _halves(self.nonce)
-        self.words[3], self.words[4] = SLOTS, CHUNK
+        self.words[3], self.words[4], self.words[5] = layout.slots, layout.chunk, layout.lanes
 
     def close(self) -> None:
         """Let nobody open it any more. The memory itself goes with the last mapping."""
@@ -119,15 +143,30 @@ class Segment(Memory):
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
 
 
-def wrong(words: memoryview, nonce: str) -> str | None:
-    """Why the memory with these words is not the segment with this nonce; None if it is."""
-    if words[0] != MAGIC:
+class OtherEngine(TransportError):
+    """Members of a group have chosen different engines; no transport can help."""
+
+
+def wrong(words: memoryview, nonce: str, layout: Layout = HOST) -> str | None:
+    """Why the memory that begins with these words is not the segment with this nonce and layout; None if it is.
+
+    Raises `OtherEngine` if it is that of another engine.
+    """
+    if words[0] >> _FAMILY != MAGIC >> _FAMILY:
         return f"no segment, or one of another version of ftcomm (starts with {words[0]:#x})"
     if (words[1], words[2]) != _halves(nonce):
         return "the segment of somebody else"
-    if (words[3], words[4]) != (SLOTS, CHUNK):
+    if words[0] != layout.magic:
+        raise OtherEngine(
+            f"it has a segment of another engine or version (layout {words[0] & 0xFFFF:#x}), not that of FTCOMM_ENGINE="
+            f"{layout.engine} (layout {layout.magic & 0xFFFF:#x}). Set FTCOMM_ENGINE to the same on all ranks, and "
+            "install one version everywhere"
+        )
+    there, here = tuple(words[3:6]), (layout.slots, layout.chunk, layout.lanes)
+    if there != here:
         return (
-            f"a segment of {words[3]} slots of {words[4]} bytes, not {SLOTS} of {CHUNK}; install one version everywhere"
+            f"a segment of {there[0]} slots of {there[1]} bytes in {there[2]} lanes, not {here[0]} of {here[1]} in "
+            f"{here[2]}; install one version everywhere"
         )
     return None
 

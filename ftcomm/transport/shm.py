@@ -6,7 +6,7 @@ import mmap
 import os
 
 from ftcomm.errors import TransportError
-from ftcomm.transport.segment import SIZE, Peer, wrong
+from ftcomm.transport.segment import HEADER, HOST, Layout, Peer, wrong
 
 
 class ShmPeer(Peer):
@@ -15,20 +15,25 @@ class ShmPeer(Peer):
     Stays valid when that process dies. May serve in any number of epochs.
     """
 
-    def __init__(self, replica: int, pid: int, fd: int, nonce: str) -> None:
+    def __init__(self, replica: int, pid: int, fd: int, nonce: str, layout: Layout = HOST) -> None:
         super().__init__(replica, "shm")
+        self.layout, self.chunk = layout, layout.chunk
+        self.pid, self.nonce = pid, nonce
         path = f"/proc/{pid}/fd/{fd}"
         try:
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                if os.fstat(opened).st_size != SIZE:
-                    raise TransportError(f"{path} is not the segment of replica {replica}: it has another size")
-                memory = mmap.mmap(opened, SIZE, prot=mmap.PROT_READ)
+                size = os.fstat(opened).st_size
+                # Before it is mapped, since its first words say best why its size is another.
+                words = memoryview(os.pread(opened, HEADER, 0).ljust(HEADER, b"\0")).cast("Q")
+                reason = wrong(words, nonce, layout)
+                if reason is None and size != layout.size:
+                    reason = f"it has {size} bytes, not {layout.size}"
+                if reason:
+                    raise TransportError(f"{path} is not the segment of replica {replica}: {reason}")
+                memory = mmap.mmap(opened, layout.size, prot=mmap.PROT_READ)
             finally:
                 os.close(opened)
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot open the segment of replica {replica} at {path}: {error}") from error
         self._map(memory)
-        reason = wrong(self.words, nonce)
-        if reason:
-            raise TransportError(f"{path} is not the segment of replica {replica}: {reason}")

@@ -20,17 +20,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ftcomm
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
 TOKEN = "token-of-the-test"
+ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs of this session have
+MOST = {"interpret": 50_000}.get(ENGINE, 1 << 30)  # elements: a chunk takes the interpreter as long as 4 MB the host
+SLOWER = {"interpret": 10}.get(ENGINE, 1)  # roughly, so that tests end within their times
 DEADLINE = 60.0  # s for anything that a test waits for
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
 _context.set_forkserver_preload(["torch", "torch._dynamo", "ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job"])
+
+
+def only_on_host(what: str, engine: str = ENGINE) -> None:
+    """Skip the test that asks for `what` if the engine is another."""
+    if engine != "host":
+        pytest.skip(f"FTCOMM_ENGINE={engine} has no {what}")
+
+
+def fewer(count: int) -> int:
+    """As many steps, or losses, as do not take much longer than `count` of them with the host's engine."""
+    return max(1, count // SLOWER)
+
 
 Body = Callable[[ftcomm.Group, "Notes", dict[str, Any]], None]
 
@@ -76,16 +93,23 @@ class Job:
         op_timeout: float = 60.0,
         op_floor: float | None = None,
         verify: bool = False,
+        engine: str = ENGINE,
         **arguments: Any,
     ) -> None:
         """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
-        settings and them before a rank joins."""
+        settings and them before a rank joins. Skips the test if the engine cannot do what it asks for."""
+        if verify:
+            only_on_host("FTCOMM_VERIFY=1", engine)
+        if transport == "tcp":
+            only_on_host("TCP", engine)
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
+        if "elements" in arguments:
+            arguments["elements"] = min(arguments["elements"], MOST)
         self._body, self._arguments = body, {**arguments, "marks": str(folder)}
         for replica in range(replicas):
             (folder / f"pace-{replica}").write_bytes(bytes(8 * ranks))  # steps of the ranks, see `bodies.Pace`
         timeouts = Timeouts.derive(op_timeout, heartbeat_timeout, op_floor)
-        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify)
+        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify, engine=engine)
         self.processes: dict[tuple[int, int], Any] = {}
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()

@@ -48,6 +48,7 @@ from ftcomm.hsdp.replay import Replay
 from ftcomm.settings import Settings
 from ftcomm.transport.segment import POSTED, TAKEN
 
+from . import inside
 from .job import DEADLINE
 
 JOINING = ("connected", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
@@ -130,6 +131,8 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(
         Stream, "_publish", lambda self, word, count: {POSTED: "posted", TAKEN: "taken"}.get(word) if count else None
     )
+    if settings.engine == "interpret":
+        inside.before_publish(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.process.exchange_process import main
+from tests.process.job import only_on_host
 
 pytestmark = pytest.mark.protocol
 
@@ -106,6 +107,7 @@ class Job:
 
 @pytest.fixture
 def jobs() -> Iterator[list[Job]]:
+    only_on_host("part in this: it drives the exchange of the host itself")
     started: list[Job] = []
     yield started
     for job in started:

@@ -20,7 +20,7 @@ from ftcomm.launch import run
 
 from . import torn
 from .bodies import reduce_forever
-from .job import Job
+from .job import Job, fewer
 from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .test_launch_training import Job as LaunchedJob
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.protocol
 
 VICTIM = 1
 ELEMENTS = 300_001  # three chunks
-LONG_AGO = 100  # ops that the others run before the victim wakes; they have used all of their staging many times
+LONG_AGO = fewer(100)  # ops that the others run before the victim wakes; they have used all of their staging many times
 TIMES = 20  # the ops that run before
 SILENCE = 4.0  # s after which a stopped replica is expelled; so long that on a busy machine nobody else is
 
@@ -167,7 +167,7 @@ def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
             seen = len(running.events)
             running.signal(100 + life, signal.SIGCONT)
             assert running.join(100 + life) == [1], f"seed {SEED}"
-            go_on(running, 30)
+            go_on(running, fewer(30))
             assert not disturbed(running, seen, {0, 1, 2}), f"seed {SEED}"
         texts = [text for replica, _, text in running.errors() if replica == VICTIM]
         assert [text.partition(":")[0] for text in texts] == ["ExpelledError"] * lives, f"seed {SEED}: {texts}"
@@ -191,7 +191,7 @@ else:
         torch.nn.init.constant_(weights, 0.01)
 optimizer = torch.optim.AdamW(model.parameters())
 if group.replica == 1 and first_life(os.curdir):
-    stop_at("copy", 20)
+    stop_at("copy", 20, engine=group.settings.engine)
 state = {"model": model, "optimizer": optimizer}
 for step in ftcomm.steps(1000000, state):
     x = torch.randn(2, 200, generator=torch.Generator().manual_seed(1000 * step + group.replica))
@@ -215,11 +215,11 @@ def test_the_launcher_brings_it_back(here: Path, monkeypatch: pytest.MonkeyPatch
     async def plan() -> None:
         await training.until(lambda: training.contributing() == {0, 2})
         step = training.steps()
-        await training.until(lambda: training.steps() > step + 50)
+        await training.until(lambda: training.steps() > step + fewer(50))
         os.kill(training.launcher.pids()[VICTIM, 0], signal.SIGCONT)
         await training.until(lambda: training.contributing() == {0, 1, 2})
         step = training.steps()
-        await training.until(lambda: training.steps() > step + 20)
+        await training.until(lambda: training.steps() > step + fewer(20))
         training.launcher.interrupt()
 
     assert training.run(plan) == run.DRAINED, (training.said, training.lines)

@@ -22,7 +22,7 @@ import pytest
 from ftcomm.control.server import ServerError
 from ftcomm.control.timeouts import Timeouts
 
-from .job import TOKEN, Job
+from .job import TOKEN, Job, fewer
 from .points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
 from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
@@ -302,7 +302,7 @@ def test_everything_at_random(tmp_path: Path) -> None:
     away, dead = False, set[int]()
     with job(tmp_path, replicas=4) as running:
         begin(running)
-        for _ in range(40):
+        for _ in range(fewer(40)):
             what = rng.choice(["coordinator", "replica", "replica", "rest", "rest"])
             if what == "coordinator":
                 (running.start_coordinator if away else running.stop_coordinator)()
@@ -394,7 +394,7 @@ def test_who_is_told_to_leave_while_the_coordinator_is_away_leaves_when_it_is_ba
         (tmp_path / "leave-1").touch()
         for _ in _until(lambda: any(note["kind"] == "leaves" for _, _, note in running.notes()), "it was not told"):
             pass
-        go_on(running, ALL, 10)
+        go_on(running, ALL, fewer(10))
         seen = len(running.events)
         running.start_coordinator()
         assert running.join(1) == [0], running.errors()
@@ -442,7 +442,7 @@ def test_a_coordinator_that_comes_back_wrong_stops_nobody(tmp_path: Path, mistak
         running.start_coordinator(**mistake)
         running.wait_event("refusal of all", lambda events: {e["replica"] for e in _refusals(events[seen:])} == ALL)
         assert all(reason in e["reason"] for e in _refusals(running.events[seen:]))
-        go_on(running, ALL, 10)
+        go_on(running, ALL, fewer(10))
         assert not running.errors()
         assert not [e for e in running.events[seen:] if e["kind"] == "view"]
         running.stop_coordinator()

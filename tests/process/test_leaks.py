@@ -11,15 +11,15 @@ from typing import NamedTuple
 import pytest
 
 from .bodies import reduce_forever
-from .job import Job
+from .job import SLOWER, Job
 from .test_faults import _members, _until
 from .test_kills import ENDLESS, check
 
 pytestmark = pytest.mark.protocol
 
 VICTIM = 2
-KILLS = 30
-WARM = 10  # kills after which everything that is made once has been made
+KILLS = 30 if SLOWER == 1 else 12
+WARM = KILLS // 3  # kills after which everything that is made once has been made
 ELEMENTS = 300_001  # three chunks: all of the staging is touched
 SLACK = 16 << 20  # bytes of memory that an allocator may keep; twenty leaked segments are 80 MB
 

@@ -22,6 +22,7 @@ from ftcomm.collective import stream
 from ftcomm.transport import tcp
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 
+from . import inside
 from .bodies import reduce_forever
 from .job import Notes
 
@@ -33,7 +34,8 @@ _WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
 def reduce_and_stop(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """`reduce_forever`; the first life of the rank `arguments["victim"]` stops at `arguments["place"]`."""
     if [group.replica, group.rank] == list(arguments["victim"]) and first_life(arguments["marks"]):
-        stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind))
+        engine = group.settings.engine
+        stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind), engine)
     reduce_forever(group, notes, arguments)
 
 
@@ -45,7 +47,7 @@ def first_life(folder: str | Path) -> bool:
     return True
 
 
-def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: None) -> None:
+def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: None, engine: str = "host") -> None:
     """Stop this process the `times`-th time that `place` is reached; `note` hears "stopped" before, "woke" after."""
     left = times
 
@@ -59,7 +61,15 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once, before the next line
         note("woke")
 
-    if place == "frame":
+    if engine == "interpret":
+
+        def at(reached: str) -> None:
+            if reached == place and now():
+                stop()
+
+        inside.before_publish(at)
+        inside.within_copies(at)
+    elif place == "frame":
         send = tcp.Reader.send
 
         def send_torn(self: tcp.Reader, word: int, value: int, start: int, payload: memoryview, *rest: Any) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from ftcomm.errors import TransportError
-from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, SIZE, SLOTS, Segment, wrong
+from ftcomm.transport.segment import CHUNK, HOST, POSTED, REDUCED, SIZE, SLOTS, OtherEngine, Segment, wrong
 from ftcomm.transport.shm import ShmPeer
 
 
@@ -60,6 +61,20 @@ def test_another_segment_is_told_from_the_right_one() -> None:
     segment.close()
     with pytest.raises(TransportError, match="cannot open the segment of replica 3"):
         ShmPeer(3, os.getpid(), fd + 1000, segment.nonce)
+
+
+def test_other_engines_and_layouts_are_told_apart() -> None:
+    """By what the first words say, and before the size, which says little."""
+    other = dataclasses.replace(HOST, magic=HOST.magic + 0x100, engine="interpret", size=SIZE + 4096)
+    for mine, theirs in ((HOST, other), (other, HOST)):
+        segment = Segment(theirs)
+        with pytest.raises(OtherEngine, match=f"FTCOMM_ENGINE={mine.engine} .layout {mine.magic & 0xFFFF:#x}."):
+            ShmPeer(3, os.getpid(), segment.fd, segment.nonce, mine)
+    for change in (dict(lanes=4), dict(chunk=CHUNK // 2), dict(slots=8), dict(size=SIZE - 4096)):
+        segment = Segment(dataclasses.replace(HOST, **change))
+        with pytest.raises(TransportError, match=r"install one version everywhere|bytes, not") as caught:
+            open_peer(segment)
+        assert not isinstance(caught.value, OtherEngine)
 
 
 def test_nothing_is_left_of_a_segment() -> None:

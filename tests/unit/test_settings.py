@@ -55,6 +55,13 @@ def test_everything() -> None:
         ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
         ({"FTCOMM_REPLICAS": "0"}, "at least one replica"),
         ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
+        ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of host, interpret, cuda"),
+        (
+            {"FTCOMM_ENGINE": "cuda", "FTCOMM_TRANSPORT": "tcp"},
+            "set FTCOMM_TRANSPORT=auto or shm, or",
+        ),
+        ({"FTCOMM_ENGINE": "interpret", "FTCOMM_VERIFY": "1"}, "do not compare results yet; unset FTCOMM_VERIFY"),
+        ({"FTCOMM_SMS": "0"}, "FTCOMM_SMS=0; expected at least 1"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),
         ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, tcp"),

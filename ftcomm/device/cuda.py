@@ -1,0 +1,392 @@
+"""An NVIDIA GPU as a `Device`: streams and launches by PyTorch and Triton, the rest by CuPy's view of the CUDA runtime.
+
+What may block what. The gate behind an op keeps the op stream, and the caller's stream with it, until the op has
+returned; after a loss it only does when this rank's host has queued the repair. So nothing on the way to that may wait
+for the GPU to be idle:
+
+- All streams are our own, made by the runtime and not taken from PyTorch's pool, whose 32 streams go round, and of the
+  highest priority. Streams that share a hardware queue run one behind the other; see `probe.connections`.
+- A kernel that was never launched is loaded at its first launch, and loading may wait for all that runs ("Lazy Loading"
+  in the CUDA programming guide). So before its first launch each variant is launched once on words that tell it to end
+  at once (`_prepare`). The repair of an op takes the variant of the op, so that it never has to be loaded.
+- Host and device exchange words by copies on a stream for that alone, through pinned memory: an ordinary cudaMemcpy
+  belongs to the legacy stream, in which the caller may have queued what waits for us.
+- Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does.
+- While a graph is captured anywhere in the process such calls are errors and would break the capture, unless the thread
+  has said that it knows better; ours has (`_relaxed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from cupy.cuda import runtime
+from triton.errors import TritonError
+
+from ftcomm.arrays import Staged
+from ftcomm.device import copies
+from ftcomm.device.arrays import stage_device
+from ftcomm.device.blocks import programs, room
+from ftcomm.device.device import Launch, Reached
+from ftcomm.device.layout import CUDA, EXPORT_AT, EXPORT_WORDS
+from ftcomm.device.memory import Export, Pinned, Shared, open_staging, staging_place, uuid_of, visible_peers
+from ftcomm.errors import ArgumentError, FtcommError, TransportError
+from ftcomm.kernels.device import words as w
+from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
+from ftcomm.transport.segment import Segment
+from ftcomm.transport.shm import ShmPeer
+
+log = logging.getLogger("ftcomm")
+
+COPIES_AT = 256  # index of the words of the copy-engine path, before those of the lanes
+_STAGING = 2 * CUDA.lanes * CUDA.slots * CUDA.chunk  # of the all-reduce; that of the copies lies behind it
+TABLE = 64 << 10  # tasks of a repair without new memory: an op of 16 GB
+_HIGHEST = -100  # priority; the runtime takes the nearest there is
+_GATE: Mapping[str, Any] = {"THREADS": 32, "num_warps": 1}
+_NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_UNIT = 8  # bytes of a word
+_LOADED: set[tuple[Any, ...]] = set()  # variants of the kernel; by the process, as Triton loads them
+_MASK = (1 << 64) - 1  # words are unsigned to the host
+
+
+class _Peer(NamedTuple):
+    reached: Reached
+    export: Export
+    shared: Shared
+    opened: bool  # its staging, by CUDA IPC
+
+
+class _Words:
+    """ctl, state and view of a rank, or some on which a kernel ends at once."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        size = (w.STATE_WORDS + w.VIEW_WORDS) * _UNIT
+        self.pinned = Pinned(w.CTL_WORDS * _UNIT)
+        self.ctl = self.pinned.words
+        self.state = runtime.malloc(size)
+        self.view = self.state + w.STATE_WORDS * _UNIT
+        runtime.memsetAsync(self.state, 0, size, stream.cuda_stream)
+        stream.synchronize()
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        return self.pinned.address, self.state, self.view
+
+
+class _Scratch(_Words):
+    """For launches whose only purpose is that the kernel is loaded."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream)
+        self.stream = stream
+        self.ctl[w.OPEN] = w.CLOSED & _MASK
+        self.ctl[w.RETURNED] = 1 << 62  # for the gate
+
+
+class CudaDevice:
+    """See `ftcomm.device.device.Device`. On the current GPU of PyTorch, which stays that of this rank.
+
+    `staging`: "device", "host", or "auto": on the device unless GPUs of this process cannot read each other's memory.
+    Raises `TransportError` if there is not enough memory. Call `ftcomm.device.probe.require_cuda` first.
+    """
+
+    layout = CUDA
+    blocking = False
+
+    def __init__(self, segment: Segment, *, staging: str = "auto") -> None:
+        self._index = torch.cuda.current_device()
+        self._device = torch.device("cuda", self._index)
+        properties = torch.cuda.get_device_properties(self._index)
+        self._multiprocessors: int = properties.multi_processor_count
+        self._uuid = uuid_of(properties)
+        place, reason = staging_place(staging, visible_peers())
+        if reason:
+            log.warning("%s", reason)
+        with self._on():
+            self._lanes, self._export = self._allocate(segment, place)
+            self._op, self._repair, self._copies = (self._stream() for _ in range(3))
+            self._words = _Words(self._copies)
+            self._table = Pinned(TABLE * _UNIT)
+            self._note = Pinned((w.VIEW_WORDS + w.STATE_WORDS) * _UNIT)
+            self._scratch = {repair: _Scratch(self._stream()) for repair in (False, True)}
+        self.own = Reached(self._lanes.address, self._export.pointer, self._lanes.words)
+        self.ctl = self._words.ctl
+        self._lock = threading.Lock()  # guards the rest; never held across a wait
+        self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
+        self._leaving: list[_Peer] = []
+
+    def _allocate(self, segment: Segment, place: str) -> tuple[Shared, Export]:
+        nonce = bytes.fromhex(segment.nonce)
+        size = _STAGING + copies.STAGING
+        here = CUDA.staging_at
+        lanes = Shared.create(here + size * (place == "host"), nonce)
+        handle = bytes(64)
+        if place == "host":
+            pointer = lanes.address + here
+        else:
+            try:
+                pointer = runtime.malloc(size)
+                handle = runtime.ipcGetMemHandle(pointer)
+            except runtime.CUDARuntimeError as error:
+                raise TransportError(
+                    f"cannot set aside {size >> 20} MB of GPU memory that other processes may open: {error}. Free GPU "
+                    "memory, or set FTCOMM_STAGING=host on all ranks."
+                ) from error
+        at = here if place == "host" else 0
+        export = Export(nonce, lanes.fd, lanes.size, at, size, pointer, self._index, self._uuid, handle)
+        for i, word in enumerate(export.pack()):
+            segment.words[EXPORT_AT + i] = word
+        return lanes, export
+
+    def _stream(self) -> torch.cuda.Stream:
+        pointer = runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGHEST)
+        return torch.cuda.ExternalStream(pointer, device=self._device)
+
+    @contextlib.contextmanager
+    def _on(self) -> Iterator[None]:
+        """This rank's GPU is the current one of this thread, for PyTorch and for CuPy."""
+        with torch.cuda.device(self._index), _relaxed():
+            runtime.setDevice(self._index)
+            yield
+
+    # ---- peers --------------------------------------------------------------------------------------------------
+
+    def reach(self, peer: ShmPeer) -> Reached:
+        with self._lock:
+            known = self._peers.get(peer.nonce)
+        if known is not None:
+            return known.reached
+        export = Export.unpack(peer.words[EXPORT_AT : EXPORT_AT + EXPORT_WORDS])
+        if export.nonce.hex() != peer.nonce:
+            raise TransportError(f"replica {peer.replica} has not said where its GPU memory is")
+        with self._on():
+            shared = Shared.open(peer.pid, export)
+            try:
+                staging, opened = open_staging(peer.pid, export, shared, self._index)
+            except TransportError:
+                shared.close()
+                raise
+        mine = _Peer(Reached(shared.address, staging, shared.words.toreadonly()), export, shared, opened)
+        with self._lock:
+            first = self._peers.setdefault(peer.nonce, mine)
+            if first is not mine:
+                self._leaving.append(mine)  # another thread was faster
+        return first.reached
+
+    def leave(self, peer: ShmPeer) -> None:
+        with self._lock:
+            gone = self._peers.pop(peer.nonce, None)
+            if gone is not None:
+                self._leaving.append(gone)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close what was left, if nothing of ours runs."""
+        with self._on(), self._lock:
+            if not self._leaving or not self._idle():
+                return
+            gone, self._leaving = self._leaving, []
+        with self._on():
+            for peer in gone:
+                if peer.opened:
+                    runtime.ipcCloseMemHandle(peer.reached.staging)
+                peer.shared.close()
+
+    def _idle(self) -> bool:
+        """Nothing of ours runs. Not so while it is captured: to ask would break the capture."""
+        streams = (self._op, self._repair)
+        return not any(runtime.streamIsCapturing(s.cuda_stream) for s in streams) and all(s.query() for s in streams)
+
+    def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
+        with self._lock:
+            sharing = 1 + sum(peer.export.uuid == self._uuid for peer in self._peers.values())
+        fit = room(self._multiprocessors, sharing)
+        if fit < 1:
+            raise FtcommError(
+                f"{sharing} ranks share a GPU of {self._multiprocessors} multiprocessors: too many to run at once. Use "
+                "fewer ranks a GPU."
+            )
+        return programs(nbytes, lanes, sms, fit)
+
+    # ---- arrays -------------------------------------------------------------------------------------------------
+
+    def stage(self, x: Any) -> Staged:
+        if torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "an all-reduce cannot be captured into a CUDA graph yet: the group numbers its ops when they are "
+                "called, and a replay calls nobody. Capture what comes before it and what comes after."
+            )
+        return stage_device(x, self._device)
+
+    def address(self, array: torch.Tensor) -> int:
+        return int(array.data_ptr())
+
+    def empty(self, array: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(array)
+
+    # ---- streams and launches -----------------------------------------------------------------------------------
+
+    def warm(self) -> None:
+        """The gate; the variants of the all-reduce are loaded when the first op needs them, before it is queued."""
+        with self._on():
+            self._load_gate(self._scratch[False])
+
+    def follow(self) -> None:
+        self._op.wait_stream(torch.cuda.current_stream(self._index))
+
+    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+        stream = self._repair if repair else self._op
+        tasks, ntasks = self._tasks(launch)
+        scalars = (
+            *(self.address(launch.array), tasks, ntasks, launch.count),
+            *(launch.call, launch.template, launch.only, _NO_DEADLINE),
+        )
+        constants = compiled_for(launch.constants)
+        with self._on():
+            self._sweep()
+            try:
+                self._prepare(scalars, constants, self._scratch[repair])
+                launch.array.record_stream(stream)
+                with torch.cuda.stream(stream):
+                    allreduce[(launch.programs,)](*self._words.addresses, *scalars, **constants)
+                    if not repair:
+                        gate[(1,)](*self._words.addresses[:2], **_GATE)
+            except (RuntimeError, TritonError) as error:
+                raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
+
+    def _tasks(self, launch: Launch) -> tuple[int, int]:
+        if launch.tasks is None:
+            return 0, launch.ntasks
+        count = len(launch.tasks)
+        if len(self._table.words) < count:
+            self._table = Pinned(count * _UNIT)
+        for i, task in enumerate(launch.tasks):  # the repair before has ended, or this one would not begin
+            self._table.words[i] = task
+        return self._table.address, count
+
+    def _prepare(self, scalars: tuple[int, ...], constants: Mapping[str, Any], scratch: _Scratch) -> None:
+        """Launch this variant of the kernel once where it ends at once, and wait for that, unless it was before."""
+        variant = (self._index, *sorted((name, str(value)) for name, value in constants.items()))
+        if variant in _LOADED:
+            return
+        with torch.cuda.stream(scratch.stream):
+            allreduce[(1,)](*scratch.addresses, *scalars, **constants)
+        self._load_gate(scratch)
+        _LOADED.add(variant)
+
+    def _load_gate(self, scratch: _Scratch) -> None:
+        with torch.cuda.stream(scratch.stream):
+            gate[(1,)](*scratch.addresses[:2], **_GATE)
+        scratch.stream.synchronize()
+
+    def copy(self, source: torch.Tensor, to: torch.Tensor, *, repair: bool = False) -> None:
+        stream = self._repair if repair else self._op
+        with self._on(), torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            to.record_stream(stream)
+            source.record_stream(stream)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._op)
+        return event
+
+    def release(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._index).wait_event(mark)
+
+    def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> copies.Copies:
+        """The copy-engine path, between the memory of the members of an epoch, of which this one is number `me`.
+
+        What the caller has queued on its current stream before a call is copied; a call returns when all is there.
+        """
+        ports = [
+            copies.Port(member.lanes[COPIES_AT : COPIES_AT + copies.WORDS], member.staging + _STAGING)
+            for member in members
+        ]
+        return copies.Copies(me, ports, epoch, _CopyEngines(self), stop)
+
+    # ---- the host's side ----------------------------------------------------------------------------------------
+
+    def enter(self, view: Sequence[int], number: int) -> None:
+        note, at = self._note, w.VIEW_WORDS * _UNIT
+        for i, word in enumerate([*view, number, 0, 0]):  # NUMBER, BASE and LANES_DONE are the first three of `state`
+            note.words[i] = word & _MASK
+        with self._on():
+            stream, kind = self._copies.cuda_stream, runtime.memcpyHostToDevice
+            runtime.memcpyAsync(self._words.view, note.address, at, kind, stream)
+            runtime.memcpyAsync(self._words.state, note.address + at, 3 * _UNIT, kind, stream)
+            runtime.streamSynchronize(stream)
+
+    def check(self) -> None:
+        try:
+            with _relaxed():
+                self._copies.query()
+        except RuntimeError as error:  # of any kernel of this process; the context is lost
+            raise FtcommError(f"the GPU cannot be used any more: {error}; restart this process") from error
+
+    def settle(self, seconds: float) -> bool:
+        deadline, pause = time.monotonic() + seconds, 20e-6
+        try:
+            with self._on():
+                while not self._idle():
+                    if time.monotonic() > deadline:
+                        return False
+                    time.sleep(pause)
+                    pause = min(2 * pause, 1e-3)
+            self._sweep()
+        except RuntimeError as error:  # `check` says so to whoever can do something about it
+            log.warning("the GPU cannot be used any more: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        self._lanes.stop()
+
+
+class _CopyEngines:
+    """A `Mover` on a stream of its own. Copies between GPUs, and between a GPU and pinned memory, are made by the copy
+    engines; within a GPU (into the sender's slot, and between ranks that share it) the driver may choose otherwise."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        with device._on():
+            self._stream = device._stream()
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        with self._device._on():
+            self._stream.wait_stream(torch.cuda.current_stream())
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.cuda_stream)
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+
+@contextlib.contextmanager
+def _relaxed() -> Iterator[None]:
+    """What this thread does is no part of any graph that is being captured, and allowed meanwhile."""
+    mode = ctypes.c_int(_RELAXED)
+    _exchange(mode)
+    try:
+        yield
+    finally:
+        _exchange(mode)  # it holds what was before
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _exchange(mode: ctypes.c_int) -> None:
+    error = _libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    if error:
+        raise FtcommError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {error}")

@@ -1,0 +1,109 @@
+"""What the exchange needs of the machine that runs its kernels: a GPU, or, for tests, Triton's interpreter.
+
+Two streams, each in order: all ops run on the *op stream*, one after the other; after a view change the op that was
+broken off goes on by a launch on the *repair stream*, while its gate still holds the op stream.
+
+    op stream       [keep] allreduce gate  [keep] allreduce gate ...
+    repair stream         [back] allreduce
+
+Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words mean is said in
+`ftcomm.kernels.device.words`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ftcomm.arrays import Staged
+from ftcomm.transport.segment import Layout
+from ftcomm.transport.shm import ShmPeer
+
+
+class Reached(NamedTuple):
+    """The memory of a member, as this process sees it."""
+
+    words: int  # address for kernels; word 0 there is word 0 of a segment, so that lanes begin at word LANES_AT
+    staging: int  # address for kernels
+    lanes: memoryview  # ("Q") the same words for the host, also from word 0 on; of a peer read-only
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of `ftcomm.kernels.device.allreduce.allreduce`. The device adds ctl, state and view, which it owns."""
+
+    array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
+    count: int  # elements
+    call: int  # what members compare
+    template: int  # by which the kernel says which launch it is
+    only: int  # the epoch in which a repair may run; 0: a first launch, in any
+    ntasks: int
+    tasks: tuple[int, ...] | None  # see ftcomm.kernels.device.words; None: chunks 0 .. ntasks - 1, to be reduced
+    programs: int
+    # The constexprs that follow from the op; the device adds its own (BLOCK, THREADS). A repair has those of the first
+    # launch.
+    constants: Mapping[str, Any]
+
+
+class Device(Protocol):
+    """Made with this rank's segment, in whose words from EXPORT_AT on it leaves what `open` needs at the others.
+
+    None of these blocks for the work of others, but where it says so. `reach`, `leave`, `stage`, `empty`, `address` and
+    `release` are for any thread. The exchange calls what belongs to the op stream from one thread at a time, and what
+    belongs to the repair stream, and `enter`, from one thread at a time, which may be another.
+    """
+
+    layout: Layout
+    blocking: bool  # the caller's array may be touched only when the op is done; False: as its stream says
+    own: Reached  # `lanes` is writable
+    ctl: memoryview  # ("Q") CTL_WORDS of them
+
+    def warm(self) -> None:
+        """Compile and load what any op needs. Blocks, for seconds maybe; before the first op."""
+
+    def reach(self, peer: ShmPeer) -> Reached:
+        """Make the memory of `peer` readable for kernels; the same answer if it is. Blocks. Raises `TransportError`."""
+
+    def leave(self, peer: ShmPeer) -> None:
+        """No kernel reads it any more; idempotent."""
+
+    def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
+        """How many programs an op of `nbytes` in `lanes` lanes gets, of at most `sms` (None: as many as pay)."""
+
+    def stage(self, x: Any) -> Staged:
+        """The memory of `x` as one flat array that kernels can work on. Raises `ArgumentError`."""
+
+    def address(self, array: Any) -> int:
+        """Of the first element of a flat array."""
+
+    def empty(self, array: Any) -> Any:
+        """Memory like that of `array`, for a copy."""
+
+    def follow(self) -> None:
+        """The op stream waits for what the caller's current stream has queued so far."""
+
+    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+        """Queue the kernel; on the op stream with its gate behind it. Raises `FtcommError` if it cannot be launched."""
+
+    def copy(self, source: Any, to: Any, *, repair: bool = False) -> None:
+        """Queue `to[:] = source`."""
+
+    def mark(self) -> Any:
+        """What the op stream has queued so far, for `release`."""
+
+    def release(self, mark: Any) -> None:
+        """The caller's current stream goes on when what `mark` stands for is done. The caller's thread, any time."""
+
+    def enter(self, view: Sequence[int], number: int) -> None:
+        """Write the `view` table, and NUMBER = `number`, BASE = 0 into `state`, while no launch looks at them (OPEN is
+        0, BEGUN == FINISHED). Blocks for a copy: when it returns, programs see it."""
+
+    def check(self) -> None:
+        """Raises `FtcommError` if a kernel has failed in a way that no view change mends."""
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until all that was launched has ended; False if it has not after `seconds`."""
+
+    def close(self) -> None:
+        """Nothing will be launched any more. Memory that others may still read stays until the process ends."""

@@ -1,0 +1,190 @@
+"""The engine of a shard group at one member, where a kernel runs the ops. That of hosts: `ftcomm.collective.exchange`.
+
+Ops are launched when they are submitted, and run in that order on the op stream of the device, each followed by a gate.
+What a view change does to them:
+
+    freeze    OPEN = 0: the launch that runs ends between two steps, one that comes later holds. Nothing of ours touches
+              any memory when BEGUN == FINISHED
+    progress  the op that has begun and not returned, and from the words of its lanes what of it is FINAL. Ops that were
+              launched and have not begun count as not called: nobody can hold a chunk of them
+    resume    own words are raised to the epoch, the table of members is written, OPEN = epoch; what is left of the op
+              is launched on the repair stream. Its gate has held the op stream all the while
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from ftcomm.collective.flight import Resumed
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import ProtocolError
+from ftcomm.collective.stall import Stall
+from ftcomm.control.messages import Progress
+from ftcomm.device.launch import account
+from ftcomm.device.monitor import Monitor
+from ftcomm.errors import FtcommError
+from ftcomm.kernels.device.words import (
+    BASE_OF,
+    OPEN,
+    STARTED,
+)
+from ftcomm.transport.segment import Peer
+
+
+class DeviceExchange(Monitor):
+    """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
+
+    Arguments and methods are those of `ftcomm.collective.exchange.Exchange`, but that peers are reached by shared
+    memory alone, and results are not compared.
+    """
+
+    # -- the caller's side: any thread -------------------------------------------------------------------------------
+
+    def submit(self, op: Operation) -> None:
+        """Enqueue and launch. Does not block. If the engine has failed, `op.error` is set at once.
+
+        Raises what an earlier op failed with whose caller did not wait for it.
+        """
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None:
+            raise unheard
+        try:
+            with self._launching:
+                with self._mutex:
+                    if self._error is not None:
+                        op.finish(self._error)
+                        return
+                    if not self._flight.ops:
+                        self._watch.began = time.monotonic()
+                    self._flight.add(op)
+                    view = self._view
+                    self._late = self._late or view is None
+                    late = self._late
+                    self._start_monitor()
+                    self._changed.notify_all()
+                if view is not None and not late:
+                    self._device.follow()
+                    self._launch(op, view)
+        except BaseException as error:  # an interrupt: nobody knows whether it was launched
+            self._fail(FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on"))
+            raise
+
+    def run(self, op: Operation) -> None:
+        """Enqueue, and return when the caller may use the array, as the device understands that: when `op.done`, or
+        when its current stream waits for the op."""
+        self.submit(op)
+        self.wait(op)
+
+    def wait(self, op: Operation, timeout: float | None = None) -> bool:
+        """Until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
+        if not self._device.blocking and not op.done:
+            launched = self._launched.get(op.number)
+            if launched is not None and launched.mark is not None:
+                with self._mutex:
+                    self._trusted.add(op.number)
+                self._device.release(launched.mark)
+                return True
+        return op.wait(timeout)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
+        self._flight.drain(self._mutex, timeout)
+
+    def waiting(self, seconds: float) -> Stall | None:
+        """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
+        return None if self._frozen else self._watch.waiting(seconds)
+
+    # -- the control side: none of these blocks ----------------------------------------------------------------------
+
+    def freeze(self, quiesced: Callable[[], None]) -> None:
+        """Stop; `quiesced` is called, here or by the monitor, when nothing of ours runs. May be repeated."""
+        with self._mutex:
+            if not self._frozen:
+                self._since = time.monotonic()
+            self._frozen = True
+            self._repair = None  # its tasks are those of an epoch that is over
+            if self._error is None:
+                self._ctl[OPEN] = 0
+            now = self._quiet()
+            if not now:
+                self._quiesced.append(quiesced)
+                self._start_monitor()
+                self._changed.notify_all()
+        if now:
+            quiesced()
+        else:
+            self.nudge()
+
+    def nudge(self) -> None:
+        """Let the monitor look at once."""
+        self._nudged.set()
+
+    def progress(self) -> Progress:
+        """Where this member stands. Between `quiesced` and `resume`. Raises the engine's error if it has failed."""
+        with self._mutex:
+            if self._error is not None:
+                raise self._error
+            if self._view is None:
+                return Progress(returned=0, ops=(), fresh=True)
+            self._collect()
+            op = self._begun()
+            if op is not None:
+                self._hear(op)
+                if op.error is None:
+                    own = self._device.own.lanes
+                    account(op, own, self._device.layout, self._view, self._ctl[BASE_OF])
+            return self._flight.progress(self._ctl[STARTED])
+
+    def attach(self, sock: socket.socket, replica: int, epoch: int) -> None:
+        """A member has found no other way than TCP to this one, which cannot serve it."""
+        sock.close()
+
+    def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
+        """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members, this one too.
+
+        A defect in the members' accounts of themselves fails the engine with `ProtocolError`.
+        """
+        with self._mutex:
+            if not self._frozen or not self._quiet():
+                raise RuntimeError("resume() before the engine has quiesced")
+            if self._error is not None:
+                return Resumed(0, 0, 0)
+            self._replace(peers)
+            begun = self._begun()
+            if self._view is None:
+                self._flight.number_from(progress)
+            resumed = Resumed(0, 0, 0)
+            failed: BaseException | None = None
+            try:
+                resumed = self._flight.resume(progress, view.contributors)
+                while self._flight.ops and not self._flight.ops[0].tasks:  # all members hold it, or it failed
+                    self._flight.return_first()
+            except ProtocolError as error:
+                failed = error
+            if not view.contributing:
+                failed = FtcommError("no contributing member is left; the state of the training is lost")
+            self._watch.disturbed(self._flight.issued)
+            self._forget()
+            self._view = view
+            self._frozen = False
+            if failed is not None:
+                self._end(failed)
+            else:
+                self._enter(view)
+                if self._flight.ops and self._flight.ops[0] is begun:
+                    self._repair = begun
+                self._start_monitor()
+            self._changed.notify_all()
+        self.nudge()
+        if failed is not None:
+            self._on_failed(failed)
+        return resumed
+
+    def fail(self, error: BaseException) -> None:
+        """The end: every op in flight and every later one fails with `error`. The first error counts."""
+        with self._mutex:
+            self._end(error)
+        self.nudge()

@@ -1,0 +1,230 @@
+"""A device without a GPU: the kernels run in Triton's interpreter, on host memory. For tests.
+
+The interpreter keeps its state in globals, so one kernel runs at a time in a process, in a thread that serves both
+streams: the gate is not a kernel here but a wait in which that thread runs what comes on the repair stream. Programs of
+a launch run one after the other, so a launch has one. Everything holds the interpreter lock most of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # counts from the first import of triton on
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ftcomm.arrays import Staged, stage
+from ftcomm.device.device import Launch, Reached
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.device.words import (
+    BASE,
+    CTL_WORDS,
+    HEARD,
+    MISMATCHED,
+    NUMBER,
+    RETURNED,
+    STARTED,
+    STATE_WORDS,
+    VIEW_WORDS,
+)
+from ftcomm.transport.segment import Segment
+from ftcomm.transport.shm import ShmPeer
+
+if not (INTERPRETED and isinstance(tl.sum, interpreter.InterpretedFunction)):
+    raise SettingsError(
+        "FTCOMM_ENGINE=interpret comes too late: Triton was imported before, to compile. Set TRITON_INTERPRET=1 "
+        "in the environment, or choose another engine."
+    )
+
+from ftcomm.kernels.device.allreduce import allreduce
+
+
+def _patch_once() -> None:
+    """The interpreter patches triton.language for a launch, and again for every call of a function in it, which finds
+    nothing left to patch and takes 0.5 ms to do so: two thirds of an op. Here only the first call of each module does.
+    """
+    real = interpreter._patch_lang
+    modules: set[int] = set()  # patched in this launch; one at a time
+
+    def patch(fn: Any) -> Any:
+        outermost, module = not modules, id(fn.__globals__)
+        if module in modules:
+            return None
+        modules.add(module)
+        scope = real(fn)
+        if outermost:
+            restore = scope.restore
+
+            def leave() -> None:
+                modules.clear()
+                restore()
+
+            scope.restore = leave
+        return scope
+
+    interpreter._patch_lang = patch
+
+
+_LOOK = 0.0005  # s; of the gate
+_BLOCK = 4096  # elements; a call of the interpreter costs the same for any number
+_THREADS = 32
+
+_patch_once()
+
+
+def _int64(value: int) -> tl.tensor:
+    """Of 2**31 .. 2**32 - 1 the interpreter makes an int64 in 32 bits, and stores what lies behind it as well."""
+    return tl.tensor(interpreter.TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
+
+
+class InterpretDevice:
+    """See `ftcomm.device.device.Device`; lanes and staging lie in the segment."""
+
+    blocking = True
+
+    def __init__(self, segment: Segment) -> None:
+        self.layout = segment.layout
+        self.own = Reached(segment.address, segment.address + segment.layout.staging_at, segment.buffer.cast("Q"))
+        self._words = np.zeros(CTL_WORDS + STATE_WORDS + VIEW_WORDS, np.uint64)
+        self._ctl, self._state, self._view = np.split(self._words, np.cumsum((CTL_WORDS, STATE_WORDS)))
+        self.ctl = memoryview(self._ctl)
+        self._ops: deque[Callable[[], None]] = deque()
+        self._repairs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._idle = True
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def warm(self) -> None:
+        """Nothing is compiled."""
+
+    def reach(self, peer: ShmPeer) -> Reached:
+        return Reached(peer.address, peer.address + self.layout.staging_at, peer.buffer.cast("Q"))
+
+    def leave(self, peer: ShmPeer) -> None:
+        """The mapping goes with the peer."""
+
+    def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
+        return 1
+
+    def stage(self, x: Any) -> Staged:
+        return stage(x)
+
+    def address(self, array: np.ndarray) -> int:
+        return int(array.ctypes.data)
+
+    def empty(self, array: np.ndarray) -> np.ndarray:
+        return np.empty_like(array)
+
+    def follow(self) -> None:
+        """What the caller has written, it has written."""
+
+    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+        def run() -> None:
+            tasks = None if launch.tasks is None else np.array(launch.tasks, np.int64)
+            scalars = (
+                self._ctl.ctypes.data,
+                self._state.ctypes.data,
+                self._view.ctypes.data,
+                self.address(launch.array),
+                0 if tasks is None else tasks.ctypes.data,
+                launch.ntasks,
+                launch.count,
+                launch.call,
+                launch.template,
+                launch.only,
+                0,  # no deadline: the monitor watches
+            )
+            allreduce[(launch.programs,)](
+                *map(_int64, scalars),
+                **launch.constants,
+                BLOCK=_BLOCK,
+                THREADS=_THREADS,
+            )
+            if not repair:
+                self._gate()
+
+        self._queue(run, repair)
+
+    def copy(self, source: np.ndarray, to: np.ndarray, *, repair: bool = False) -> None:
+        self._queue(lambda: np.copyto(to, source), repair)
+
+    def mark(self) -> None:
+        """The caller waits for the op itself."""
+
+    def release(self, mark: object) -> None:
+        """Nobody needs it."""
+
+    def enter(self, view: Sequence[int], number: int) -> None:
+        self._view[:] = np.array(view, np.int64).view(np.uint64)
+        self._state[NUMBER], self._state[BASE] = number, 0
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise FtcommError(f"a kernel has failed in the interpreter: {self._failure!r}") from self._failure
+
+    def settle(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle and not self._ops and not self._repairs, seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _queue(self, work: Callable[[], None], repair: bool) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="ftcomm-interpreter", daemon=True)
+                self._thread.start()
+            (self._repairs if repair else self._ops).append(work)
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        # Overflow and NaN in somebody's data are no news to the one who sums them.
+        with np.errstate(all="ignore"):
+            while True:
+                with self._changed:
+                    self._idle = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._ops or self._repairs or self._closed)
+                    if self._closed:
+                        return
+                    self._idle = False
+                    work = (self._repairs or self._ops).popleft()
+                try:
+                    work()
+                except BaseException as error:
+                    with self._changed:
+                        self._failure, self._idle = error, True
+                        self._ops.clear()
+                        self._repairs.clear()
+                        self._changed.notify_all()
+                    return
+
+    def _gate(self) -> None:
+        """See `ftcomm.kernels.device.allreduce.gate`; a launch on the repair stream runs in here."""
+        ctl = self.ctl
+        while not self._closed and (
+            ctl[RETURNED] < ctl[STARTED] or (ctl[MISMATCHED] == ctl[STARTED] and ctl[HEARD] < ctl[STARTED])
+        ):
+            try:
+                work = self._repairs.popleft()
+            except IndexError:
+                time.sleep(_LOOK)
+            else:
+                work()

@@ -1,0 +1,132 @@
+"""From an op to the launch that runs it, and from the words of its lanes back to what it has done: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton.language as tl
+
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import ONE_SHOT_BYTES, GroupView
+from ftcomm.collective.resume import REDUCE
+from ftcomm.device.device import Reached
+from ftcomm.kernels.device import words
+from ftcomm.kernels.dtypes import DTYPES, OPS
+from ftcomm.transport.segment import Layout
+
+_UNROLLED = (2, 4, 8)  # sources for which the reduction is unrolled
+_COUNTER = 0xFFFFFFFF  # of a word; the rest is its epoch
+
+
+def constants(op: Operation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
+    """What the kernel is compiled for. A repair in another view takes those of the op's first launch: W changes the
+    speed, never the result."""
+    name, code = op.dtype, OPS.index(op.op)
+    if name == "bool":  # sum and max are "or", product and min are "and"
+        name, code = "uint8", OPS.index("max" if op.op in ("sum", "max") else "min")
+    sources = len(view.contributors)
+    return {
+        "T": tl.dtype(_TRITON_NAMES[name]),
+        "OP": code,
+        "W": sources if sources in _UNROLLED else 0,
+        "ALIGNED": address % 16 == 0,
+        "LANES": layout.lanes,
+        "CHUNK": layout.chunk,
+        "ONE_SHOT": ONE_SHOT_BYTES,
+    }
+
+
+_TRITON_NAMES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    **{name: name for name, dtype in DTYPES.items() if dtype.kind == "int"},
+}
+
+
+def task_words(op: Operation, view: GroupView) -> tuple[int, ...]:
+    """What is left of `op`, as the kernel reads it."""
+    index = {replica: i for i, replica in enumerate(view.members)}
+    return tuple(
+        task.chunk
+        if task.holder == REDUCE
+        else task.chunk | (index[task.holder] + 1) << words.HOLDER | (op.finals[task.chunk] is not None) << words.SKIP
+        for task in op.tasks
+    )
+
+
+def view_words(view: GroupView, reached: Mapping[int, Reached]) -> list[int]:
+    """The table of the members. `reached` is of all of them, this one too."""
+    if len(view.members) > words.MOST_MEMBERS:
+        raise ValueError(f"{len(view.members)} members; the kernel has room for {words.MOST_MEMBERS}")
+    table = [0] * words.VIEW_WORDS
+    contributors = view.contributors
+    table[words.EPOCH] = view.epoch
+    table[words.MEMBERS] = len(view.members)
+    table[words.ME] = view.members.index(view.me)
+    table[words.SOURCES] = len(contributors)
+    table[words.CONTRIBUTES] = view.me in view.contributing
+    table[words.SOLE] = view.members.index(contributors[0]) if len(contributors) == 1 else -1
+    table[words.ONE_HOST] = view.one_host
+    for i, member in enumerate(view.members):
+        table[words.WORDS_OF + i] = reached[member].words
+        table[words.STAGING_OF + i] = reached[member].staging
+    for i, member in enumerate(contributors):
+        table[words.SOURCE_STAGING + i] = reached[member].staging
+    return table
+
+
+# -- what the words of the lanes say ---------------------------------------------------------------------------------
+
+
+def lane_word(lane: int, word: int) -> int:
+    """Index in the words of a member."""
+    return words.LANES_AT + lane * words.LINE + word
+
+
+def lanes_of(op: Operation, layout: Layout) -> int:
+    """How many lanes have tasks of it."""
+    return max(1, min(layout.lanes, len(op.tasks)))
+
+
+def counter(lanes: memoryview, lane: int, word: int, epoch: int) -> int:
+    """How far the word of a lane has come in `epoch`; 0 if it is of an earlier one, and -1 of a later one."""
+    value: int = lanes[lane_word(lane, word)]
+    return value & _COUNTER if value >> 32 == epoch else -(value >> 32 > epoch)
+
+
+def account(op: Operation, own: memoryview, layout: Layout, view: GroupView, base: int) -> None:
+    """Write down which chunks are FINAL, of an op that was begun at `base` and is not returned. Repeatable."""
+    lanes = lanes_of(op, layout)
+    taken = [counter(own, lane, words.TAKEN, view.epoch) - base for lane in range(lanes)]
+    for i, task in enumerate(op.tasks):
+        if i // lanes < taken[i % lanes]:
+            op.finals[task.chunk] = task.contributors or view.contributors
+
+
+def missing(
+    op: Operation, own: memoryview, others: Mapping[int, memoryview], layout: Layout, epoch: int, base: int
+) -> tuple[int, ...]:
+    """The replicas whose words stand in the way of an op that runs."""
+    lanes = lanes_of(op, layout)
+    late: set[int] = set()
+
+    def behind(lane: int, word: int, count: int) -> set[int]:
+        return {replica for replica, theirs in others.items() if 0 <= counter(theirs, lane, word, epoch) < base + count}
+
+    for lane in range(lanes):
+        posted, reduced, taken = (
+            counter(own, lane, word, epoch) - base for word in (words.POSTED, words.REDUCED, words.TAKEN)
+        )
+        if posted <= 0:
+            continue  # no program has come to this lane
+        steps = -(-(len(op.tasks) - lane) // lanes)
+        if taken >= steps:
+            late |= behind(lane, words.TAKEN, taken)
+        else:
+            late |= behind(lane, words.POSTED, max(0, taken) + 1)
+            if reduced > max(0, taken):
+                late |= behind(lane, words.REDUCED, reduced)
+    return tuple(sorted(late))

@@ -1,0 +1,315 @@
+"""The thread that watches a device. It learns from words of the device which ops have returned, says when one stands
+still, and launches what is left of an op after a view change. While something is in flight it looks every `_LOOK`
+seconds; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ftcomm.collective.flight import Flight
+from ftcomm.collective.operation import Operation, mismatch
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import REDUCE
+from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
+from ftcomm.device.device import Device, Launch, Reached
+from ftcomm.device.launch import constants, lane_word, missing, task_words, view_words
+from ftcomm.errors import FtcommError
+from ftcomm.kernels.device.words import (
+    BASE_OF,
+    BEGUN,
+    CLOSED,
+    FINISHED,
+    HEARD,
+    LANES_AT,
+    LINE,
+    MISMATCHED,
+    OPEN,
+    POSTED,
+    REDUCED,
+    RETURNED,
+    SEEN,
+    STARTED,
+    TAKEN,
+)
+from ftcomm.transport.segment import Peer
+
+_LOOK = 0.001  # s
+_ALL = 1 << 62  # as RETURNED: more than any op
+_UNSIGNED = (1 << 64) - 1
+
+
+class _Launched(NamedTuple):
+    """What a repair needs of the first launch of an op."""
+
+    constants: dict[str, Any]
+    kept: Any  # a copy of the input, of an atomic op; else None
+    mark: Any
+
+
+class Monitor:
+    """What a `DeviceExchange` is made of, which says what the arguments are, and when the device is frozen and resumed.
+
+    `_mutex` guards the transitions, and `_launching`, taken before it, the order of launches; neither is held across a
+    wait for others.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        device: Device,
+        *,
+        deadline_floor: float,
+        deadline_ceiling: float,
+        give_up: float,
+        on_stall: Callable[[Stall], None],
+        on_failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.replica = replica
+        self._device = device
+        self._ctl = device.ctl
+        self._watch = StallWatch(deadline_floor, deadline_ceiling, give_up)
+        self._on_stall = on_stall
+        self._on_failed = on_failed
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)  # an idle monitor waits on it
+        self._launching = threading.Lock()  # taken before the mutex
+        self._flight = Flight()
+        self._launched: dict[int, _Launched] = {}  # by number
+        self._trusted: set[int] = set()  # ops whose callers have gone on, while only their streams wait
+        self._unheard: FtcommError | None = None
+        self._view: GroupView | None = None  # None: has never been in one
+        self._peers: dict[int, Peer] = {}
+        self._reached: dict[int, Reached] = {}
+        self._frozen = True
+        self._since = 0.0  # when it was frozen, or began to end
+        self._quiesced: list[Callable[[], None]] = []
+        self._late = False  # ops wait to be launched by the monitor: at submission they had no number yet
+        self._repair: Operation | None = None  # to be launched by the monitor
+        self._repairing = False  # the monitor is at it
+        self._error: BaseException | None = None
+        self._monitor: threading.Thread | None = None
+        self._nudged = threading.Event()
+        self._mark: tuple[Any, ...] = ()  # what had moved when the monitor looked last
+
+    # -- with the mutex ----------------------------------------------------------------------------------------------
+
+    def _quiet(self) -> bool:
+        """Whether nothing of ours touches memory; it stays so while OPEN is 0.
+
+        A launch that begins says so and then looks at OPEN again; we have written OPEN and look at what it says. To let
+        go of a lock is what keeps the processor from doing the second before the first.
+        """
+        with _fence:
+            pass
+        return not self._repairing and self._ctl[BEGUN] == self._ctl[FINISHED]
+
+    def _begun(self) -> Operation | None:
+        """The op that has begun and not returned."""
+        ops = self._flight.ops
+        return ops[0] if ops and ops[0].number < self._ctl[STARTED] else None
+
+    def _collect(self) -> None:
+        """Return what the device has returned."""
+        view = self._view
+        while view is not None and self._flight.ops and self._flight.ops[0].number < self._ctl[RETURNED]:
+            op = self._flight.ops[0]
+            self._hear(op)
+            if op.error is None:
+                for task in op.tasks:
+                    op.finals[task.chunk] = task.contributors or view.contributors
+            if isinstance(op.error, FtcommError) and op.number in self._trusted:
+                self._unheard = op.error
+            self._watch.returns(op)
+            self._flight.return_first()
+        self._forget()
+
+    def _hear(self, op: Operation) -> None:
+        """Whether the members have made different calls; the device goes on when we have read them."""
+        ctl, view = self._ctl, self._view
+        if op.error is None and view is not None and ctl[MISMATCHED] == op.number + 1:
+            calls = ((member, ctl[SEEN + 2 * i], ctl[SEEN + 2 * i + 1]) for i, member in enumerate(view.members))
+            op.error = mismatch(calls)
+            ctl[HEARD] = op.number + 1
+
+    def _forget(self) -> None:
+        self._trusted = {number for number in self._trusted if number >= self._flight.returned}
+        for number in [number for number in self._launched if number < self._flight.returned]:
+            del self._launched[number]
+
+    def _replace(self, peers: Mapping[int, Peer]) -> None:
+        for peer in self._peers.values():
+            if all(peer is not kept for kept in peers.values()):
+                self._device.leave(peer)
+                peer.close()
+        self._peers = dict(peers)
+        self._reached = {replica: self._device.reach(peer) for replica, peer in peers.items()}
+
+    def _enter(self, view: GroupView) -> None:
+        """Our words first: who was left behind in another epoch has to see that we left it before any byte changes."""
+        own = self._device.own.lanes
+        for lane in range(self._device.layout.lanes):
+            for word in (POSTED, REDUCED, TAKEN):
+                own[lane_word(lane, word)] = view.epoch << 32
+        self._device.enter(view_words(view, {**self._reached, self.replica: self._device.own}), self._flight.returned)
+        self._ctl[RETURNED] = self._flight.returned
+        self._ctl[OPEN] = view.epoch
+
+    def _end(self, error: BaseException) -> bool:
+        """The engine fails with `error`, unless it has failed before."""
+        first = self._error is None
+        if first:
+            self._error = error
+            self._since = time.monotonic()
+            self._repair = None
+            self._ctl[OPEN] = CLOSED & _UNSIGNED
+            self._ctl[RETURNED] = self._ctl[HEARD] = _ALL
+            self._start_monitor()
+        self._changed.notify_all()
+        return first
+
+    def _start_monitor(self) -> None:
+        if self._monitor is None:
+            self._monitor = threading.Thread(target=self._serve, name=f"ftcomm-monitor-{self.replica}", daemon=True)
+            self._monitor.start()
+
+    # -- the monitor -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while self._look():
+            self._nudged.wait(_LOOK)
+            self._nudged.clear()
+
+    def _look(self) -> bool:
+        """Wait for something to be in flight, then look once; False at the end."""
+        say: Callable[[], None] | None = None
+        with self._mutex:
+            while not (self._flight.ops or self._quiesced or self._error):
+                self._changed.wait()
+            quiet = self._quiet()
+            calls: list[Callable[[], None]] = []
+            if quiet:
+                calls, self._quiesced = self._quiesced, []
+            waited = time.monotonic() - self._since
+            failed = self._error is not None
+            end = failed and (quiet or waited > self._watch.give_up)
+            if end:
+                self._abandon()
+            elif self._frozen and not failed:
+                self._collect()
+                if self._flight.ops and self._view is not None and waited > self._watch.give_up:
+                    error = no_view(self._flight.ops[0], self._watch.give_up)
+                    say = lambda: self._fail(error)  # noqa: E731
+            elif not failed:
+                self._collect()
+                say = self._stalled()
+            repair, self._repair = self._repair, None
+            self._repairing = repair is not None
+            late = self._late and self._view is not None
+        for call in calls:
+            call()
+        if failed:
+            return not end
+        try:
+            self._device.check()
+            if repair is not None:
+                self._relaunch(repair)
+            if late:
+                self._launch_late()
+        except FtcommError as error:
+            self._fail(error)
+        finally:
+            self._repairing = False
+        if say is not None:
+            say()
+        return True
+
+    def _abandon(self) -> None:
+        """End every op in flight with the engine's error: nothing touches their arrays any more."""
+        assert self._error is not None
+        self._flight.abandon(self._error)
+        self._launched.clear()
+        self._watch.wait = None
+        for peer in self._peers.values():
+            peer.close()
+
+    def _stalled(self) -> Callable[[], None] | None:
+        """What is to be said of the op that runs, without the mutex; None if it moves."""
+        op, view = self._begun(), self._view
+        lanes, layout = self._device.own.lanes, self._device.layout
+        mark = (self._ctl[BEGUN], self._ctl[RETURNED], bytes(lanes[LANES_AT : LANES_AT + layout.lanes * LINE]))
+        moved, self._mark = mark != self._mark, mark
+        if op is None or view is None or moved:
+            self._watch.wait = None
+            return None
+        others = {replica: reached.lanes for replica, reached in self._reached.items()}
+        who = missing(op, lanes, others, layout, view.epoch, self._ctl[BASE_OF])
+        if not who:
+            return None
+        due = self._watch.waits(view.epoch, op, who)
+        if due is Due.REPORT:
+            return lambda: self._on_stall(Stall(view.epoch, op.number, who))
+        if due is Due.GIVE_UP:
+            return lambda: self._fail(gave_up(op, self._watch.give_up, who))
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        """This member has found that it cannot go on."""
+        with self._mutex:
+            first = self._end(error)
+        self.nudge()
+        if first:
+            self._on_failed(error)
+
+    # -- launches ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, op: Operation, view: GroupView) -> None:
+        """With `_launching`."""
+        device = self._device
+        kept = None
+        if op.atomic and len(op.finals) > 1:
+            kept = device.empty(op.array)
+            device.copy(op.array, kept)
+        compiled = constants(op, device.address(op.array), device.layout, view)
+        chunks = len(op.finals)
+        programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.sms)
+        self._launched[op.number] = _Launched(compiled, kept, None)  # before it can return
+        device.launch(Launch(op.array, op.count, op.call, op.number, 0, chunks, None, programs, compiled))
+        if not device.blocking:
+            self._launched[op.number] = _Launched(compiled, kept, device.mark())
+
+    def _launch_late(self) -> None:
+        """What was submitted before this member was in any view."""
+        with self._launching:
+            with self._mutex:
+                ops = [op for op in self._flight.ops if op.number not in self._launched]
+                view = self._view
+            assert view is not None
+            for op in ops:
+                self._launch(op, view)
+            self._late = False
+
+    def _relaunch(self, op: Operation) -> None:
+        """What is left of an op that was broken off. By the monitor, in the epoch that `resume` has entered."""
+        device, view = self._device, self._view
+        launched = self._launched.get(op.number)
+        assert view is not None
+        if launched is not None:
+            for task in op.tasks:
+                if launched.kept is not None and task.holder == REDUCE and op.finals[task.chunk] is not None:
+                    start = task.chunk * op.elements
+                    stop = min(op.count, start + op.elements)
+                    device.copy(launched.kept[start:stop], op.array[start:stop], repair=True)
+                    op.finals[task.chunk] = None  # for the stream, which does all in order, it is INPUT from here on
+            tasks = task_words(op, view)
+            programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.sms)
+            repair = Launch(
+                op.array, op.count, op.call, op.number, view.epoch, len(tasks), tasks, programs, launched.constants
+            )
+            device.launch(repair, repair=True)
+
+
+_fence = threading.Lock()

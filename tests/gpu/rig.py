@@ -1,0 +1,54 @@
+"""For the tests of this folder: ranks that share the GPU, and what they have to come to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from ftcomm.bench.gpu_ranks import Ranks
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@contextlib.contextmanager
+def ranks_on_gpu(count: int, staging: str = "device") -> Iterator[Ranks]:
+    """Members of one view, and in it. Whatever still runs is ended behind it."""
+    from ftcomm.device.probe import require_cuda
+
+    require_cuda()
+    from ftcomm.device.cuda import CudaDevice
+    from ftcomm.device.layout import CUDA
+
+    ranks = Ranks(count, CUDA, functools.partial(CudaDevice, staging=staging))
+    try:
+        ranks.enter()
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def inputs(count: int, elements: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """On the host, one for each rank."""
+    random = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return [torch.randn(elements, generator=random).to(dtype) for _ in range(count)]
+    return [
+        torch.randint(-1000, 1000, (elements,), generator=random, dtype=torch.int64).to(dtype) for _ in range(count)
+    ]
+
+
+def total(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum to the bit: in order, half precision in float32 and rounded once."""
+    half = sources[0].dtype in (torch.bfloat16, torch.float16)
+    result = sources[0].float() if half else sources[0].clone()
+    for source in sources[1:]:
+        result += source
+    return result.to(sources[0].dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

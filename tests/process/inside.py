@@ -1,0 +1,65 @@
+"""What happens inside the all-reduce kernel, for tests that stop a rank there: FTCOMM_ENGINE=interpret.
+
+Under the interpreter a kernel is Python, and finds the functions that it calls among the globals of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ftcomm
+
+
+def before_publish(hook: Callable[[str], None]) -> None:
+    """`hook` is called with "posted", "reduced" or "taken" just before a lane says so of a task."""
+    from ftcomm.kernels.device import allreduce, lane, words
+
+    publish = lane.publish
+    names = {words.POSTED: "posted", words.REDUCED: "reduced", words.TAKEN: "taken"}
+
+    def watched(address: Any, value: Any) -> Any:
+        device = _device()
+        line, word = divmod((_number(address) - device.own.words) // 8 - words.LANES_AT, words.LINE)
+        if 0 <= line < device.layout.lanes and word in names:
+            hook(names[word])
+        return publish(address, value)
+
+    allreduce.publish = lane.publish = watched
+
+
+def within_copies(hook: Callable[[str], None]) -> None:
+    """`hook` is called with "copy" when half of an input is in the staging, and with "read" when some shards of a
+    reduced chunk, not all, are in the result."""
+    from ftcomm.kernels.device import lane
+
+    copy_span, gather = lane.copy_span, lane._gather
+    shards: list[int] = []  # copied of the chunk that is being gathered
+
+    def copied(source: Any, to: Any, n: Any, *rest: Any) -> Any:
+        device = _device()
+        if device.own.staging <= _number(to) < device.own.words + device.layout.size:
+            copy_span(source, to, n // 2, *rest)
+            hook("copy")
+        elif shards:
+            shards[0] += 1
+            if shards[0] == 2:
+                hook("read")
+        return copy_span(source, to, n, *rest)
+
+    def gathered(*arguments: Any) -> Any:
+        shards[:] = [0]
+        result = gather(*arguments)
+        shards.clear()
+        return result
+
+    lane.copy_span, lane._gather = copied, gathered
+
+
+def _device() -> Any:
+    return ftcomm.default_group()._device
+
+
+def _number(value: Any) -> int:
+    """Of a scalar of the interpreter."""
+    return int(value.handle.data[0])

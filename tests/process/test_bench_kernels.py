@@ -1,0 +1,345 @@
+"""`ftcomm bench kernels` in Triton's interpreter, and what `ftcomm bench gpu-check` makes of its stages, GPU or not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftcomm.bench.gpu_check import (
+    ABSENT,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    TIMED_OUT,
+    Outcome,
+    Stage,
+    check,
+    failed,
+    outcome_lines,
+    stages,
+)
+from ftcomm.bench.kernels import KERNELS, MEMCPY, Point, Rates, Request, Row, row
+from ftcomm.bench.table import kernel_line
+from ftcomm.cli import main
+from ftcomm.errors import SettingsError
+
+COUNT = 33 * 256 + 7  # more than one block of threads takes
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ftcomm.cli", "bench", *arguments]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # so that it says the same on a machine with a GPU
+    return subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=110)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_interpreted(tmp_path: Path) -> None:
+    """One call each: right, and without a figure that could be taken for a GPU's."""
+    files = tmp_path / "out.json", tmp_path / "out.csv"
+    size = str(2 * COUNT)
+    arguments = ("-d", "bfloat16", "-b", size, "-e", size, "--sources", "2", "--sms", "1,all", "-n", "1", "-w", "0")
+    done = bench("kernels", *arguments, "--json", str(files[0]), "--csv", str(files[1]))
+    assert done.returncode == 0, done.stderr
+    assert "# Wrong elements: 0 OK" in done.stdout
+    result = json.loads(files[0].read_text())
+    rows = result["rows"]
+    assert {"gpu", "driver", "triton", "git", "torch", "command"} <= result["header"].keys()
+    seen = {(r["kernel"], r["kind"], r["sources"], r["sms"]) for r in rows}
+    plain = {(kernel, None, 1) for kernel in ("copy", "copy_forward")}
+    plain |= {(kernel, None, 2) for kernel in ("reduce", "reduce_copy")}
+    packed = {(kernel, kind, 1) for kernel in ("quantise", "dequantise") for kind in ("fp8", "int8")}
+    packed |= {("quantised_reduce", kind, 2) for kind in ("fp8", "int8")}
+    assert seen == {(*point, sms) for point in plain | packed for sms in (1, None)}
+    assert len(rows) == len(seen)
+    for r in rows:
+        assert r.keys() == set(Row.__struct_fields__)
+        assert (r["device"], r["l2"], r["registers"]) == ("interpreted", "", None)
+        assert r["gbps"] is r["of_best_copy"] is r["of_same_blocks"] is None
+        assert (r["count"], r["checked"], r["wrong"]) == (COUNT, COUNT, 0)
+        assert r["blocks"] == 1 if r["sms"] == 1 else r["blocks"] > 1
+        assert 0 < r["time_us_p20"] <= r["time_us_p50"] <= r["time_us_p80"]
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(rows)
+    assert all(line.split()[-1] == "interpreted" and line.split()[-5:-2] == ["-"] * 3 for line in lines)
+    with files[1].open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [list(line) for line in table] == [list(Row.__struct_fields__)] * len(rows)
+    assert [line["kernel"] for line in table] == [r["kernel"] for r in rows]
+    assert {line["gbps"] for line in table} == {""}
+
+
+WRONG = """
+import sys
+from ftcomm.bench import kernel_runs
+from ftcomm.cli import main
+
+def late(sources, out, op="sum", *, sms=None):  # a kernel that leaves the last element out
+    kernel(sources, out, op, sms=sms)
+    out[-1] = 0
+
+kernel, kernel_runs.reduce.reduce = kernel_runs.reduce.reduce, late
+main(sys.argv[1:])
+"""
+
+
+def test_a_wrong_element_is_counted(tmp_path: Path) -> None:
+    """One, the last, of an array of which only three windows are compared."""
+    path = tmp_path / "out.json"
+    arguments = (
+        "bench",
+        "kernels",
+        "--kernels",
+        "reduce",
+        "-d",
+        "float32",
+        "-b",
+        "256K",
+        "-e",
+        "256K",
+        "--sources",
+        "2",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG, *arguments, "-n", "1", "-w", "0", "--json", str(path)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "# Wrong elements: 1 FAILED" in done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["kernel"], r["wrong"]) for r in rows] == [("copy", 0), ("reduce", 1)]
+    assert rows[1]["checked"] < rows[1]["count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--kernels", "copy,cpoy"), "--kernels cpoy: expected some of copy"),
+        (("-d", "complex64"), "dtype complex64 cannot be reduced"),
+        (("-o", "median"), "op='median' is not known"),
+        (("--sources", "17"), "--sources: expected 1 to 16"),
+        (("--sms", "0"), "--sms: expected numbers of at least 1"),
+        (("--sms", "some"), "'some' is not a valid integer"),
+        (("-n", "0"), "-n has to be at least 1"),
+        (("-b", "1M", "-e", "1K"), "swap them"),
+        (("-b", "2", "-e", "2"), "less than one element of float32"),
+        (("-b", "64G", "-e", "64G"), "GB are free; lower -e or --sources"),
+        (("--csv", "/nowhere/out.csv"), "choose a file that you can write to"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "kernels", *arguments])
+    assert ended.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+class Measured(msgspec.Struct):
+    """As kernel_runs.Timings, which needs torch."""
+
+    seconds: list[float]
+    blocks: int | None = 4
+    registers: int | None = 40
+    checked: int = 10
+    wrong: int = 0
+
+
+def test_rows_are_compared_with_copies() -> None:
+    """The best copy of the size for one figure, whoever made it; the copy with as many blocks for the other."""
+    request = Request([1000], ("reduce",), ("float32",), sources=(2,), sms=(4, None))
+    points = list(request.points(memcpy=True))
+    assert [(p.kernel, p.sms) for p in points] == [
+        *((MEMCPY, None), ("copy", 4), ("copy", None)),
+        *(("reduce", 4), ("reduce", None)),
+    ]
+    micros = (2.0, 10.0, 2.5, 16.0, 4.0)
+    rates = Rates()
+    rows = [
+        row(request, p, Measured([m * 1e-6, m * 1e-6, 9.0]), "H200")  # type: ignore[arg-type]
+        for p, m in zip(points, micros, strict=True)
+    ]
+    for point, one in zip(points, rows, strict=True):
+        assert one.gbps is not None
+        rates.add(point, one.gbps)
+    done = [rates.compared(p, one) for p, one in zip(points, rows, strict=True)]
+    assert [one.moved_bytes for one in done] == [2000, 2000, 2000, 3000, 3000]
+    assert [one.gbps for one in done] == pytest.approx([1.0, 0.2, 0.8, 0.1875, 0.75])
+    assert [one.of_best_copy for one in done] == pytest.approx([1.0, 0.2, 0.8, 0.1875, 0.75])
+    assert [one.of_same_blocks for one in done[1:]] == pytest.approx([1.0, 1.0, 0.9375, 0.9375])
+    assert done[0].of_same_blocks is None
+    assert {one.l2 for one in done} == {"cold"}
+    assert kernel_line(done[3]).split()[-6:] == ["0.19", "18.8", "93.8", "0", "H200", "cold"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bytes_that_a_kernel_moves(kernel: str) -> None:
+    """1000 elements of bf16 are 2000 bytes; quantised, four blocks of 256 and a scale each."""
+    expected = {
+        "copy": 4000,
+        "copy_forward": 6000,
+        "reduce": 8000,
+        "reduce_copy": 10000,
+        "quantise": 2000 + 1040,
+        "dequantise": 1040 + 2000,
+        "quantised_reduce": 4 * 1040,
+    }
+    assert Point(kernel, "bfloat16", 2000, sources=3).moved == expected[kernel]
+
+
+def test_points_of_other_dtypes_are_not_quantised() -> None:
+    points = Request([64], dtypes=("int8",)).points(memcpy=False)
+    assert {p.kernel for p in points} == {"copy", "copy_forward", "reduce", "reduce_copy"}
+    with pytest.raises(SettingsError, match="avg"):
+        Request([64], dtypes=("bool",), redop="avg").check()
+
+
+# ---- gpu-check ----------------------------------------------------------------------------------------------------
+
+
+def test_gpu_check_says_that_there_is_no_gpu() -> None:
+    done = bench("gpu-check")
+    assert done.returncode == 2
+    assert re.match(r"ftcomm: gpu-check needs a GPU that torch can use, and torch \S+ finds none\.", done.stderr)
+
+
+def python(script: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", script)
+
+
+def run(*made: Stage, in_all: float = 60.0) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    check(made, in_all, outcomes.append, lambda words, fraction: None)
+    return outcomes
+
+
+def test_stages_go_on_after_one_that_fails() -> None:
+    writes = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"rows\": [1]}')"
+    outcomes = run(
+        Stage("works", python("print('fine')"), 30),
+        Stage("fails", python("print('why'); raise SystemExit(3)"), 30),
+        Stage("crashes", python("import os; os.abort()"), 30),
+        Stage("is not there", ("no-such-program",), 30, ("no-such-program",)),
+        Stage("has no tests", ("true",), 30, ("/no/such/folder",)),
+        Stage("writes", (*python(writes), "{json}"), 30),
+        Stage("prints", python("print('[{\"a\": 1}]')"), 30),
+        Stage("writes half", (*python(writes.replace("}'", "'")), "{json}"), 30),
+    )
+    assert [(o.stage, o.outcome) for o in outcomes] == [
+        *(("works", OK), ("fails", FAILED), ("crashes", FAILED), ("is not there", ABSENT), ("has no tests", ABSENT)),
+        *(("writes", OK), ("prints", OK), ("writes half", OK)),
+    ]
+    works, fails, crashes, absent, _, wrote, printed, half = outcomes
+    assert (works.said, works.code, fails.said, fails.code) == (["fine"], 0, ["why"], 3)
+    assert crashes.code == -signal.SIGABRT
+    assert absent.said == ["no-such-program is not there"]
+    assert (wrote.result, printed.result, printed.said, half.result) == ({"rows": [1]}, [{"a": 1}], [], None)
+    assert failed(outcomes)
+    assert not failed([works, absent])
+    assert outcome_lines(fails)[1:] == ["    | why"]
+    assert outcome_lines(printed)[1:] == []
+    rows = [{"kernel": "copy", "sms": sms, "gbps": 4000.0, "us": None, "wrong": 0} for sms in (4, None)]
+    for result in (rows, {"header": {}, "rows": rows}):
+        shown = outcome_lines(Outcome("bench", OK, 1.0, 0, result=result))
+        assert shown[1:] == ["    kernel=copy gbps=4000"]
+
+
+def test_a_stage_ends_at_its_deadline_with_all_that_it_started() -> None:
+    """It is told first, so that it can write what it has, and nothing of it is left."""
+    starts = (
+        "import subprocess, sys, time\n"
+        "deaf = 'import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', deaf])\n"
+        "print(child.pid, flush=True)\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('told', flush=True)"
+    )
+    outcomes = run(Stage("hangs", python(starts), 3), Stage("is next", ("true",), 30))
+    assert [o.outcome for o in outcomes] == [TIMED_OUT, OK]
+    pid, told = outcomes[0].said
+    assert told == "told"
+    assert gone(int(pid))
+
+
+def test_the_deadline_of_all() -> None:
+    outcomes = run(
+        Stage("hangs", python("import time; time.sleep(600)"), 600), Stage("is late", ("true",), 30), in_all=2
+    )
+    assert [o.outcome for o in outcomes] == [TIMED_OUT, TIMED_OUT]
+    assert outcomes[1].said == ["no time was left to begin it"]
+
+
+INTERRUPT = """
+import sys
+from pathlib import Path
+import torch
+from ftcomm.bench import gpu_check
+from ftcomm.bench.gpu_check import Stage
+from ftcomm.cli import main
+
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda: (9, 0)
+torch.cuda.get_device_name = lambda: "no GPU"
+hangs = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
+begun = sys.argv.pop()
+gpu_check.stages = lambda capability: [
+    Stage("works", ("true",), 30),
+    Stage("hangs", (sys.executable, "-c", hangs, begun), 600),
+    Stage("is next", ("true",), 30),
+]
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_done_is_written_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
+    path, begun = tmp_path / "out.json", tmp_path / "begun"
+    command = [sys.executable, "-c", INTERRUPT, "bench", "gpu-check", "--json", str(path), str(begun)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 60
+        while not begun.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        before = path.read_text()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert [s["stage"] for s in json.loads(before)["stages"]] == ["works"]
+    done = json.loads(path.read_text())
+    assert [(s["stage"], s["outcome"]) for s in done["stages"]] == [("works", OK), ("hangs", INTERRUPTED)]
+    assert done["header"]["gpu"] == "no GPU"
+
+
+def test_the_stages_of_a_gpu_fit_in_eight_minutes() -> None:
+    """All of them, each with what it needs; the device is that of the machine."""
+    made = stages((9, 0))
+    assert sum(stage.seconds for stage in made) <= 470
+    assert len({stage.name for stage in made}) == len(made)
+    assert {"tests", "bench kernels", "bench all-reduce", "memcheck", "racecheck"} <= {stage.name for stage in made}
+    assert any("sm_90" in stage.command for stage in made)
+    assert all(Path(part).exists() for stage in made for part in stage.command if part.startswith("/"))
+
+
+def gone(pid: int) -> bool:
+    """Dead, and at most waiting for someone to ask."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,101 @@
+"""What the words of the lanes say of an op: which of its chunks are FINAL, and for whom it waits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import REDUCE, Task, all_reduce
+from ftcomm.device.device import Reached
+from ftcomm.device.launch import account, lane_word, missing, task_words, view_words
+from ftcomm.device.layout import INTERPRETED
+from ftcomm.kernels.device import words
+
+LAYOUT = dataclasses.replace(INTERPRETED, chunk=64, lanes=3)
+VIEW = GroupView(7, 1, (0, 1, 4), frozenset((0, 4)))
+
+
+def lanes(epoch: int, *counters: tuple[int, int, int]) -> memoryview:
+    """The words of a member whose lanes have posted, reduced and taken so much."""
+    memory = np.zeros(words.LANES_AT + LAYOUT.lanes * words.LINE, np.uint64)
+    for lane, values in enumerate(counters):
+        for word, value in zip((words.POSTED, words.REDUCED, words.TAKEN), values, strict=True):
+            memory[lane_word(lane, word)] = epoch << 32 | value
+    return memoryview(memory)
+
+
+def an_op(chunks: int) -> Operation:
+    return Operation(np.zeros(16 * chunks, np.float32), "float32", "sum", LAYOUT.chunk)
+
+
+def test_the_first_tasks_of_each_lane_are_final() -> None:
+    op = an_op(8)  # lanes have tasks 0 3 6, 1 4 7, 2 5
+    account(op, lanes(7, (13, 0, 12), (12, 0, 10), (13, 0, 11)), LAYOUT, VIEW, base=10)
+    assert [chunk for chunk, who in enumerate(op.finals) if who] == [0, 2, 3]
+    assert op.finals[0] == (0, 4)
+
+
+@pytest.mark.parametrize(("epoch", "base"), [(6, 0), (8, 0), (7, 20)])
+def test_words_of_another_epoch_or_op_say_nothing(epoch: int, base: int) -> None:
+    """An op whose repair has not begun: the words have been raised, or stand where the op before it has left them."""
+    op = an_op(8)
+    account(op, lanes(epoch, (13, 0, 12), (13, 0, 12), (13, 0, 12)), LAYOUT, VIEW, base)
+    assert op.finals == [None] * 8
+
+
+def test_a_repair_has_tasks_of_its_own() -> None:
+    op = an_op(8)
+    op.finals[5] = op.finals[6] = (0, 1, 4)
+    op.tasks = (Task(2, REDUCE, ()), Task(5, 4, (0, 1, 4)), Task(3, 0, (0, 1, 4)), Task(7, 1, (0, 1, 4)))
+    chunk, holder, skip = 1, 1 << words.HOLDER, 1 << words.SKIP
+    assert task_words(op, VIEW) == (2 * chunk, 5 | 3 * holder | skip, 3 | holder, 7 | 2 * holder)
+    account(op, lanes(7, (2, 0, 2), (1, 0, 0), (1, 0, 1)), LAYOUT, VIEW, base=0)
+    held = {chunk: who for chunk, who in enumerate(op.finals) if who}
+    assert held == {2: (0, 4), 3: (0, 1, 4), 5: (0, 1, 4), 6: (0, 1, 4), 7: (0, 1, 4)}
+
+
+def test_few_chunks_use_few_lanes() -> None:
+    op = an_op(2)
+    account(op, lanes(7, (1, 0, 1), (1, 0, 0), (9, 0, 9)), LAYOUT, VIEW, base=0)
+    assert op.finals == [(0, 4), None]
+    op.tasks = all_reduce(2)
+
+
+def test_who_is_waited_for() -> None:
+    op = an_op(6)  # two tasks a lane
+    done = (12, 12, 12)
+
+    def late(mine: tuple[int, int, int], *others: tuple[int, int, int]) -> tuple[int, ...]:
+        theirs = {m: lanes(7, done, words, done) for m, words in zip((0, 4), others, strict=True)}
+        return missing(op, lanes(7, done, mine, done), theirs, LAYOUT, epoch=7, base=10)
+
+    assert late((12, 10, 10), (12, 10, 10), (10, 10, 10)) == (4,)  # who has not posted
+    assert late((12, 11, 10), (12, 10, 10), (12, 11, 11)) == (0,)  # who has not reduced
+    assert late((12, 10, 10), (12, 10, 10), (12, 10, 10)) == ()  # one-shot: nobody reduces into staging
+    assert late((12, 10, 11), (11, 10, 11), (12, 10, 11)) == (0,)  # the second task
+    assert late(done, (12, 12, 11), (12, 12, 12)) == (0,)  # who has not taken the last
+    assert late(done, (12, 12, 11), (12, 12, 10)) == (0, 4)
+    assert late((10, 10, 10), (12, 12, 12), (12, 12, 12)) == ()  # nobody: we have not come to it ourselves
+
+
+def test_who_is_still_in_the_last_epoch_is_waited_for_and_who_is_in_the_next_is_not() -> None:
+    op = an_op(3)
+    mine = lanes(7, (1, 0, 0), (1, 0, 0), (1, 0, 0))
+    theirs = {0: lanes(6, (9, 9, 9), (9, 9, 9), (9, 9, 9)), 4: lanes(8, (0, 0, 0), (0, 0, 0), (0, 0, 0))}
+    assert missing(op, mine, theirs, LAYOUT, epoch=7, base=0) == (0,)
+
+
+def test_the_table_of_members() -> None:
+    reached = {m: Reached(1000 + m, 2000 + m, memoryview(b"")) for m in VIEW.members}
+    table = view_words(VIEW, reached)
+    head = [table[i] for i in (words.EPOCH, words.MEMBERS, words.ME, words.SOURCES, words.CONTRIBUTES, words.SOLE)]
+    assert head == [7, 3, 1, 2, False, -1]
+    assert table[words.WORDS_OF : words.WORDS_OF + 4] == [1000, 1001, 1004, 0]
+    assert table[words.STAGING_OF : words.STAGING_OF + 4] == [2000, 2001, 2004, 0]
+    assert table[words.SOURCE_STAGING : words.SOURCE_STAGING + 3] == [2000, 2004, 0]
+    alone = GroupView(7, 1, (0, 1, 4), frozenset((4,)), one_host=False)
+    assert [view_words(alone, reached)[i] for i in (words.SOLE, words.ONE_HOST)] == [2, 0]
