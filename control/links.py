@@ -7,7 +7,6 @@ on accepting, and what was dropped is counted in `ftcomm.control.dropped`. So no
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,6 +17,7 @@ import msgspec
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.dropped import drop
+from ftcomm.control.within import within
 
 log = logging.getLogger("ftcomm.control")
 
@@ -137,7 +137,7 @@ async def open_socket(address: tuple[str, int], token: str, purpose: str, fields
         sock.setblocking(False)
         wire.tune(sock)
         try:
-            await asyncio.wait_for(loop.sock_connect(sock, address), HANDSHAKE_TIMEOUT)
+            await within(HANDSHAKE_TIMEOUT, loop.sock_connect(sock, address))
         except (asyncio.TimeoutError, TimeoutError):
             raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
         except (ValueError, OverflowError) as error:  # somebody has told us an address that cannot be
@@ -215,9 +215,8 @@ class Listener:
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        for task in list(self._tasks):
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         self._sock.close()
 
 

@@ -28,6 +28,7 @@ from msgspec import Meta
 
 from ftcomm.control.dropped import Kind, drop, printable
 from ftcomm.control.unpack import unpack
+from ftcomm.control.within import within
 
 VERSION = 1
 MAX_HANDSHAKE = 4096  # bytes
@@ -240,7 +241,7 @@ def _length(header: bytes, limit: int, kind: Kind = "handshake") -> int:
 async def handshake(sock: socket.socket, steps: Steps, timeout: float) -> Any:
     """Drive either side over a non-blocking socket; closes nothing. Raises `OSError` (incl. on timeout)."""
     try:
-        return await asyncio.wait_for(_drive(sock, steps), timeout)
+        return await within(timeout, _drive(sock, steps))
     except (asyncio.TimeoutError, TimeoutError):
         raise HandshakeError(f"no answer to the handshake within {timeout:g} s") from None
 

@@ -179,7 +179,8 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
 def _entries(skeleton: bytes) -> list[tuple[str, str, Any]]:
     """(name, kind, tree with `Spec` in place of tensors) of each object; raises `StateError` on foreign bytes."""
     try:
-        return [(str(name), str(kind), _decode(tree)) for name, kind, tree in msgspec.msgpack.decode(skeleton)]
+        entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, Any]])
+        return [(name, kind, _decode(tree)) for name, kind, tree in entries]
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise StateError(f"A state arrived that is not one of ftcomm {error!r}. {SAME_SCRIPT}") from error
 

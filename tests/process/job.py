@@ -14,11 +14,13 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -76,6 +78,22 @@ def _rank(settings: Settings, path: Path, body: Body, arguments: dict[str, Any])
     except BaseException as error:
         notes.write(kind="error", type=type(error).__name__, text=str(error))
         raise SystemExit(1) from None
+
+
+class OwnCoordinator:
+    """`ftcomm coordinator`, which says goodbye to nobody when it is killed."""
+
+    def __init__(self, command: list[str], log: IO[str]) -> None:
+        self._command, self._log = command, log
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+        self._process = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=self._log)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
 
 
 class Job:
@@ -142,6 +160,27 @@ class Job:
         """At the same address; with `other` arguments, if somebody makes a mistake."""
         self.server = self._server(int(self.server.endpoint.rpartition(":")[2]), **other)
         self.do(self.server.start())
+
+    @contextlib.contextmanager
+    def own_coordinator(self) -> Iterator[OwnCoordinator]:
+        """A process in place of the coordinator of the test, with its file of views; afterwards there is none."""
+        self.stop_coordinator()
+        timeouts = self._settings["timeouts"]
+        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator"]
+        for option, value in (
+            ("--replicas", self.replicas),
+            ("--port", self.server.endpoint.rpartition(":")[2]),
+            ("--store", self.folder / "views"),
+            ("--heartbeat-timeout", timeouts.heartbeat),
+            ("--op-timeout", timeouts.op),
+        ):
+            command += [option, str(value)]
+        with (self.folder / "coordinator.log").open("w") as log:
+            own = OwnCoordinator(command, log)
+            try:
+                yield own
+            finally:
+                own.kill()
 
     def drain(self) -> None:
         self._loop.call_soon_threadsafe(self.server.drain)

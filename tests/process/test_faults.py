@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from .bodies import end_apart, reduce_forever
-from .job import TOKEN, Job, fewer
+from .job import Job, fewer
 from .test_kills import ENDLESS, check
 
 pytestmark = pytest.mark.protocol
@@ -166,44 +164,21 @@ def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_ba
 def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) -> None:
     """`ftcomm coordinator` gets SIGKILL; while it is away the training goes on, and after it a loss is dealt with."""
     with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=2.0) as running:
-        running.stop_coordinator()  # the one of the test gives its place to a process
-        port = running.server.endpoint.rpartition(":")[2]
-        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
-        command += [
-            "--port",
-            port,
-            "--store",
-            str(tmp_path / "views-of-the-process"),
-            "--heartbeat-timeout",
-            "2",
-            "--op-timeout",
-            "60",
-        ]
-        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
 
         def steps(replica: int, more: int) -> None:
             goal = len(steps_of(running, replica)) + fewer(more)
             for _ in _until(lambda: len(steps_of(running, replica)) >= goal, f"replica {replica} makes no steps"):
                 pass
 
-        with (tmp_path / "coordinator.log").open("w") as log:
-            first = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            try:
-                steps(0, 100)
-                first.kill()
-                first.wait(10)
-                steps(0, 500)
-                running.kill(2)
-            finally:
-                first.kill()
-            second = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            try:
-                steps(0, 100)
-                running.start(2)
-                steps(2, 100)
-            finally:
-                second.kill()
-                second.wait(10)
+        with running.own_coordinator() as own:
+            steps(0, 100)
+            own.kill()
+            steps(0, 500)
+            running.kill(2)
+            own.start()
+            steps(0, 100)
+            running.start(2)
+            steps(2, 100)
         for replica in range(3):
             running.kill(replica)
             running.processes[replica, 0].join(10)

@@ -7,11 +7,8 @@ to it or to the others, and it goes on. Whatever it is, `finish` then holds the 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +19,7 @@ import pytest
 from ftcomm.control.server import ServerError
 from ftcomm.control.timeouts import Timeouts
 
-from .job import TOKEN, Job, fewer
+from .job import Job, fewer
 from .points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
 from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
@@ -152,19 +149,23 @@ def shuffled(points: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_joiner_that_dies_at_every_point_of_its_joining(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(("ranks", "points_of_all"), [(1, None), (2, 5)])
+def test_a_joiner_that_dies_at_every_point_of_its_joining(
+    tmp_path: Path, transport: str, ranks: int, points_of_all: int | None
+) -> None:
+    """Of two ranks each: at some points, as all takes long."""
     points = Points(tmp_path)
-    with job(tmp_path, transport=transport) as running:
+    with job(tmp_path, transport=transport, ranks=ranks) as running:
         begin(running)
         lose(running, JOINER)
-        for point in shuffled(JOINING + CATCHING_UP):
+        for point in shuffled(JOINING + CATCHING_UP)[:points_of_all]:
             points.die(JOINER, point)
             running.start(JOINER)
             wait_there(running, points, JOINER, point)
             wait_dead(running, JOINER)
             go_on(running, {0, 1}, 2)
         running.start(JOINER)
-        finish(running, ALL)
+        finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its rank 0
 
 
 @pytest.mark.timeout(120)
@@ -275,23 +276,6 @@ def test_two_joins_at_once(tmp_path: Path) -> None:
 
 def _joined(events: list[dict[str, Any]], replica: int) -> bool:
     return any(e["kind"] == "joined" and e["replica"] == replica for e in events)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_replica_of_two_ranks_dies_in_its_joining(tmp_path: Path, transport: str) -> None:
-    points = Points(tmp_path)
-    with job(tmp_path, ranks=2, transport=transport) as running:
-        begin(running)
-        lose(running, JOINER)
-        for point in shuffled(JOINING + CATCHING_UP)[:5]:
-            points.die(JOINER, point)
-            running.start(JOINER)
-            wait_there(running, points, JOINER, point)
-            wait_dead(running, JOINER)
-            go_on(running, {0, 1}, 2)
-        running.start(JOINER)
-        finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its rank 0
 
 
 @pytest.mark.timeout(120)
@@ -487,39 +471,19 @@ def test_a_coordinator_of_its_own_is_killed_while_a_replica_joins(tmp_path: Path
     points = Points(tmp_path)
     with job(tmp_path, heartbeat_timeout=2.0) as running:
         begin(running)
-        running.stop_coordinator()  # the one of the test gives its place to a process, and its file of views
-        port = running.server.endpoint.rpartition(":")[2]
-        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
-        command += [
-            "--port",
-            port,
-            "--store",
-            str(tmp_path / "views"),
-            "--heartbeat-timeout",
-            "2",
-            "--op-timeout",
-            "60",
-        ]
-        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
-        with (tmp_path / "coordinator.log").open("w") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            try:
-                for life, point in enumerate(shuffled(JOINING + CATCHING_UP)[:3], start=2):
-                    running.kill(JOINER)
-                    running.processes[JOINER, 0].join(10)
-                    go_on(running, {0, 1})
-                    points.hold(JOINER, point)
-                    running.start(JOINER)
-                    wait_there(running, points, JOINER, point)
-                    process.kill()
-                    process.wait(10)
-                    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-                    points.release(JOINER)
-                    for _ in _until(lambda n=life: counts(running, JOINER, n), f"seed {SEED}: it does not contribute"):
-                        pass
-            finally:
-                process.kill()
-                process.wait(10)
+        with running.own_coordinator() as own:
+            for life, point in enumerate(shuffled(JOINING + CATCHING_UP)[:3], start=2):
+                running.kill(JOINER)
+                running.processes[JOINER, 0].join(10)
+                go_on(running, {0, 1})
+                points.hold(JOINER, point)
+                running.start(JOINER)
+                wait_there(running, points, JOINER, point)
+                own.kill()
+                own.start()
+                points.release(JOINER)
+                for _ in _until(lambda n=life: counts(running, JOINER, n), f"seed {SEED}: it does not contribute"):
+                    pass
         running.start_coordinator()
         go_on(running, ALL)
         running.drain()
