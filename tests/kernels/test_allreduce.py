@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import gate
 from ftcomm.kernels.host.reduce import Reducer, operand
@@ -118,6 +119,26 @@ def test_a_launch_holds_while_frozen_and_counts_as_not_called() -> None:
         view_change(ranks, [0, 1], 2, 0)
         join(processes)
     assert all(torch.equal(x, want) for x in xs)
+
+
+def test_a_launch_that_begins_as_the_host_freezes_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host writes OPEN between the moment that the launch says it begins and its second look."""
+    (rank,), (x,) = group(1), arrays(700, torch.float32, 1)
+    seen = []
+
+    def freeze() -> None:
+        if not seen:
+            rank.ctl[w.OPEN] = 0
+
+    def go_on() -> None:
+        seen.append((int(rank.ctl[w.BEGUN] - rank.ctl[w.FINISHED]), int(rank.ctl[w.STARTED])))
+        view_change([rank], [0], 2, 0)
+
+    monkeypatch.setattr(module, "full_fence", freeze)
+    monkeypatch.setattr(module, "rest", go_on)
+    rank.launch(x)
+    assert seen == [(0, 0)]
+    assert (rank.returned, rank.status, int(rank.ctl[w.BEGUN]), int(rank.ctl[w.FINISHED])) == (1, w.OK, 2, 2)
 
 
 def test_a_launch_that_was_meant_for_another_epoch_does_nothing() -> None:
