@@ -13,7 +13,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ftcomm.launch.observe import open_words, stop
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
@@ -35,16 +35,21 @@ class Kill:
     attempts: int
 
 
-def kill_in_mid_op(pid: int, others: Iterable[int], patience: float = 20.0) -> Kill | None:
+def kill_in_mid_op(
+    pid: int, others: Iterable[int], announce: Callable[[Kill], None] = lambda kill: None, patience: float = 20.0
+) -> Kill | None:
     """SIGKILL `pid` while it and the `others` of its group are inside an all-reduce. Blocks; None if that did not come
-    up or a process is gone."""
+    up or a process is gone. `announce` is called just before, as the loss may be known sooner than this returns."""
     try:
-        return _kill(pid, open_words(pid), [open_words(other) for other in others], time.monotonic() + patience)
+        deadline = time.monotonic() + patience
+        return _kill(pid, open_words(pid), [open_words(other) for other in others], announce, deadline)
     except OSError:
         return None
 
 
-def _kill(pid: int, words: memoryview, others: Sequence[memoryview], deadline: float) -> Kill | None:
+def _kill(
+    pid: int, words: memoryview, others: Sequence[memoryview], announce: Callable[[Kill], None], deadline: float
+) -> Kill | None:
     attempts = 0
     while time.monotonic() < deadline:
         if not _owes(words[POSTED], words[REDUCED], words[TAKEN]):  # look first, so as to stop it rarely
@@ -54,9 +59,11 @@ def _kill(pid: int, words: memoryview, others: Sequence[memoryview], deadline: f
         stop(pid)
         progress = words[POSTED], words[REDUCED], words[TAKEN]
         if _owes(*progress) and _gather(others, words[POSTED]):
-            at = time.monotonic()
+            counters = (word & COUNTER for word in progress)
+            kill = Kill(pid, time.monotonic(), progress[0] >> 32, *counters, attempts)
+            announce(kill)
             os.kill(pid, signal.SIGKILL)
-            return Kill(pid, at, progress[0] >> 32, *(word & COUNTER for word in progress), attempts)
+            return kill
         os.kill(pid, signal.SIGCONT)
     return None
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 import ftcomm
-from ftcomm.demo.kill import kill_in_mid_op
+from ftcomm.demo.kill import Kill, kill_in_mid_op
 from ftcomm.demo.story import Event, Story, named
 from ftcomm.errors import FtcommError
 from ftcomm.launch import Launcher, RunOptions, run
@@ -136,9 +136,12 @@ class Demo:
 
     async def _kill(self) -> None:
         pids = {number: replica.pid for number, replica in self.story.replicas.items()}
-        kill = await asyncio.to_thread(kill_in_mid_op, pids.pop(self.victim), pids.values())
-        if kill is not None:
-            self.story.killed(self.victim, kill)
+        loop = asyncio.get_running_loop()
+
+        def announce(kill: Kill) -> None:
+            loop.call_soon_threadsafe(self.story.killed, self.victim, kill)
+
+        await asyncio.to_thread(kill_in_mid_op, pids.pop(self.victim), pids.values(), announce)
 
     def _print_last_lines(self) -> None:
         for line in self._lines[-15:]:
