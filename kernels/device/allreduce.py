@@ -35,41 +35,41 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.device import words
 from ftcomm.kernels.device.lane import await_flags, post, read, stable, take, verify, write
+from ftcomm.kernels.device.offsets import (
+    ABORTED,
+    AHEAD,
+    BASE,
+    BASE_OF,
+    BEGUN,
+    CALL_OF,
+    CLOSED,
+    ENTERED,
+    EPOCH_NOW,
+    FINISHED,
+    HEARD,
+    LANES_AT,
+    LANES_DONE,
+    LEFT,
+    LINE,
+    ME,
+    MEMBERS,
+    MISMATCH,
+    MISMATCHED,
+    NUMBER,
+    NUMBER_OF,
+    OK,
+    ONE_HOST,
+    OPEN,
+    POSTED,
+    RETURNED,
+    RUNNING,
+    STARTED,
+    STATUS,
+    TEMPLATE,
+    WORDS_OF,
+)
 from ftcomm.kernels.device.signal import clock, fence, full_fence, load, pointer, publish, rest
-
-_OPEN = tl.constexpr(8 * words.OPEN)
-_RETURNED = tl.constexpr(8 * words.RETURNED)
-_STARTED = tl.constexpr(8 * words.STARTED)
-_TEMPLATE = tl.constexpr(8 * words.TEMPLATE)
-_BASE_OF = tl.constexpr(8 * words.BASE_OF)
-_STATUS = tl.constexpr(8 * words.STATUS)
-_MISMATCHED = tl.constexpr(8 * words.MISMATCHED)
-_BEGUN = tl.constexpr(8 * words.BEGUN)
-_FINISHED = tl.constexpr(8 * words.FINISHED)
-_HEARD = tl.constexpr(8 * words.HEARD)
-_CLOSED = tl.constexpr(words.CLOSED)
-_NUMBER = tl.constexpr(8 * words.NUMBER)
-_BASE = tl.constexpr(8 * words.BASE)
-_LANES_DONE = tl.constexpr(8 * words.LANES_DONE)
-_ENTERED = tl.constexpr(8 * words.ENTERED)
-_LEFT = tl.constexpr(8 * words.LEFT)
-_EPOCH_NOW = tl.constexpr(8 * words.EPOCH_NOW)
-_MEMBERS = tl.constexpr(8 * words.MEMBERS)
-_ME = tl.constexpr(8 * words.ME)
-_ONE_HOST = tl.constexpr(8 * words.ONE_HOST)
-_WORDS_OF = tl.constexpr(8 * words.WORDS_OF)
-_RUNNING = tl.constexpr(words.RUNNING)
-_OK = tl.constexpr(words.OK)
-_ABORTED = tl.constexpr(words.ABORTED)
-_MISMATCH = tl.constexpr(words.MISMATCH)
-_LANES_AT = tl.constexpr(8 * words.LANES_AT)
-_LINE = tl.constexpr(8 * words.LINE)
-_POSTED = tl.constexpr(8 * words.POSTED)
-_NUMBER_OF = tl.constexpr(8 * words.NUMBER_OF)
-_CALL_OF = tl.constexpr(8 * words.CALL_OF)
-_AHEAD = tl.constexpr(words.AHEAD)
 
 _SCALARS = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call", "template", "only", "deadline_ns")
 
@@ -86,33 +86,33 @@ def _add(address, value):
 @triton.jit
 def _enter(ctl, state, template, only, THREADS: tl.constexpr):
     """The epoch that this launch runs in; CLOSED if in none: at the end of the engine, or if meant for another one."""
-    if _add(state + _ENTERED, 0 + 1) == 0:
-        epoch = load(ctl + _OPEN, THREADS)
+    if _add(state + ENTERED, 0 + 1) == 0:
+        epoch = load(ctl + OPEN, THREADS)
         begun = False
-        while (epoch != _CLOSED) & (not begun):
+        while (epoch != CLOSED) & (not begun):
             if epoch == 0:
                 rest()
             elif (only == 0) | (epoch == only):
-                launches = read(ctl + _BEGUN) + 1
-                publish(ctl + _BEGUN, launches)
+                launches = read(ctl + BEGUN) + 1
+                publish(ctl + BEGUN, launches)
                 full_fence()
-                begun = load(ctl + _OPEN, THREADS) == epoch
+                begun = load(ctl + OPEN, THREADS) == epoch
                 if begun:
-                    write(ctl + _STARTED, read(state + _NUMBER) + 1)
-                    write(ctl + _TEMPLATE, template)
-                    write(ctl + _BASE_OF, read(state + _BASE))
-                    write(ctl + _STATUS, _RUNNING)
+                    write(ctl + STARTED, read(state + NUMBER) + 1)
+                    write(ctl + TEMPLATE, template)
+                    write(ctl + BASE_OF, read(state + BASE))
+                    write(ctl + STATUS, RUNNING)
                 else:
-                    publish(ctl + _FINISHED, launches)
+                    publish(ctl + FINISHED, launches)
             if not begun:
-                epoch = load(ctl + _OPEN, THREADS)
+                epoch = load(ctl + OPEN, THREADS)
                 if (only != 0) & (epoch != 0) & (epoch != only):
-                    epoch = tl.zeros((), tl.int64) + _CLOSED
-        tl.atomic_xchg(pointer(state + _EPOCH_NOW), epoch, sem="release", scope="gpu")
-    now = _add(state + _EPOCH_NOW, 0)
+                    epoch = tl.zeros((), tl.int64) + CLOSED
+        tl.atomic_xchg(pointer(state + EPOCH_NOW), epoch, sem="release", scope="gpu")
+    now = _add(state + EPOCH_NOW, 0)
     while now == 0:
         rest()
-        now = _add(state + _EPOCH_NOW, 0)
+        now = _add(state + EPOCH_NOW, 0)
     return now
 
 
@@ -120,23 +120,23 @@ def _enter(ctl, state, template, only, THREADS: tl.constexpr):
 def _leave(ctl, state, epoch, number, base, lanes, steps, done, status, programs, THREADS: tl.constexpr):
     """The last program to leave says how it went and sets the counters of a launch back."""
     tl.debug_barrier()
-    _add(state + _LANES_DONE, done)
-    if _add(state + _LEFT, 0 + 1) == programs - 1:
-        stable = _add(state + _LANES_DONE, 0) == lanes
-        write(state + _LANES_DONE, 0)
-        write(state + _ENTERED, 0)
-        write(state + _LEFT, 0)
-        write(state + _EPOCH_NOW, 0)
-        if epoch != _CLOSED:
+    _add(state + LANES_DONE, done)
+    if _add(state + LEFT, 0 + 1) == programs - 1:
+        stable = _add(state + LANES_DONE, 0) == lanes
+        write(state + LANES_DONE, 0)
+        write(state + ENTERED, 0)
+        write(state + LEFT, 0)
+        write(state + EPOCH_NOW, 0)
+        if epoch != CLOSED:
             if stable:
-                differ = load(ctl + _MISMATCHED, THREADS) == number + 1
-                write(state + _NUMBER, number + 1)
-                write(state + _BASE, base + tl.where(differ, _AHEAD, steps))
-                write(ctl + _STATUS, tl.where(differ, _MISMATCH, _OK))
-                publish(ctl + _RETURNED, number + 1)
+                differ = load(ctl + MISMATCHED, THREADS) == number + 1
+                write(state + NUMBER, number + 1)
+                write(state + BASE, base + tl.where(differ, AHEAD, steps))
+                write(ctl + STATUS, tl.where(differ, MISMATCH, OK))
+                publish(ctl + RETURNED, number + 1)
             else:
-                write(ctl + _STATUS, status)
-            publish(ctl + _FINISHED, read(ctl + _BEGUN))
+                write(ctl + STATUS, status)
+            publish(ctl + FINISHED, read(ctl + BEGUN))
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------------------
@@ -172,55 +172,55 @@ def allreduce(
     array = tl.cast(array, tl.int64)
     tasks = tl.cast(tasks, tl.int64)
     epoch = _enter(ctl, state, template, only, THREADS)
-    number = read(state + _NUMBER)
-    base = read(state + _BASE)
-    members = read(view + _MEMBERS)
-    me = read(view + _ME)
+    number = read(state + NUMBER)
+    base = read(state + BASE)
+    members = read(view + MEMBERS)
+    me = read(view + ME)
     deadline = tl.cast(deadline_ns, tl.int64)
     if deadline > 0:
         deadline += clock(THREADS)
     low = (epoch << 32) + base
     high = (epoch + 1) << 32
     lanes = tl.maximum(1, tl.minimum(LANES, ntasks))
-    two_shot = (read(view + _ONE_HOST) == 0) | ((members > 2) & (count * size > ONE_SHOT))
+    two_shot = (read(view + ONE_HOST) == 0) | ((members > 2) & (count * size > ONE_SHOT))
     i = tl.arange(0, THREADS)
     others = (i < members) & (i != me)
-    theirs = tl.load(pointer(view + _WORDS_OF + 8 * i), mask=i < members, other=0) + _LANES_AT
-    mine = read(view + _WORDS_OF + 8 * me) + _LANES_AT
+    theirs = tl.load(pointer(view + WORDS_OF + 8 * i), mask=i < members, other=0) + LANES_AT
+    mine = read(view + WORDS_OF + 8 * me) + LANES_AT
 
-    status = _RUNNING
-    if (epoch == _CLOSED) | (load(ctl + _OPEN, THREADS) != epoch):
-        status = _ABORTED
+    status = RUNNING
+    if (epoch == CLOSED) | (load(ctl + OPEN, THREADS) != epoch):
+        status = ABORTED
     done = tl.zeros((), tl.int32)
     lane = tl.zeros((), tl.int64) + tl.program_id(0)
-    while (lane < lanes) & ((status == _RUNNING) | (status == _MISMATCH)):
-        own = mine + lane * _LINE
-        flags = theirs + lane * _LINE
+    while (lane < lanes) & ((status == RUNNING) | (status == MISMATCH)):
+        own = mine + lane * LINE
+        flags = theirs + lane * LINE
         steps = (ntasks - lane + lanes - 1) // lanes
         posted = tl.zeros((), tl.int64)
         taken = tl.zeros((), tl.int64)
-        if status == _RUNNING:
-            write(own + _NUMBER_OF, number)
-            write(own + _CALL_OF, call)
-        while (taken < steps) & (status == _RUNNING):
-            while posted < tl.minimum(steps, taken + _AHEAD):
+        if status == RUNNING:
+            write(own + NUMBER_OF, number)
+            write(own + CALL_OF, call)
+        while (taken < steps) & (status == RUNNING):
+            while posted < tl.minimum(steps, taken + AHEAD):
                 post(tasks, lane + posted * lanes, lane, base + posted, view, array, count, T, BLOCK, ALIGNED, LANES,
                       CHUNK)  # fmt: skip
                 posted += 1
-                publish(own + _POSTED, low + posted)
+                publish(own + POSTED, low + posted)
             index = base + taken
             status = await_flags(
-                flags + _POSTED, others, low + taken + 1, high, ctl, epoch, number, deadline, status, THREADS
+                flags + POSTED, others, low + taken + 1, high, ctl, epoch, number, deadline, status, THREADS
             )
-            if (status == _RUNNING) & (taken == 0):
+            if (status == RUNNING) & (taken == 0):
                 if not verify(flags, i < members, ctl, number, call, lane, THREADS):
-                    status = _MISMATCH
-            if status == _RUNNING:
+                    status = MISMATCH
+            if status == RUNNING:
                 status = take(
                     own, flags, others, view, tasks, lane + taken * lanes, lane, index, low + taken + 1, high, array,
                     count, two_shot, ctl, epoch, number, deadline, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK, THREADS,
                 )  # fmt: skip
-                if status == _RUNNING:
+                if status == RUNNING:
                     taken += 1
         status, ended = stable(
             own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS
@@ -235,11 +235,11 @@ def allreduce(
 def gate(ctl: tl.int64, state: tl.int64, THREADS: tl.constexpr):
     """One program behind the all-reduce in its stream: holds what follows until the op has returned. If it was broken
     off it is repaired meanwhile on another stream. An error waits until the host knows it."""
-    started = load(ctl + _STARTED, THREADS)
-    while load(ctl + _RETURNED, THREADS) < started:
+    started = load(ctl + STARTED, THREADS)
+    while load(ctl + RETURNED, THREADS) < started:
         rest()
-    if load(ctl + _MISMATCHED, THREADS) == started:
-        while load(ctl + _HEARD, THREADS) < started:
+    if load(ctl + MISMATCHED, THREADS) == started:
+        while load(ctl + HEARD, THREADS) < started:
             rest()
     fence()
 

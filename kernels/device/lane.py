@@ -5,32 +5,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.device import words
+from ftcomm.kernels.device.offsets import (
+    ABORTED,
+    AHEAD,
+    CALL_OF,
+    CONTRIBUTES,
+    HOLDER,
+    ME,
+    MEMBERS,
+    MISMATCH,
+    MISMATCHED,
+    NUMBER_OF,
+    OPEN,
+    REDUCED,
+    RUNNING,
+    SEEN,
+    SKIP,
+    SLOTS,
+    SOLE,
+    SOURCE_STAGING,
+    SOURCES,
+    STAGING_OF,
+    TAKEN,
+    TIMED_OUT,
+)
 from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, rest
 from ftcomm.kernels.device.tile import copy_span, reduce_span
 
-_OPEN = tl.constexpr(8 * words.OPEN)
-_MISMATCHED = tl.constexpr(8 * words.MISMATCHED)
-_SEEN = tl.constexpr(8 * words.SEEN)
-_MEMBERS = tl.constexpr(8 * words.MEMBERS)
-_ME = tl.constexpr(8 * words.ME)
-_SOURCES = tl.constexpr(8 * words.SOURCES)
-_CONTRIBUTES = tl.constexpr(8 * words.CONTRIBUTES)
-_SOLE = tl.constexpr(8 * words.SOLE)
-_STAGING_OF = tl.constexpr(8 * words.STAGING_OF)
-_SOURCE_STAGING = tl.constexpr(words.SOURCE_STAGING)
-_RUNNING = tl.constexpr(words.RUNNING)
-_ABORTED = tl.constexpr(words.ABORTED)
-_TIMED_OUT = tl.constexpr(words.TIMED_OUT)
-_MISMATCH = tl.constexpr(words.MISMATCH)
-_REDUCED = tl.constexpr(8 * words.REDUCED)
-_TAKEN = tl.constexpr(8 * words.TAKEN)
-_NUMBER_OF = tl.constexpr(8 * words.NUMBER_OF)
-_CALL_OF = tl.constexpr(8 * words.CALL_OF)
-_SLOTS = tl.constexpr(words.SLOTS)
-_AHEAD = tl.constexpr(words.AHEAD)
-_HOLDER = tl.constexpr(words.HOLDER)
-_SKIP = tl.constexpr(words.SKIP)
 _SHARD = tl.constexpr(64)  # bytes; shards begin on cache lines
 
 
@@ -49,7 +50,7 @@ def write(address, value):
 def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr):
     """Until all flags are within low .. high - 1, or the launch is to end; at once if `status` is not RUNNING."""
     polls = 0
-    waiting = status == _RUNNING
+    waiting = status == RUNNING
     while waiting:
         if behind(flags, mask, low, high) == 0:
             waiting = False
@@ -57,14 +58,14 @@ def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, TH
             rest()
             polls += 1
             if polls % OFTEN == 0:
-                if load(ctl + _OPEN, THREADS) != epoch:
-                    status = _ABORTED
-                elif load(ctl + _MISMATCHED, THREADS) == number + 1:
-                    status = _MISMATCH
+                if load(ctl + OPEN, THREADS) != epoch:
+                    status = ABORTED
+                elif load(ctl + MISMATCHED, THREADS) == number + 1:
+                    status = MISMATCH
                 elif deadline > 0:
                     if clock(THREADS) > deadline:
-                        status = _TIMED_OUT
-                waiting = status == _RUNNING
+                        status = TIMED_OUT
+                waiting = status == RUNNING
     fence()
     return status
 
@@ -72,7 +73,7 @@ def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, TH
 @triton.jit
 def _slot(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Where in the POSTED staging of a member, in bytes."""
-    return (lane * _SLOTS + index % _SLOTS) * CHUNK
+    return (lane * SLOTS + index % SLOTS) * CHUNK
 
 
 @triton.jit
@@ -81,22 +82,22 @@ def _task(tasks, i, sole):
     word = i
     if tasks != 0:
         word = read(tasks + 8 * i)
-    holder = (word >> _HOLDER) & 0xFF
+    holder = (word >> HOLDER) & 0xFF
     if holder == 0:
         holder = sole + 1
-    return word & 0xFFFFFFFF, holder, (word >> _SKIP) & 1
+    return word & 0xFFFFFFFF, holder, (word >> SKIP) & 1
 
 
 @triton.jit
 def post(tasks, i, lane, index, view, array, count, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
     """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    me = read(view + _ME)
-    chunk, holder, _ = _task(tasks, i, read(view + _SOLE))
-    mine = (holder == me + 1) | ((holder == 0) & (read(view + _CONTRIBUTES) != 0))
-    if mine & (read(view + _MEMBERS) > 1):
+    me = read(view + ME)
+    chunk, holder, _ = _task(tasks, i, read(view + SOLE))
+    mine = (holder == me + 1) | ((holder == 0) & (read(view + CONTRIBUTES) != 0))
+    if mine & (read(view + MEMBERS) > 1):
         start = chunk * (CHUNK // size)
-        staging = read(view + _STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
+        staging = read(view + STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
         copy_span(array + start * size, staging, tl.minimum(count - start, CHUNK // size), T, BLOCK, ALIGNED, False)
 
 
@@ -104,14 +105,14 @@ def post(tasks, i, lane, index, view, array, count, T, BLOCK: tl.constexpr, ALIG
 def verify(flags, mask, ctl, number, call, lane, THREADS: tl.constexpr):
     """Whether all members have made the same call. Lane 0 tells the host what they have called."""
     i = tl.arange(0, THREADS)
-    numbers = tl.load(pointer(flags + _NUMBER_OF), mask=mask, other=0, volatile=True)
-    calls = tl.load(pointer(flags + _CALL_OF), mask=mask, other=0, volatile=True)
+    numbers = tl.load(pointer(flags + NUMBER_OF), mask=mask, other=0, volatile=True)
+    calls = tl.load(pointer(flags + CALL_OF), mask=mask, other=0, volatile=True)
     same = tl.sum((mask & ((numbers != number) | (calls != call))).to(tl.int32), 0) == 0
     if not same:
         if lane == 0:
-            tl.store(pointer(ctl + _SEEN + 16 * i), numbers, mask=mask)
-            tl.store(pointer(ctl + _SEEN + 16 * i + 8), calls, mask=mask)
-            publish(ctl + _MISMATCHED, number + 1)
+            tl.store(pointer(ctl + SEEN + 16 * i), numbers, mask=mask)
+            tl.store(pointer(ctl + SEEN + 16 * i + 8), calls, mask=mask)
+            publish(ctl + MISMATCHED, number + 1)
     return same
 
 
@@ -129,8 +130,8 @@ def _reduce(
 ):  # fmt: skip
     """One-shot: the chunk into the caller's array. Two-shot: my shard of it into my REDUCED staging."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    members = read(view + _MEMBERS)
-    me = read(view + _ME)
+    members = read(view + MEMBERS)
+    me = read(view + ME)
     first = tl.zeros((), tl.int64)
     last = n
     out = array + start * size
@@ -138,26 +139,26 @@ def _reduce(
     if two_shot:
         first = _bound(me, members, n, _SHARD // size)
         last = _bound(me + 1, members, n, _SHARD // size)
-        out = read(view + _STAGING_OF + 8 * me) + LANES * _SLOTS * CHUNK + posted + first * size
-    w = read(view + _SOURCES).to(tl.int32)
+        out = read(view + STAGING_OF + 8 * me) + LANES * SLOTS * CHUNK + posted + first * size
+    w = read(view + SOURCES).to(tl.int32)
     at = posted // size + first
     if w == W:
-        reduce_span(view, _SOURCE_STAGING, w, W, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+        reduce_span(view, SOURCE_STAGING, w, W, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
     else:
-        reduce_span(view, _SOURCE_STAGING, w, 0, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+        reduce_span(view, SOURCE_STAGING, w, 0, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
 
 
 @triton.jit
 def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
     """Two-shot: the shards of all into the caller's array."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    members = read(view + _MEMBERS)
-    at = LANES * _SLOTS * CHUNK + _slot(lane, index, LANES, CHUNK)
+    members = read(view + MEMBERS)
+    at = LANES * SLOTS * CHUNK + _slot(lane, index, LANES, CHUNK)
     member = tl.zeros((), tl.int64)
     while member < members:
         first = _bound(member, members, n, _SHARD // size)
         last = _bound(member + 1, members, n, _SHARD // size)
-        source = read(view + _STAGING_OF + 8 * member) + at + first * size
+        source = read(view + STAGING_OF + 8 * member) + at + first * size
         copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED, False)
         member += 1
 
@@ -170,23 +171,23 @@ def take(
 ):  # fmt: skip
     """All have posted task i: INPUT becomes FINAL; nothing is awaited between the first byte and the word for it."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    chunk, holder, skip = _task(tasks, i, read(view + _SOLE))
+    chunk, holder, skip = _task(tasks, i, read(view + SOLE))
     start = chunk * (CHUNK // size)
     n = tl.minimum(count - start, CHUNK // size)
-    status = _RUNNING
+    status = RUNNING
     if holder > 0:
-        if (holder != read(view + _ME) + 1) & (skip == 0):
-            source = read(view + _STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
+        if (holder != read(view + ME) + 1) & (skip == 0):
+            source = read(view + STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
             copy_span(source, array + start * size, n, T, BLOCK, ALIGNED, False)
     else:
         _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)
         if two_shot:
-            publish(own + _REDUCED, reached)
-            status = await_flags(flags + _REDUCED, others, reached, high, ctl, epoch, number, deadline, status, THREADS)
-            if status == _RUNNING:
+            publish(own + REDUCED, reached)
+            status = await_flags(flags + REDUCED, others, reached, high, ctl, epoch, number, deadline, status, THREADS)
+            if status == RUNNING:
                 _gather(view, lane, index, array, start, n, T, BLOCK, ALIGNED, LANES, CHUNK)
-    if status == _RUNNING:
-        publish(own + _TAKEN, reached)
+    if status == RUNNING:
+        publish(own + TAKEN, reached)
     return status
 
 
@@ -198,21 +199,21 @@ def stable(
 
     After calls that differed nothing was taken. Lane 0 then waits until all know, the others until lane 0 has said so.
     """
-    flags += _TAKEN
+    flags += TAKEN
     low += steps
     ended = status
-    if status == _MISMATCH:
-        ended = _RUNNING
+    if status == MISMATCH:
+        ended = RUNNING
         if lane == 0:
-            low += _AHEAD - steps
-            publish(own + _TAKEN, low)
+            low += AHEAD - steps
+            publish(own + TAKEN, low)
         else:
             i = tl.arange(0, THREADS)
-            flags = tl.zeros((THREADS,), tl.int64) + ctl + _MISMATCHED
+            flags = tl.zeros((THREADS,), tl.int64) + ctl + MISMATCHED
             others = i == 0
             low = number + 1
             high = number + 2
     ended = await_flags(flags, others, low, high, ctl, epoch, -2, deadline, ended, THREADS)
-    if (status == _RUNNING) | (ended != _RUNNING):
+    if (status == RUNNING) | (ended != RUNNING):
         status = ended
-    return status, (ended == _RUNNING).to(tl.int32)
+    return status, (ended == RUNNING).to(tl.int32)

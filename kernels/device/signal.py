@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ftcomm.kernels.device import INTERPRETED, words
 
-OFTEN = tl.constexpr(4 if INTERPRETED else 16)  # polls of the flags (about a microsecond each) for one look around
+OFTEN = tl.constexpr(4 if INTERPRETED else 16)  # polls of the flags for one look around
 
 _RUNNING = tl.constexpr(words.RUNNING)
 _OK = tl.constexpr(words.OK)
