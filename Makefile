@@ -89,6 +89,7 @@ endef
 
 $(VENV)/.ready: WANTED = $(TORCH)
 $(LATEST)/.ready: WANTED = $(TORCH_LATEST)
+$(LATEST)/.ready: EXTRAS := $(EXTRAS),torchft
 %/.ready: %/.made pyproject.toml Makefile
 	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once"
 	$(@D)/bin/python -m pip install --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]"

@@ -213,6 +213,15 @@ class OpProgress(msgspec.Struct, frozen=True):
 class FailedOp(msgspec.Struct, frozen=True):
     number: b.Op
     message: b.Text
+    lost: bool = False  # for want of data that a lost member had; else for calls that differ
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """The members of a group in rank order, from the boundary of step `since` on, and who of them contributes then."""
+
+    since: b.Step
+    members: b.Replicas
+    givers: b.Replicas
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -222,6 +231,9 @@ class Progress(msgspec.Struct, frozen=True):
     ops: Annotated[tuple[OpProgress, ...], b.MANY]  # issued and not returned, in order
     failed: Annotated[tuple[FailedOp, ...], b.MANY] = ()  # returned with an error that must reach everybody
     fresh: bool = False  # a joiner that has run nothing: takes over the numbering of the others
+    step: b.Step = -1  # the last boundary that it has passed
+    epoch: b.Epoch = 0  # of the view that it comes from
+    rosters: Annotated[tuple[Roster, ...], b.MANY] = ()  # as agreed upon when it entered that
 
 
 class MemberProgress(Message, frozen=True):

@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ftcomm.calls import Span, Work
     from ftcomm.errors import (
         ArgumentError,
         CollectiveTimeout,
@@ -23,20 +24,21 @@ if TYPE_CHECKING:
         ExpelledError,
         FtcommError,
         InitError,
+        LostError,
         MismatchError,
         SettingsError,
         StateError,
+        StepError,
         TransportError,
     )
-    from ftcomm.group import Group, Span, Work, allreduce, default_group, init, report, shutdown, verify
+    from ftcomm.group import Group, allreduce, default_group, init, report, shutdown, verify
     from ftcomm.hsdp.steps import steps
 
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(
-        ("Group", "Span", "Work", "allreduce", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"
-    ),
+    **dict.fromkeys(("Span", "Work"), "ftcomm.calls"),
+    **dict.fromkeys(("Group", "allreduce", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"),
     **dict.fromkeys(("steps",), "ftcomm.hsdp.steps"),
     **dict.fromkeys(
         (
@@ -46,9 +48,11 @@ _HOME = {
             "ExpelledError",
             "FtcommError",
             "InitError",
+            "LostError",
             "MismatchError",
             "SettingsError",
             "StateError",
+            "StepError",
             "TransportError",
         ),
         "ftcomm.errors",
@@ -63,10 +67,12 @@ __all__ = [
     "FtcommError",
     "Group",
     "InitError",
+    "LostError",
     "MismatchError",
     "SettingsError",
     "Span",
     "StateError",
+    "StepError",
     "TransportError",
     "Work",
     "allreduce",

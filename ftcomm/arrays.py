@@ -23,9 +23,14 @@ from ftcomm.errors import ArgumentError
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
 )
 
+# What NumPy has no type for is held as integers.
+CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+_CARRIED = {name: getattr(torch, carrier) for name, carrier in CARRIERS.items()}
 _TORCH_NAMES = {getattr(torch, name): name for name in DTYPES}
 # By type number: asking a NumPy dtype its name costs more than all the rest. `long` and `long long` share a name.
 _NUMPY_NAMES = {np.dtype(c).num: np.dtype(c).name for c in "?bBhHiIlLqQefd"}
@@ -34,7 +39,7 @@ _HOST_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA pinned host, ROCm pinned host
 
 @dataclasses.dataclass(slots=True)
 class Staged:
-    """`flat` (count,) is what an op reduces in place; bfloat16 comes as the uint16 of its bits, see `dtype`.
+    """`flat` (count,) is what an op reduces in place; bfloat16 and fp8 come as unsigned integers, see `dtype`.
 
     With `finish` None `flat` is the caller's memory. Else `finish()` is to be called once, after the op, by the thread
     that waits for it: it writes the result where the caller expects it and returns what the all-reduce returns. It
@@ -80,7 +85,7 @@ def _stage_torch(x: torch.Tensor) -> Staged:
         return _stage_torch_elsewhere(x)
     plain = x.detach() if x.requires_grad else x
     try:
-        host = (plain.view(torch.uint16) if name == "bfloat16" else plain).numpy()
+        host = (plain.view(_CARRIED[name]) if name in _CARRIED else plain).numpy()
     except (RuntimeError, TypeError) as error:
         return _stage_torch_odd(x, name, error)
     if not host.flags.carray:  # contiguous, aligned, writable
@@ -160,7 +165,7 @@ def _stage_torch_odd(x: torch.Tensor, name: str, error: Exception) -> Staged:
 
 def _torch_flat(x: torch.Tensor, name: str) -> np.ndarray:
     """`x` contiguous on the host -> (count,) over the same memory."""
-    flat: np.ndarray = (x.view(torch.uint16) if name == "bfloat16" else x).numpy().reshape(-1)
+    flat: np.ndarray = (x.view(_CARRIED[name]) if name in _CARRIED else x).numpy().reshape(-1)
     return flat
 
 
@@ -283,13 +288,13 @@ def _stage_dlpack(x: Any) -> Staged:
 
 def _numpy_flat(x: np.ndarray, name: str) -> np.ndarray:
     """`x` C-contiguous -> (count,) over the same memory."""
-    return x.reshape(-1).view(np.uint16) if name == "bfloat16" else x.reshape(-1)
+    return x.reshape(-1).view(CARRIERS[name]) if name in CARRIERS else x.reshape(-1)
 
 
 def _numpy_name(dtype: np.dtype[Any], owner: str) -> str:
     name = _NUMPY_NAMES.get(dtype.num)
-    if name is None and dtype.name == "bfloat16":  # of ml_dtypes: JAX has it, NumPy itself does not
-        name = "bfloat16"
+    if name is None and dtype.name in CARRIERS:  # of ml_dtypes: JAX has it, NumPy itself does not
+        name = dtype.name
     if name is None:
         mend = f"Pass x.view(np.float{dtype.itemsize * 4})." if dtype.kind == "c" else "Cast it to one of these."
         _refuse_dtype(owner, dtype.name, mend)

@@ -13,7 +13,7 @@ from ftcomm.collective.stall import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.views import Address, View
-from ftcomm.errors import ExpelledError, TransportError
+from ftcomm.errors import ExpelledError, FtcommError, TransportError
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.transport.connect import Dial, connect
 from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, life
@@ -46,7 +46,9 @@ class Engine:
     Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
     `on_died(replica, epoch)` is called, in a thread of its own, when the process of a member of this host has died.
     `layout` is that of the segments of all members; `on_reached(peer)` makes the memory of a device reachable that a
-    segment tells of, and may raise `TransportError`.
+    segment tells of, and may raise `TransportError`; `on_left(peer)` says that no view needs it any more, be it that
+    none was entered which did. `on_view(view)` is told of every view that is entered, `on_failed` of the error with
+    which this rank ends.
     """
 
     def __init__(
@@ -61,15 +63,20 @@ class Engine:
         on_died: Callable[[int, int], None],
         layout: Layout = HOST,
         on_reached: Callable[[Peer], object] = lambda peer: None,
+        on_left: Callable[[Peer], object] = lambda peer: None,
+        on_view: Callable[[View], object] = lambda view: None,
+        on_failed: Callable[[FtcommError], object] = lambda error: None,
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
-        self._layout, self._on_reached = layout, on_reached
+        self._layout, self._on_reached, self._on_left = layout, on_reached, on_left
+        self._on_view, self._on_failed = on_view, on_failed
         self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._epoch = -1  # resumed
         self._peers: dict[int, Peer] = {}  # in it
         self._kept: dict[str, Peer] = {}  # shared memory, by the nonce of the segment
+        self._opened: dict[str, Peer] = {}  # those to be told to `on_left`, likewise
         self._reached: dict[int, dict[int, Peer]] = {}  # epoch -> replica -> peer; of views that are not resumed yet
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
@@ -103,12 +110,16 @@ class Engine:
                     continue
             peer = self._connect(view.epoch, replica, there)
             with self._lock:
-                if view.epoch <= self._epoch or replica in reached:
-                    peer.close()  # it comes too late
-                    continue
-                reached[replica] = peer
-                if peer.how == "shm":
-                    self._kept[there.nonce] = peer
+                late = view.epoch <= self._epoch or replica in reached
+                unused = late and there.nonce not in self._opened
+                if not late:
+                    reached[replica] = peer
+                    if peer.how == "shm":
+                        self._kept[there.nonce] = self._opened[there.nonce] = peer
+            if unused:
+                self._on_left(peer)
+            if late:
+                peer.close()
         with self._lock:
             self._watch()
             return [replica for replica, peer in reached.items() if peer.how == "shm"]
@@ -148,13 +159,21 @@ class Engine:
                         peer.close()
             self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
             self._watch()
+            needed = {id(peer) for known in (peers, *self._reached.values()) for peer in known.values()}
+            left = [nonce for nonce, peer in self._opened.items() if id(peer) not in needed]
+            gone = [self._opened.pop(nonce) for nonce in left]
+        for peer in gone:
+            self._on_left(peer)
         one_host = all(there.boot == self._here.boot for there in addresses.values())
         plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host)
+        self._on_view(view)
         return self._exchange.resume(plan, peers, progress)._asdict()
 
     def fail(self, reason: str) -> None:
         self._watcher.close()
-        self._exchange.fail(ExpelledError(reason))
+        error = ExpelledError(reason)
+        self._exchange.fail(error)
+        self._on_failed(error)
 
     def close(self) -> None:
         """Watch nobody any more; idempotent."""

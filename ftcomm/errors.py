@@ -31,6 +31,10 @@ class ExpelledError(FtcommError):
     """The job went on without this replica (it was silent for too long, or reported as lost). Restart it to rejoin."""
 
 
+class LostError(FtcommError):
+    """A member was lost whose data, or whose part in the group, nobody else can give; the same on all survivors."""
+
+
 class CollectiveTimeout(FtcommError, TimeoutError):
     """An op, or a wait for one, did not end before its deadline."""
 
@@ -41,3 +45,7 @@ class TransportError(FtcommError):
 
 class StateError(FtcommError):
     """The training state of a replica cannot be sent, received or loaded."""
+
+
+class StepError(FtcommError):
+    """A training step cannot be completed: all replicas have voted so, or waited too long for others."""

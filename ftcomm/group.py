@@ -7,15 +7,14 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ftcomm.arrays import Staged, stage
+from ftcomm.calls import Calls
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.operation import Operation
+from ftcomm.collective.roster import NONE
 from ftcomm.collective.stall import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent, Gone, JoinError
@@ -24,9 +23,11 @@ from ftcomm.control.views import Address, View
 from ftcomm.control.wire import number
 from ftcomm.device.choose import open_device
 from ftcomm.engine import Engine
-from ftcomm.errors import ArgumentError, CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
+from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
+from ftcomm.fixed.endpoint import Switchboard
 from ftcomm.kernels.life import hold
 from ftcomm.kernels.urgent import urgent
+from ftcomm.messages.p2p import JobPost, Messages
 from ftcomm.settings import Settings, split_endpoint
 from ftcomm.transport.segment import LIVES, life
 
@@ -36,62 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftcomm")
 
 
-class Span(NamedTuple):
-    """Elements `start` to `stop` (flat, C order) of a result, and the replicas whose inputs they contain."""
-
-    start: int
-    stop: int
-    replicas: tuple[int, ...]
-
-
-class Work:
-    """An all-reduce that was started. Methods may be called from any thread."""
-
-    def __init__(self, op: Operation, staged: Staged, array: Any, group: Group) -> None:
-        self._op, self._staged, self._group = op, staged, group
-        self._result = array
-        self._lock = threading.Lock()
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._op.done
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Block until the op has its result on this rank; returns it (the array itself, or the new one).
-
-        Raises what the op failed with, or `CollectiveTimeout` after `timeout` seconds; the op then goes on, and `wait`
-        may be called again.
-        """
-        if not self._group._exchange.wait(self._op, timeout):
-            raise CollectiveTimeout(
-                f"replica {self._group.replica}, op {self._op.number}: not done within {timeout:g} s; it goes on, "
-                "call wait() again or raise FTCOMM_OP_TIMEOUT"
-            )
-        return self._finish()
-
-    def _finish(self) -> Any:
-        if self._op.error is not None:
-            raise self._op.error
-        finish = self._staged.finish
-        if finish is not None:
-            with self._lock:
-                if self._staged.finish is not None:
-                    self._result = finish()
-                    self._staged.finish = None
-        return self._result
-
-    @property
-    def contributors(self) -> tuple[Span, ...]:
-        """Which replicas the result contains, by ranges of elements; one range unless a member was lost in mid-op.
-
-        Known when the op is done; raises `FtcommError` before.
-        """
-        if not self._op.done:
-            raise FtcommError("the contributors are known when the op is done; call wait() first")
-        return tuple(Span(*span) for span in self._op.spans())
-
-
-class Group:
+class Group(Calls, Messages):
     """The ranks with this rank's index in all replicas of the job. Thread-safe but for `boundary`.
 
     `step` is the boundary to pass next, `fresh` is True in a process that joined a running job, until it has caught up.
@@ -100,11 +46,17 @@ class Group:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.replica, self.rank = settings.replica, settings.rank
+        self.me, self._sms = settings.replica, settings.sms
+        # In rank order, alike on all members and changed at boundaries alone: who is there, and who of them
+        # contributes. `view` says what is in force now.
+        self.roster: tuple[int, ...] = ()
+        self.givers: tuple[int, ...] = ()
         self.drained = False
         self.fresh = False
         sock = _listen(settings.host)
         self._segment, self._device = open_device(settings.engine, settings.staging)
         self._exchange = self._make_exchange()
+        self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call))
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         address = Address(settings.host, port, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
@@ -117,7 +69,10 @@ class Group:
             on_lost=self._lost,
             layout=self._segment.layout,
             on_reached=lambda peer: None if self._device is None else self._device.reach(peer),
+            on_left=lambda peer: None if self._device is None else self._device.leave(peer),
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
+            on_view=self._entered,
+            on_failed=self._post.fail,
         )
         self._agent = Agent(
             self._engine,
@@ -134,9 +89,14 @@ class Group:
             on_start=self._alive,
         )
         self._agent.serve("data", self._attach)
+        self._agent.serve("p2p", self._post.incoming)
+        self.port: int = port
+        self.switchboard = Switchboard(self._agent)  # for fixed groups
         self._open = True
         self._stall: Stall | None = None  # the last that was reported
         self.step = 0
+        self.lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
+        self.on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
     def _make_exchange(self) -> Exchange | DeviceExchange:
         settings = self.settings
@@ -170,59 +130,24 @@ class Group:
             self.close()
             raise InitError(f"replica {self.replica} rank {self.rank} could not join the job: {error}") from None
         self.step = view.step or 0
+        self._exchange.stand(self.step - 1)
+        self._use(self._exchange.roster(NONE if view.step is None else view.step))
         self.fresh = self.replica not in view.contributing
+
+    def _use(self, roster: m.Roster) -> None:
+        self.roster, self.givers = roster.members, roster.givers
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def allreduce(
-        self, x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False, sms: int | None = None
-    ) -> Any:
-        """Reduce `x` over all contributing replicas; every member gets the same bits.
-
-        x: an array of any shape; the same number of elements, dtype and `op` on every member. torch, NumPy and CuPy
-            arrays are reduced in place; for immutable ones (JAX) a new array is returned.
-        op: "sum", "avg" (divides by those who really contributed), "min", "max" or "product". fp16 and bf16 are
-            accumulated in fp32 and rounded once.
-        async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
-        atomic: the whole result is of one set of contributors. If a member is lost in mid-op, the parts that contain
-            it are reduced again without it, unless all of them do. For that the op keeps a copy of its input, as large
-            as `x`, until it returns (32 MB of such memory at most stay with the process for the next op). Up to 512 KB
-            are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
-            takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
-        sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many as
-            pay. May differ between members. Means nothing to FTCOMM_ENGINE=host.
-
-        Ops are matched by the order in which they are called, which must be the same on all members. Blocks (unless
-        `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
-        it ends among the others. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`, `ExpelledError`, and
-        with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those whose result is not
-        that of the majority (on all, if there is none; see `ftcomm.collective.divergence` for what it cannot see).
-        """
+    def _may_call(self) -> None:
         if self.drained:
             raise ExpelledError(
                 f"replica {self.replica} has left the job at the boundary of step {self.step - 1}; look at "
                 "Group.drained before a collective that follows the step loop"
             )
-        device = self._device
-        if device is None:
-            staged = stage(x)
-            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic)
-        else:
-            staged = device.stage(x)
-            chunk = device.layout.chunk
-            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True)
-            operation.sms = self.settings.sms if sms is None else sms
-        if sms is not None and sms < 1:
-            raise ArgumentError(
-                f"sms={sms}: an all-reduce needs at least 1 to reduce with; None leaves the choice to us"
-            )
-        if async_op:
-            self._exchange.submit(operation)
-            return Work(operation, staged, x, self)
-        self._exchange.run(operation)
-        if operation.error is None and staged.finish is None:
-            return x
-        return Work(operation, staged, x, self)._finish()
+
+    def _patience(self) -> float:
+        return self.settings.timeouts.give_up
 
     def verify(self, state: Any) -> str:
         """Compare `state` on this rank of all contributing replicas; returns its digest, 32 hex digits, if it is equal.
@@ -271,20 +196,39 @@ class Group:
 
         Call it from one thread, with increasing steps, the same on all replicas. Waits for the ops in flight; returns
         the view in force. Without a change under way it costs microseconds and asks nobody. `drained` is True
-        afterwards if this replica has left the job. Raises `ExpelledError`, `CollectiveTimeout`.
+        afterwards if this replica has left the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a
+        CUDA graph failed with.
         """
         if self.drained:
             return self.view
         try:
             self._exchange.drain(timeout)
             view = self._agent.boundary(step, self.settings.timeouts.give_up if timeout is None else timeout)
+            self._exchange.common(reset=True)
         except Gone as error:
             raise ExpelledError(str(error)) from None
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.rank}: {error}") from None
         self.step = step + 1
         self.drained = self._agent.left
+        if not self.drained:
+            self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
         return view
+
+    def contributed(self) -> tuple[int, ...]:
+        """The replicas whose input is in every chunk of every all-reduce since the boundary; the same on all members.
+
+        Waits for the ops in flight; then it costs nothing and asks nobody. A replica that was lost in mid-op is in some
+        chunks of it perhaps, but not in all, and so is left out. Raises `FtcommError` if nothing was reduced.
+        """
+        self._exchange.drain()
+        common = self._exchange.common()
+        if common is None:
+            raise FtcommError(
+                f"replica {self.replica}, step {self.step - 1}: nothing was reduced since the step boundary, so nobody "
+                "has contributed; call contributed(), or commit() of a sampler, after the gradients are reduced"
+            )
+        return common
 
     def caught_up(self, step: int) -> None:
         """This rank holds the state of everybody as of `step`: let its replica contribute from a next boundary on."""
@@ -309,6 +253,16 @@ class Group:
         except OSError as error:
             raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
 
+    def dial_rank(
+        self, replica: int, rank: int, purpose: str, fields: dict[str, str | int], timeout: float
+    ) -> socket.socket:
+        """An authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
+        member = self.view.member(replica)
+        if member is None or rank >= len(member.ranks):
+            raise ConnectionError(f"the view of epoch {self.epoch} has no rank {rank} of replica {replica}")
+        there = member.ranks[rank]
+        return self._agent.dial_address((there.host, there.port), purpose, fields, timeout)
+
     def serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, str | int]], None]) -> None:
         """Hand every incoming connection of `purpose` to `handler(socket, fields)`, in a thread of its own."""
         self._agent.serve(purpose, handler)
@@ -318,9 +272,11 @@ class Group:
         if not self._open:
             return
         self._open = False
+        self._post.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
         if finished and self._agent.view is not None:
             self._agent.finish(timeout=2.0)
         self._agent.stop()
+        self.switchboard.close()
         self._engine.close()
         self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
         if self._device is not None:
@@ -340,6 +296,10 @@ class Group:
 
     def _attach(self, sock: socket.socket, fields: dict[str, str | int]) -> None:
         self._exchange.attach(sock, number(fields, "replica"), number(fields, "epoch"))
+
+    def _entered(self, view: View) -> None:
+        self._post.enter(view)
+        self.switchboard.entered(view)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
         self._agent.suspect(replica, epoch, reason, proof=False)

@@ -15,7 +15,7 @@ class Dtype(NamedTuple):
     name: str
     code: int  # on the wire; never reused
     carrier: np.dtype[Any]
-    kind: str  # "float", "half" (summed in fp32), "int", "bool"
+    kind: str  # "float", "half" (or less; summed in fp32), "int", "bool"
 
     @property
     def itemsize(self) -> int:
@@ -43,6 +43,27 @@ _TABLE = (
 )
 DTYPES: dict[str, Dtype] = {name: _dtype(name, code, kind) for code, (name, kind) in enumerate(_TABLE, start=1)}
 
+# The host's engine reduces these as well.
+HOST_OPS = (*OPS, "band", "bor", "bxor")
+HOST_DTYPES: dict[str, Dtype] = DTYPES | {
+    name: Dtype(name, code, np.dtype("uint8"), "half") for name, code in (("float8_e4m3fn", 14), ("float8_e5m2", 15))
+}
+
+# What collectives only move, too: a name and a number for members to compare. Any other dtype goes as its bytes.
+_MOVED = (
+    "complex64",
+    "complex128",
+    "complex32",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "bytes",
+)
+BYTES = _MOVED[-1]
+CODES: dict[str, int] = {dtype.name: dtype.code for dtype in HOST_DTYPES.values()} | {
+    name: code for code, name in enumerate(_MOVED, start=32)
+}
+
 
 def unsupported(dtype: str, op: str) -> str | None:
     """Why arrays of `dtype` cannot be reduced with `op`, with the mend; None if they can."""
@@ -52,4 +73,17 @@ def unsupported(dtype: str, op: str) -> str | None:
         return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(DTYPES)}."
     if dtype == "bool" and op == "avg":
         return "the average of bool is not defined; use op='sum' (or) or op='product' (and), or convert to a number."
+    return None
+
+
+def unsupported_on_host(dtype: str, op: str) -> str | None:
+    """The same for the host's engine."""
+    if op not in HOST_OPS:
+        return f"op={op!r} is not known; use one of {', '.join(HOST_OPS)}."
+    if dtype not in HOST_DTYPES:
+        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(HOST_DTYPES)}."
+    if op in OPS:
+        return unsupported(dtype, op) if dtype in DTYPES else None
+    if HOST_DTYPES[dtype].kind not in ("int", "bool"):
+        return f"op={op!r} of {dtype} is not defined; use it with integers or bool."
     return None

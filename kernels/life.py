@@ -6,10 +6,11 @@ the robust futexes that each of its threads holds and marks every one of them. S
 segment for as long as it lives, and its peers sleep on its word, read-only (`ftcomm.kernels.watch`).
 
 The kernel wakes somebody only if the word says that somebody waits. Those who do cannot write it, so the owner says so
-for them as soon as it holds the mutex; nobody ever unlocks it, and nobody else writes the word. And it wakes only one
-for each word, who may not get a core, or the interpreter lock, for a while; so there is one for every peer.
+for them as soon as it holds the mutex; only its holder ever unlocks it, and nobody else writes the word. And it wakes
+only one for each word, who may not get a core, or the interpreter lock, for a while; so there is one for every peer.
 
-The mark is also left when the holding thread ends; hold it from one that lives as long as the rank takes part.
+The mark is also left when the holding thread ends; hold it from one that lives as long as the rank takes part, and
+release it there if that ends well before the process does.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ def hold(*addresses: int) -> bool:
     except AttributeError:  # a C library without robust mutexes
         return False
     return True
+
+
+def release(*addresses: int) -> None:
+    """Unlock what the calling thread holds: its end is no death. Does not block."""
+    libc = ctypes.CDLL(None)
+    for address in addresses:
+        if ctypes.c_uint32.from_address(address).value & _OWNER == threading.get_native_id():
+            libc.pthread_mutex_unlock(ctypes.c_void_p(address))
 
 
 def died(word: int) -> bool:

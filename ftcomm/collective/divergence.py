@@ -32,6 +32,7 @@ import numpy as np
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
+from ftcomm.collective.script import Batch
 from ftcomm.transport.segment import FINGERPRINT, SLOTS, Memory, descriptor
 
 _SAID = 1 << 32  # set in every fingerprint; 0 is none (a failed op, a member that does not compare)
@@ -106,6 +107,20 @@ class Alarm:
         """Task `index` is taken here; TAKEN does not say so yet. `here` is its chunk of the result."""
         self._tasks[index % SLOTS] = op.number, chunk
         self._own[descriptor(index % SLOTS) + FINGERPRINT] = fingerprint(here) if op.error is None else 0
+
+    def taken_batch(self, index: int, op: Operation, batch: Batch) -> None:
+        """The same for a batch, of which what all take is compared."""
+        assert op.script is not None
+        parts = op.script.parts
+        shared = [move.part for move in batch.moves if parts[move.part].takers is None]
+        self._tasks[index % SLOTS] = op.number, shared[0] if shared else 0
+        said = 0
+        if shared and op.error is None:
+            for part in shared:
+                begin, count = parts[part].dest, parts[part].size
+                said = zlib.crc32(fingerprint(op.array[begin : begin + count]).to_bytes(8, "little"), said)
+            said |= _SAID
+        self._own[descriptor(index % SLOTS) + FINGERPRINT] = said
 
     def compare(self, end: int) -> None:
         """The tasks before `end` that were not compared yet, which all members have taken."""

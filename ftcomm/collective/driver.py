@@ -18,6 +18,7 @@ from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.lobby import Lobby
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.roster import Standing
 from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
 from ftcomm.collective.stream import Interrupted, Stream
 from ftcomm.errors import DivergenceError, FtcommError
@@ -27,7 +28,7 @@ from ftcomm.transport.segment import ASLEEP, Peer, Segment
 from ftcomm.transport.tcp import Lost, Reader
 
 
-class Driver:
+class Driver(Standing):
     """What an `Exchange` is made of, which says what the arguments are and when the driver is stopped and resumed.
 
     `_mutex` guards the transitions and is never held across a wait or a memory operation.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping
 
+from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.driver import Driver
 from ftcomm.collective.flight import Resumed
 from ftcomm.collective.operation import Operation
@@ -70,6 +71,17 @@ class Exchange(Driver):
         """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
         self._flight.drain(self._mutex, timeout)
 
+    def common(self, *, reset: bool = False) -> Contributors | None:
+        """After `drain`: whose input is in every chunk that was reduced since the last reset; None if nothing was."""
+        flight = self._flight
+        common, flight.common = flight.common, None if reset else flight.common
+        return common
+
+    @property
+    def returned(self) -> int:
+        """How many ops of the group have returned here."""
+        return self._flight.returned
+
     def waiting(self, seconds: float) -> Stall | None:
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
         return None if self._frozen else self._watch.waiting(seconds)
@@ -101,7 +113,7 @@ class Exchange(Driver):
                 raise self._error
             if self._stream is None:
                 return Progress(returned=0, ops=(), fresh=True)
-            return self._flight.progress()
+            return self._told(self._flight.progress())
 
     def attach(self, sock: socket.socket, replica: int, epoch: int) -> None:
         """A member reads this one through TCP in `epoch`; `sock` is connected and past its handshake.
@@ -148,6 +160,7 @@ class Exchange(Driver):
             else:
                 self._stream.close()
             self._stream = stream
+            self._agree(view, progress)
             resumed = Resumed(0, 0, 0)
             failed: BaseException | None = None
             try:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors, pack
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure, resume_tasks
+from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
-from ftcomm.errors import CollectiveTimeout, MismatchError
+from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
 
 
 class Resumed(NamedTuple):
@@ -29,6 +29,7 @@ class Flight:
         self.ops: deque[Operation] = deque()
         self.returned = 0
         self.issued = 0
+        self.common: Contributors | None = None  # whose input is in every chunk that was reduced since it was reset
 
     def add(self, op: Operation) -> None:
         op.number = self.issued
@@ -47,9 +48,18 @@ class Flight:
         op = self.ops[0]
         if op.atomic and op.error is None and len(set(op.finals)) > 1:
             raise ProtocolError(f"op {op.number} is atomic, and its chunks have several sets of contributors")
+        if op.error is None and op.script is None and (op.finals[0] is not self.common or len(op.finals) > 1):
+            for who in set(op.finals):
+                if who is not None:
+                    self.narrow(who)
         self.returned += 1
         self.ops.popleft()
         op.finish(op.error)
+
+    def narrow(self, who: Contributors) -> None:
+        """A chunk was reduced from the inputs of `who`."""
+        if who != self.common:
+            self.common = who if self.common is None else tuple(r for r in self.common if r in who)
 
     def abandon(self, error: BaseException) -> None:
         while self.ops:
@@ -65,7 +75,11 @@ class Flight:
         return Progress(
             returned=self.returned,
             ops=tuple(OpProgress(op.number, _finals(op)) for op in ops),
-            failed=tuple(FailedOp(op.number, str(op.error)) for op in ops if op.error is not None),
+            failed=tuple(
+                FailedOp(op.number, str(op.error), isinstance(op.error, LostError))
+                for op in ops
+                if op.error is not None
+            ),
         )
 
     def number_from(self, progress: Mapping[int, Progress]) -> None:
@@ -93,22 +107,21 @@ class Flight:
         for op in self.ops:
             op.next, op.end, op.verified = 0, -1, False
             self._fail_as_elsewhere(op, progress)
-            only = contributors if op.atomic else None
-            op.tasks = () if op.error is not None else resume_tasks(op.number, len(op.finals), progress, only)
-            copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in op.tasks)
-            reduced += sum(task.holder == REDUCE for task in op.tasks)
+            tasks = op.resume(progress, contributors)
+            copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in tasks)
+            reduced += sum(task.holder == REDUCE for task in tasks)
         return Resumed(count, copied, reduced)
 
     @staticmethod
     def _fail_as_elsewhere(op: Operation, progress: Mapping[int, Progress]) -> None:
-        message = failure(op.number, progress.values())
-        if message is not None and op.error is None:
-            op.error = MismatchError(message)
+        failed = failure(op.number, progress)
+        if failed is not None and op.error is None:
+            op.error = (LostError if failed.lost else MismatchError)(failed.message)
 
 
 def _finals(op: Operation) -> tuple[Final, ...]:
     chunks: dict[Contributors, list[int]] = {}
     for chunk, contributors in enumerate(op.finals):
-        if contributors is not None:
+        if contributors:
             chunks.setdefault(contributors, []).append(chunk)
     return tuple(Final(who, pack(held, len(op.finals))) for who, held in chunks.items())

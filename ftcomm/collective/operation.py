@@ -1,23 +1,27 @@
-"""One all-reduce, from its submission to its end."""
+"""One op, from its submission to its end: an all-reduce. All other collectives: `ftcomm.collective.scripted`."""
 
 from __future__ import annotations
 
 import _thread
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
-from ftcomm.collective.resume import Task, all_reduce
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import Task, all_reduce, resume_tasks
+from ftcomm.collective.script import Batch, Script, explained
 from ftcomm.collective.spare import Bytes, borrow, give_back
+from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
-from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported, unsupported_on_host
 from ftcomm.transport.segment import CHUNK
 
 _ATOMIC = 0x80  # in the byte of the reduction
-_CODES = {dtype.code: dtype.name for dtype in DTYPES.values()}
+MOVES = 0x7F  # in its place: nothing is reduced
+_NAMES = {code: name for name, code in CODES.items()}
 
 
 class Operation:
@@ -33,13 +37,17 @@ class Operation:
 
     sms: int | None = None  # programs that may run it at once, where a kernel does; None: as many as pay
     number = -1  # its place among the ops of the group; given at submission
+    template = -1  # by which a device names its launch, see ftcomm.device.graphs
     done = False
     atomic = False
     error: BaseException | None = None  # set before `done`
+    script: Script | None = None  # what moves; None in an all-reduce, whose chunks all lie in `array`
+    detail = 0  # of the call, what `call` does not tell; compared between members
 
     # What follows belongs to the thread that drives the engine. It is begun anew in every epoch.
     next = 0  # the first of `tasks` that is not posted
     verified = False  # all members have made the same call
+    doom: BaseException | None = None  # it will fail with this, as soon as all have called it
     two_shot = False
     _kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _spare: Bytes | None = None  # where it lies
@@ -55,7 +63,9 @@ class Operation:
         atomic: bool = False,
         on_device: bool = False,
     ) -> None:
-        call, self.itemsize = _call(dtype, op)
+        call, self.itemsize = call_of(dtype, op)
+        if on_device and (reason := unsupported(dtype, op)):
+            raise ArgumentError(f"FTCOMM_ENGINE=host can do this, the kernels of other engines cannot: {reason}")
         if on_device:
             pass  # its stage() has
         elif array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
@@ -71,7 +81,7 @@ class Operation:
         self.elements = chunk // self.itemsize  # in each chunk but the last
         chunks = chunk_count(self.count, self.elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
-        self.tasks: tuple[Task, ...] = all_reduce(chunks)
+        self.tasks: tuple[Task, ...] | tuple[Batch, ...] = all_reduce(chunks)
         if atomic:
             self.atomic = True
             self.call |= _ATOMIC
@@ -81,6 +91,10 @@ class Operation:
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
         self._latch = _thread.allocate_lock()
         self._latch.acquire()
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the op is done; False if `timeout` seconds pass before. Any thread."""
@@ -106,6 +120,18 @@ class Operation:
             here[...] = kept[start : start + len(here)]
             self.finals[chunk] = None
 
+    def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:
+        """What is left to do of it in a new view. See `ftcomm.collective.resume`, which raises `ProtocolError`."""
+        if self.error is not None:
+            self.tasks = ()
+            return ()
+        only = contributors if self.atomic else None
+        self.tasks = tasks = resume_tasks(self.number, len(self.finals), progress, only)
+        return tasks
+
+    def enter(self, view: GroupView) -> None:
+        """Its first task is about to be posted in the epoch of `view`."""
+
     def finish(self, error: BaseException | None = None) -> None:
         """Once, by the engine."""
         self.error = error
@@ -122,22 +148,25 @@ class Operation:
 
 
 @cache
-def _call(dtype: str, op: str) -> tuple[int, int]:
-    """The pair as one number for the wire, and the bytes of an element."""
-    reason = unsupported(dtype, op)
+def call_of(dtype: str, op: str) -> tuple[int, int]:
+    """The pair as one number for the wire, and the bytes of an element. `op` is "" for what only moves."""
+    if not op:
+        return CODES[dtype] << 8 | MOVES, 1
+    reason = unsupported_on_host(dtype, op)
     if reason:
         raise ArgumentError(reason)
-    return DTYPES[dtype].code << 8 | OPS.index(op), DTYPES[dtype].itemsize
+    return HOST_DTYPES[dtype].code << 8 | HOST_OPS.index(op), HOST_DTYPES[dtype].itemsize
 
 
-def mismatch(calls: Iterable[tuple[int, int, int]]) -> MismatchError:
-    """The members (replica, op number, call), ascending, have made different calls."""
-    who: dict[tuple[int, int], list[int]] = {}
-    for replica, number, call in calls:
-        who.setdefault((number, call), []).append(replica)
+def mismatch(calls: Iterable[tuple[int, int, int, int]]) -> MismatchError:
+    """The members (replica, op number, call, detail), ascending, have made different calls."""
+    who: dict[tuple[int, int, int], list[int]] = {}
+    for replica, *made in calls:
+        who.setdefault((made[0], made[1], made[2]), []).append(replica)
     said = "; ".join(
-        f"{'replicas' if len(members) > 1 else 'replica'} {', '.join(map(str, members))}: op {number}, {describe(call)}"
-        for (number, call), members in who.items()
+        f"{'replicas' if len(members) > 1 else 'replica'} {', '.join(map(str, members))}: op {number}, "
+        f"{describe(call, detail)}"
+        for (number, call, detail), members in who.items()
     )
     return MismatchError(
         f"the members of the group made different calls. {said}. Every rank must make the same collective calls in "
@@ -145,9 +174,14 @@ def mismatch(calls: Iterable[tuple[int, int, int]]) -> MismatchError:
     )
 
 
-def describe(call: int) -> str:
+def describe(call: int, detail: int = 0) -> str:
     """A call as a person would say it."""
-    dtype = _CODES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
+    dtype = _NAMES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
     code = call & 0xFF & ~_ATOMIC
-    op = repr(OPS[code]) if code < len(OPS) else str(code)
-    return f"allreduce(op={op}{', atomic=True' if call & _ATOMIC else ''}) of {call >> 16} x {dtype}"
+    kind, more = explained(detail)
+    said = [more] if more else []
+    if code != MOVES:
+        said.insert(0, f"op={HOST_OPS[code]!r}" if code < len(HOST_OPS) else f"op={code}")
+    if call & _ATOMIC:
+        said.append("atomic=True")
+    return f"{kind}({', '.join(said)}) of {call >> 16} x {dtype}"

@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors, unpack
-from ftcomm.control.messages import Progress
+from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import FtcommError
 
 REDUCE = -1  # as `Task.holder`
@@ -59,9 +59,10 @@ def base(progress: Iterable[Progress]) -> int:
     return max((p.returned for p in progress if not p.fresh), default=0)
 
 
-def failure(number: int, progress: Iterable[Progress]) -> str | None:
+def failure(number: int, progress: Mapping[int, Progress]) -> FailedOp | None:
     """What op `number` failed with at any member: then it fails everywhere, and has no tasks."""
-    return next((failed.message for p in progress for failed in p.failed if failed.number == number), None)
+    told = (failed for _, p in sorted(progress.items()) for failed in p.failed if failed.number == number)
+    return next(told, None)
 
 
 def resume_tasks(
@@ -74,34 +75,43 @@ def resume_tasks(
 
     Raises `ProtocolError` if the members contradict each other.
     """
-    held = {replica: _held(number, p) for replica, p in progress.items()}
+    held = holdings(number, progress)
     if not any(held.values()):
         return all_reduce(chunks)
-    absent = [replica for replica, finals in held.items() if finals is None]
-    if absent:
-        raise ProtocolError(f"op {number} is FINAL in part, but replicas {absent} have not called it")
     if only is not None and _one_set(chunks, held.values()):
         only = None
     tasks = []
     for chunk in range(chunks):
         bit = 1 << chunk
-        holders = {m: who for m, finals in held.items() for who, bits in (finals or {}).items() if bits & bit}
+        holders = {m: who for m, finals in held.items() for who, bits in finals.items() if bits & bit}
         if len(set(holders.values())) > 1:
             raise ProtocolError(f"op {number}: chunk {chunk} is FINAL with different contributors: {holders}")
         if not holders or (only is not None and only not in holders.values()):
             tasks.append(Task(chunk, REDUCE, ()))
         elif len(holders) < len(held):
             tasks.append(Task(chunk, min(holders), holders[min(holders)]))
-    if any(bits >> chunks for finals in held.values() for bits in (finals or {}).values()):
+    if any(bits >> chunks for finals in held.values() for bits in finals.values()):
         raise ProtocolError(f"op {number} has {chunks} chunks, but a member holds more")
     return tuple(tasks)
 
 
-def _one_set(chunks: int, held: Iterable[dict[Contributors, int] | None]) -> bool:
+def holdings(number: int, progress: Mapping[int, Progress]) -> dict[int, dict[Contributors, int]]:
+    """The FINAL chunks of op `number` at each member, a bitmap for each set of contributors.
+
+    Raises `ProtocolError` if the op is FINAL in part, and not in flight at some member.
+    """
+    told = {replica: _held(number, p) for replica, p in progress.items()}
+    absent = [replica for replica, finals in told.items() if finals is None]
+    if absent and any(told.values()):
+        raise ProtocolError(f"op {number} is FINAL in part, but replicas {absent} have not called it")
+    return {replica: finals or {} for replica, finals in told.items()}
+
+
+def _one_set(chunks: int, held: Iterable[dict[Contributors, int]]) -> bool:
     """Whether every chunk is FINAL at some member, and all that are FINAL have the same contributors."""
     union: dict[Contributors, int] = {}
     for finals in held:
-        for who, bits in (finals or {}).items():
+        for who, bits in finals.items():
             union[who] = union.get(who, 0) | bits
     whole = (1 << chunks) - 1
     return [bits & whole for bits in union.values() if bits] == [whole]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ftcomm.collective.deadline import Deadlines
-from ftcomm.collective.operation import Operation
+from ftcomm.collective.operation import Operation, describe
 from ftcomm.control.timeouts import REPORT
 from ftcomm.errors import CollectiveTimeout
 
@@ -42,7 +42,7 @@ def no_view(op: Operation, seconds: float) -> CollectiveTimeout:
 def gave_up(op: Operation, seconds: float, missing: tuple[int, ...]) -> CollectiveTimeout:
     """`op` has waited for so long for the replicas `missing`."""
     return CollectiveTimeout(
-        f"op {op.number} ({op.count} x {op.dtype}, {op.op}) waited {seconds:.1f}s for replicas "
+        f"op {op.number}, {describe(op.call, op.detail)}, waited {seconds:.1f}s for replicas "
         f"{', '.join(map(str, missing))}. Did they make the same call? FTCOMM_OP_TIMEOUT sets half of that time."
     )
 
@@ -70,7 +70,7 @@ class StallWatch:
         now = self._clock()
         self.wait = None
         if op.number >= self._steady and op.error is None:
-            self._deadlines.took(op.array.nbytes, now - self.began)
+            self._deadlines.took(op.nbytes, now - self.began)
         self.began = now
 
     def disturbed(self, issued: int) -> None:
@@ -85,7 +85,7 @@ class StallWatch:
         now = self._clock()
         since = now if self.wait is None else self.wait[0]
         if self.wait is None:
-            self._report_at = now + self._deadlines.of(op.array.nbytes)
+            self._report_at = now + self._deadlines.of(op.nbytes)
         self.wait = since, Stall(epoch, op.number, missing)
         if now >= self._report_at:
             self._report_at = now + REPORT

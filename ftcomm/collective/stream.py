@@ -1,4 +1,4 @@
-"""The stream of chunk tasks of one epoch, and the memory operations that it is made of.
+"""The stream of tasks of one epoch, and the memory operations that it is made of.
 
 All ops of an epoch make one stream of tasks, which has the same task at the same index on every member. A task goes
 through three stages at every member, in order; the counters `posted`, `arrived`, `taken` say how far each has come:
@@ -8,6 +8,9 @@ through three stages at every member, in order; the counters `posted`, `arrived`
              my REDUCED staging
     take     one-shot: reduce all inputs into the caller's buffer. Two-shot: when all have reduced, copy the shards
              there
+
+That is a chunk of an all-reduce. Other collectives move batches of parts, of which a member posts those that it gives
+and takes those that are for it, see `ftcomm.collective.script`.
 
     word      written by      value             polled by   before
     POSTED    owner           tasks posted      all others  they read its POSTED staging
@@ -31,15 +34,19 @@ from typing import Any
 
 import numpy as np
 
+from ftcomm.collective.carry import Carrier
 from ftcomm.collective.divergence import Alarm, Divergence
 from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView, shards, two_shot
 from ftcomm.collective.resume import REDUCE, Task
-from ftcomm.kernels.dtypes import DTYPES
+from ftcomm.collective.script import Batch
+from ftcomm.collective.scripted import Scripted
+from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.kernels.wait import Waiter, wake
 from ftcomm.transport.segment import (
     ASLEEP,
+    DETAIL,
     FINGERPRINT,
     POSTED,
     REDUCED,
@@ -70,7 +77,7 @@ class _Lane:
     """
 
     def __init__(self, stream: Stream, dtype: str, count: int, slot: int) -> None:
-        carrier = DTYPES[dtype].carrier
+        carrier = HOST_DTYPES[dtype].carrier
         view = stream.view
         memories = stream.memories
         posted = {m: memories[m].carve(POSTED, slot, 0, count, carrier) for m in view.members}
@@ -94,7 +101,7 @@ class _Slot:
     __slots__ = ("first", "here", "lane", "op", "task", "two_shot")
 
     op: Operation
-    task: Task
+    task: Task | Batch
     first: bool  # of its op in this epoch
     two_shot: bool
     here: Array  # the caller's buffer of this chunk
@@ -151,6 +158,7 @@ class Stream:
         self._mine_first = contributors[:1] == (view.me,)
         self._lanes: list[dict[tuple[str, int], _Lane]] = [{} for _ in range(SLOTS)]
         self._ring = [_Slot() for _ in range(SLOTS)]
+        self._carrier = Carrier(view, self.memories, reducer)
         self._alarm: Alarm | None = None
         if on_divergence is not None:
             self._alarm = Alarm(view, self.memories, lambda count: self._all(TAKEN, count), on_divergence)
@@ -236,12 +244,17 @@ class Stream:
 
     def _may_post(self) -> bool:
         unposted = self.unposted
-        while not unposted[0].tasks:  # every member holds all of it already
-            unposted.popleft().end = self.posted
+        while True:
+            op = unposted[0]
+            if op.next:
+                return op.verified
+            if op.script is not None:
+                op.enter(self.view)
+            if op.tasks:
+                return True
+            unposted.popleft().end = self.posted  # every member holds all of it already
             if not unposted:
                 return False
-        op = unposted[0]
-        return op.next == 0 or op.verified
 
     def _post(self) -> None:
         op = self.unposted[0]
@@ -249,23 +262,32 @@ class Stream:
         if self._alarm is not None:
             self._alarm.compare(index - SLOTS + 1)
         slot = self._ring[index % SLOTS]
-        task = op.tasks[op.next]
+        task: Any = op.tasks[op.next]
         first = op.next == 0
         if first:
-            op.two_shot = two_shot(op.array.nbytes, self.view)
             at = descriptor(index % SLOTS)
             self._own[at] = op.number
             self._own[at + 1] = op.call
+            self._own[at + DETAIL] = op.detail
+        op.next += 1
+        if op.next == len(op.tasks):
+            op.end = index + 1
+            self.unposted.popleft()
+        if op.script is not None:
+            assert isinstance(op, Scripted)
+            slot.op, slot.task, slot.first, slot.two_shot = op, task, first, False
+            self._carrier.give(op, task, index % SLOTS)
+            self.posted = index + 1
+            self._publish(POSTED, index + 1)
+            return
+        if first:
+            op.two_shot = two_shot(op.array.nbytes, self.view)
         here = op.array
         if len(op.finals) > 1:
             start = task.chunk * op.elements
             here = here[start : start + op.elements]
             if op.atomic:
                 op.keep(task.chunk, here, task.holder == REDUCE)
-        op.next += 1
-        if op.next == len(op.tasks):
-            op.end = index + 1
-            self.unposted.popleft()
         if task.holder == REDUCE and self._sole != REDUCE:
             task = Task(task.chunk, self._sole, self._contributors)
         slot.op, slot.task, slot.first, slot.here = op, task, first, here
@@ -293,14 +315,15 @@ class Stream:
         """Compare the calls of all members. On a mismatch all see it, and for all the op ends with this one task."""
         op = slot.op
         at = descriptor(index % SLOTS)
+        detail_at = at + DETAIL
         for words in self._words:
-            if words[at + 1] != op.call or words[at] != op.number:
+            if words[at + 1] != op.call or words[at] != op.number or words[detail_at] != op.detail:
                 break
         else:
-            op.verified = True
+            op.verified, op.error = True, op.doom
             return
         seen = ((member, self.memories[member].words) for member in self.view.members)
-        op.error = mismatch((member, words[at], words[at + 1]) for member, words in seen)
+        op.error = mismatch((member, words[at], words[at + 1], words[at + DETAIL]) for member, words in seen)
         op.end = index + 1
         if self.unposted and self.unposted[0] is op:
             self.unposted.popleft()
@@ -313,7 +336,12 @@ class Stream:
         """INPUT becomes FINAL here, in one go: nothing waits between the first byte and the mark."""
         index = self.taken
         slot = self._ring[index % SLOTS]
-        op, (chunk, holder, contributors) = slot.op, slot.task
+        op = slot.op
+        if op.script is not None:
+            self._take_batch(op, slot, index)
+            return
+        task: Any = slot.task
+        chunk, holder, contributors = task
         if op.error is None:
             here = slot.here
             lane = slot.lane
@@ -336,6 +364,18 @@ class Stream:
         self.taken = index + 1
         self._publish(TAKEN, index + 1)
 
+    def _take_batch(self, op: Operation, slot: _Slot, index: int) -> None:
+        batch = slot.task
+        assert isinstance(op, Scripted)
+        assert isinstance(batch, Batch)
+        if op.error is None:
+            self._carrier.take(op, batch, index % SLOTS)
+        if self._alarm is not None:
+            self._alarm.taken_batch(index, op, batch)
+        del slot.op
+        self.taken = index + 1
+        self._publish(TAKEN, index + 1)
+
     # -- words -----------------------------------------------------------------------------------------------------
 
     def _publish(self, word: int, count: int) -> None:
@@ -354,20 +394,17 @@ class Stream:
         start = nbytes = 0
         index = (count - 1) % SLOTS
         at = descriptor(index)
-        belongs = (self._own[at + FINGERPRINT], 0)
+        belongs = (self._own[at + FINGERPRINT], 0, 0)
         if word != TAKEN:
             slot = self._ring[index]
-            holder = slot.task.holder
-            mine = slot.lane.mine
-            belongs = (self._own[at], self._own[at + 1])
-            begin, end = 0, len(mine)
-            if word == REDUCED:
-                begin, end = slot.lane.shards[self.view.me]
-            elif not (self._contributes if holder == REDUCE else holder == self.view.me):
-                end = 0
-            elif slot.two_shot:
-                begin, end = slot.lane.shards[reader.replica]
-            start, nbytes = begin * mine.itemsize, (end - begin) * mine.itemsize
+            belongs = (self._own[at], self._own[at + 1], self._own[at + DETAIL])
+            if isinstance(slot.task, Batch):
+                begin, end = slot.task.span(self.view.me, self._contributes, reader.replica)
+                itemsize = slot.task.itemsize
+            else:
+                begin, end = self._read_by(reader.replica, word, slot, slot.task.holder)
+                itemsize = slot.lane.mine.itemsize
+            start, nbytes = begin * itemsize, (end - begin) * itemsize
         base = self._segment.offset(word, index) + start
         try:
             payload = self._segment.buffer[base : base + nbytes]
@@ -377,6 +414,15 @@ class Stream:
             if reader in self._readers:  # once
                 self._readers.remove(reader)
                 self._on_lost(reader.replica, self.view.epoch, f"connection for data: {error}")
+
+    def _read_by(self, reader: int, word: int, slot: _Slot, holder: int) -> tuple[int, int]:
+        """The elements (start, stop) that `reader` needs of the chunk that `word` announces."""
+        lane = slot.lane
+        if word == REDUCED:
+            return lane.shards[self.view.me]
+        if not (self._contributes if holder == REDUCE else holder == self.view.me):
+            return 0, 0
+        return lane.shards[reader] if slot.two_shot else (0, len(lane.mine))
 
     def _all(self, word: int, count: int) -> bool:
         target = self._low + count

@@ -62,6 +62,7 @@ def _replica(launcher: Launcher, replica: Replica) -> r.ReplicaStatus:
         step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
         host=replica.host,
         network="" if launcher.network is None else _path(launcher.network.hosts[number]),
+        effective=launcher.effective.get(number),
     )
 
 

@@ -31,13 +31,14 @@ def status(job: str | None) -> None:
 def show(seen: r.Status, console: Console) -> None:
     doing = "the coordinator is being restarted" if seen.away else "draining" if seen.draining else "running"
     shown = Table()
-    for name in ("replica", "state", "in the job", "step", "starts", "pids"):
+    for name in ("replica", "state", "in the job", "step", "effective", "starts", "pids"):
         shown.add_column(name, justify="left" if name in ("state", "in the job") else "right")
     for replica in seen.replicas:
         place = "contributes" if replica.contributes else "catches up" if replica.member else "-"
         step = str(replica.step) if replica.step >= 0 else "-"
         pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
-        shown.add_row(str(replica.replica), replica.state, place, step, str(replica.starts), pids or "-")
+        effective = "-" if replica.effective is None else f"{replica.effective:.0%}"
+        shown.add_row(str(replica.replica), replica.state, place, step, effective, str(replica.starts), pids or "-")
     console.print(f"job {seen.run} ({seen.script}), {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
     console.print(shown)
     console.print(f"last: {seen.last}", markup=False, soft_wrap=True)

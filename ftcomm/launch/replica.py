@@ -106,6 +106,8 @@ class Replica:
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):
                 environment["FTCOMM_RANK"] = str(rank)
+                place = str(self.number * self._options.ranks_per_replica + rank)
+                environment["RANK"] = environment["LOCAL_RANK"] = place  # for scripts that choose a device by them
                 pass_fds: tuple[int, ...] = ()
                 if leader is not None and rank == 0:
                     pass_fds = (leader.fileno(),)
@@ -180,9 +182,9 @@ class Replica:
 
 def rank_environment(options: RunOptions, coordinator: str, token: str) -> dict[str, str]:
     """What all ranks of a run have in common, on top of the launcher's own environment."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("FTCOMM_LEADER", "FTCOMM_LEADER_FD")
-    }
+    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", "MASTER_ADDR", "MASTER_PORT")  # of another launcher around us
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    size = str(options.replicas * options.ranks_per_replica)
     environment.update(
         FTCOMM_COORDINATOR=coordinator,
         FTCOMM_TOKEN=token,
@@ -192,6 +194,8 @@ def rank_environment(options: RunOptions, coordinator: str, token: str) -> dict[
         FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
         FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
     )
     # Each rank's numerical libraries would else start a thread for every core of the machine.
     threads = len(os.sched_getaffinity(0)) // (options.replicas * options.ranks_per_replica)

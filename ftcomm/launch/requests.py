@@ -76,6 +76,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     step: int  # the last that is known; -1 if none
     host: str  # the address that its ranks listen on
     network: str = ""  # path of its network namespace, "" without one of its own
+    effective: float | None = None  # effective training time ratio of its step loop; None if it has told none
 
 
 class Status(Answer, frozen=True, tag="status"):

@@ -75,6 +75,7 @@ class Launcher:
         self.network: Network | None = None
         self.view: Event | None = None  # the newest
         self.steps: dict[int, int] = {}  # replica -> the last step that it reported
+        self.effective: dict[int, float] = {}  # replica -> the share of its time that was training, if it says so
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
@@ -462,6 +463,8 @@ class Launcher:
             replica.said_finished |= kind == "finished" and replica.number == event["replica"]
         if isinstance(step := event.get("step"), int) and isinstance(replica := event.get("replica"), int):
             self.steps[replica] = step
+            if kind == "metrics":
+                self.effective[replica] = event["effective"]
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)

@@ -18,6 +18,17 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return f"somebody was refused: {event.get('reason')}"
     if kind == "caught_up":
         return f"replica {event.get('replica')} has caught up at step {event.get('step')}"
+    if kind == "training_pauses":
+        few = f"{event.get('contributing')} of at least {event.get('least')} replicas contribute"
+        return f"training pauses before step {event.get('step')}: {few}"
+    if kind == "training_goes_on":
+        return f"training goes on with step {event.get('step')} after {event.get('seconds')} s"
+    if kind == "step_failed":
+        who = f"replica {event.get('replica')} rank {event.get('rank')}"
+        return f"{who} failed in step {event.get('step')}: {event.get('error')}"
+    if kind == "step_discarded":
+        done = "has no update" if event.get("verdict") == "skip" else "is repeated"
+        return f"step {event.get('step')} {done}, by vote"
     return None
 
 

@@ -28,6 +28,7 @@ from ftcomm.transport.segment import ASLEEP, POSTED, SLOTS, TAKEN
 _OF_STREAM = {  # constant, or derived from the view, or saved in another way
     *("view", "memories", "_low", "_high", "_segment", "_own", "_peers", "_words", "_tokens", "_lanes", "_readers"),
     *("_contributors", "_sole", "_contributes", "_pair", "_mine_first", "_waiter", "_reducer", "_alarm"),
+    "_carrier",
     *("_pause", "_on_lost", "unposted", "_ring", "stages", "seen"),
 }
 _OF_OPERATION = {"array", "dtype", "op", "count", "call", "elements", "itemsize", "atomic", "_latch"}

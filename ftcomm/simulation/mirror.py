@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.network import Connection
-from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, descriptor
+from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, descriptor
 
 if TYPE_CHECKING:
     from ftcomm.simulation.rank import Rank
@@ -33,8 +33,8 @@ class Mirror(TinyMemory):
         self._quiet = True
         self._connection.close(0)
 
-    def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int]]) -> None:
-        word, value, start, payload, (number, call) = frame
+    def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int, int]]) -> None:
+        word, value, start, payload, (number, call, detail) = frame
         if not self.words[word] < value < (self._epoch + 1) << 32:
             raise AssertionError(f"a frame that cannot be: word {word}, value {value:#x}, {self.words[word]:#x} before")
         slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
@@ -43,7 +43,7 @@ class Mirror(TinyMemory):
             self.buffer[base : base + len(payload)] = payload
         at = descriptor(slot)
         if word == POSTED:
-            self.words[at], self.words[at + 1] = number, call
+            self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
         elif word == TAKEN:
             self.words[at + FINGERPRINT] = number
         self.words[word] = value

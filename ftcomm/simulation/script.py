@@ -21,7 +21,7 @@ from ftcomm.simulation.network import Connection
 from ftcomm.simulation.promises import input_of
 from ftcomm.simulation.rank import Gone, Rank
 
-REPLAY_LEAST = 2  # see `ftcomm.hsdp.steps`
+REPLAY_LEAST = 2  # see `ftcomm.hsdp.joiner`
 LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
 
 
@@ -191,7 +191,7 @@ def step_result(ops: list[Operation]) -> bytes:
 
 
 class Joiner:
-    """The joiner's side, as `ftcomm.hsdp.steps.Joiner` over `ftcomm.hsdp.catchup.Fetch`: the same `Stripes`."""
+    """The joiner's side, as `ftcomm.hsdp.joiner.Joiner` over `ftcomm.hsdp.catchup.Fetch`: the same `Stripes`."""
 
     def __init__(self, rank: Rank, view: View, step: int, blocks: int) -> None:
         self.rank, self.step, self._blocks = rank, step, blocks

@@ -46,6 +46,7 @@ _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
 FINGERPRINT = 2  # see ftcomm.collective.divergence
+DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.script
 SIZE = HEADER + 2 * SLOTS * CHUNK
 
 
@@ -66,8 +67,9 @@ HOST = Layout(MAGIC, "host", SLOTS, CHUNK, 1, HEADER, SIZE)
 
 
 def descriptor(slot: int) -> int:
-    """Index of the words that say of `slot`: which op and which call its task is the first of (two words, announced by
-    POSTED), and the fingerprint of its result (`FINGERPRINT` words further, announced by TAKEN)."""
+    """Index of the words that say of `slot`: which op and which call its task is the first of (two words, and `DETAIL`
+    words further, announced by POSTED), and the fingerprint of its result (`FINGERPRINT` words further, announced by
+    TAKEN)."""
     return _DESCRIPTORS + slot * _LINE
 
 

@@ -24,14 +24,14 @@ from collections.abc import Callable
 
 from ftcomm.control.dropped import drop
 from ftcomm.kernels.wait import wake
-from ftcomm.transport.segment import FINGERPRINT, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor
+from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Peer, descriptor
 
 Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
 
-# Magic, word, its value; of the payload: where in the chunk, bytes; what belongs to the word: to POSTED the number and
-# the call of the op, to TAKEN the fingerprint of the result and 0.
-_FRAME = struct.Struct("<IIQIIQQ")
-_MAGIC = 0x66746331
+# Magic, word, its value; of the payload: where in the chunk, bytes; what belongs to the word: to POSTED the number, the
+# call and the detail of the op, to TAKEN the fingerprint of the result and two zeros.
+_FRAME = struct.Struct("<IIQIIQQQ")
+_MAGIC = 0x66746332
 _WORDS = (POSTED, REDUCED, TAKEN)
 _PATIENCE = 2  # milliseconds of a full socket between two looks at whether to go on
 
@@ -79,7 +79,7 @@ class TcpPeer(Peer):
 
     def _apply(self, header: memoryview) -> None:
         """One frame. Every field is checked: a wrong one must not reach beyond the chunk that it names."""
-        magic, word, value, start, nbytes, number, call = _FRAME.unpack(header)
+        magic, word, value, start, nbytes, number, call, detail = _FRAME.unpack(header)
         if magic != _MAGIC or word not in _WORDS or not self.words[word] < value < (self._epoch + 1) << 32:
             raise ValueError(f"a frame that cannot be: magic {magic:#x}, word {word}, value {value:#x}")
         if start + nbytes > (0 if word == TAKEN else self.chunk):
@@ -90,7 +90,7 @@ class TcpPeer(Peer):
             self._fill(self.buffer[base : base + nbytes])
         at = descriptor(slot)
         if word == POSTED:
-            self.words[at], self.words[at + 1] = number, call
+            self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
         elif word == TAKEN:
             self.words[at + FINGERPRINT] = number
         self.words[word] = value
@@ -125,7 +125,7 @@ class Reader:
         value: int,
         start: int,
         payload: memoryview,
-        belongs: tuple[int, int],
+        belongs: tuple[int, int, int],
         pause: Callable[[int], None],
     ) -> None:
         """Send one frame. `pause(replica)` is called while the socket is full, and may raise to give up.

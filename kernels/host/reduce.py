@@ -2,8 +2,9 @@
 
 The arrays are one-dimensional, contiguous, of equal length, and given in an order that is the same on every member, so
 that the same inputs give the same bits everywhere. NumPy does what NumPy has: an addition of 256 fp32 costs 0.25 us
-where torch needs 0.9 us, and both run at the speed of the cache when it is large. fp16 and bf16 go through torch:
-all sources are widened to fp32, summed (and divided) there, and rounded once, to nearest even.
+where torch needs 0.9 us, and both run at the speed of the cache when it is large. fp16, bf16 and fp8 go through torch:
+all sources are widened to fp32, summed (and divided) there, and rounded once, to nearest even; what is too large for
+e4m3fn, which has no infinity, becomes NaN.
 
 The output may be the same memory as one of the first two sources, never as a later one, and never overlap in part.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ftcomm.kernels.check import Span, check
-from ftcomm.kernels.dtypes import DTYPES
+from ftcomm.kernels.dtypes import HOST_DTYPES
 
 Array = Any  # a numpy array, or what `Dtype.operand` makes of one
 Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, output)
@@ -24,6 +25,9 @@ Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, outpu
 # Elements that torch is given at once. From 32768 on it may use several threads, and where one ends, the last elements
 # take another path, which can give a NaN other bits; the number of threads may differ between members.
 _BLOCK = 30 << 10
+
+_INTEGERS = {1: np.uint8, 2: np.int16}  # that torch has in all versions
+_BITS = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 
 
 class Reducer:
@@ -34,14 +38,16 @@ class Reducer:
         self._scratch: dict[Any, Array] = {}
 
     def get(self, dtype: str, op: str, divisor: int | None = None) -> Reduction:
-        """The reduction for a pair that `unsupported` accepts. "avg" divides by `divisor`, or the number of sources."""
+        """For a pair that `unsupported_on_host` accepts. "avg" divides by `divisor`, or the number of sources."""
         key = (dtype, op, divisor)
         found = self._reductions.get(key)
         if found is None:
-            found = self._reductions[key] = self._make(DTYPES[dtype].kind, op, divisor)
+            found = self._reductions[key] = self._make(HOST_DTYPES[dtype].kind, op, divisor)
         return found
 
     def _make(self, kind: str, op: str, divisor: int | None) -> Reduction:
+        if op in _BITS:
+            return _fold(_BITS[op])
         if kind == "half":
             return self._half(op, divisor)
         if kind == "int" and op == "avg":
@@ -110,13 +116,13 @@ class Reducer:
 
 def operand(dtype: str, carrier: Array) -> Array:
     """What the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory."""
-    if DTYPES[dtype].kind != "half":
+    if HOST_DTYPES[dtype].kind != "half":
         return carrier
     import torch
 
     if not carrier.flags.writeable:
         carrier = _unlocked(carrier)
-    return torch.from_numpy(carrier.view(np.int16)).view(getattr(torch, dtype))
+    return torch.from_numpy(carrier.view(_INTEGERS[carrier.itemsize])).view(getattr(torch, dtype))
 
 
 def _unlocked(array: Array) -> Array:

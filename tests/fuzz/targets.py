@@ -13,6 +13,7 @@ import queue
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,9 +24,14 @@ from ftcomm.control import wire
 from ftcomm.control.links import serve_messages
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.views import Member, View
+from ftcomm.errors import CollectiveTimeout
+from ftcomm.fixed.pairs import Closing, Failed, Hello, Pairs, encode
 from ftcomm.hsdp import frames
 from ftcomm.hsdp.state import allocate, first_difference, flatten
 from ftcomm.launch.output import LineSplitter
+from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
+from ftcomm.messages.parcels import WHOLE, Receive, Send
+from ftcomm.messages.post import Post
 from ftcomm.transport.segment import HEADER, POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
@@ -195,7 +201,7 @@ def data_frames() -> list[bytes]:
     for word, payload in ((POSTED, b"x" * 64), (REDUCED, b"y" * 64), (TAKEN, b"")):
         near, far = _tcp_pair()
         with far:
-            Reader(near, 7, EPOCH).send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9), lambda replica: None)
+            Reader(near, 7, EPOCH).send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9, 0), lambda replica: None)
             made.append(far.recv(1 << 16))
         near.close()
     return [*made, b"".join(made)]
@@ -243,6 +249,97 @@ def skeleton(data: bytes) -> None:
 
 def skeletons() -> list[bytes]:
     return [flatten({"model": _Box()}).skeleton]  # type: ignore[dict-item]
+
+
+def member(data: bytes) -> None:
+    """What another member of a group says, over one of three connections, of which the first byte chooses one."""
+    ways = (_pair, _sender, _receiver)
+    near, far = socket.socketpair()
+    with far:
+        far.settimeout(DEADLINE)
+        ways[data[0] % 3 if data else 0](near, far, data[1:65536])
+
+
+def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    """It ends once, by its word or by its end."""
+    heard: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
+
+    def broken(error: Exception) -> None:
+        heard.put((1, error))
+
+    hears = dict(on_said=lambda *said: heard.put(said), on_end=lambda *end: heard.put(end), on_broken=broken)
+    pairs = Pairs("fuzz", settle=lambda: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
+    pairs.add({1: near})
+    with contextlib.suppress(OSError):
+        far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+    rank, what = heard.get(timeout=DEADLINE)
+    assert rank == 1
+    assert not isinstance(what, Exception)
+    pairs.end(Closing(0))
+    pairs.join()
+    assert heard.empty()
+
+
+def _sender(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    """Its messages are received, kept within bounds, or dropped with the connection; a receive from it always ends."""
+    post = Post("rank 0", _nobody, str)
+    until = time.monotonic() + DEADLINE
+    memory = bytearray(8)
+    waiting = [Receive(1, tag, "uint8", memoryview(memory), until) for tag in (0, 0, 1, -1)]
+    for receive in waiting[:2]:
+        post.receive(receive)
+    post.accept(near, 1)
+    with contextlib.suppress(OSError):
+        far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+    for receive in waiting[2:]:
+        post.receive(receive)
+    for receive in waiting:
+        assert receive.ended.wait(DEADLINE)
+        assert not isinstance(receive.error, CollectiveTimeout)
+    letters = post._box.letters(1)
+    assert len(letters) <= MAX_LETTERS
+    assert sum(len(letter.data or b"") for letter in letters) <= MAX_BYTES
+    post.close(RuntimeError("the end"))
+
+
+def _receiver(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    """The sends to it end."""
+    post = Post("rank 0", lambda peer: near, str)
+    until = time.monotonic() + DEADLINE
+    sent = [Send(1, 0, "uint8", memoryview(bytes(size)), until) for size in (8, WHOLE + 1, 8)]
+    for send in sent:
+        post.send(send)
+    far.recv(16)
+    with contextlib.suppress(OSError):
+        far.sendall(data)
+        far.shutdown(socket.SHUT_WR)
+        while far.recv(1 << 16):
+            pass
+    for send in sent:
+        assert send.ended.wait(DEADLINE)
+        assert not isinstance(send.error, CollectiveTimeout)
+    post.close(RuntimeError("the end"))
+
+
+def _nobody(peer: int) -> socket.socket:
+    raise ConnectionRefusedError
+
+
+def member_seeds() -> list[bytes]:
+    head = struct.Struct("<IIQqQ16s").pack
+    said = [Hello("0" * 32, ADDRESS), Closing(7), Failed(1, "why")]
+    letters = [head(0x66747032, 1, 0, 0, 8, b"uint8") + bytes(8), head(0x66747032, 2, 1, 0, 8, b"uint8")]
+    letters += [head(0x66747032, 3, 1, 0, 8, b"uint8") + bytes(8), head(0x66747032, 4, 1, 0, 0, b"uint8")]
+    answers = [struct.pack("<IIQ", 0x66747032, kind, number) for kind, number in ((1, 0), (1, 1), (2, 2))]
+    return [
+        *(b"\0" + encode(one) for one in said),
+        b"\x01" + b"".join(letters),
+        b"\x01" + b"".join(letters[1:3]),
+        b"\x01" + letters[1] + letters[3] + letters[0],
+        b"\x02" + b"".join(answers),
+    ]
 
 
 # -- files and pipes -----------------------------------------------------------------------------------------------
@@ -315,6 +412,7 @@ TARGETS = {
     "mirror": Target(mirror, data_frames),
     "state_frames": Target(state_frames, state_seeds),
     "skeleton": Target(skeleton, skeletons),
+    "member": Target(member, member_seeds),
     "views": Target(views, view_files),
     "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
     "coordinator": Target(coordinator, noise),

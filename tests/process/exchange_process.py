@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
+from ftcomm.errors import LostError
 from ftcomm.transport.connect import connect
 from ftcomm.transport.segment import Segment
 
@@ -113,6 +115,64 @@ class Member:
         digest = hashlib.blake2b(array.view(np.uint8)).hexdigest()
         self.send("done", op.number, digest, op.spans())
 
+    def call(self, kind: str, count: int, roster: tuple[int, ...]) -> None:
+        """One op of another kind; reports what it failed with, or nothing after a look at the result."""
+        caller = Caller(self, roster)
+        rank, n = roster.index(self.replica), len(roster)
+        own = pattern(self.replica, count)
+        self.send("started")
+        try:
+            work = {
+                "broadcast": lambda: caller.broadcast(own, n - 1, async_op=True),
+                "reduce": lambda: caller.reduce(own, n - 1, async_op=True),
+                "all_gather": lambda: caller.all_gather(np.empty(n * count, np.float32), own, async_op=True),
+                "gather": lambda: caller.gather(
+                    np.empty(n * count, np.float32) if rank == 0 else None, own, 0, async_op=True
+                ),
+                "scatter": lambda: caller.scatter(
+                    np.empty(count // n, np.float32), own[: count // n * n] if rank == 0 else None, 0, async_op=True
+                ),
+                "reduce_scatter": lambda: caller.reduce_scatter(
+                    np.empty(count // n, np.float32), own[: count // n * n], async_op=True
+                ),
+                "all_to_all": lambda: caller.all_to_all(
+                    np.empty(count // n * n, np.float32), own[: count // n * n], async_op=True
+                ),
+                "barrier": lambda: caller.barrier(async_op=True),
+            }[kind]()
+            result = work.wait()
+        except LostError as error:
+            self.send("done", str(error))
+            return
+        self.send("returned")
+        # Of each run of elements: whose they are, and where they lay there.
+        share, begin = count // n, rank * (count // n)
+        runs: list[tuple[int, int, tuple[int, ...]]] = {
+            "broadcast": [(0, 0, (roster[n - 1],))],
+            "all_gather": [(i * count, 0, (m,)) for i, m in enumerate(roster)],
+            "gather": [(i * count, 0, (m,)) for i, m in enumerate(roster)] if rank == 0 else [],
+            "scatter": [(0, begin, (roster[0],))],
+            "all_to_all": [(i * share, begin, (m,)) for i, m in enumerate(roster)],
+            "reduce": [(a, a, who) for a, _, who in work.contributors] if rank == n - 1 else [(0, 0, (self.replica,))],
+            "reduce_scatter": [(a, begin + a, who) for a, _, who in work.contributors],
+            "barrier": [],
+        }[kind]
+        ends = [*[start for start, _, _ in runs[1:]], len(result)] if runs else []
+        for (start, there, who), stop in zip(runs, ends, strict=True):
+            want = np.resize(np.arange(_PERIOD, dtype=np.float32), there + stop - start)[there:]
+            if not np.array_equal(result[start:stop], want * np.float32(sum(1 << m for m in who))):
+                raise AssertionError(f"{kind}: elements {start}..{stop} are not what {who} gave")
+        self.send("done", "")
+
+
+class Caller(Calls):
+    """The calls of a group."""
+
+    _device = None
+
+    def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
+        self.me, self.roster, self._exchange = member.replica, roster, member.exchange
+
 
 def main(replica: int, mode: str, pipe: Connection) -> None:
     """Serve until told to end, or until the test is gone."""
@@ -123,8 +183,10 @@ def main(replica: int, mode: str, pipe: Connection) -> None:
             name, *args = pipe.recv()
             if name == "end":
                 return
-            if name == "reduce":  # in a thread, as a script beside its control plane
-                threading.Thread(target=member.reduce, args=args, name=f"call-{next(calls)}", daemon=True).start()
+            if name in ("reduce", "call"):  # in a thread, as a script beside its control plane
+                threading.Thread(
+                    target=getattr(member, name), args=args, name=f"call-{next(calls)}", daemon=True
+                ).start()
             else:
                 getattr(member, name)(*args)
     except EOFError:

@@ -93,9 +93,12 @@ class Job:
         self.pipes.pop(replica).close()
 
     def reduce(self, count: int, atomic: bool = False) -> None:
+        self.start_all("reduce", count, atomic)
+
+    def start_all(self, *command: Any) -> None:
         self.early = {}
         for pipe in self.pipes.values():
-            pipe.send(("reduce", count, atomic))
+            pipe.send(command)
 
     def results(self) -> set[Any]:
         """What the members returned; one element if they agree."""
@@ -159,3 +162,45 @@ def test_survivors_of_sigkill_return_the_same_bytes(
     job.reduce(count)
     (result,) = job.results()
     assert result[2] == ((0, count, tuple(job.processes)),)
+
+
+KINDS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "reduce", "reduce_scatter", "barrier")
+
+
+@pytest.mark.parametrize(("mode", "kinds", "seed"), [("shm", KINDS[::2], 30), ("tcp", KINDS[1::2], 31)])
+def test_every_collective_survives_sigkill_or_fails_alike(
+    jobs: list[Job], mode: str, kinds: tuple[str, ...], seed: int
+) -> None:
+    """One after the other is killed in the middle of an op of each kind; the last two first do all of them in peace."""
+    chance = random.Random(seed)
+    print(f"seed {seed}")
+    job = Job(len(kinds) + 2, mode)
+    jobs.append(job)
+    job.start()
+    count = 300_000
+    usual = 0.0
+    for kind in kinds:
+        roster = tuple(job.processes)
+        outcomes = []
+        for killed in (False, True, True):  # undisturbed; killed in the middle; called when the loss is known
+            job.start_all("call", kind, count, roster)
+            begun = time.monotonic()
+            if killed and len(job.processes) == len(roster):
+                watched = chance.choice(list(job.processes))
+                job.receive(watched, "started")
+                job.pipes[watched].poll(chance.random() * usual)
+                victim = chance.choice((roster[0], roster[-1], chance.choice(roster)))
+                job.kill(victim)
+                job.view()
+            (outcome,) = job.results()  # all survivors say the same
+            usual = time.monotonic() - begun
+            outcomes.append(outcome[0])
+        assert outcomes[0] == ""
+        for error in outcomes[1:]:
+            assert error == "" or (kind in error and f"replica {victim} was lost" in error)
+        needed = {"broadcast": victim == roster[-1], "scatter": victim == roster[0], "gather": victim != roster[0]}
+        assert (outcomes[2] != "") == needed.get(kind, kind in ("all_gather", "all_to_all"))
+        print(kind, victim, [error[:60] for error in outcomes])
+    for kind in KINDS:
+        job.start_all("call", kind, count, tuple(job.processes))
+        assert job.results() == {("",)}

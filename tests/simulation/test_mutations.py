@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import ftcomm.collective.flight
+import ftcomm.collective.operation
 from ftcomm.collective.resume import all_reduce
 from ftcomm.collective.stream import Stream, _Lane
 from ftcomm.control import coordinator as c
@@ -75,13 +76,13 @@ def own_input_first(patch: Patch) -> None:
 
 def all_again(patch: Patch) -> None:
     """After a loss every chunk is reduced again, FINAL or not."""
-    patch.setattr(ftcomm.collective.flight, "resume_tasks", lambda number, chunks, progress, only: all_reduce(chunks))
+    patch.setattr(ftcomm.collective.operation, "resume_tasks", lambda number, chunks, *rest: all_reduce(chunks))
 
 
 def not_atomic(patch: Patch) -> None:
     """An atomic op is repaired like any other."""
-    tasks = ftcomm.collective.flight.resume_tasks
-    patch.setattr(ftcomm.collective.flight, "resume_tasks", lambda *args: tasks(*args[:3], None))
+    tasks = ftcomm.collective.operation.resume_tasks
+    patch.setattr(ftcomm.collective.operation, "resume_tasks", lambda *args: tasks(*args[:3], None))
     patch.setattr(ftcomm.collective.flight.Flight, "return_first", _return_first)
 
 

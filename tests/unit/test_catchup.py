@@ -17,9 +17,11 @@ import torch
 from ftcomm.control import dropped
 from ftcomm.control.views import Member, View
 from ftcomm.errors import StateError, TransportError
+from ftcomm.hsdp import catchup, snapshot
 from ftcomm.hsdp.catchup import Fetch, Source, sources_of
 from ftcomm.hsdp.frames import MAX_FRAME, Block, Offer, Refusal, Stream, Wait, Want, Wrong, receive, send
 from ftcomm.hsdp.state import allocate, digest, flatten, load
+from ftcomm.hsdp.throttle import Throttle
 
 TIMEOUT = 20.0
 
@@ -55,6 +57,7 @@ class Node:
 
     def __init__(self, network, replica, members=(0, 1, 2, 3)):
         self.network, self.replica, self.members, self.reports = network, replica, members, []
+        self.rank = 0
 
     def dial(self, replica, purpose, fields):
         if replica in self.network.dead or replica not in self.network.handlers:
@@ -345,6 +348,32 @@ def test_a_silent_source_is_given_up_when_it_leaves_the_view(network):
     assert received(fetching) == digest(state)
 
 
+def test_a_source_that_leaves_while_it_is_dialled_is_hung_up_on(network, monkeypatch):
+    monkeypatch.setattr(catchup, "SILENCE", 3 * TIMEOUT)
+    state, dialling, left, ended = make_state(megabytes=1), threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Node):
+        def dial(self, replica, purpose, fields):
+            if replica == 1:
+                dialling.set()
+                assert left.wait(TIMEOUT)
+            return super().dial(replica, purpose, fields)
+
+    def silent(sock, fields):
+        with contextlib.suppress(OSError):
+            sock.recv(1)
+        ended.set()
+
+    sources(network, state)
+    network.handlers[1] = silent
+    fetching = Fetch(Late(network, 3), view((0, 1, 2), (3,)), 7, flatten(make_state(megabytes=1)).skeleton)
+    assert dialling.wait(TIMEOUT)
+    fetching.keep((0, 2, 3))
+    left.set()
+    assert ended.wait(TIMEOUT)
+    assert received(fetching) == digest(state)
+
+
 def test_another_model_is_refused_before_its_bytes_move(network):
     sources(network, make_state())
     fetching = fetch(network, here=make_state(megabytes=7))
@@ -442,3 +471,96 @@ def test_allocate_then_stream_is_writable():
         for piece in stream.pieces(number):
             piece[:] = b"\x01" * piece.nbytes
     assert flat.tensors[0].view(torch.uint8).tolist() == [1] * 12
+
+
+def optimized(seed=0):
+    """A state of which almost all may be copied while forward and backward run."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 300)).square().sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Copies in the background begin when the test says so."""
+    begin = threading.Event()
+    copy = snapshot._copy_bytes
+
+    def late(to, of):
+        assert begin.wait(TIMEOUT)
+        copy(to, of)
+
+    monkeypatch.setattr(snapshot, "_copy_bytes", late)
+    return begin
+
+
+def overlapping(network, state):
+    made = Source(Node(network, 0), state, overlap=True)
+    made.at_boundary(6, view((0,)))
+    made.at_boundary(7, view((0,), (3,)))
+    return made
+
+
+def test_a_copy_that_goes_on_in_the_step_is_of_the_boundary(network, slow_copies):
+    """Forward changes a buffer at once; the optimizer waits for the rest."""
+    state = optimized()
+    before = digest(state)
+    source = overlapping(network, state)
+    fetching = fetch(network, contributing=(0,), here=optimized(seed=9))
+    state["model"](torch.randn(4, 300)).square().sum().backward()
+    assert digest({"model": state["model"]}) != digest({"model": optimized()["model"]}), "no buffer has changed"
+    fetching.agree(TIMEOUT)  # before the copy is complete: until then the joiner keeps all others waiting
+    assert not fetching.ready()
+    slow_copies.set()
+    source.settle()
+    state["optimizer"].step()
+    fetching.wait(TIMEOUT)
+    arrived = optimized(seed=9)
+    load(fetching.take(), arrived)
+    fetching.close()
+    assert digest(arrived) == before != digest(state)
+    ((kind, fields),) = source._group.reports
+    assert (kind, fields["step"], "spoiled" in fields) == ("state_snapshot", 7, False)
+
+
+def test_a_state_that_changes_under_the_copy_is_served_to_nobody_and_the_next_is_copied_at_once(network, slow_copies):
+    state = optimized()
+    source = overlapping(network, state)
+    with torch.no_grad():
+        state["model"][0].weight.mul_(2.0)  # not by an optimizer
+    slow_copies.set()
+    source.settle()
+    with pytest.raises(StateError, match=r"changed before optimizer\.step.*from now on they are copied before"):
+        fetch(network, contributing=(0,), here=optimized(seed=9)).wait(TIMEOUT)
+    slow_copies.clear()
+    before = digest(state)
+    source.at_boundary(8, view((0,), (2, 3), step=8))
+    with torch.no_grad():
+        state["model"][0].weight.mul_(2.0)
+    fetching = fetch(network, replica=2, contributing=(0,), step=8, here=optimized(seed=9))
+    fetching.wait(TIMEOUT)
+    arrived = optimized(seed=9)
+    load(fetching.take(), arrived)
+    fetching.close()
+    assert digest(arrived) == before
+    assert [fields.get("spoiled", False) for _, fields in source._group.reports] == [True]
+    source.settle()
+    assert [fields.get("spoiled", False) for _, fields in source._group.reports] == [True, False]
+
+
+def test_a_throttled_source_takes_leave_for_every_block(network):
+    taken = []
+
+    class Slow(Throttle):
+        def take(self, nbytes):
+            taken.append(nbytes)
+
+    state = make_state()
+    source = Source(Node(network, 0), state, throttle=Slow(None))
+    source.at_boundary(7, view((0,), (3,)))
+    fetching = fetch(network, contributing=(0,))
+    assert received(fetching) == digest(state)
+    assert sum(taken) == fetching.nbytes

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.control.messages import Progress
+from ftcomm.control.messages import FailedOp, Progress
+from ftcomm.device.copies import Copies
+from ftcomm.device.device import Launch
 from ftcomm.device.exchange import DeviceExchange
 from ftcomm.device.launch import lane_word
 from ftcomm.device.layout import INTERPRETED
-from ftcomm.errors import FtcommError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.device import INTERPRETED as INTERPRETING
 from ftcomm.kernels.device import words
 from ftcomm.transport.segment import Segment
@@ -38,9 +41,59 @@ class Device(InterpretDevice):
         super().enter(view, number)
 
 
+class Played(Device):
+    """On which the test plays the kernel, and callers wait for marks, as on a GPU."""
+
+    blocking = False
+    into_graph = False
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment)
+        self.launches: list[Launch] = []
+        self.released: list[object] = []
+        self.replayed = True  # all that was
+
+    def capturing(self) -> bool:
+        return self.into_graph
+
+    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+        self.launches.append(launch)
+
+    def mark(self) -> object:
+        return len(self.launches)
+
+    def release(self, mark: object) -> None:
+        self.released.append(mark)
+
+    def drain(self, seconds: float) -> bool:
+        return self.replayed
+
+    def settle(self, seconds: float) -> bool:
+        return True
+
+    def begin(self, template: int, number: int) -> None:
+        ctl = self.ctl
+        ctl[words.BEGUN] += 1
+        ctl[words.TEMPLATE], ctl[words.BASE_OF] = template, 0
+        ctl[words.STARTED] = number + 1
+
+    def find_differences(self, number: int) -> None:
+        """Lane 0 has seen calls that differ."""
+        self.ctl[words.SEEN], self.ctl[words.SEEN + 1] = number, 5 << 16
+        self.ctl[words.MISMATCHED] = number + 1
+
+    def leave(self, *, returned: bool) -> None:  # type: ignore[override]
+        ctl = self.ctl
+        if returned:
+            if ctl[words.TEMPLATE] < words.CAPTURED:
+                ctl[words.CALLED] = ctl[words.TEMPLATE] + 1
+            ctl[words.RETURNED] = ctl[words.STARTED]
+        ctl[words.FINISHED] = ctl[words.BEGUN]
+
+
 class Member:
-    def __init__(self) -> None:
-        self.device = Device(Segment(INTERPRETED))
+    def __init__(self, device: type[Device] = Device) -> None:
+        self.device = device(Segment(INTERPRETED))
         self.failed: list[BaseException] = []
         self.exchange = DeviceExchange(
             0,
@@ -145,3 +198,202 @@ def test_accounts_that_contradict_each_other_are_the_end(member: Member) -> None
     assert op.wait(30)
     assert "returned elsewhere, but is not FINAL here" in str(op.error)
     assert len(member.failed) == 1
+
+
+# ---- where callers do not wait, and graphs --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played() -> Iterator[tuple[Member, Played]]:
+    """A member in its first view."""
+    member = Member(Played)
+    member.resume(1, member.freeze())
+    assert isinstance(member.device, Played)
+    yield member, member.device
+    member.exchange.fail(FtcommError("the test is over"))
+
+
+def until(what: str, condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
+
+
+def capture(member: Member, device: Played, **how: bool) -> Operation:
+    device.into_graph = True
+    op = member.submit(**how)
+    assert member.exchange.wait(op)
+    device.into_graph = False
+    return op
+
+
+def test_an_error_for_which_nobody_waits_is_raised_by_the_next_call_once(played: tuple[Member, Played]) -> None:
+    member, device = played
+    op = member.submit()
+    assert member.exchange.wait(op), "the caller has to wait for more than its stream"
+    assert device.released == [1]
+    device.begin(0, 0)
+    device.find_differences(0)
+    until("the host has heard", lambda: device.ctl[words.HEARD] == 1)
+    device.leave(returned=True)
+    assert op.wait(30)
+    with pytest.raises(MismatchError, match="made different calls"):
+        member.submit()
+    device.begin(1, 1)
+    device.leave(returned=True)
+    assert member.submit().template == 1  # the call that raised was none
+
+
+def test_an_error_for_which_somebody_waits_is_not_raised_elsewhere(played: tuple[Member, Played]) -> None:
+    member, device = played
+    op = member.submit()
+    device.begin(0, 0)
+    device.find_differences(0)
+    until("the host has heard", lambda: device.ctl[words.HEARD] == 1)
+    device.leave(returned=True)
+    assert op.wait(30)
+    assert isinstance(op.error, MismatchError)
+    member.submit()
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_fails_in_a_view_change_is_raised_by_the_next_call_too(
+    played: tuple[Member, Played], in_graph: bool
+) -> None:
+    """The others have found out that the calls differ; here it was broken off before."""
+    member, device = played
+    op = capture(member, device) if in_graph else member.submit()
+    assert member.exchange.wait(op)
+    device.begin(op.template, 0)
+    device.leave(returned=False)
+    mine = member.freeze()
+    assert [op.number for op in mine.ops] == [0]
+    theirs = Progress(returned=0, ops=mine.ops, failed=(FailedOp(0, "they differ"),))
+    member.exchange.resume(GroupView(2, 0, (0,), frozenset((0,))), {}, {0: mine, 9: theirs})
+    assert device.ctl[words.RETURNED] == 1
+    with pytest.raises(MismatchError, match="they differ"):
+        member.submit()
+
+
+def test_replays_count_among_the_ops_of_the_group(played: tuple[Member, Played]) -> None:
+    """Two replays, a call, another replay that begins and is broken off: the fourth op. What was called behind it has
+    no part in that."""
+    member, device = played
+    graph = capture(member, device)
+    assert [launch.template for launch in device.launches] == [words.CAPTURED]
+    first, second = member.submit(), member.submit()
+    for number, template in enumerate((graph.template, graph.template, first.template)):
+        device.begin(template, number)
+        device.leave(returned=True)
+    assert first.wait(30)
+    assert not second.done
+    device.begin(graph.template, 3)
+    device.leave(returned=False)
+    progress = member.freeze()
+    assert (progress.returned, [op.number for op in progress.ops]) == (3, [3])
+    assert second.number == 4
+    assert member.freeze() == progress
+    member.resume(2, progress)
+    until("it is repaired", lambda: len(device.launches) == 4)
+    repair = device.launches[-1]
+    assert (repair.template, repair.only, repair.array is graph.array) == (graph.template, 2, True)
+    device.begin(repair.template, 3)
+    device.leave(returned=True)
+    device.begin(second.template, 4)
+    device.leave(returned=True)
+    assert second.wait(30)
+    progress = member.freeze()
+    assert (progress.returned, progress.ops) == (5, ())
+
+
+def test_a_replay_that_differs_may_yet_be_broken_off(played: tuple[Member, Played]) -> None:
+    """So its error is kept until it has returned, or is in flight."""
+    member, device = played
+    graph = capture(member, device)
+    device.begin(graph.template, 0)
+    device.find_differences(0)
+    device.leave(returned=False)
+    progress = member.freeze()
+    assert [failed.number for failed in progress.failed] == [0]
+    assert device.ctl[words.HEARD] == 1
+    member.resume(2, progress)
+    with pytest.raises(MismatchError, match="made different calls"):
+        member.exchange.drain(30)
+    member.exchange.drain(30)
+
+
+def test_a_drain_waits_for_replays_and_hears_their_errors(played: tuple[Member, Played]) -> None:
+    member, device = played
+    graph = capture(member, device)
+    device.replayed = False
+    device.begin(graph.template, 0)
+    with pytest.raises(CollectiveTimeout, match="still replaying op 0"):
+        member.exchange.drain(0.01)
+    device.find_differences(0)
+    device.leave(returned=True)
+    device.replayed = True
+    with pytest.raises(MismatchError):
+        member.exchange.drain(30)
+    assert device.ctl[words.HEARD] == 1
+
+
+def test_whose_input_replays_had(played: tuple[Member, Played]) -> None:
+    member, device = played
+    graph = capture(member, device)
+    assert member.exchange.common(reset=True) is None
+    device.begin(graph.template, 0)
+    device.leave(returned=True)
+    member.exchange.drain(30)
+    assert member.exchange.common(reset=True) == (0,)
+    member.exchange.drain(30)
+    assert member.exchange.common() is None
+
+
+def test_nothing_is_captured_before_there_is_a_view_or_after_the_end() -> None:
+    member = Member(Played)
+    assert isinstance(member.device, Played)
+    member.device.into_graph = True
+    with pytest.raises(FtcommError, match="before this member is in a view"):
+        member.submit()
+    member.device.into_graph = False
+    member.resume(1, member.freeze())
+    member.exchange.fail(FtcommError("that was it"))
+    member.device.into_graph = True
+    assert str(member.submit().error) == "that was it"
+
+
+def test_what_has_to_be_copied_cannot_be_captured(member: Member) -> None:
+    """The copies would not be replayed."""
+    array = np.zeros((4, 4))[:, ::2]
+    with member.device.capture(), pytest.raises(ArgumentError, match="cannot be captured"):
+        member.device.stage(array)
+    assert member.device.stage(array).finish is not None
+
+
+@pytest.mark.parametrize("status", [words.OK, words.ABORTED])
+def test_a_freeze_stops_copies_and_waits_for_them(member: Member, status: int) -> None:
+    """Else the memory that they read could be another's, or gone."""
+    member.resume(1, member.freeze())
+    begun, end, quiet, ended = threading.Event(), threading.Event(), threading.Event(), []
+
+    def body(copies: Copies) -> int:
+        begun.set()
+        assert end.wait(30)
+        ended.append(copies.stop())
+        return status
+
+    thread = threading.Thread(target=lambda: ended.append(member.exchange.copy((0,), body)))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(FtcommError, match="one thread at a time"):
+        member.exchange.copy((0,), body)
+    member.exchange.freeze(quiet.set)
+    assert not quiet.wait(0.2)
+    end.set()
+    assert quiet.wait(30)
+    thread.join()
+    assert ended == [True, 1 if status == words.OK else None]
+    assert member.exchange.copy((0,), body) is None  # frozen
+    member.resume(2, member.exchange.progress())
+    assert member.exchange.copy((0, 1), body) is None  # not the roster

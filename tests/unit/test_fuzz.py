@@ -65,7 +65,9 @@ def test_right_input(name: str) -> None:
         TARGETS[name].run(seed)
 
 
-@pytest.mark.parametrize("name", ["messages", "connection", "server", "client", "state_frames", "skeleton", "views"])
+@pytest.mark.parametrize(
+    "name", ["messages", "connection", "server", "client", "state_frames", "skeleton", "member", "views"]
+)
 @pytest.mark.parametrize("data", [NO_TEXT, DEEP[:4000], LONG], ids=["no UTF-8", "deep", "long"])
 def test_what_decoders_trip_over(name: str, data: bytes) -> None:
     """Each raw and as a frame; msgspec raises other errors than its own on the first two."""

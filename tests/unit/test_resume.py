@@ -161,8 +161,9 @@ def test_a_joiner_does_not_set_the_numbers() -> None:
 
 def test_a_failure_is_found_wherever_it_was_seen() -> None:
     failed = Progress(3, (OpProgress(3, ()),), failed=(FailedOp(3, "no"),))
-    assert failure(3, [Progress(3, ()), failed]) == "no"
-    assert failure(4, [Progress(3, ()), failed]) is None
+    later = Progress(3, (OpProgress(3, ()),), failed=(FailedOp(3, "for another reason", lost=True),))
+    assert failure(3, {0: Progress(3, ()), 2: later, 1: failed}) == FailedOp(3, "no")  # of the lowest, on all alike
+    assert failure(4, {0: Progress(3, ()), 1: failed}) is None
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import pytest
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, SIZE, TAKEN, Segment, descriptor
+from ftcomm.transport.segment import CHUNK, DETAIL, POSTED, REDUCED, SIZE, TAKEN, Segment, descriptor
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Reader, TcpPeer
 from tests.exchange_rig import DEADLINE, socket_pair
 
 EPOCH = 3
-FRAME = struct.Struct("<IIQIIQQ")
+FRAME = struct.Struct("<IIQIIQQQ")
 
 
 class Wire:
@@ -49,18 +49,19 @@ def test_a_frame_fills_the_mirror() -> None:
     reader = Reader(wire.far, 1, EPOCH)
     assert wire.peer.words[TAKEN] == EPOCH << 32
     payload = np.arange(1000, dtype=np.uint16)
-    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99), never)
-    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0), never)
+    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99, 7), never)
+    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0), never)
     wire.wait(TAKEN, EPOCH << 32 | 1)
     assert wire.peer.words[POSTED] == EPOCH << 32 | 2
-    assert (wire.peer.words[descriptor(1)], wire.peer.words[descriptor(1) + 1]) == (41, 99)
+    said = [wire.peer.words[descriptor(1) + word] for word in (0, 1, DETAIL)]
+    assert said == [41, 99, 7]
     assert (wire.peer.carve(POSTED, 1, 32, 1000, payload.dtype) == payload).all()
     wire.peer.close()
     reader.close()
     assert wire.lost.empty()
 
 
-MAGIC = 0x66746331
+MAGIC = 0x66746332
 WRONG = {
     "magic": (1, POSTED, EPOCH << 32 | 1, 0, 0),
     "word": (MAGIC, 1, EPOCH << 32 | 1, 0, 0),
@@ -76,7 +77,7 @@ WRONG = {
 def test_a_wrong_frame_changes_nothing_and_ends_the_connection(frame: tuple[int, ...]) -> None:
     wire = Wire()
     before = wire.peer.buffer.tobytes()
-    wire.far.sendall(FRAME.pack(*frame, 1, 1) + b"x" * 8)
+    wire.far.sendall(FRAME.pack(*frame, 1, 1, 1) + b"x" * 8)
     replica, epoch, reason = wire.lost.get(timeout=DEADLINE)
     assert (replica, epoch) == (7, EPOCH)
     assert "frame" in reason or "payload" in reason
@@ -108,7 +109,7 @@ def test_a_full_socket_asks_whether_to_go_on() -> None:
 
     def fill() -> None:
         for count in range(1, 1000):
-            reader.send(POSTED, EPOCH << 32 | count, 0, payload, (0, 0), give_up)
+            reader.send(POSTED, EPOCH << 32 | count, 0, payload, (0, 0, 0), give_up)
 
     with pytest.raises(InterruptedError):
         fill()

@@ -1,0 +1,369 @@
+"""The collectives as a user calls them, the same on every kind of group."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ftcomm.arrays import stage
+from ftcomm.collective import script
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.scripted import Scripted
+from ftcomm.device.device import Device
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
+from ftcomm.flat import NONE, Flat, plain, to_read, to_write
+from ftcomm.kernels.dtypes import BYTES
+from ftcomm.transport.segment import CHUNK
+
+Array = np.ndarray[Any, Any]
+
+
+class Runs(Protocol):
+    """What a call needs of an exchange, see `ftcomm.collective.exchange.Exchange`."""
+
+    replica: int
+
+    def submit(self, op: Operation) -> None: ...
+
+    def run(self, op: Operation) -> None: ...
+
+    def wait(self, op: Operation, timeout: float | None = None) -> bool: ...
+
+
+class Span(NamedTuple):
+    """Elements `start` to `stop` (flat, C order) of a result, and the replicas whose inputs they contain."""
+
+    start: int
+    stop: int
+    replicas: tuple[int, ...]
+
+
+class Work:
+    """A collective that was started. Methods may be called from any thread."""
+
+    def __init__(self, op: Operation, exchange: Runs, result: Any, finish: Callable[[], Any] | None) -> None:
+        self._op, self._exchange = op, exchange
+        self._result, self._to_finish = result, finish
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._op.done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the op has its result on this rank; returns it (the array itself, or the new one).
+
+        Raises what the op failed with, or `CollectiveTimeout` after `timeout` seconds; the op then goes on, and `wait`
+        may be called again.
+        """
+        if not self._exchange.wait(self._op, timeout):
+            raise CollectiveTimeout(
+                f"replica {self._exchange.replica}, op {self._op.number}: not done within {timeout:g} s; it goes on, "
+                "call wait() again or raise FTCOMM_OP_TIMEOUT"
+            )
+        return self._finish()
+
+    def _finish(self) -> Any:
+        if self._op.error is not None:
+            raise self._op.error
+        if self._to_finish is not None:
+            with self._lock:
+                if self._to_finish is not None:
+                    self._result = self._to_finish()
+                    self._to_finish = None
+        return self._result
+
+    @property
+    def contributors(self) -> tuple[Span, ...]:
+        """Which replicas the result contains, by ranges of elements; one range unless a member was lost in mid-op.
+
+        Known when the op is done; raises `FtcommError` before.
+        """
+        if not self._op.done:
+            raise FtcommError("the contributors are known when the op is done; call wait() first")
+        return tuple(Span(*span) for span in self._op.spans())
+
+
+class Calls:
+    """The calls of a group. Every `root` is a rank: a position in `roster`."""
+
+    roster: tuple[int, ...]  # the members' numbers in rank order; changes at step boundaries alone
+    me: int  # the number of this member; its rank is `roster.index(me)`
+    _exchange: Any  # Runs
+    _device: Device | None
+    _sms: int | None = None
+
+    def _may_call(self) -> None:
+        """Raises if no op can be called any more."""
+
+    def allreduce(
+        self, x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False, sms: int | None = None
+    ) -> Any:
+        """Reduce `x` over all contributing replicas; every member gets the same bits.
+
+        x: an array of any shape; the same number of elements, dtype and `op` on every member. torch, NumPy and CuPy
+            arrays are reduced in place; for immutable ones (JAX) a new array is returned.
+        op: "sum", "avg" (divides by those who really contributed), "min", "max" or "product". fp16, bf16 and fp8
+            (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool also: "band", "bor", "bxor".
+            FTCOMM_ENGINE=interpret and cuda have neither fp8 nor those.
+        async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
+        atomic: the whole result is of one set of contributors. If a member is lost in mid-op, the parts that contain
+            it are reduced again without it, unless all of them do. For that the op keeps a copy of its input, as large
+            as `x`, until it returns (32 MB of such memory at most stay with the process for the next op). Up to 512 KB
+            are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
+            takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
+        sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many as
+            pay. May differ between members. Means nothing to FTCOMM_ENGINE=host.
+
+        Ops are matched by the order in which they are called, which must be the same on all members. Blocks (unless
+        `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
+        it ends among the others. With FTCOMM_ENGINE=cuda it may be captured into a CUDA graph: then each replay is a
+        call, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`, `ExpelledError`,
+        and with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those whose result is
+        not that of the majority (on all, if there is none; see `ftcomm.collective.divergence` for what it cannot see).
+        """
+        self._may_call()
+        device = self._device
+        if device is None:
+            staged = stage(x)
+            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic)
+        else:
+            staged = device.stage(x)
+            chunk = device.layout.chunk
+            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True)
+            operation.sms = self._sms if sms is None else sms
+        if sms is not None and sms < 1:
+            raise ArgumentError(
+                f"sms={sms}: an all-reduce needs at least 1 to reduce with; None leaves the choice to us"
+            )
+        return self._carry_out(operation, x, staged.finish, async_op)
+
+    def broadcast(self, x: Any, root: int, *, async_op: bool = False) -> Any:
+        """`x` of rank `root` to all, in place. Any dtype.
+
+        This and all that follow survive a loss as `allreduce` does, with one limit. Data that only a lost member had
+        cannot be given to anybody; then the call fails on every survivor with the same `LostError`, and the group goes
+        on. What a survivor has already got of it is given to the others instead, and what only a lost member would have
+        taken is left out. After a `LostError` what the result holds is not defined.
+
+        Ranks and their number change at step boundaries alone, so a rank whose member was lost in mid-step is still
+        there until the next one. A member that catches up gives what it has, as any other; only reductions leave it
+        out. `async_op`, errors and the order of calls are as with `allreduce`.
+        """
+        self._may_move("broadcast")
+        self._rank("broadcast", root)
+        into = to_write(x)
+        roster, me = self.roster, self._my_rank()
+        plan = script.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
+        op = Scripted(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
+        return self._carry_out(op, x, into.finish, async_op)
+
+    def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Like `allreduce`, but the result is in `x` of rank `root` alone; elsewhere `x` stays as it is."""
+        self._may_move("reduce")
+        self._rank("reduce", root)
+        staged = stage(x)
+        roster, me = self.roster, self._my_rank()
+        size = staged.flat.itemsize
+        plan = script.reduce(len(staged.flat), roster, me, root, CHUNK, size)
+        made = Scripted(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
+        return self._carry_out(made, x, staged.finish if me == root else None, async_op)
+
+    def all_gather(self, out: Any, x: Any, *, async_op: bool = False, sms: int | None = None) -> Any:
+        """`x` of all ranks, one after the other in rank order, in `out`. Any dtype; returns `out`.
+
+        out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
+            nothing is copied for this rank.
+        sms: 0 leaves it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous arrays
+            of the GPU or in pinned memory, and without `async_op`. With FTCOMM_ENGINE=cuda there is no other way yet;
+            means nothing to FTCOMM_ENGINE=host. By copy engines any loss in mid-call is a `LostError` on all.
+        """
+        if self._device is not None and sms == 0 and not async_op:
+            from ftcomm.device.gather import all_gather
+
+            self._may_call()
+            return all_gather(self, out, x)
+        self._may_move("all_gather")
+        roster, me = self.roster, self._my_rank()
+        into, given = to_write(out), to_read(x)
+        self._fits("all_gather", "out", into, given.count * len(roster), given)
+        count = given.flat.size
+        own = into.flat[me * count : (me + 1) * count]
+        in_place = _same(own, given.flat)
+        plan = script.all_gather(count, roster, me, in_place, CHUNK, 1)
+        source = into.flat if in_place else _apart(given.flat, into.flat)
+        op = Scripted(plan, source, into.flat, given.dtype, "", given.count, given.size)
+        return self._carry_out(op, out, into.finish, async_op)
+
+    def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
+        """`x`, as many parts as there are ranks, is reduced as by `allreduce`; each rank gets its part in `out`.
+
+        out: an n-th of the elements of `x`, of the same dtype; may be this rank's part of `x`. Returns `out`. `x` stays
+            as it is, but for `out`.
+        """
+        self._may_move("reduce_scatter")
+        roster, me = self.roster, self._my_rank()
+        into = stage(out)
+        given = stage(plain(x))
+        count = len(into.flat)
+        if into.dtype != given.dtype or len(given.flat) != count * len(roster):
+            raise ArgumentError(
+                f"reduce_scatter of {len(given.flat)} x {given.dtype} among {len(roster)} ranks needs as many parts of "
+                f"the same size, and out of one of them; got out of {count} x {into.dtype}"
+            )
+        own = given.flat[me * count : (me + 1) * count]
+        in_place = _same(own, into.flat)
+        size = into.flat.itemsize
+        plan = script.reduce_scatter(count, roster, me, in_place, CHUNK, size)
+        source = given.flat if in_place else _apart(given.flat, into.flat)
+        made = Scripted(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
+        return self._carry_out(made, out, into.finish, async_op)
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        out_counts: Sequence[int] | None = None,
+        in_counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """Part `j` of `x` goes to rank `j`, part `i` of `out` comes from rank `i`. Any dtype; returns `out`.
+
+        out_counts, in_counts: elements of each part, one number a rank; None: all parts are equal. Give them on all
+            ranks or on none. With counts all ranks first tell each other theirs, so the call then blocks until all
+            have come, also with `async_op`.
+        """
+        self._may_move("all_to_all")
+        roster, me = self.roster, self._my_rank()
+        into, given = to_write(out), to_read(x)
+        if given.dtype != into.dtype:
+            raise ArgumentError(f"all_to_all of {given.dtype} into {into.dtype}; x and out need the same dtype")
+        matrix = self._matrix(into, given, out_counts, in_counts)
+        size = given.size
+        plan = script.all_to_all(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
+        total = sum(map(sum, matrix))
+        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
+        return self._carry_out(op, out, into.finish, async_op)
+
+    def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
+        """`x` of all ranks, one after the other, in `out` of rank `root`; elsewhere `out` is None. Any dtype."""
+        self._may_move("gather")
+        self._rank("gather", root)
+        roster, me = self.roster, self._my_rank()
+        given = to_read(x)
+        into = self._only_at_root("gather", "out", out, to_write, root)
+        if me == root:
+            self._fits("gather", "out", into, given.count * len(roster), given)
+        plan = script.gather(given.flat.size, roster, me, root, CHUNK, 1)
+        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size)
+        return self._carry_out(op, out, into.finish, async_op)
+
+    def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
+        """Part `j` of `x` of rank `root` in `out` of rank `j`; elsewhere `x` is None. Any dtype; returns `out`."""
+        self._may_move("scatter")
+        self._rank("scatter", root)
+        roster, me = self.roster, self._my_rank()
+        into = to_write(out)
+        given = self._only_at_root("scatter", "x", x, to_read, root)
+        if me == root:
+            self._fits("scatter", "x", given, into.count * len(roster), into)
+        plan = script.scatter(into.flat.size, roster, me, root, CHUNK, 1)
+        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, into.dtype, "", into.count, into.size)
+        return self._carry_out(op, out, into.finish, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Returns None, when all members of the view have called it."""
+        self._may_move("barrier")
+        plan = script.barrier(self.roster, self._my_rank())
+        return self._carry_out(Scripted(plan, NONE.flat, NONE.flat, BYTES, "", 0, 1), None, None, async_op)
+
+    # -- what they have in common ------------------------------------------------------------------------------------
+
+    def _may_move(self, call: str) -> None:
+        self._may_call()
+        if self._device is not None:
+            raise ArgumentError(
+                f"{call} is not there with FTCOMM_ENGINE={self._device.layout.engine}, whose kernels only all-reduce; "
+                "set FTCOMM_ENGINE=host on all ranks (or, of all_gather, sms=0)"
+            )
+
+    def _my_rank(self) -> int:
+        return self.roster.index(self.me)
+
+    def _rank(self, call: str, root: int) -> None:
+        if not 0 <= root < len(self.roster):
+            raise ArgumentError(f"{call} with root={root}; expected a rank, 0 to {len(self.roster) - 1}")
+
+    def _only_at_root(self, call: str, name: str, x: Any, flat: Callable[[Any], Flat], root: int) -> Flat:
+        at_root = self._my_rank() == root
+        if at_root != (x is not None):
+            raise ArgumentError(
+                f"{call} needs {name} on rank {root}, and None elsewhere; this is rank {self._my_rank()}"
+            )
+        return flat(x) if at_root else NONE
+
+    @staticmethod
+    def _fits(call: str, name: str, large: Flat, count: int, small: Flat) -> None:
+        if large.count != count or large.dtype != small.dtype:
+            raise ArgumentError(f"{call} needs {name} of {count} x {small.dtype}; got {large.count} x {large.dtype}")
+
+    def _matrix(
+        self, into: Flat, given: Flat, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
+    ) -> list[list[int]]:
+        """Elements from each rank to each."""
+        n = len(self.roster)
+        if out_counts is None and in_counts is None:
+            if given.count != into.count or given.count % n:
+                raise ArgumentError(
+                    f"all_to_all of {given.count} elements into {into.count} among {n} ranks: without counts both need "
+                    f"the same number, a multiple of {n}"
+                )
+            return [[given.count // n] * n] * n
+        counts = {"in_counts": (in_counts, given.count), "out_counts": (out_counts, into.count)}
+        wrong = [
+            f"{name}={None if told is None else list(told)} for {count} elements"
+            for name, (told, count) in counts.items()
+            if told is None or len(told) != n or min(told) < 0 or sum(told) != count
+        ]
+        # This rank takes part in the exchange all the same: the others wait for it.
+        mine = [-1] * (2 * n) if wrong else [*(in_counts or ()), *(out_counts or ())]
+        table = np.empty((n, 2, n), np.int64)
+        self.all_gather(table, np.array(mine, np.int64))
+        if wrong:
+            raise ArgumentError(
+                f"all_to_all with {' and '.join(wrong)}: expected {n} numbers, none below 0, which add up to that"
+            )
+        sent, taken = table[:, 0].tolist(), table[:, 1].T.tolist()
+        for i, j in itertools.product(range(n), repeat=2):
+            if sent[i][j] != taken[i][j] or sent[i][j] < 0:
+                raise MismatchError(
+                    f"all_to_all: rank {i} sends {sent[i][j]} elements to rank {j}, which expects {taken[i][j]} (-1: "
+                    "its counts do not fit its arrays, see the error there). in_counts[j] of rank i must be "
+                    "out_counts[i] of rank j"
+                )
+        return sent
+
+    def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
+        exchange = self._exchange
+        if async_op:
+            exchange.submit(op)
+            return Work(op, exchange, result, finish)
+        exchange.run(op)
+        if op.error is None and finish is None:
+            return result
+        return Work(op, exchange, result, finish)._finish()
+
+
+def _same(a: Array, b: Array) -> bool:
+    """Whether they are the same memory."""
+    return a.nbytes == b.nbytes and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+
+
+def _apart(source: Array, result: Array) -> Array:
+    """`source`, or a copy of it if the result may overwrite it."""
+    return source.copy() if np.may_share_memory(source, result) else source

@@ -1,0 +1,439 @@
+"""Groups whose membership never changes: the ranks of one replica, any subset of a job, or processes without a job.
+
+    what ends it               how the others learn it                         what their ops fail with
+    a process dies             the kernel's mark on its life (shared memory),  LostError that names the rank
+                               or the end of its connection
+    an op takes too long       the member that gives up says so                CollectiveTimeout; elsewhere LostError
+    abort()                    the member says so                              LostError
+    close(), and others go on  the member says after how many ops              LostError, in a later op
+
+Whatever comes first is the one error of the group: it ends every op in flight and every later one, here and, said by
+those who have noticed, everywhere. A new group with the same members, or with those that are left, needs a new name.
+
+A collective is what it is in a job (`ftcomm.collective`), with a view that is never replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftcomm.calls import Calls
+from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.stall import Stall
+from ftcomm.control import wire
+from ftcomm.control.dropped import printable
+from ftcomm.control.messages import Progress
+from ftcomm.control.views import Address, View
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError
+from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Endpoint, Switchboard, parse
+from ftcomm.fixed.pairs import Closing, Events, Failed, Hello, Pairs, Said, Seat, discard, meet
+from ftcomm.kernels.life import hold, release
+from ftcomm.kernels.watch import Life, Watcher
+from ftcomm.messages.p2p import Messages
+from ftcomm.messages.post import Post
+from ftcomm.transport.connect import connect
+from ftcomm.transport.segment import LIVES, Peer, Segment, life
+
+if TYPE_CHECKING:
+    import socket
+
+    from ftcomm.group import Group
+
+log = logging.getLogger("ftcomm")
+
+EPOCH = 1  # the only one
+MOST = 256  # members
+_PARTING = 2.0  # s that an op may take to notice that it is over
+_DOUBT = 0.5  # s that a member may take to say why its connection for data has ended
+
+
+class FixedGroup(Calls, Messages):
+    """The members, ranks 0 to n - 1, reduce and move data together until one of them ends. Thread-safe.
+
+    Made by `in_job` or `from_handles`, at the same time on all members. The calls are those of `Group`; ranks are
+    numbers of this group, and every rank contributes. `error` is None, or why the group has ended.
+
+    Arrays on a GPU go through host memory, whatever FTCOMM_ENGINE is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        me: int,
+        seats: Sequence[Seat],
+        switchboard: Switchboard,
+        address: tuple[str, int],
+        *,
+        op_timeout: float,
+        timeout: float,
+        transport: str,
+        job: Group | None = None,
+        replicas: Sequence[int] = (),
+    ) -> None:
+        """`seats` are all members in rank order, `address` is where this one listens. In a job, rank `i` is part of
+        `replicas[i]`."""
+        if not 0 < len(name) <= 200:
+            raise ArgumentError(f"a group named {name!r}; expected a name of 1 to 200 characters")
+        if not 0 < len(seats) <= MOST:
+            raise ArgumentError(f"group {name!r} of {len(seats)} members; expected 1 to {MOST}")
+        for what, seconds in (("op_timeout", op_timeout), ("timeout", timeout)):
+            if not 0 < seconds < float("inf"):
+                raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
+        self.name, self.me = name, me
+        self.roster = tuple(range(len(seats)))
+        self.op_timeout = op_timeout
+        self._seats = tuple(seats)
+        self._device = None
+        self._switchboard = switchboard
+        self._replicas = tuple(replicas)
+        self._lives: dict[int, str] = {}  # of the ranks, as the first view that had them has said
+        self._lock = threading.Lock()  # guards the next six; never held across a wait
+        self._error: BaseException | None = None
+        self._over = False  # nothing is left to be ended
+        self._left: dict[int, int] = {}  # ranks that have closed the group -> after how many ops
+        self._doubts: dict[int, tuple[float, str]] = {}  # connections that ended: when, and what is known of it
+        self._events: Events | None = queue.SimpleQueue()  # while we meet
+        self._closed = False
+        self._segment = Segment()
+        self._exchange = Exchange(
+            me,
+            self._segment,
+            deadline_floor=op_timeout,
+            deadline_ceiling=op_timeout,
+            give_up=2 * op_timeout,
+            on_stall=self._stalled,
+            on_lost=self._doubt,
+            on_failed=self._fail,
+            on_divergence=self._diverged if job is not None and job.settings.verify else None,
+        )
+        self._post = Post(str(self), self._dial_post, lambda rank: self._seats[rank].name)
+        self._watcher: Watcher[int] = Watcher(lambda rank: self._lose(rank, "its process died"))
+        lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(seats)))]
+        self._pairs = Pairs(
+            name,
+            on_said=self._heard,
+            on_end=self._lose,
+            settle=self._settle,
+            on_start=lambda: hold(*lives),
+            on_stop=lambda: release(*lives),
+            on_broken=lambda error: self._fail(FtcommError(f"{self}: internal error: {error!r}; please report it")),
+        )
+        try:
+            switchboard.open(name, self)
+            if job is not None:
+                self.entered(job.view)
+            self._begin(
+                Address(*address, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce), transport, timeout
+            )
+        except BaseException as error:
+            self._end(error, Failed(-1, printable(str(error), 1000)))
+            raise
+        atexit.register(self._at_exit)
+
+    @classmethod
+    def in_job(
+        cls,
+        group: Group,
+        name: str,
+        members: Sequence[tuple[int, int]],
+        *,
+        op_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> FixedGroup:
+        """A group of ranks of the job that `group` is part of; blocks until all of them have called this.
+
+        name: the same on all members, and of no other group that they have.
+        members: (replica, rank in it) in rank order, this rank among them.
+        op_timeout: seconds without progress after which an op fails; None: as long as an op of the job may take.
+        timeout: seconds until all have come; None: FTCOMM_INIT_TIMEOUT.
+
+        Raises `ArgumentError`, `TransportError` that names who did not come, and `LostError` if one was lost meanwhile.
+        """
+        settings = group.settings
+        pairs = [(int(replica), int(rank)) for replica, rank in members]
+        me = _position(name, pairs, (settings.replica, settings.rank))
+        seats = [
+            Seat(f"rank {i} (replica {replica}, rank {rank} of it)", functools.partial(group.dial_rank, replica, rank))
+            for i, (replica, rank) in enumerate(pairs)
+        ]
+        return cls(
+            name,
+            me,
+            seats,
+            group.switchboard,
+            (settings.host, group.port),
+            op_timeout=settings.timeouts.give_up if op_timeout is None else op_timeout,
+            timeout=settings.init_timeout if timeout is None else timeout,
+            transport=settings.transport,
+            job=group,
+            replicas=[replica for replica, _ in pairs],
+        )
+
+    @classmethod
+    def from_handles(
+        cls,
+        endpoint: Endpoint,
+        name: str,
+        handles: Sequence[str],
+        *,
+        op_timeout: float = 120.0,
+        timeout: float = 60.0,
+        transport: str = "auto",
+    ) -> FixedGroup:
+        """A group without a job, of those whose `Endpoint.handle` is in `handles`, in rank order; this one among them.
+
+        name: the same on all members, and never used before with these endpoints.
+        transport: "auto", "shm" or "tcp", as FTCOMM_TRANSPORT. The rest is as with `in_job`.
+        """
+        places = [parse(handle) for handle in handles]
+        me = _position(name, list(handles), endpoint.handle)
+        seats = [Seat(f"rank {i} ({p.host}:{p.port})", p.dial) for i, p in enumerate(places)]
+        return cls(
+            name,
+            me,
+            seats,
+            endpoint.switchboard,
+            (endpoint.host, endpoint.port),
+            op_timeout=op_timeout,
+            timeout=timeout,
+            transport=transport,
+        )
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, rank {self.me}"
+
+    @property
+    def rank(self) -> int:
+        return self.me
+
+    @property
+    def size(self) -> int:
+        return len(self.roster)
+
+    def _may_call(self) -> None:
+        if self._closed:
+            raise self._closing()
+
+    def _closing(self) -> FtcommError:
+        return FtcommError(f"{self} was closed; make a new one before any op")
+
+    def _patience(self) -> float:
+        return self.op_timeout
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why no op can succeed any more; None while all is well."""
+        return self._error
+
+    def abort(self, reason: str = "") -> None:
+        """End every op in flight and every later one, here and on the other members, with `LostError`.
+
+        From any thread; does not block, idempotent. The endpoint and its handle stay, for a new group.
+        """
+        why = f"it was aborted{': ' if reason else ''}{reason}"
+        self._end(LostError(f"{self}: {why}; make a new group to go on"), Failed(-1, printable(why, 1000)))
+
+    def close(self) -> None:
+        """Leave the group; idempotent. Ops in flight fail, ops that have returned here return everywhere.
+
+        Blocks until what was sent is received, 2 seconds at most.
+        """
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            error = self._closing()
+            self._post.close(error)  # what was sent arrives
+            self._exchange.fail(error)
+            with contextlib.suppress(CollectiveTimeout):
+                self._exchange.drain(_PARTING)  # then nothing returns any more
+            self._end(error, Closing(self._exchange.returned))
+        self._pairs.join()
+
+    # -- how it begins -------------------------------------------------------------------------------------------
+
+    def _begin(self, here: Address, transport: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        members = hashlib.blake2b("\n".join(seat.name for seat in self._seats).encode(), digest_size=16).hexdigest()
+        events = self._events
+        assert events is not None
+        try:
+            met = meet(self.name, self.me, self._seats, Hello(members, here), events, deadline)
+        finally:
+            with self._lock:
+                self._events = None
+            discard(events)
+        self._nonces = {member: there.address.nonce for member, there in met.items()}
+        self._pairs.add({member: there.sock for member, there in met.items()})
+        peers: dict[int, Peer] = {}
+        try:
+            for member, there in met.items():
+                peers[member] = self._reach(here, member, there.address, transport, deadline)
+        except (OSError, TransportError) as error:
+            for peer in peers.values():
+                peer.close()
+            raise TransportError(f"{self}: {error}") from error
+        one_host = all(there.address.boot == here.boot for there in met.values())
+        view = GroupView(EPOCH, self.me, self.roster, frozenset(self.roster), one_host)
+        self._exchange.resume(view, peers, {rank: Progress(0, ()) for rank in self.roster})
+        if self._error is not None:  # somebody was lost meanwhile
+            for peer in peers.values():
+                peer.close()
+            raise self._error
+        self._watcher.watch(
+            {
+                member: Life(peer.words, life(self.me), peer.address + 8 * life(self.me))
+                for member, peer in peers.items()
+                if peer.how == "shm"
+            }
+        )
+
+    def _reach(self, here: Address, member: int, there: Address, transport: str, deadline: float) -> Peer:
+        def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+            return self._dial(member, "data", max(0.001, deadline - time.monotonic()))
+
+        return connect(self.me, here, member, there, epoch=EPOCH, mode=transport, dial=dial, on_lost=self._doubt)
+
+    def _dial(self, member: int, what: str, timeout: float) -> socket.socket:
+        fields: wire.Fields = {"group": self.name, "what": what, "member": self.me, "life": self._nonces[member]}
+        return self._seats[member].dial(PURPOSE, fields, timeout)
+
+    def _dial_post(self, member: int) -> socket.socket:
+        return self._dial(member, "post", min(self.op_timeout, 5.0))
+
+    def take(self, call: Call) -> bool:
+        """A connection to this group, from the switchboard."""
+        if call.what == LINK:
+            with self._lock:
+                if self._events is None:
+                    return False  # of the next group of this name
+                self._events.put(call)
+        elif call.life != self._segment.nonce or call.member not in self.roster:
+            call.sock.close()
+        elif call.what == "data":
+            self._exchange.attach(call.sock, call.member, EPOCH)
+        elif call.what == "post":
+            self._post.accept(call.sock, call.member)
+        else:
+            call.sock.close()
+        return True
+
+    def entered(self, view: View) -> None:
+        """In a job: a view is in force, and who is not in it any more is lost."""
+        for rank, replica in enumerate(self._replicas):
+            member = view.member(replica)
+            life = None if member is None else member.incarnation
+            known = self._lives.get(rank)
+            if life is not None and known is None:
+                self._lives[rank] = life
+            elif life != known and rank != self.me:
+                self._lose(rank, f"its replica is not in the view of epoch {view.epoch}")
+
+    # -- how it ends ---------------------------------------------------------------------------------------------
+
+    def _heard(self, rank: int, said: Said) -> None:
+        """Another member ends. In the thread of the pairs."""
+        if isinstance(said, Closing):
+            with self._lock:
+                self._left[rank] = said.returned
+            self._post.lose(rank, "it has closed the group")
+        elif isinstance(said, Failed):
+            if said.lost in self.roster and said.lost != self.me:
+                self._lose(said.lost, f"{said.why} (as {self._seats[rank].name} has noticed)")
+            else:
+                self._fail(LostError(f"{self}: {self._seats[rank].name} has given up: {said.why}; {_MEND}"))
+
+    def _doubt(self, rank: int, epoch: int, why: str) -> None:
+        """The connection for data to or from a member has ended. What that means, the member says itself, or its end
+        does, a moment later; if nothing comes, it is lost."""
+        with self._lock:
+            self._doubts.setdefault(rank, (time.monotonic(), why))
+        self._pairs.wake()
+
+    def _settle(self) -> bool:
+        """Whether something is still to be waited for. In the thread of the pairs."""
+        now = time.monotonic()
+        with self._lock:
+            doubts = {rank: doubt for rank, doubt in self._doubts.items() if rank not in self._left}
+            left = dict(self._left) if self._error is None else {}
+        for rank, (since, why) in doubts.items():
+            if now - since > _DOUBT:
+                self._lose(rank, why)
+        for rank, returned in left.items():
+            # What it has returned is FINAL here, so nobody is needed to return it here too.
+            if self._exchange.returned >= returned:
+                error = LostError(f"{self}: {self._seats[rank].name} has closed the group; {_MEND}")
+                with self._lock:
+                    self._error = self._error or error
+                self._exchange.fail(error)
+        return (bool(doubts) and not self._over) or (bool(left) and self._error is None)
+
+    def _lose(self, rank: int, why: str) -> None:
+        with self._lock:
+            if rank in self._left:
+                return
+        self._end(LostError(f"{self}: {self._seats[rank].name} was lost: {why}; {_MEND}"), Failed(rank, why[:1000]))
+
+    def _diverged(self, divergence: Divergence) -> None:
+        log.warning("%s: %s", self, divergence)
+
+    def _stalled(self, stall: Stall) -> None:
+        who = ", ".join(self._seats[rank].name for rank in stall.waiting_on)
+        error = CollectiveTimeout(
+            f"{self}: op {stall.op} has waited {self.op_timeout:g} s for {who}. Did they make the same call? A longer "
+            "timeout waits longer"
+        )
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end(error, Failed(-1, printable(str(error), 1000)))
+
+    def _end(self, error: BaseException, last: Closing | Failed) -> None:
+        """Nothing of it goes on, and the others are told why. From any thread, does not block; the first counts."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self._error = self._error or error
+            if self._events is not None and isinstance(error, Exception):
+                self._events.put(error)
+        atexit.unregister(self._at_exit)
+        self._exchange.fail(error)
+        self._post.fail(error)
+        self._watcher.close()
+        self._switchboard.forget(self.name, self)
+        self._pairs.end(last)
+        self._segment.close()
+
+    def _at_exit(self) -> None:
+        """A script that ends by an error is lost to the others."""
+        if getattr(sys, "last_value", None) is None:
+            self.close()
+
+
+_MEND = "make a new group of those that are left"
+
+
+def _position(name: str, members: Sequence[Any], me: Any) -> int:
+    if len(set(members)) != len(members):
+        raise ArgumentError(f"group {name!r}: a member is there twice in {members}; name each once")
+    if me not in members:
+        raise ArgumentError(f"group {name!r}: this rank, {me}, is not among its members {members}")
+    return members.index(me)
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()

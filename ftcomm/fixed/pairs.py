@@ -1,0 +1,379 @@
+"""A connection between each two members of a fixed group: how they meet, and how they hear of each other's end.
+
+    rank j                          rank i < j
+      dial, Hello(who, where)  --->
+                               <--- Hello(who, where)      now both know where the other's segment is
+      ...                           ...                    nothing is said while all goes well
+      Closing(returned)        --->                        I am done, after so many ops
+      Failed(lost, why)        --->                        I cannot go on
+      (the connection ends)    --->                        I am dead
+
+Each says one thing and hangs up. Who hangs up with something unread takes back what he has said, but only from one who
+has ended too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from ftcomm.control import bounds as b
+from ftcomm.control import wire
+from ftcomm.control.dropped import drop, printable
+from ftcomm.control.unpack import unpack
+from ftcomm.control.views import Address
+from ftcomm.errors import ArgumentError, TransportError
+from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Dial
+from ftcomm.kernels.urgent import urgent
+
+MAX_FRAME = 1 << 14  # bytes
+_DIAL = 5.0  # s for one attempt
+_PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
+_LOOK = 0.002  # s between two looks while `settle` has something to wait for
+
+Why = Annotated[str, Meta(max_length=4096)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """`members` is a digest of who belongs to the group, in which order."""
+
+    members: b.Hex
+    address: Address
+
+
+class Closing(msgspec.Struct, frozen=True, tag=True):
+    """The member has returned so many ops, and makes no more."""
+
+    returned: Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The member has given up, because of the loss of the rank `lost`, or (-1) for a reason of its own."""
+
+    lost: Annotated[int, Meta(ge=-1, le=1 << 16)]
+    why: Why
+
+
+Said = Hello | Closing | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Said)
+
+
+def encode(said: Said) -> bytes:
+    data = _encoder.encode(said)
+    return len(data).to_bytes(4, "big") + data
+
+
+def decode(data: bytes) -> Said:
+    """Raises `msgspec.DecodeError`, and nothing else."""
+    said: Said = unpack(_decoder, data)
+    return said
+
+
+class Seat(NamedTuple):
+    """A member as the others know it before they have met: what errors call it, and how it is reached."""
+
+    name: str
+    dial: Dial
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+class Met(NamedTuple):
+    member: int
+    sock: socket.socket  # blocking
+    address: Address
+
+
+Events = queue.SimpleQueue["Call | Met | Exception"]
+
+
+def meet(group: str, me: int, seats: Sequence[Seat], hello: Hello, events: Events, deadline: float) -> dict[int, Met]:
+    """Blocks until every member has come. `deadline` is one of `time.monotonic`; whoever owns incoming connections
+    puts them into `events`.
+
+    Raises `TransportError`, which names who did not come, and `ArgumentError` if members disagree on who they are.
+    """
+    meeting = _Meeting(group, me, seats, hello, events, deadline)
+    for member in range(me):
+        meeting.start(meeting.dial, member)
+    met: dict[int, Met] = {}
+    try:
+        while len(met) < len(seats) - 1:
+            try:
+                event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TransportError(meeting.absent(met)) from None
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Call):
+                if me < event.member < len(seats):
+                    meeting.start(meeting.greet, event.member, event.sock)
+                else:
+                    drop("fields", f"a connection to group {group!r} from a member {event.member}")
+                    event.sock.close()
+                continue
+            if event.member in met:  # it has called again, and means the newer one
+                met[event.member].sock.close()
+            met[event.member] = event
+    except BaseException as error:
+        gone = encode(Failed(-1, printable(str(error), 1000)))
+        for there in met.values():
+            with contextlib.suppress(OSError), there.sock:
+                there.sock.sendall(gone, socket.MSG_DONTWAIT)
+        raise
+    finally:
+        meeting.over.set()
+    return met
+
+
+def discard(events: Events) -> None:
+    """What has come too late is closed."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            event = events.get_nowait()
+            if not isinstance(event, Exception):
+                event.sock.close()
+
+
+class _Meeting:
+    """Attempts to meet, each in a thread that ends by the deadline, or soon after `over`."""
+
+    def __init__(
+        self, group: str, me: int, seats: Sequence[Seat], hello: Hello, events: Events, deadline: float
+    ) -> None:
+        self._group, self._me, self._seats, self._hello = group, me, seats, hello
+        self._events, self._deadline = events, deadline
+        self._begun = time.monotonic()
+        self._news: dict[int, str] = {}  # why the last attempt to meet a member has failed
+        self.over = threading.Event()
+
+    def start(self, work: Callable[..., object], member: int, *how: object) -> None:
+        name = f"ftcomm-meet-{member}"
+        threading.Thread(target=work, args=(member, *how), name=name, daemon=True).start()
+
+    def absent(self, met: Mapping[int, Met]) -> str:
+        """What there is to say at the deadline."""
+        missing = [member for member in range(len(self._seats)) if member != self._me and member not in met]
+        who = "; ".join(
+            f"{self._seats[m].name} did not come ({self._news.get(m, 'it has not called')})" for m in missing
+        )
+        return (
+            f"group {self._group!r}: {who}. {self._seats[self._me].name} has waited for "
+            f"{time.monotonic() - self._begun:.1f} s. Do all members run, and do they make this group?"
+        )
+
+    def dial(self, member: int) -> None:
+        seat = self._seats[member]
+        fields: wire.Fields = {"group": self._group, "what": LINK, "member": self._me}
+        pause = _PAUSE
+        while not self.over.is_set() and (left := self._deadline - time.monotonic()) > 0:
+            try:
+                sock = seat.dial(PURPOSE, fields, min(_DIAL, left))
+            except wire.Refused as error:
+                self._events.put(TransportError(f"group {self._group!r}: {seat.name} refuses: {error}"))
+                return
+            except OSError as error:
+                self._news[member] = f"it cannot be reached: {error}"
+            else:
+                self._news[member] = "it listens, but has not made this group"
+                if self.greet(member, sock):
+                    return
+            self.over.wait(pause)
+            pause = min(2 * pause, 0.5)
+
+    def greet(self, member: int, sock: socket.socket) -> bool:
+        """Tell each other who we are; False if it came to nothing, and may be tried again."""
+        try:
+            sock.sendall(encode(self._hello))
+            said = self._hear(sock)
+            if not isinstance(said, Hello):
+                raise ConnectionError(said.why if isinstance(said, Failed) else "it has closed the group")
+        except TimeoutError:  # the meeting is over, and what is known of the member stands
+            sock.close()
+            return False
+        except (OSError, msgspec.DecodeError) as error:
+            self._news[member] = f"its connection has failed: {error}"
+            sock.close()
+            return False
+        if said.members == self._hello.members:
+            self._events.put(Met(member, sock, said.address))
+        else:
+            sock.close()
+            other = f"{self._seats[member].name} makes it of other members, or in another order"
+            self._events.put(ArgumentError(f"group {self._group!r}: {other}; pass the same members to all"))
+        return True
+
+    def _hear(self, sock: socket.socket) -> Said:
+        """One frame. Raises `TimeoutError` at the deadline, or when the meeting is over, `OSError`, `DecodeError`."""
+        data = bytearray()
+        wanted = 4
+        while len(data) < wanted:
+            if self.over.is_set() or time.monotonic() > self._deadline:
+                raise TimeoutError
+            sock.settimeout(0.05)
+            try:
+                part = sock.recv(wanted - len(data))
+            except TimeoutError:
+                continue
+            if not part:
+                raise ConnectionError("closed by the other side")
+            data += part
+            if len(data) == 4:
+                wanted = 4 + _length(data)
+        sock.settimeout(None)
+        return decode(bytes(data[4:]))
+
+
+def _length(header: bytes | bytearray) -> int:
+    length = int.from_bytes(header[:4], "big")
+    if length > MAX_FRAME:
+        raise ConnectionError(f"a frame of {length} bytes, at most {MAX_FRAME} are allowed here")
+    return length
+
+
+# -- staying in touch ------------------------------------------------------------------------------------------------
+
+
+class Pairs:
+    """A thread that hears what the other members say, and how they end.
+
+    `on_said(member, said)` is called for `Closing` and `Failed`, `on_end(member, why)` if a connection ends without
+    either; both in this thread. While `settle` returns True it is called again, a few hundred times a second.
+    `on_start` is the first and `on_stop` the last thing that the thread does, which lives as long as the member does.
+    `on_broken(error)` is called if it cannot go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_said: Callable[[int, Said], None],
+        on_end: Callable[[int, str], None],
+        settle: Callable[[], bool],
+        on_start: Callable[[], object],
+        on_stop: Callable[[], object],
+        on_broken: Callable[[Exception], object],
+    ) -> None:
+        self._on_said, self._on_end, self._settle = on_said, on_end, settle
+        self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
+        self._selector = selectors.DefaultSelector()
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._selector.register(self._near, selectors.EVENT_READ)
+        self._socks: dict[int, socket.socket] = {}
+        self._heard: dict[int, bytearray] = {}  # of a frame that is not whole yet
+        self._parted: set[int] = set()  # have said that they end
+        self._lock = threading.Lock()  # guards what follows; never held across a wait
+        self._new: dict[int, socket.socket] = {}
+        self._last: bytes | None = None  # what we say when we end
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"ftcomm-pairs-{name}", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def add(self, socks: Mapping[int, socket.socket]) -> None:
+        """The connections to all other members. Once."""
+        with self._lock:
+            self._new = dict(socks)
+        self._wake()
+
+    def end(self, last: Said) -> None:
+        """Say `last` to all, and end; the first `last` counts. Does not block."""
+        with self._lock:
+            if self._last is None:
+                self._last = encode(last)
+        self._wake()
+
+    def join(self) -> None:
+        """After `end`: block until it is said."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """`settle` may have something to wait for."""
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full, so it is awake, or closed, as the thread has ended
+            self._far.send(b"\0", socket.MSG_DONTWAIT)
+
+    def _run(self) -> None:
+        urgent()
+        try:
+            self._on_start()
+            self._ready.set()
+            self._hear_all()
+        except Exception as error:
+            drop("internal", f"the connections of a group: {error!r}", error=error)
+            self._on_broken(error)
+        finally:
+            self._ready.set()
+            for sock in (*self._socks.values(), *self._new.values(), self._near, self._far):
+                sock.close()
+            self._selector.close()
+            self._on_stop()
+
+    def _hear_all(self) -> None:
+        while True:
+            with self._lock:
+                new, self._new = self._new, {}
+                last = self._last
+            for member, sock in new.items():
+                sock.setblocking(False)
+                self._socks[member] = sock
+                self._heard[member] = bytearray()
+                self._selector.register(sock, selectors.EVENT_READ, member)
+            if last is not None:
+                for sock in self._socks.values():
+                    with contextlib.suppress(OSError):
+                        sock.sendall(last)
+                return
+            for key, _ in self._selector.select(_LOOK if self._settle() else None):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._near.recv(4096)
+                else:
+                    self._receive(key.data)
+
+    def _receive(self, member: int) -> None:
+        heard = self._heard[member]
+        try:
+            data = self._socks[member].recv(MAX_FRAME)
+            heard += data
+            while len(heard) >= 4 and len(heard) >= 4 + _length(heard):
+                length = _length(heard)
+                said = decode(bytes(heard[4 : 4 + length]))
+                del heard[: 4 + length]
+                if member not in self._parted:
+                    self._parted.add(member)  # nothing but an end is ever said here
+                    self._on_said(member, said)
+        except BlockingIOError:
+            return
+        except msgspec.DecodeError as error:
+            drop("message", f"from rank {member} of a group: {error}")
+            self._close(member, "it has said what cannot be")
+        except OSError as error:
+            self._close(member, f"its connection has failed: {error}")
+        else:
+            if not data:
+                self._close(member, "its connection was closed")
+
+    def _close(self, member: int, why: str) -> None:
+        sock = self._socks.pop(member)
+        self._selector.unregister(sock)
+        sock.close()
+        if member not in self._parted:
+            self._parted.add(member)
+            self._on_end(member, why)

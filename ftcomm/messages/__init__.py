@@ -1,0 +1,1 @@
+"""Arrays from one rank to another: send and recv."""

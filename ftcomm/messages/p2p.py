@@ -1,0 +1,160 @@
+"""Arrays from one member to another: `send` and `recv` by rank and tag, the same on every kind of group.
+
+What the two say to each other is in `ftcomm.messages.post`, which message a receive gets in `ftcomm.messages.mailbox`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ftcomm.control import wire
+from ftcomm.control.views import View
+from ftcomm.errors import ArgumentError, CollectiveTimeout
+from ftcomm.flat import Flat, to_read, to_write
+from ftcomm.messages.parcels import Message, Receive, Send
+from ftcomm.messages.post import Post
+
+PURPOSE = "p2p"  # of connections between replicas
+
+
+class Sending:
+    """A send or a receive that was started. Methods may be called from any thread."""
+
+    def __init__(self, message: Message, array: Any, flat: Flat | None, roster: tuple[int, ...]) -> None:
+        self._message, self._roster = message, roster
+        self._finish = None if flat is None else flat.finish
+        self._lock = threading.Lock()
+        self.array = array  # what was sent; what was received, when `wait` has returned: a new one if `x` is immutable
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._message.ended.is_set()
+
+    @property
+    def source(self) -> int | None:
+        """The rank from which it is received; None while that is open, and of a send."""
+        found = getattr(self._message, "found", None)
+        return None if found is None else self._roster.index(found)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Block until the array is received, or was sent and may be changed; returns the rank it came from, or None.
+
+        Raises what it failed with, or `CollectiveTimeout` after `timeout` seconds; it then goes on, until the timeout
+        that was given with the call.
+        """
+        message = self._message
+        if not message.ended.wait(timeout):
+            raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
+        if message.error is not None:
+            raise message.error
+        if self._finish is not None:
+            with self._lock:
+                if self._finish is not None:
+                    self.array = self._finish()
+                    self._finish = None
+        return self.source
+
+
+class JobPost(Post):
+    """The messages of a rank in a job, whose views say who is lost and who has come back. Peers are replicas.
+
+    `dial(replica, purpose, fields)` connects to the same rank of another replica, and may raise `OSError`.
+    """
+
+    def __init__(self, replica: int, rank: int, dial: Callable[[int, str, wire.Fields], socket.socket]) -> None:
+        super().__init__(f"replica {replica} rank {rank}", self._dial_replica, lambda peer: f"replica {peer}")
+        self._replica, self._to_replica = replica, dial
+        self._lives: dict[int, str] = {}  # of the members of the newest view
+        self._gone: set[str] = set()  # lives that were members
+
+    def enter(self, view: View) -> None:
+        """A view is in force."""
+        lives = {member.replica: member.incarnation for member in view.members}
+        for replica, life in self._lives.items():
+            if lives.get(replica) != life:
+                self._gone.add(life)
+                self.lose(replica, f"it is not in the view of epoch {view.epoch}")
+        self._lives = lives
+        for replica in lives:
+            self.found(replica)
+
+    def incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
+        """A connection from another replica, maybe one that is ahead of us and in a view that we have not entered."""
+        replica, life = wire.number(fields, "replica"), wire.text(fields, "life")
+        if life in self._gone:
+            sock.close()  # what it sends belongs to no view that we may still see
+        else:
+            self.accept(sock, replica)
+
+    def _dial_replica(self, replica: int) -> socket.socket:
+        return self._to_replica(replica, PURPOSE, {"replica": self._replica, "life": self._lives[self._replica]})
+
+
+class Messages:
+    """Every rank is a position in `roster`."""
+
+    roster: tuple[int, ...]
+    me: int
+    _post: Post
+
+    def _may_call(self) -> None:
+        """Raises if nothing can be called any more."""
+
+    def _patience(self) -> float:
+        """Seconds until a message without a timeout of its own fails."""
+        raise NotImplementedError
+
+    def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Send the array `x`, of any dtype, to rank `dst`, which receives as many elements of the same dtype.
+
+        Returns None, or at once (`async_op`) a `Sending`; `x` must not be changed until it has ended. Up to 64 KB are
+        sent ahead, a megabyte at most that was not received yet; what is more waits until it is asked for. Messages to
+        one rank with one tag arrive in the order of the calls. Raises `ArgumentError`, `LostError`,
+        `CollectiveTimeout` (after `timeout` seconds, or the op timeout), and `MismatchError` if the receiver has seen
+        that it is another array.
+        """
+        target = self._peer(dst, "send to")
+        message = Send(target, *self._outline(to_read(x), tag, timeout))
+        self._post.send(message)
+        sending = Sending(message, x, None, self.roster)
+        return sending if async_op else sending.wait()
+
+    def recv(
+        self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`.
+
+        Returns the rank it came from, or at once (`async_op`) a `Sending`; `x` must not be touched until it has ended.
+        An immutable array (JAX) needs the latter, whose `array` is the new one.
+        Raises `ArgumentError`, `LostError` if the rank is lost before it has sent, `MismatchError` if it has sent
+        another number of elements or another dtype (the message is gone then), and `CollectiveTimeout` after `timeout`
+        seconds, or the op timeout.
+        """
+        source = None if src is None else self._peer(src, "receive from")
+        flat = to_write(x)
+        message = Receive(source, *self._outline(flat, tag, timeout))
+        self._post.receive(message)
+        sending = Sending(message, x, flat, self.roster)
+        return sending if async_op else sending.wait()
+
+    def _peer(self, rank: int, what: str) -> int:
+        self._may_call()
+        own = self.roster.index(self.me)
+        if not isinstance(rank, int) or not 0 <= rank < len(self.roster) or rank == own:
+            raise ArgumentError(
+                f"cannot {what} rank {rank!r}; expected one of 0 to {len(self.roster) - 1}, and not {own}, which is "
+                "this one"
+            )
+        return self.roster[rank]
+
+    def _outline(self, flat: Flat, tag: int, timeout: float | None) -> tuple[int, str, memoryview, float]:
+        if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
+            raise ArgumentError(f"a tag of {tag!r}; expected an integer of 64 bits")
+        seconds = self._patience() if timeout is None else timeout
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"timeout={timeout}; expected a positive number of seconds")
+        return tag, flat.dtype, flat.flat.data, time.monotonic() + seconds

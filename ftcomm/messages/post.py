@@ -1,0 +1,573 @@
+"""The connections over which ranks send each other arrays, and the one thread that serves them.
+
+One connection for each sender and receiver, dialled by the sender when it first has something to send:
+
+    sender                                     receiver
+      WHOLE(n, tag, dtype, bytes)       --->     kept until somebody receives it; small ones, a bounded amount of them
+                                        <---     GO(n)        somebody has; room for others
+      OFFER(n, tag, dtype, size)        --->     nothing is kept but that
+                                        <---     GO(n)        somebody receives it
+      DATA(n, bytes)                    --->     straight into the memory of the receive
+                                        <---     REFUSED(n)   in place of GO: the receive has another size or dtype
+      WITHDRAW(n)                       --->     the offer does not stand any more; the receive waits for the next
+
+So messages of one sender and tag arrive in their order, whatever the order of tags in which they are received, nobody
+waits behind a message that is not wanted yet, and what came unasked takes bounded memory.
+
+The thread alone touches memory of messages that are longer than a `WHOLE`, and it alone ends messages that it knows of:
+once a message has failed, nothing of it is read or written any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ftcomm.control.dropped import drop
+from ftcomm.errors import CollectiveTimeout, FtcommError, LostError, MismatchError
+from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS, Letter, Mailbox
+from ftcomm.messages.parcels import (
+    ANSWER,
+    HEAD,
+    MAGIC,
+    MAX_MESSAGE,
+    WHOLE,
+    Answer,
+    Connection,
+    Inlet,
+    Kind,
+    Message,
+    Outlet,
+    Receive,
+    Send,
+    dtype_of,
+    head,
+    shorten,
+)
+
+_PARTING = 2.0  # s that it may take the receivers to read what was sent last
+_MANY = 1024  # deadlines before those that have passed are looked for
+_TURN = 4 << 20  # bytes that are read from one connection before the others have their turn
+
+
+class Post:
+    """All messages of one member. `dial(peer)` connects to another one and may raise `OSError`, `name(peer)` is what
+    errors call it. Thread-safe; nothing blocks but `close`.
+    """
+
+    def __init__(self, owner: str, dial: Callable[[int], socket.socket], name: Callable[[int], str]) -> None:
+        self._owner, self._dial, self._name = owner, dial, name
+        self._lock = threading.Lock()  # guards all that follows; never held across a wait
+        self._error: BaseException | None = None
+        self._box: Mailbox[Receive] = Mailbox()
+        self._outlets: dict[int, Outlet] = {}
+        self._inlets: dict[int, Inlet] = {}
+        self._lost: dict[int, str] = {}  # members that can be neither sent to nor received from, and why
+        self._silent: dict[int, str] = {}  # members whose connection to us has ended, and why
+        self._stale: list[tuple[Connection, str]] = []  # to be ended
+        self._deadlines: list[tuple[float, int, Message]] = []  # a heap
+        self._many = _MANY
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._bell = -1
+        self._selector: selectors.BaseSelector | None = None
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    def send(self, message: Send) -> None:
+        with self._lock:
+            if self._refuse(message, message.target):
+                return
+            self._expect(message)
+            outlet = self._outlets.get(message.target)
+            fresh = outlet is None
+            if outlet is None:
+                outlet = self._outlets[message.target] = Outlet(message.target)
+            outlet.held.append(message)
+            if not fresh:
+                self._pump(outlet)
+        if fresh:
+            threading.Thread(target=self._open, args=(outlet,), name="ftcomm-post-dial", daemon=True).start()
+
+    def receive(self, message: Receive) -> None:
+        with self._lock:
+            if self._refuse(message, None):
+                return
+            letter = self._box.want(message)
+            if letter is not None:
+                self._match(letter, message)
+            if not message.ended.is_set():
+                self._expect(message)
+
+    def accept(self, sock: socket.socket, peer: int) -> None:
+        """A connection from `peer`, which is past its handshake. It replaces the one that it had."""
+        sock.setblocking(False)
+        with self._lock:
+            if self._error is not None:
+                sock.close()
+                return
+            inlet = Inlet(peer, sock)
+            earlier, self._inlets[peer] = self._inlets.get(peer), inlet
+            if earlier is not None:
+                self._stale.append((earlier, "it has connected again"))
+            for letter in self._box.letters(peer):  # of its earlier life
+                self._box.discard(letter)
+            self._lost.pop(peer, None)
+            self._silent.pop(peer, None)
+            self._start()
+
+    def lose(self, peer: int, why: str) -> None:
+        """`peer` is gone: what is to be sent to it or received from it fails. Until it connects again, or `found`."""
+        with self._lock:
+            self._lost[peer] = self._silent[peer] = why
+            # Here, not in the thread: what is sent once it is found again must not go into a connection that is over.
+            over = (self._outlets.pop(peer, None), self._inlets.pop(peer, None))
+            self._stale += [(connection, why) for connection in over if connection is not None]
+            self._discard_offers(peer)
+            if self._thread is not None:
+                self._ring()
+
+    def found(self, peer: int) -> None:
+        """`peer` may be sent to again."""
+        with self._lock:
+            self._lost.pop(peer, None)
+            self._silent.pop(peer, None)
+
+    def fail(self, error: BaseException) -> None:
+        """The end: every message and every later one fails with `error`. The first error counts."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            if self._thread is not None:
+                self._ring()
+
+    def close(self, error: BaseException) -> None:
+        """`fail`, then block until the receivers have read what was sent, for 2 seconds at most."""
+        self.fail(error)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def _refuse(self, message: Message, peer: int | None) -> bool:
+        error = self._error
+        if error is None and peer in self._lost:
+            error = self._lost_error(peer, self._lost[peer])
+        if error is not None:
+            message.end(error)
+        return error is not None
+
+    def _lost_error(self, peer: int, why: str) -> LostError:
+        return LostError(f"{self._owner}: {self._name(peer)} was lost: {why}")
+
+    def _expect(self, message: Message) -> None:
+        """The thread ends it at its deadline."""
+        self._start()
+        heapq.heappush(self._deadlines, (message.deadline, next(self._order), message))
+        if len(self._deadlines) > self._many:  # most of them have ended long before
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended.is_set()]
+            heapq.heapify(self._deadlines)
+            self._many = max(_MANY, 2 * len(self._deadlines))
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="ftcomm-post", daemon=True)
+            self._thread.start()
+        self._ring()
+
+    def _discard_offers(self, peer: int) -> None:
+        for letter in self._box.letters(peer):
+            if letter.data is None:
+                self._box.discard(letter)
+
+    def _ring(self) -> None:
+        if self._bell >= 0:
+            os.eventfd_write(self._bell, 1)
+
+    def _pump(self, outlet: Outlet) -> None:
+        """Send what may be sent of what is held back."""
+        while outlet.sock is not None and outlet.held and len(outlet.offers) + len(outlet.unasked) < MAX_LETTERS:
+            message = outlet.held.popleft()
+            message.number = next(outlet.numbers)
+            whole = message.nbytes <= WHOLE and outlet.nbytes + message.nbytes <= MAX_BYTES
+            if whole:
+                outlet.unasked[message.number] = message.nbytes
+                outlet.nbytes += message.nbytes
+                self._write(outlet, head(Kind.WHOLE, message), message)
+            else:
+                outlet.offers[message.number] = message
+                self._write(outlet, head(Kind.OFFER, message), None)
+
+    def _write(self, connection: Connection, frame: bytes, message: Send | None) -> None:
+        """Queue a frame, and the bytes of a message that ends with it; at once if nothing is queued before it."""
+        parts = [memoryview(frame)]
+        if message is not None and message.nbytes:
+            parts.append(message.memory)
+        if not connection.queue and sum(part.nbytes for part in parts) <= WHOLE + HEAD.size:
+            assert connection.sock is not None
+            with contextlib.suppress(OSError):  # the thread meets it again
+                shorten(parts, connection.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL))
+        if not parts:
+            if message is not None:
+                message.end()
+            return
+        for part in parts[:-1]:
+            connection.queue.append((part, None))
+        connection.queue.append((parts[-1], message))
+        self._ring()
+
+    def _match(self, letter: Letter, receive: Receive) -> None:
+        """They are for each other."""
+        inlet = self._inlets.get(letter.source)
+        fits = (letter.nbytes, letter.dtype) == (receive.nbytes, receive.dtype)
+        if fits and letter.data is None:
+            assert inlet is not None  # the end of a connection discards its offers
+            inlet.expected[letter.number] = receive
+            receive.found = letter.source
+            receive.number = letter.number
+        if inlet is not None:
+            self._write(inlet, ANSWER.pack(MAGIC, Answer.GO if fits else Answer.REFUSED, letter.number), None)
+        if not fits:
+            receive.end(
+                MismatchError(
+                    f"{self._owner}: {self._name(letter.source)} has sent {letter.nbytes} bytes of {letter.dtype} with "
+                    f"tag {letter.tag}, and this rank receives {receive.nbytes} bytes of {receive.dtype}. Send and "
+                    "receive the same number of elements of the same dtype"
+                )
+            )
+        elif letter.data is not None:
+            receive.memory[:] = letter.data
+            receive.found = letter.source
+            receive.end()
+
+    # -- a thread for each dial ----------------------------------------------------------------------------------
+
+    def _open(self, outlet: Outlet) -> None:
+        why = ""
+        try:
+            sock = self._dial(outlet.peer)
+            sock.setblocking(False)
+        except (OSError, FtcommError) as error:
+            why = f"it cannot be reached: {error}"
+        with self._lock:
+            if why:
+                self._stale.append((outlet, why))
+            elif self._outlets.get(outlet.peer) is not outlet or self._error is not None:
+                sock.close()
+            else:
+                outlet.sock = sock
+                self._pump(outlet)
+            self._ring()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        assert self._selector is not None
+        try:
+            while self._turn(self._selector):
+                pass
+            self._part(self._selector)
+        except Exception as error:
+            drop("internal", f"{self._owner}: messages: {error!r}", error=error)
+            self.fail(FtcommError(f"{self._owner}: internal error: {error!r}; please report it"))
+            self._end_all()
+        finally:
+            with self._lock:
+                bell, self._bell = self._bell, -1
+            os.close(bell)
+            self._selector.close()
+
+    def _turn(self, selector: selectors.BaseSelector) -> bool:
+        with self._lock:
+            if self._error is not None:
+                return False
+        self._end_stale()
+        with self._lock:
+            wait = self._expire(time.monotonic())
+        self._end_stale()
+        self._fail_waiting()  # for somebody who has no connection
+        with self._lock:
+            connections = [c for c in (*self._outlets.values(), *self._inlets.values()) if c.sock is not None]
+        for connection in connections:
+            self._look_for(selector, connection)
+        for key, mask in selector.select(wait):
+            connection = key.data
+            if connection is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+                continue
+            try:
+                if mask & selectors.EVENT_READ:
+                    self._read(connection)
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(connection)
+            except BlockingIOError:
+                pass
+            except (OSError, ValueError) as error:
+                if isinstance(error, ValueError):
+                    drop("data", f"a message from {self._name(connection.peer)}: {error}; its connection is closed")
+                self._end(connection, str(error))
+        return True
+
+    def _end_stale(self) -> None:
+        with self._lock:
+            stale, self._stale = self._stale, []
+        for connection, why in stale:
+            self._end(connection, why)
+
+    def _look_for(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.queue else 0)
+        if interest != connection.interest:
+            assert connection.sock is not None
+            change = selector.modify if connection.interest else selector.register
+            change(connection.sock, interest, connection)
+            connection.interest = interest
+
+    def _flush(self, connection: Connection) -> None:
+        """Write the first buffers; without the lock, as only this thread takes from the queue."""
+        assert connection.sock is not None
+        while connection.queue:
+            part, message = connection.queue[0]
+            sent = connection.sock.send(part, socket.MSG_NOSIGNAL)
+            with self._lock:
+                if sent < part.nbytes:
+                    connection.queue[0] = (part[sent:], message)
+                    continue
+                connection.queue.popleft()
+            if message is not None:
+                message.end()
+
+    def _read(self, connection: Connection) -> None:
+        assert connection.sock is not None
+        size = ANSWER.size if isinstance(connection, Outlet) else HEAD.size
+        left = _TURN
+        while left > 0:
+            if not connection.rest:
+                connection.head = bytearray(size)
+                connection.rest = memoryview(connection.head)
+            received = connection.sock.recv_into(connection.rest)
+            if not received:
+                raise ConnectionError("its connection was closed")
+            left -= received
+            connection.rest = connection.rest[received:]
+            while not connection.rest:
+                if isinstance(connection, Outlet):
+                    self._answered(connection)
+                    break
+                assert isinstance(connection, Inlet)
+                if not self._arrived(connection):
+                    break
+
+    def _answered(self, outlet: Outlet) -> None:
+        """The receiver has said something."""
+        magic, kind, number = ANSWER.unpack(outlet.head)
+        if magic != MAGIC or kind not in (Answer.GO, Answer.REFUSED):
+            raise ValueError(f"an answer that cannot be: magic {magic:#x}, kind {kind}")
+        with self._lock:
+            outlet.nbytes -= outlet.unasked.pop(number, 0)
+            message = outlet.offers.pop(number, None)  # None: whole, or withdrawn
+            if message is not None and kind == Answer.GO:
+                self._write(outlet, head(Kind.DATA, message), message)
+            self._pump(outlet)
+        if message is not None and kind == Answer.REFUSED:
+            message.end(
+                MismatchError(
+                    f"{self._owner}: {self._name(outlet.peer)} receives another number of elements, or another dtype, "
+                    f"than the {message.nbytes} bytes of {message.dtype} that were sent with tag {message.tag}"
+                )
+            )
+
+    def _arrived(self, inlet: Inlet) -> bool:
+        """A head, or what belongs to it, is there. True if more belongs to it and has no bytes."""
+        if inlet.receive is not None:
+            receive, inlet.receive = inlet.receive, None
+            receive.end()
+            return False
+        if inlet.letter is not None:
+            letter, inlet.letter = inlet.letter, None
+            self._deliver(inlet, letter)
+            return False
+        magic, kind, number, tag, nbytes, name = HEAD.unpack(inlet.head)
+        if magic != MAGIC or nbytes > MAX_MESSAGE:
+            raise ValueError(f"a frame that cannot be: magic {magic:#x}, {nbytes} bytes")
+        if kind == Kind.DATA:
+            with self._lock:
+                inlet.receive = inlet.expected.pop(number, None)
+            if inlet.receive is None or inlet.receive.nbytes != nbytes:
+                raise ValueError(f"{nbytes} bytes of a message {number} that nobody has asked for")
+            inlet.rest = inlet.receive.memory
+        elif kind == Kind.WHOLE:
+            with self._lock:
+                full = self._box.full(inlet.peer, nbytes)
+            if nbytes > WHOLE or full:
+                raise ValueError(f"{nbytes} bytes more that nobody has asked for, at most {MAX_BYTES} are kept")
+            data = bytearray(nbytes)
+            inlet.letter = Letter(inlet.peer, number, tag, dtype_of(name), nbytes, data)
+            inlet.rest = memoryview(data)
+        elif kind == Kind.OFFER:
+            with self._lock:
+                full = self._box.full(inlet.peer, 0)
+            if full:
+                raise ValueError(f"an offer more, at most {MAX_LETTERS} are kept")
+            self._deliver(inlet, Letter(inlet.peer, number, tag, dtype_of(name), nbytes, None))
+            return False
+        elif kind == Kind.WITHDRAW:
+            self._withdrawn(inlet, number)
+            return False
+        else:
+            raise ValueError(f"a frame of the unknown kind {kind}")
+        return not inlet.rest
+
+    def _deliver(self, inlet: Inlet, letter: Letter) -> None:
+        with self._lock:
+            if self._inlets.get(inlet.peer) is inlet:
+                receive = self._box.arrive(letter)
+                if receive is not None:
+                    self._match(letter, receive)
+
+    def _withdrawn(self, inlet: Inlet, number: int) -> None:
+        with self._lock:
+            letter = self._box.offered(inlet.peer, number)
+            if letter is not None:
+                self._box.discard(letter)
+            receive = inlet.expected.pop(number, None)
+            if receive is not None:
+                receive.found = None
+                again = self._box.again(receive)
+                if again is not None:
+                    self._match(again, receive)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> float | None:
+        """End what is past its deadline; seconds to the next one. With the lock."""
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].ended.is_set()):
+            message = heapq.heappop(self._deadlines)[2]
+            if not message.ended.is_set():
+                self._give_up(message)
+        return max(0.0, self._deadlines[0][0] - now) if self._deadlines else None
+
+    def _give_up(self, message: Message) -> None:
+        """Its deadline has passed. With the lock."""
+        if isinstance(message, Receive):
+            sent = "anybody" if message.source is None else self._name(message.source)
+            text = f"nothing came from {sent} with tag {message.tag}. Did it send?"
+            if not self._box.cancel(message):  # it has begun to come
+                assert message.found is not None
+                inlet = self._inlets.get(message.found)
+                if inlet is not None:  # else it is over, and the message with it
+                    self._stale.append((inlet, "it has stopped in the middle of a message"))
+                text = f"{self._name(message.found)} has stopped in the middle of a message with tag {message.tag}."
+        else:
+            assert isinstance(message, Send)
+            text = f"{self._name(message.target)} has not received the message with tag {message.tag}. Did it try to?"
+            outlet = self._outlets.get(message.target)
+            if outlet is None:  # it is over, and ends the message
+                return
+            if message in outlet.held:
+                outlet.held.remove(message)
+            elif outlet.offers.pop(message.number, None) is not None:
+                self._write(outlet, head(Kind.WITHDRAW, message), None)
+            else:  # it is being written
+                self._stale.append((outlet, "it has stopped reading"))
+                self._ring()
+                return
+        message.end(CollectiveTimeout(f"{self._owner}: {text} A longer timeout waits longer"))
+
+    def _fail_waiting(self) -> None:
+        """Receives that nobody is left to serve."""
+        with self._lock:
+            for receive in self._box.wants() if self._silent else ():
+                if receive.source in self._silent:
+                    self._box.cancel(receive)
+                    receive.end(self._lost_error(receive.source, self._silent[receive.source]))
+
+    def _end(self, connection: Connection, why: str) -> None:
+        """The connection is over, and with it what was under way on it."""
+        assert self._selector is not None
+        if connection.interest and connection.sock is not None:
+            self._selector.unregister(connection.sock)
+            connection.interest = 0
+        failed: list[Message] = []
+        with self._lock:
+            if isinstance(connection, Outlet):
+                if self._outlets.get(connection.peer) is connection:
+                    del self._outlets[connection.peer]
+                failed += connection.held
+                failed += connection.offers.values()
+                failed += [message for _, message in connection.queue if message is not None]
+                connection.held.clear()
+                connection.offers.clear()
+            elif isinstance(connection, Inlet):
+                failed += connection.expected.values()
+                failed += [connection.receive] if connection.receive is not None else []
+                connection.expected.clear()
+                if self._inlets.get(connection.peer) is connection:
+                    del self._inlets[connection.peer]
+                    self._silent[connection.peer] = why
+                    self._discard_offers(connection.peer)
+            connection.queue.clear()
+        if connection.sock is not None:
+            connection.sock.close()
+        error = self._error or self._lost_error(connection.peer, why)
+        for message in failed:
+            message.end(error)
+        self._fail_waiting()
+
+    def _end_all(self) -> list[Outlet]:
+        """Every message fails; the outlets are left to be closed."""
+        self._end_stale()
+        with self._lock:
+            error = self._error
+            outlets = list(self._outlets.values())
+            inlets = list(self._inlets.values())
+        for inlet in inlets:
+            self._end(inlet, "")
+        with self._lock:
+            messages = [message for _, _, message in self._deadlines]
+            self._deadlines.clear()
+            for outlet in outlets:
+                outlet.queue.clear()
+        for message in messages:
+            if not message.ended.is_set():
+                message.end(error)
+        return [outlet for outlet in outlets if outlet.sock is not None]
+
+    def _part(self, selector: selectors.BaseSelector) -> None:
+        """The end. Who closes a connection with an answer unread in it takes back what he has sent last; so hear the
+        receivers until they hang up."""
+        outlets = self._end_all()
+        for outlet in outlets:
+            assert outlet.sock is not None
+            with contextlib.suppress(OSError):
+                self._look_for(selector, outlet)
+                outlet.sock.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + _PARTING
+        while outlets and time.monotonic() < until:
+            for key, _ in selector.select(max(0.0, until - time.monotonic())):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+                    continue
+                try:
+                    if key.data.sock.recv(4096):
+                        continue
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    pass
+                self._end(key.data, "")
+                outlets.remove(key.data)
+        for outlet in outlets:
+            self._end(outlet, "")

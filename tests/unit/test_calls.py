@@ -1,0 +1,310 @@
+"""Every collective by its call, among threads of one process: sizes, dtypes, in place or not, and bad arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ftcomm.calls import Calls
+from ftcomm.errors import ArgumentError, LostError, MismatchError
+from tests.exchange_rig import DEADLINE, Member, Rig
+
+pytestmark = pytest.mark.protocol
+
+COUNTS = (0, 1, 1000, 300_001)  # of float32: nothing, a part, parts of a slot, several batches
+
+
+class Caller(Calls):
+    _device = None
+
+    def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
+        self.me, self.roster, self._exchange = member.replica, roster, member.exchange
+
+    @property
+    def rank(self) -> int:
+        return self.roster.index(self.me)
+
+
+class Group:
+    """All members, and a way to let each of them make a call in a thread of its own."""
+
+    def __init__(self, rig: Rig, roster: tuple[int, ...]) -> None:
+        self.rig, self.callers = rig, [Caller(rig.members[m], roster) for m in roster]
+
+    def all(self, call: Callable[[Caller], Any], only: tuple[int, ...] | None = None) -> list[Any]:
+        """What each of them (of `only`) returned or raised."""
+        out: dict[int, Any] = {}
+
+        def run(caller: Caller) -> None:
+            try:
+                out[caller.me] = call(caller)
+            except Exception as error:
+                out[caller.me] = error
+
+        callers = [caller for caller in self.callers if only is None or caller.me in only]
+        threads = [threading.Thread(target=run, args=(caller,)) for caller in callers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE)
+        return [out[caller.me] for caller in callers]
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """Three members whose numbers are not their ranks; their results are compared."""
+    with Rig((1, 4, 6), request.param, verify=True) as rig:
+        rig.view((1, 4, 6))
+        yield Group(rig, (1, 4, 6))
+        assert all(not member.divergences for member in rig.members.values())
+
+
+def values(rank: int, count: int) -> np.ndarray:
+    return np.random.default_rng((rank, count)).standard_normal(count).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_collective_gives_what_numpy_gives(group: Group, count: int) -> None:
+    xs = [values(rank, 3 * count) for rank in range(3)]
+    small = [x[:count].copy() for x in xs]
+    total = xs[0] + xs[1] + xs[2]
+    own = [slice(rank * count, (rank + 1) * count) for rank in range(3)]
+
+    def same(got: list[Any], want: list[Any]) -> None:
+        for rank, (a, b) in enumerate(zip(got, want, strict=True)):
+            if isinstance(a, Exception):
+                raise a
+            assert (a is None and b is None) or a.tobytes() == b.tobytes(), f"rank {rank}"
+
+    same(group.all(lambda c: c.broadcast(small[c.rank].copy(), 2)), [small[2]] * 3)
+    reduced = group.all(lambda c: c.reduce(small[c.rank].copy(), 1))
+    same(reduced, [small[0], total[:count], small[2]])
+
+    def out(size: int) -> np.ndarray:
+        return np.full(size, np.nan, np.float32)
+
+    same(group.all(lambda c: c.all_gather(out(3 * count), small[c.rank])), [np.concatenate(small)] * 3)
+    same(
+        group.all(lambda c: c.gather(out(3 * count) if c.rank == 2 else None, small[c.rank], 2)),
+        [None, None, np.concatenate(small)],
+    )
+    scattered = group.all(lambda c: c.scatter(out(count), xs[0].copy() if c.rank == 0 else None, 0))
+    same(scattered, [xs[0][part] for part in own])
+    same(group.all(lambda c: c.reduce_scatter(out(count), xs[c.rank].copy())), [total[part] for part in own])
+    crossed = [np.concatenate([x[part] for x in xs]) for part in own]
+    same(group.all(lambda c: c.all_to_all(out(3 * count), xs[c.rank].copy())), crossed)
+    assert group.all(lambda c: c.barrier()) == [None] * 3
+
+    def gather_in_place(caller: Caller) -> np.ndarray:
+        whole = out(3 * count)
+        whole[own[caller.rank]] = small[caller.rank]
+        return caller.all_gather(whole, whole[own[caller.rank]])
+
+    def scatter_in_place(caller: Caller) -> np.ndarray:
+        x = xs[caller.rank].copy()
+        part = caller.reduce_scatter(x[own[caller.rank]], x).copy()
+        x[own[caller.rank]] = xs[caller.rank][own[caller.rank]]
+        assert x.tobytes() == xs[caller.rank].tobytes()  # all else stays as it was
+        return part
+
+    same(group.all(gather_in_place), [np.concatenate(small)] * 3)
+    same(group.all(scatter_in_place), [total[part] for part in own])
+
+
+def test_overlapping_arrays_that_are_not_in_place(group: Group) -> None:
+    def call(caller: Caller) -> np.ndarray:
+        x = np.arange(900) + 1000 * caller.rank
+        return caller.all_to_all(x, x).copy()  # each part would overwrite one that is yet to be sent
+
+    for rank, got in enumerate(group.all(call)):
+        parts = [np.arange(300) + 300 * rank + 1000 * other for other in range(3)]
+        assert (got == np.concatenate(parts)).all()
+
+
+def test_uneven_parts(group: Group) -> None:
+    counts = [[0, 5, 100_000], [3, 0, 0], [70_000, 1, 2]]
+    given = [np.arange(sum(row)) + 1_000_000 * rank for rank, row in enumerate(counts)]
+
+    def call(caller: Caller) -> np.ndarray:
+        column = [row[caller.rank] for row in counts]
+        return caller.all_to_all(np.empty(sum(column), np.int64), given[caller.rank], column, counts[caller.rank])
+
+    for rank, got in enumerate(group.all(call)):
+        want = [given[i][sum(counts[i][:rank]) :][: counts[i][rank]] for i in range(3)]
+        assert (got == np.concatenate(want)).all()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(30).to(torch.float8_e4m3fn),
+        torch.arange(30).to(torch.float8_e8m0fnu),
+        torch.arange(30, dtype=torch.float32).to(torch.complex64).conj(),
+        torch.arange(30).to(torch.bfloat16).view(5, 6).t(),
+        torch.arange(30) % 2 == 0,
+        torch.arange(60)[::2],
+        np.arange(30).astype("datetime64[s]"),
+        np.arange(30).astype(">i4"),
+        np.arange(30).astype(ml_dtypes.float8_e4m3b11fnuz),
+        np.array([(i, i / 2) for i in range(30)], [("a", np.int8), ("b", np.float64)]),
+        np.arange(30, dtype=np.complex128).reshape(5, 6).T,
+    ],
+    ids=lambda x: f"{type(x).__module__}-{x.dtype}",
+)
+def test_what_moves_may_have_any_dtype_and_strides(group: Group, x: Any) -> None:
+    def raw(y: Any) -> bytes:
+        flat = y.resolve_conj().contiguous().view(torch.uint8).numpy() if isinstance(y, torch.Tensor) else y
+        return bytes(flat.tobytes())
+
+    def empty(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else np.zeros(shape, x.dtype)
+
+    for out in group.all(lambda c: c.broadcast(x if c.rank == 1 else empty(*x.shape), 1)):
+        assert type(out) is type(x)
+        assert out.shape == x.shape
+        assert raw(out) == raw(x)
+    for out in group.all(lambda c: c.all_gather(empty(90), x)):
+        assert raw(out[30:60]) == raw(x.reshape(-1))
+
+
+def test_read_only_input(group: Group) -> None:
+    x = np.frombuffer(bytes(range(12)), np.uint8)
+    assert all((out == [*range(12)] * 3).all() for out in group.all(lambda c: c.all_gather(np.empty(36, np.uint8), x)))
+    sums = group.all(lambda c: c.reduce_scatter(np.empty(4, np.uint8), x))
+    assert [out.tolist() for out in sums] == [[0, 3, 6, 9], [12, 15, 18, 21], [24, 27, 30, 33]]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_is_accumulated_in_fp32(group: Group, dtype: str) -> None:
+    """0.5 is lost in a sum with 64 that is rounded at once, and not in one that is rounded at the end."""
+    given = [64.0, 3.5, 3.5]
+    kind = getattr(torch, dtype)
+    want = (torch.tensor(given).to(kind).float().sum()).to(kind)
+    for outs in (
+        group.all(lambda c: c.allreduce(torch.full((5,), given[c.rank]).to(kind))),
+        group.all(lambda c: c.reduce_scatter(torch.zeros(5, dtype=kind), torch.full((15,), given[c.rank]).to(kind))),
+    ):
+        assert all((out.float() == want.float()).all() for out in outs)
+    assert want.float() != (torch.tensor(67.5).to(kind).float() + 3.5).to(kind).float() or dtype == "float8_e5m2"
+
+
+@pytest.mark.parametrize(("op", "want"), [("band", 0b1000), ("bor", 0b1111), ("bxor", 0b1001)])
+def test_bits(group: Group, op: str, want: int) -> None:
+    given = [0b1010, 0b1100, 0b1111]
+    assert all((out == want).all() for out in group.all(lambda c: c.allreduce(np.full(9, given[c.rank]), op)))
+    flags = group.all(lambda c: c.allreduce(np.array([c.rank == 1, True, False]), op))
+    expected = {"band": [False, True, False], "bor": [True, True, False], "bxor": [True, True, False]}[op]
+    assert all(out.tolist() == expected for out in flags)
+
+
+def test_asynchronous_ops_overlap_and_tell_who_contributed(group: Group) -> None:
+    def call(caller: Caller) -> list[Any]:
+        out = np.empty(300, np.float32)
+        works = [
+            caller.all_gather(out, np.full(100, caller.rank, np.float32), async_op=True),
+            caller.reduce_scatter(np.empty(10, np.int64), np.arange(30), "avg", async_op=True),
+            caller.barrier(async_op=True),
+        ]
+        assert works[2].wait(DEADLINE) is None
+        return [works[0].wait(), works[1].wait(), works[0].contributors, works[1].contributors]
+
+    for rank, (gathered, average, who, all_of_it) in enumerate(group.all(call)):
+        assert (gathered == np.repeat([0, 1, 2], 100)).all()
+        assert (average == np.arange(10) + 10 * rank).all()
+        assert [tuple(span) for span in who] == [(0, 100, (1,)), (100, 200, (4,)), (200, 300, (6,))]
+        assert [tuple(span) for span in all_of_it] == [(0, 10, (1, 4, 6))]
+
+
+def test_calls_that_differ_fail_alike_and_the_group_goes_on(group: Group) -> None:
+    for wrong in (
+        lambda c: c.broadcast(np.zeros(10), c.rank % 2),
+        lambda c: c.all_gather(np.zeros(30), np.zeros(10)) if c.rank else c.broadcast(np.zeros(10), 1),
+        lambda c: c.all_gather(np.zeros(30 + 3 * c.rank), np.zeros(10 + c.rank)),
+        lambda c: c.allreduce(np.zeros(0)) if c.rank == 2 else c.barrier(),
+        lambda c: c.reduce(np.zeros(10), 0, "min" if c.rank else "max"),
+    ):
+        errors = group.all(wrong)
+        assert len({str(error) for error in errors}) == 1
+        assert all(isinstance(error, MismatchError) for error in errors)
+        assert "the members of the group made different calls" in str(errors[0])
+    assert group.all(lambda c: c.broadcast(np.full(3, c.rank), 1).tolist()) == [[1, 1, 1]] * 3
+
+
+def test_a_mismatch_says_what_was_called(group: Group) -> None:
+    (text,) = {str(e) for e in group.all(lambda c: c.broadcast(np.zeros(10, np.complex64), 0 if c.rank else 2))}
+    assert "replica 1: op 0, broadcast(root=2, members and sizes " in text
+    assert "replicas 4, 6: op 0, broadcast(root=0, members and sizes " in text
+    assert ") of 10 x complex64" in text
+
+
+def test_who_catches_up_gives_data_and_is_left_out_of_sums(group: Group) -> None:
+    group.rig.view((1, 4, 6), contributing=(1, 6))
+    assert group.all(lambda c: c.reduce_scatter(np.zeros(1), np.full(3, 10.0**c.rank), "avg").tolist()) == [[50.5]] * 3
+    assert group.all(lambda c: c.reduce(np.full(1, 10.0**c.rank), 1).tolist()) == [[1.0], [101.0], [100.0]]
+    assert group.all(lambda c: c.all_gather(np.zeros(3), np.full(1, float(c.rank))).tolist()) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_a_lost_root_fails_alike_and_the_rest_goes_on(group: Group) -> None:
+    group.rig.view((1, 6))
+    left = (1, 6)
+    for doomed in (
+        lambda c: c.broadcast(np.zeros(5), 1),
+        lambda c: c.scatter(np.zeros(5), None, 1),
+        lambda c: c.all_gather(np.zeros(15), np.zeros(5)),
+        lambda c: c.all_to_all(np.zeros(15), np.zeros(15)),
+        lambda c: c.gather(np.zeros(15) if c.rank == 0 else None, np.zeros(5), 0),
+    ):
+        errors = group.all(doomed, only=left)
+        assert all(isinstance(error, LostError) for error in errors)
+        assert len({str(error) for error in errors}) == 1
+        assert "replica 4 was lost before" in str(errors[0])
+    assert group.all(lambda c: c.gather(None, np.zeros(5), 1), only=left) == [None, None]  # nobody is left to take it
+    sums = group.all(lambda c: c.reduce_scatter(np.zeros(1), np.full(3, 10.0**c.rank)).tolist(), only=left)
+    assert sums == [[101.0], [101.0]]
+    assert group.all(lambda c: c.reduce(np.ones(1), 2).tolist(), only=left) == [[1.0], [2.0]]
+    assert group.all(lambda c: c.barrier(), only=left) == [None, None]
+    mixed = group.all(lambda c: c.broadcast(np.zeros(5), 1) if c.rank else c.barrier(), only=left)
+    assert all(isinstance(error, MismatchError) for error in mixed)
+
+
+BAD: dict[str, tuple[Callable[[Caller], Any], str]] = {
+    "root": (lambda c: c.broadcast(np.zeros(3), 3), r"root=3; expected a rank, 0 to 2"),
+    "negative root": (lambda c: c.reduce(np.zeros(3), -1), r"root=-1; expected a rank"),
+    "all_gather sizes": (lambda c: c.all_gather(np.zeros(8), np.zeros(3)), "out of 9 x float64; got 8 x float64"),
+    "all_gather dtypes": (lambda c: c.all_gather(np.zeros(9, np.int64), np.zeros(3)), "9 x float64; got 9 x int64"),
+    "reduce_scatter": (lambda c: c.reduce_scatter(np.zeros(3), np.zeros(8)), "reduce_scatter of 8 x float64 among 3"),
+    "bits": (lambda c: c.allreduce(np.zeros(3), "band"), "'band' of float64 is not defined; use it with integers"),
+    "op": (lambda c: c.reduce(np.zeros(3), 0, "mean"), "op='mean' is not known; use one of sum, avg"),
+    "gather": (lambda c: c.gather(np.zeros(9), np.zeros(3), (c.rank + 1) % 3), "gather needs out on rank"),
+    "scatter": (lambda c: c.scatter(np.zeros(3), None, c.rank), "scatter needs x on rank"),
+    "uneven without counts": (lambda c: c.all_to_all(np.zeros(8), np.zeros(8)), "a multiple of 3"),
+    "complex sum": (lambda c: c.reduce(np.zeros(3, np.complex64), 0), "complex64"),
+    "objects": (lambda c: c.broadcast(np.array([{}]), 0), "dtype object"),
+    "read-only result": (lambda c: c.broadcast(np.broadcast_to(np.zeros(1), 3), 0), "not writable"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused_before_anything_is_exchanged(case: str) -> None:
+    call, text = BAD[case]
+    with Rig((1, 4, 6)) as rig:
+        caller = Caller(rig.members[4], (1, 4, 6))  # there is no view yet: a call that goes through would wait for ever
+        with pytest.raises(ArgumentError, match=text):
+            call(caller)
+
+
+def test_counts_that_do_not_fit_are_told_to_all(group: Group) -> None:
+    errors = group.all(lambda c: c.all_to_all(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [2, 1, 1]))
+    assert isinstance(errors[0], ArgumentError)
+    assert "in_counts=[2, 1, 1] for 3 elements" in str(errors[0])
+    assert all(isinstance(error, MismatchError) and "rank 0 sends -1" in str(error) for error in errors[1:])
+    errors = group.all(lambda c: c.all_to_all(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [0, 2, 1]))
+    assert all(isinstance(error, MismatchError) for error in errors)
+    assert "rank 0 sends 0 elements to rank 0, which expects 1" in str(errors[0])
+    assert group.all(lambda c: c.barrier()) == [None] * 3

@@ -1,0 +1,105 @@
+"""Which peers an engine has made reachable for a device, and when it says that nobody needs them any more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ftcomm.control.views import Address, Member, View
+from ftcomm.engine import Engine
+from ftcomm.transport.segment import Segment
+
+
+class Exchange:
+    replica = 0
+
+    def resume(self, *args: object) -> Exchange:
+        return self
+
+    def _asdict(self) -> dict[str, int]:
+        return {}
+
+
+class Rig:
+    """Replica 0 of this process, and segments of others in it."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.reached: list[str] = []
+        self.left: list[str] = []
+        exchange, nothing = Exchange(), lambda *args: None
+        how: dict[str, Any] = dict(mode="shm", dial=nothing, on_lost=nothing, on_died=nothing)
+        told: Any = dict(
+            on_reached=lambda peer: self.reached.append(peer.nonce), on_left=lambda peer: self.left.append(peer.nonce)
+        )
+        self.engine = Engine(0, exchange, self.address(), **how, **told)  # type: ignore[arg-type]
+
+    def address(self) -> Address:
+        segment = Segment()
+        self.segments.append(segment)
+        return Address("host", 0, "boot", os.getpid(), segment.fd, segment.nonce)
+
+    def view(self, epoch: int, *others: Address) -> View:
+        members = [(0, self.engine._here), *((i, address) for i, address in enumerate(others, 1))]
+        return View(epoch, None, tuple(Member(i, "", (address,), True) for i, address in members))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.engine.close()
+    for segment in rig.segments:
+        segment.close()
+
+
+def test_who_is_in_no_view_any_more_is_left(rig: Rig) -> None:
+    one, two = rig.address(), rig.address()
+    for view in (rig.view(1, one, two), rig.view(2, one)):
+        rig.engine.reach(view)
+        rig.engine.resume(view, {})
+    assert rig.reached == [one.nonce, two.nonce]
+    assert rig.left == [two.nonce]
+
+
+def test_who_was_reached_for_a_view_that_was_never_entered_is_left(rig: Rig) -> None:
+    one, two = rig.address(), rig.address()
+    views = rig.view(1, one), rig.view(2, one, two), rig.view(3, one)
+    rig.engine.reach(views[0])
+    rig.engine.resume(views[0], {})
+    rig.engine.reach(views[1])
+    rig.engine.reach(views[2])
+    assert rig.left == []
+    rig.engine.resume(views[2], {})
+    assert rig.left == [two.nonce]
+
+
+def test_who_is_needed_by_a_view_to_come_is_kept(rig: Rig) -> None:
+    one, two = rig.address(), rig.address()
+    views = rig.view(1, one, two), rig.view(2, one), rig.view(3, one, two)
+    for view in views:
+        rig.engine.reach(view)
+    for view in views[:2]:
+        rig.engine.resume(view, {})
+    assert rig.left == []
+    rig.engine.resume(views[2], {})
+    assert rig.left == []
+
+
+def test_who_comes_too_late_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view that it was for is over when it is reached."""
+    one = rig.address()
+    connect = rig.engine._connect
+
+    def slow(epoch: int, replica: int, there: Address) -> Any:
+        peer = connect(epoch, replica, there)
+        rig.engine.reach(rig.view(2))
+        rig.engine.resume(rig.view(2), {})
+        return peer
+
+    monkeypatch.setattr(rig.engine, "_connect", slow)
+    rig.engine.reach(rig.view(1, one))
+    assert rig.reached == rig.left == [one.nonce]

@@ -1,0 +1,92 @@
+"""The ranks of one replica tell each other a few bytes, here over socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ftcomm.control.views import Address, Member, View
+from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.hsdp.inside import Inside
+
+HERE = Address("here", 0, "", 0, 0, "")
+
+
+class Rank:
+    """What `Inside` uses of a group. `served` is set by rank 0; before that a connection is closed, as by an agent."""
+
+    def __init__(self, ranks, rank, first=None, patience=20.0):
+        self.replica, self.rank, self.first, self.served = 2, rank, first, None
+        self.settings = type("Settings", (), {"ranks_per_replica": ranks})
+        self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
+        self.view = View(1, 0, (Member(2, "2a", (HERE,) * ranks, True),))
+
+    def serve(self, purpose, handler):
+        assert purpose == "inside"
+        self.served = handler
+
+    def _dial_address(self, address, purpose, fields):
+        assert (address, purpose) == (HERE, "inside")
+        here, there = socket.socketpair()
+        if self.first.served is None:
+            there.close()
+        else:
+            threading.Thread(target=self.first.served, args=(there, fields), daemon=True).start()
+        return here
+
+
+def ranks_of(count, patience=20.0):
+    first = Rank(count, 0, patience=patience)
+    return [first, *(Rank(count, rank, first, patience) for rank in range(1, count))]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_get_the_rows_of_all_in_order(count):
+    ranks = ranks_of(count)
+    with ThreadPoolExecutor(count) as pool:
+        insides = list(pool.map(Inside, ranks))
+        for number in range(5):
+            rows = [bytes([number, rank, 7]) for rank in range(count)]
+            answers = list(pool.map(lambda inside, row: inside.exchange(row), insides, rows))
+            assert answers == [rows] * count
+    for inside in insides:
+        inside.close()
+
+
+def test_a_rank_comes_before_rank_0_serves():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        early = Inside(second)
+        asked = pool.submit(early.exchange, b"second")
+        late = Inside(first)
+        assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(20)
+
+
+def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
+    first, second = ranks_of(2, patience=0.3)
+    inside, other = Inside(first), Inside(second)
+    with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
+        inside.exchange(b"alone")
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = Inside(first), Inside(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other.close()
+        with pytest.raises(TransportError, match="another rank of this replica is gone"):
+            inside.exchange(b"y")
+
+
+def test_ranks_at_different_exchanges_are_not_mixed_up():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = Inside(first), Inside(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other._number += 1
+        asked = pool.submit(other.exchange, b"ahead")
+        with pytest.raises(TransportError, match="it is at exchange 3, this rank at 2"):
+            inside.exchange(b"y")
+        inside.close()
+        with pytest.raises(TransportError):
+            asked.result(20)

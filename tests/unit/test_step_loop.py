@@ -1,0 +1,300 @@
+"""The parts of the step loop that need no other process: votes, rates, the gate, time, throttle, spilled tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from ftcomm.errors import ArgumentError, MismatchError, SettingsError, StateError
+from ftcomm.hsdp.gate import Gates
+from ftcomm.hsdp.metrics import Metrics, Stopwatch
+from ftcomm.hsdp.rate import multiplier, scaled
+from ftcomm.hsdp.replica import Replica
+from ftcomm.hsdp.rng import Rng
+from ftcomm.hsdp.spill import Limits, Spill
+from ftcomm.hsdp.throttle import Throttle
+from ftcomm.hsdp.vote import Poll, Verdict, decide
+
+votes = st.sampled_from([0, *Verdict])
+tables = st.integers(1, 3).flatmap(
+    lambda ranks: st.lists(
+        st.tuples(st.lists(votes, min_size=4, max_size=4), st.lists(st.integers(0, 1), min_size=4, max_size=4)),
+        min_size=ranks,
+        max_size=ranks,
+    )
+)
+
+
+@given(tables)
+def test_one_bad_vote_of_any_rank_decides_and_all_ranks_must_count(table):
+    rows = [(bytes(said), bytes(marks)) for said, marks in table]
+    verdict, present, counted = decide(rows)
+    assert verdict == max([Verdict.COMMIT, *itertools.chain(*(said for said, _ in table))])
+    assert present == {r for r in range(4) if all(said[r] for said, _ in table)}
+    assert counted == {r for r in range(4) if all(marks[r] for _, marks in table)}
+    assert decide(rows[::-1]) == (verdict, present, counted), "the ranks have an order"
+
+
+def test_a_rank_that_failed_has_not_done_all_of_the_step_so_nobody_may_pass_over_it():
+    said = bytes([Verdict.SKIP, Verdict.REPEAT, Verdict.COMMIT])
+    assert decide([(said, said)])[0] is Verdict.REPEAT
+    assert max(Verdict) is Verdict.RAISE
+
+
+class Members:
+    """What a poll uses of a group; the first ops end as a vote does while others are still in the step."""
+
+    def __init__(self, others=(), early=0):
+        self.replica, self.others, self.early = 1, others, early
+        self.settings = type("Settings", (), {"replicas": 4, "ranks_per_replica": 1})
+        self.ballots = []
+
+    def allreduce(self, ballot):
+        self.ballots.append(int(ballot[self.replica]))
+        if self.early > 0:
+            self.early -= 1
+            raise MismatchError("others reduce a bucket")
+        for replica, said in self.others:
+            ballot[replica] += said
+
+
+def test_a_vote_is_called_again_until_the_others_have_come_to_it():
+    members = Members([(0, Verdict.REPEAT), (2, Verdict.COMMIT)], early=2)
+    assert Poll(members).take(Verdict.COMMIT) == (Verdict.REPEAT, {0, 1, 2}, {0, 1, 2})
+    assert members.ballots == [Verdict.COMMIT, Verdict.REPEAT, Verdict.REPEAT]
+
+
+def test_who_contributed_but_died_before_the_vote_counts():
+    poll = Poll(Members([(0, Verdict.COMMIT)]))
+    assert poll.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
+    assert poll.agree({1, 3}) == {1, 3}
+
+
+def test_a_replica_without_a_slot_is_refused():
+    members = Members()
+    members.replica = 97
+    with pytest.raises(ArgumentError, match="replica 97 has no slot in a vote of 97"):
+        Poll(members)
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("none", 1.0), ("linear", 0.75), ("sqrt", math.sqrt(0.75))])
+def test_rates_of_the_policies(policy, expected):
+    assert multiplier(policy, 3, 4) == expected
+    assert multiplier(policy, 4, 4) == multiplier(policy, 5, 4) == 1.0
+
+
+def test_a_scaled_rate_is_put_back_to_the_bit_and_no_scheduler_sees_it():
+    def training(scale):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.7}], lr=0.1)
+        scheduler = schedules.ExponentialLR(optimizer, 0.9)  # reads the rate back
+        for step in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            with scaled(optimizer, scale if step == 2 else 1.0):
+                assert optimizer.param_groups[0]["lr"] == (scale if step == 2 else 1.0) * scheduler.get_last_lr()[0]
+                optimizer.step()
+            scheduler.step()
+        return model.weight.detach().clone(), [group["lr"] for group in optimizer.param_groups]
+
+    (plain, rates), (other, after) = training(1.0), training(0.3)
+    assert rates == after
+    assert not torch.equal(plain, other)
+
+
+def test_an_error_inside_puts_the_rate_back():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=torch.tensor(0.1))
+    rate = optimizer.param_groups[0]["lr"]
+    with pytest.raises(ZeroDivisionError), scaled(optimizer, 0.5):
+        raise ZeroDivisionError
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+class Keeper:
+    def __init__(self, verdict):
+        self.said, self.asked, self.updates = verdict, 0, 0
+
+    def verdict(self):
+        self.asked += 1
+        return self.said
+
+    def update(self, optimizer, step):
+        self.updates += 1
+        step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of a step that is skipped
+@pytest.mark.parametrize("verdict", Verdict)
+def test_optimizers_and_schedulers_behind_the_gate(verdict):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = schedules.StepLR(optimizer, 1, 0.5)
+    keeper, before = Keeper(verdict), model.weight.detach().clone()
+    state, kind = scheduler.state_dict().keys(), type(scheduler)
+    gates = Gates([model, optimizer, scheduler], keeper)
+    gates.install()
+
+    def closure():
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(model(torch.ones(1, 2)).sum().item(), abs=1.0)
+    scheduler.step()
+    assert scheduler.state_dict().keys() == state, "the gate is in the state that a checkpoint takes"
+    gates.remove()
+    gates.remove()
+    assert type(scheduler) is kind
+    assert keeper.asked == 2
+    assert torch.equal(before, model.weight) == (verdict is not Verdict.COMMIT)
+    moved = verdict in (Verdict.COMMIT, Verdict.SKIP)
+    assert optimizer.param_groups[0]["lr"] == (0.05 if moved else 0.1)
+    optimizer.step()
+    assert keeper.updates == (1 if verdict is Verdict.COMMIT else 0)
+
+
+def test_every_moment_is_of_one_part():
+    now = [10.0]
+    watch = Stopwatch(lambda: now[0])
+    for seconds, part in ((1.0, "boundary"), (4.0, "training"), (2.0, "paused"), (3.0, "training")):
+        now[0] += seconds
+        assert watch.lap(part) == seconds
+    watch.count("steps")
+    watch.add("snapshot", 0.5)
+    assert watch.read() == Metrics(steps=1, total=10.0, training=7.0, boundary=1.0, paused=2.0, snapshot=0.5)
+    assert watch.read().effective == 0.7
+    assert Metrics().effective == 0.0
+
+
+def test_a_throttle_spreads_what_is_sent():
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    throttle = Throttle(1e6, lambda: now[0], sleep)
+    for _ in range(5):
+        throttle.take(500_000)
+    assert now[0] == pytest.approx(2.0)
+    now[0] += 10.0  # what was not used is not saved up
+    slept.clear()
+    for _ in range(3):
+        throttle.take(500_000)
+    assert slept == pytest.approx([0.5, 0.5])
+
+
+def test_the_rate_of_a_throttle_is_checked(monkeypatch):
+    monkeypatch.setenv("FTCOMM_CATCHUP_MBPS", "200")
+    assert Throttle.from_env()._rate == 2e8
+    assert Throttle.from_env(50.0)._rate == 5e7
+    for wrong in ("fast", "0.5", "-1", "nan", "inf"):
+        monkeypatch.setenv("FTCOMM_CATCHUP_MBPS", wrong)
+        with pytest.raises(SettingsError, match=f"FTCOMM_CATCHUP_MBPS={wrong}; expected"):
+            Throttle.from_env()
+
+
+def test_what_is_kept_comes_back_from_memory_and_disk(tmp_path):
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    choose = random.Random(seed)
+    spill = Spill(Limits(memory=3000, disk=1 << 20), str(tmp_path))
+    kept, most = [], 0
+    for _ in range(300):
+        if kept and choose.random() < 0.5:
+            expected, handle = kept.pop(0)
+            found = handle.take()
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        else:
+            dtype = choose.choice([torch.float32, torch.bfloat16, torch.float64])
+            tensor = torch.randn(choose.randrange(0, 20), choose.randrange(1, 20)).to(dtype)
+            kept.append((tensor.clone(), spill.put(tensor.t().contiguous().t())))
+            tensor.zero_()
+        most = max(most, spill.on_disk)
+        assert 0 <= spill.in_memory <= 3000
+    assert most > 0, "nothing was spilled"
+    for expected, handle in kept:
+        assert torch.equal(handle.take(), expected)
+    assert (spill.in_memory, spill.on_disk) == (0, 0)
+    spill.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_or_forbidden_is_named(tmp_path):
+    spill = Spill(Limits(memory=0, disk=100), str(tmp_path))
+    spill.put(torch.zeros(25))
+    with pytest.raises(StateError, match=r"above the limits of 0\.00 GB of memory and 0\.00 GB of disk"):
+        spill.put(torch.zeros(1))
+    with pytest.raises(StateError, match="cannot be written"):
+        Spill(Limits(memory=0, disk=100), str(tmp_path / "missing")).put(torch.zeros(1))
+
+
+def test_limits_from_the_environment(monkeypatch):
+    monkeypatch.setenv("FTCOMM_CATCHUP_BYTES", "100")
+    monkeypatch.setenv("FTCOMM_CATCHUP_DISK_BYTES", "0")
+    assert Limits.from_env() == Limits(100, 0)
+    monkeypatch.setenv("FTCOMM_CATCHUP_BYTES", "much")
+    with pytest.raises(StateError, match="FTCOMM_CATCHUP_BYTES=much"):
+        Limits.from_env()
+
+
+def draws():
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_a_step_draws_the_same_numbers_again_and_replicas_draw_others():
+    group = type("Group", (), {"replica": 1, "rank": 0})
+    other = type("Group", (), {"replica": 2, "rank": 0})
+    mine, theirs, late = Rng(3, group), Rng(3, other), Rng(9, group)
+    mine.begins(5)
+    first = draws()
+    mine.begins(5)
+    assert draws() == first
+    for differently in (lambda: mine.begins(6), lambda: theirs.begins(5), lambda: late.begins(5)):
+        differently()
+        assert all(a != b for a, b in zip(draws(), first, strict=True))
+    late.load_state_dict(mine.state_dict())
+    late.begins(5)
+    assert draws() == first
+    together = [Rng(3, member, apart=False) for member in (group, other)]
+    drawn = []
+    for rng in together:
+        rng.begins(5)
+        drawn.append(draws())
+    assert drawn[0] == drawn[1]
+
+
+class Alone:
+    """A group, for arguments that are refused."""
+
+    settings = type("Settings", (), {"replicas": 3, "ranks_per_replica": 1})
+    replica = rank = step = lag = 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_replicas": 4}, "min_replicas=4 in a job of 3 replicas"),
+        ({"lr": "cosine"}, "lr='cosine'; expected one of none, linear, sqrt"),
+        ({"nan": "ignore"}, "nan='ignore'; expected None"),
+        ({"vote": False, "min_replicas": 1}, "vote=False with min_replicas"),
+        ({"vote": False, "lr": "sqrt"}, "vote=False with min_replicas, nan or lr"),
+        ({"state": {"ftcomm": nn.Linear(1, 1)}}, "`state` has an entry 'ftcomm'"),
+        ({"state": {"o": torch.optim.LBFGS(nn.Linear(1, 1).parameters())}}, "no moment for a vote"),
+        ({"catchup_mbps": 0.0}, "FTCOMM_CATCHUP_MBPS=0.0"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments, words):
+    with pytest.raises((ArgumentError, StateError, SettingsError), match=words):
+        Replica(arguments.pop("state", None), Alone(), **arguments)
