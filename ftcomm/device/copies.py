@@ -34,8 +34,9 @@ ALL = 0
 CHANNELS = 1 + MOST_MEMBERS
 SLOTS = 2
 AHEAD = SLOTS - 1
+SLOTS_IN_ALL = CHANNELS * SLOTS
 CHUNK = 1 << 20
-STAGING = CHANNELS * SLOTS * CHUNK
+STAGING = SLOTS_IN_ALL * CHUNK
 
 # Indices of 64-bit words from where the words of this path begin, in a segment or beside it.
 POSTED = 0
@@ -163,6 +164,8 @@ class Copies:
         deadline = time.monotonic() + seconds
         own, mover = self.ports[self.me], self.mover
         for puts, gets in rounds([s.nbytes for s in sends], [r.nbytes for r in receives], self.chunk, AHEAD):
+            if self.stop():
+                return ABORTED
             for put in puts:
                 send = sends[put.transfer]
                 task = self._posted[send.channel] + put.step

@@ -13,17 +13,19 @@ for the GPU to be idle:
   belongs to the legacy stream, in which the caller may have queued what waits for us.
 - Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does.
 - While a graph is captured anywhere in the process such calls are errors and would break the capture, unless the thread
-  has said that it knows better; ours has (`_relaxed`).
+  has said that it knows better; ours has (`relaxed`).
+
+What is captured goes through a stream of its own, which joins the capture of the caller's stream, so that the op stream
+is never part of a graph. A replay waits for the ops that were called before it, whatever stream those were called on;
+the other way round it is the caller's streams that say what follows what. Nobody says when a replay begins: from the
+first capture on, nothing that may wait for the GPU is done but in `drain` and at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +38,8 @@ from ftcomm.device import copies
 from ftcomm.device.arrays import stage_device
 from ftcomm.device.blocks import programs, room
 from ftcomm.device.device import Launch, Reached
-from ftcomm.device.layout import CUDA, EXPORT_AT, EXPORT_WORDS
+from ftcomm.device.driver import relaxed, until
+from ftcomm.device.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
 from ftcomm.device.memory import Export, Pinned, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
@@ -46,13 +49,11 @@ from ftcomm.transport.shm import ShmPeer
 
 log = logging.getLogger("ftcomm")
 
-COPIES_AT = 256  # index of the words of the copy-engine path, before those of the lanes
 _STAGING = 2 * CUDA.lanes * CUDA.slots * CUDA.chunk  # of the all-reduce; that of the copies lies behind it
 TABLE = 64 << 10  # tasks of a repair without new memory: an op of 16 GB
 _HIGHEST = -100  # priority; the runtime takes the nearest there is
 _GATE: Mapping[str, Any] = {"THREADS": 32, "num_warps": 1}
 _NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _UNIT = 8  # bytes of a word
 _LOADED: set[tuple[Any, ...]] = set()  # variants of the kernel; by the process, as Triton loads them
 _MASK = (1 << 64) - 1  # words are unsigned to the host
@@ -101,6 +102,7 @@ class CudaDevice:
 
     layout = CUDA
     blocking = False
+    memory = "cuda"
 
     def __init__(self, segment: Segment, *, staging: str = "auto") -> None:
         self._index = torch.cuda.current_device()
@@ -113,13 +115,16 @@ class CudaDevice:
             log.warning("%s", reason)
         with self._on():
             self._lanes, self._export = self._allocate(segment, place)
-            self._op, self._repair, self._copies = (self._stream() for _ in range(3))
+            self._op, self._repair, self._copies, self._captures = (self._stream() for _ in range(4))
             self._words = _Words(self._copies)
             self._table = Pinned(TABLE * _UNIT)
             self._note = Pinned((w.VIEW_WORDS + w.STATE_WORDS) * _UNIT)
             self._scratch = {repair: _Scratch(self._stream()) for repair in (False, True)}
         self.own = Reached(self._lanes.address, self._export.pointer, self._lanes.words)
         self.ctl = self._words.ctl
+        self._called = torch.cuda.Event(external=True)  # behind the last op that was called, once any was captured
+        self._captured = False
+        self._engines: _CopyEngines | None = None
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
         self._leaving: list[_Peer] = []
@@ -154,7 +159,7 @@ class CudaDevice:
     @contextlib.contextmanager
     def _on(self) -> Iterator[None]:
         """This rank's GPU is the current one of this thread, for PyTorch and for CuPy."""
-        with torch.cuda.device(self._index), _relaxed():
+        with torch.cuda.device(self._index), relaxed():
             runtime.setDevice(self._index)
             yield
 
@@ -187,7 +192,8 @@ class CudaDevice:
             gone = self._peers.pop(peer.nonce, None)
             if gone is not None:
                 self._leaving.append(gone)
-        self._sweep()
+        if not self._captured:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Close what was left, if nothing of ours runs."""
@@ -202,9 +208,8 @@ class CudaDevice:
                 peer.shared.close()
 
     def _idle(self) -> bool:
-        """Nothing of ours runs. Not so while it is captured: to ask would break the capture."""
-        streams = (self._op, self._repair)
-        return not any(runtime.streamIsCapturing(s.cuda_stream) for s in streams) and all(s.query() for s in streams)
+        """Nothing of ours runs."""
+        return self._op.query() and self._repair.query() and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         with self._lock:
@@ -220,10 +225,10 @@ class CudaDevice:
     # ---- arrays -------------------------------------------------------------------------------------------------
 
     def stage(self, x: Any) -> Staged:
-        if torch.cuda.is_current_stream_capturing():
+        if self.capturing() and not (isinstance(x, torch.Tensor) and x.is_cuda):
             raise ArgumentError(
-                "an all-reduce cannot be captured into a CUDA graph yet: the group numbers its ops when they are "
-                "called, and a replay calls nobody. Capture what comes before it and what comes after."
+                f"{type(x).__name__} cannot be reduced inside a CUDA graph, as a replay would not copy it again; pass "
+                "a torch tensor on the GPU, or reduce it outside."
             )
         return stage_device(x, self._device)
 
@@ -240,11 +245,32 @@ class CudaDevice:
         with self._on():
             self._load_gate(self._scratch[False])
 
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def follow(self) -> None:
-        self._op.wait_stream(torch.cuda.current_stream(self._index))
+        if not self.capturing():
+            self._op.wait_stream(torch.cuda.current_stream(self._index))
+            return
+        with self._on():
+            if not self._captured:
+                self._captured = True
+                self._say_called()
+            self._captures.wait_stream(torch.cuda.current_stream(self._index))
+            with torch.cuda.stream(self._captures):
+                self._called.wait(self._captures)
+
+    def _say_called(self) -> None:
+        """An external event behaves as one for a current stream that is captured, and as any other else."""
+        with torch.cuda.stream(self._op):
+            self._called.record(self._op)
+
+    def _order(self, repair: bool) -> torch.cuda.Stream:
+        """The stream for what this thread queues."""
+        return self._repair if repair else self._captures if self.capturing() else self._op
 
     def launch(self, launch: Launch, *, repair: bool = False) -> None:
-        stream = self._repair if repair else self._op
+        stream = self._order(repair)
         tasks, ntasks = self._tasks(launch)
         scalars = (
             *(self.address(launch.array), tasks, ntasks, launch.count),
@@ -252,7 +278,8 @@ class CudaDevice:
         )
         constants = compiled_for(launch.constants)
         with self._on():
-            self._sweep()
+            if not self._captured:
+                self._sweep()
             try:
                 self._prepare(scalars, constants, self._scratch[repair])
                 launch.array.record_stream(stream)
@@ -260,6 +287,8 @@ class CudaDevice:
                     allreduce[(launch.programs,)](*self._words.addresses, *scalars, **constants)
                     if not repair:
                         gate[(1,)](*self._words.addresses[:2], **_GATE)
+                if self._captured and stream is self._op:
+                    self._say_called()
             except (RuntimeError, TritonError) as error:
                 raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
 
@@ -289,7 +318,7 @@ class CudaDevice:
         scratch.stream.synchronize()
 
     def copy(self, source: torch.Tensor, to: torch.Tensor, *, repair: bool = False) -> None:
-        stream = self._repair if repair else self._op
+        stream = self._order(repair)
         with self._on(), torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
             to.record_stream(stream)
@@ -297,22 +326,21 @@ class CudaDevice:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._op)
+        event.record(self._order(repair=False))
         return event
 
     def release(self, mark: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._index).wait_event(mark)
 
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> copies.Copies:
-        """The copy-engine path, between the memory of the members of an epoch, of which this one is number `me`.
-
-        What the caller has queued on its current stream before a call is copied; a call returns when all is there.
-        """
+        """What the caller has queued on its current stream before a call is copied; it returns when all is there."""
         ports = [
             copies.Port(member.lanes[COPIES_AT : COPIES_AT + copies.WORDS], member.staging + _STAGING)
             for member in members
         ]
-        return copies.Copies(me, ports, epoch, _CopyEngines(self), stop)
+        if self._engines is None:
+            self._engines = _CopyEngines(self)
+        return copies.Copies(me, ports, epoch, self._engines, stop)
 
     # ---- the host's side ----------------------------------------------------------------------------------------
 
@@ -328,20 +356,28 @@ class CudaDevice:
 
     def check(self) -> None:
         try:
-            with _relaxed():
+            with relaxed():
                 self._copies.query()
         except RuntimeError as error:  # of any kernel of this process; the context is lost
-            raise FtcommError(f"the GPU cannot be used any more: {error}; restart this process") from error
+            raise _lost(error) from error
 
-    def settle(self, seconds: float) -> bool:
-        deadline, pause = time.monotonic() + seconds, 20e-6
+    def drain(self, seconds: float) -> bool:
         try:
             with self._on():
-                while not self._idle():
-                    if time.monotonic() > deadline:
-                        return False
-                    time.sleep(pause)
-                    pause = min(2 * pause, 1e-3)
+                replayed = torch.cuda.Event()
+                replayed.record(torch.cuda.current_stream(self._index))
+                if not until(replayed.query, seconds):
+                    return False
+            self._sweep()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return True
+
+    def settle(self, seconds: float) -> bool:
+        try:
+            with self._on():
+                if not until(self._idle, seconds):
+                    return False
             self._sweep()
         except RuntimeError as error:  # `check` says so to whoever can do something about it
             log.warning("the GPU cannot be used any more: %s", error)
@@ -350,6 +386,10 @@ class CudaDevice:
 
     def close(self) -> None:
         self._lanes.stop()
+
+
+def _lost(error: RuntimeError) -> FtcommError:
+    return FtcommError(f"the GPU cannot be used any more: {error}; restart this process")
 
 
 class _CopyEngines:
@@ -368,25 +408,3 @@ class _CopyEngines:
 
     def wait(self) -> None:
         self._stream.synchronize()
-
-
-@contextlib.contextmanager
-def _relaxed() -> Iterator[None]:
-    """What this thread does is no part of any graph that is being captured, and allowed meanwhile."""
-    mode = ctypes.c_int(_RELAXED)
-    _exchange(mode)
-    try:
-        yield
-    finally:
-        _exchange(mode)  # it holds what was before
-
-
-@functools.cache
-def _libcuda() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _exchange(mode: ctypes.c_int) -> None:
-    error = _libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    if error:
-        raise FtcommError(f"cuThreadExchangeStreamCaptureMode failed with CUresult {error}")

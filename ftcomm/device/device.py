@@ -13,12 +13,15 @@ Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftcomm.arrays import Staged
 from ftcomm.transport.segment import Layout
 from ftcomm.transport.shm import ShmPeer
+
+if TYPE_CHECKING:
+    from ftcomm.device.copies import Copies
 
 
 class Reached(NamedTuple):
@@ -36,7 +39,7 @@ class Launch:
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
     count: int  # elements
     call: int  # what members compare
-    template: int  # by which the kernel says which launch it is
+    template: int  # by which the kernel says which launch it is; see ftcomm.device.graphs
     only: int  # the epoch in which a repair may run; 0: a first launch, in any
     ntasks: int
     tasks: tuple[int, ...] | None  # see ftcomm.kernels.device.words; None: chunks 0 .. ntasks - 1, to be reduced
@@ -56,6 +59,7 @@ class Device(Protocol):
 
     layout: Layout
     blocking: bool  # the caller's array may be touched only when the op is done; False: as its stream says
+    memory: str  # the type of a PyTorch device, whose memory its copy engines move, and that which is pinned
     own: Reached  # `lanes` is writable
     ctl: memoryview  # ("Q") CTL_WORDS of them
 
@@ -80,6 +84,9 @@ class Device(Protocol):
     def empty(self, array: Any) -> Any:
         """Memory like that of `array`, for a copy."""
 
+    def capturing(self) -> bool:
+        """Whether what the calling thread queues becomes part of a graph, instead of running."""
+
     def follow(self) -> None:
         """The op stream waits for what the caller's current stream has queued so far."""
 
@@ -95,12 +102,19 @@ class Device(Protocol):
     def release(self, mark: Any) -> None:
         """The caller's current stream goes on when what `mark` stands for is done. The caller's thread, any time."""
 
+    def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> Copies:
+        """The copy-engine path between the memory of the members of an epoch, of which this one is number `me`."""
+
     def enter(self, view: Sequence[int], number: int) -> None:
         """Write the `view` table, and NUMBER = `number`, BASE = 0 into `state`, while no launch looks at them (OPEN is
         0, BEGUN == FINISHED). Blocks for a copy: when it returns, programs see it."""
 
     def check(self) -> None:
         """Raises `FtcommError` if a kernel has failed in a way that no view change mends."""
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all ops of graphs have ended that were replayed on the caller's current stream, or on one for
+        which that waits; False if they have not after `seconds`. Raises `FtcommError` as `check` does."""
 
     def settle(self, seconds: float) -> bool:
         """Wait until all that was launched has ended; False if it has not after `seconds`."""

@@ -9,32 +9,45 @@ What a view change does to them:
               launched and have not begun count as not called: nobody can hold a chunk of them
     resume    own words are raised to the epoch, the table of members is written, OPEN = epoch; what is left of the op
               is launched on the repair stream. Its gate has held the op stream all the while
+
+What is captured into a graph is launched when that is replayed: see `ftcomm.device.graphs`.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.flight import Resumed
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
+from ftcomm.collective.roster import Standing
 from ftcomm.collective.stall import Stall
 from ftcomm.control.messages import Progress
+from ftcomm.device.copies import Copies
+from ftcomm.device.graphs import captured
 from ftcomm.device.launch import account
 from ftcomm.device.monitor import Monitor
-from ftcomm.errors import FtcommError
+from ftcomm.errors import CollectiveTimeout, FtcommError
 from ftcomm.kernels.device.words import (
     BASE_OF,
+    CAPTURED,
+    OK,
     OPEN,
+    RETURNED,
     STARTED,
+    TIMED_OUT,
 )
 from ftcomm.transport.segment import Peer
 
+_MOMENT = 0.1  # s; between two looks whether a drain has to end
 
-class DeviceExchange(Monitor):
+
+class DeviceExchange(Monitor, Standing):
     """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
 
     Arguments and methods are those of `ftcomm.collective.exchange.Exchange`, but that peers are reached by shared
@@ -44,13 +57,14 @@ class DeviceExchange(Monitor):
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
     def submit(self, op: Operation) -> None:
-        """Enqueue and launch. Does not block. If the engine has failed, `op.error` is set at once.
+        """Enqueue and launch, or capture. Does not block. If the engine has failed, `op.error` is set at once.
 
         Raises what an earlier op failed with whose caller did not wait for it.
         """
-        unheard, self._unheard = self._unheard, None
-        if unheard is not None:
-            raise unheard
+        self._raise_unheard()
+        if self._device.capturing():
+            self._capture(op)
+            return
         try:
             with self._launching:
                 with self._mutex:
@@ -60,6 +74,8 @@ class DeviceExchange(Monitor):
                     if not self._flight.ops:
                         self._watch.began = time.monotonic()
                     self._flight.add(op)
+                    op.template = self._called
+                    self._called += 1
                     view = self._view
                     self._late = self._late or view is None
                     late = self._late
@@ -72,26 +88,112 @@ class DeviceExchange(Monitor):
             self._fail(FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on"))
             raise
 
+    def _capture(self, op: Operation) -> None:
+        with self._launching:
+            with self._mutex:
+                if self._error is not None:
+                    op.finish(self._error)
+                    return
+                view = self._view
+                if view is None:
+                    raise FtcommError("an op cannot be captured before this member is in a view of the group")
+                op.template = CAPTURED + len(self._captured)
+                self._captured.append(op)
+                self._start_monitor()
+                self._changed.notify_all()
+            self._device.follow()
+            self._launch(op, view)
+
+    def _raise_unheard(self) -> None:
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None:
+            raise unheard
+
     def run(self, op: Operation) -> None:
         """Enqueue, and return when the caller may use the array, as the device understands that: when `op.done`, or
-        when its current stream waits for the op."""
+        when its current stream waits for the op, or when the graph does into which it is captured."""
         self.submit(op)
         self.wait(op)
 
     def wait(self, op: Operation, timeout: float | None = None) -> bool:
         """Until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
-        if not self._device.blocking and not op.done:
-            launched = self._launched.get(op.number)
-            if launched is not None and launched.mark is not None:
-                with self._mutex:
-                    self._trusted.add(op.number)
-                self._device.release(launched.mark)
-                return True
-        return op.wait(timeout)
+        if op.done:
+            return True
+        in_graph = captured(op.template)
+        launched = self._launched.get(op.template)
+        if launched is not None and launched.mark is not None and (not in_graph or self._device.capturing()):
+            with self._mutex:
+                self._trusted.add(op.template)
+            self._device.release(launched.mark)
+            return True
+        return in_graph or op.wait(timeout)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
+        """Block until nothing is in flight, replays included. Raises `CollectiveTimeout` after `timeout` seconds, and
+        what an earlier op failed with whose caller did not wait for it; not the errors of others."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         self._flight.drain(self._mutex, timeout)
+        if self._captured:
+            self._draining = True
+            try:
+                while not self._device.drain(min(_MOMENT, max(0.0, end - time.monotonic()))):
+                    if time.monotonic() > end:
+                        raise CollectiveTimeout(
+                            f"a graph was still replaying op {self._ctl[RETURNED]} after {timeout:g}s"
+                        )
+            finally:
+                self._draining = False
+            with self._mutex:
+                if self._error is None:
+                    self._collect()
+                    self._count()
+            self._raise_unheard()
+
+    @property
+    def view(self) -> GroupView:
+        """The last that was entered."""
+        assert self._view is not None
+        return self._view
+
+    @property
+    def give_up(self) -> float:
+        """Seconds after which a wait for others is the end."""
+        return self._watch.give_up
+
+    def copy(self, roster: Sequence[int], body: Callable[[Copies], int]) -> int | None:
+        """Run `body` on the copy engines among the members, if they are the `roster`. The epoch in which it has ended
+        well; None if it was not begun, or was broken off with that epoch. Blocks. Raises the engine's error."""
+        with self._mutex:
+            if self._error is not None:
+                raise self._error
+            view = self._view
+            if view is None or self._frozen or view.members != tuple(roster):
+                return None
+            if self._copying:
+                raise FtcommError("another thread is copying; call all_gather(sms=0) from one thread at a time")
+            if self._copies is None or self._copies.epoch != view.epoch:
+                me = view.members.index(self.replica)
+                members = [self._reached.get(member, self._device.own) for member in view.members]
+                stop = lambda: self._frozen or self._error is not None  # noqa: E731
+                self._copies = self._device.copy_engines(me, members, view.epoch, stop)
+            self._copying = True
+            copies = self._copies
+        try:
+            status = body(copies)
+        finally:
+            with self._mutex:
+                self._copying = False
+                self._changed.notify_all()
+            self.nudge()
+        if status == TIMED_OUT:
+            self._fail(CollectiveTimeout(f"all_gather(sms=0) waited {self.give_up:g} s; did all make the same call?"))
+        return view.epoch if status == OK else None
+
+    def common(self, *, reset: bool = False) -> Contributors | None:
+        """After `drain`: whose input is in every chunk that was reduced since the last reset; None if nothing was."""
+        flight = self._flight
+        common, flight.common = flight.common, None if reset else flight.common
+        return common
 
     def waiting(self, seconds: float) -> Stall | None:
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
@@ -130,13 +232,13 @@ class DeviceExchange(Monitor):
             if self._view is None:
                 return Progress(returned=0, ops=(), fresh=True)
             self._collect()
-            op = self._begun()
+            op = self._number()
             if op is not None:
-                self._hear(op)
+                self._hear()
                 if op.error is None:
                     own = self._device.own.lanes
                     account(op, own, self._device.layout, self._view, self._ctl[BASE_OF])
-            return self._flight.progress(self._ctl[STARTED])
+            return self._told(self._flight.progress(self._ctl[STARTED]))
 
     def attach(self, sock: socket.socket, replica: int, epoch: int) -> None:
         """A member has found no other way than TCP to this one, which cannot serve it."""
@@ -153,7 +255,8 @@ class DeviceExchange(Monitor):
             if self._error is not None:
                 return Resumed(0, 0, 0)
             self._replace(peers)
-            begun = self._begun()
+            begun = self._number()
+            ops = tuple(self._flight.ops)
             if self._view is None:
                 self._flight.number_from(progress)
             resumed = Resumed(0, 0, 0)
@@ -166,9 +269,13 @@ class DeviceExchange(Monitor):
                 failed = error
             if not view.contributing:
                 failed = FtcommError("no contributing member is left; the state of the training is lost")
+            for op in ops:
+                if op.done:
+                    self._returned(op)
             self._watch.disturbed(self._flight.issued)
             self._forget()
             self._view = view
+            self._agree(view, progress)
             self._frozen = False
             if failed is not None:
                 self._end(failed)

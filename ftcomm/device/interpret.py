@@ -7,11 +7,12 @@ a launch run one after the other, so a launch has one. Everything holds the inte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from ftcomm.arrays import Staged, stage
+from ftcomm.device.copies import WORDS, Copies, HostMover, Port
 from ftcomm.device.device import Launch, Reached
-from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.device.layout import COPIES_AT
+from ftcomm.errors import ArgumentError, FtcommError, SettingsError
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device.words import (
     BASE,
@@ -86,10 +89,23 @@ def _int64(value: int) -> tl.tensor:
     return tl.tensor(interpreter.TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
 
 
+class Graph:
+    """What `torch.cuda.CUDAGraph` is on a GPU: the ops that were queued while it was captured."""
+
+    def __init__(self, queue: Callable[[Sequence[Callable[[], None]]], None]) -> None:
+        self._queue = queue
+        self.work: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        """Queue them all. The arrays are to be left alone until `InterpretDevice.drain` has returned."""
+        self._queue(self.work)
+
+
 class InterpretDevice:
     """See `ftcomm.device.device.Device`; lanes and staging lie in the segment."""
 
     blocking = True
+    memory = "cpu"
 
     def __init__(self, segment: Segment) -> None:
         self.layout = segment.layout
@@ -104,6 +120,7 @@ class InterpretDevice:
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._graph = threading.local()  # `into`: the graph that a thread captures
 
     def warm(self) -> None:
         """Nothing is compiled."""
@@ -118,13 +135,30 @@ class InterpretDevice:
         return 1
 
     def stage(self, x: Any) -> Staged:
-        return stage(x)
+        staged = stage(x)
+        if staged.finish is not None and self.capturing():
+            raise ArgumentError(
+                "an array that has to be copied cannot be captured; pass a contiguous array of the host"
+            )
+        return staged
 
     def address(self, array: np.ndarray) -> int:
         return int(array.ctypes.data)
 
     def empty(self, array: np.ndarray) -> np.ndarray:
         return np.empty_like(array)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What this thread queues within becomes the graph, and does not run."""
+        graph = self._graph.into = Graph(self._extend)
+        try:
+            yield graph
+        finally:
+            del self._graph.into
+
+    def capturing(self) -> bool:
+        return hasattr(self._graph, "into")
 
     def follow(self) -> None:
         """What the caller has written, it has written."""
@@ -165,6 +199,12 @@ class InterpretDevice:
     def release(self, mark: object) -> None:
         """Nobody needs it."""
 
+    def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> Copies:
+        chunk = self.layout.chunk
+        before = 2 * self.layout.lanes * self.layout.slots * chunk
+        ports = [Port(member.lanes[COPIES_AT : COPIES_AT + WORDS], member.staging + before) for member in members]
+        return Copies(me, ports, epoch, HostMover(), stop, chunk)
+
     def enter(self, view: Sequence[int], number: int) -> None:
         self._view[:] = np.array(view, np.int64).view(np.uint64)
         self._state[NUMBER], self._state[BASE] = number, 0
@@ -172,6 +212,10 @@ class InterpretDevice:
     def check(self) -> None:
         if self._failure is not None:
             raise FtcommError(f"a kernel has failed in the interpreter: {self._failure!r}") from self._failure
+
+    def drain(self, seconds: float) -> bool:
+        self.check()
+        return self.settle(seconds)
 
     def settle(self, seconds: float) -> bool:
         with self._changed:
@@ -185,13 +229,19 @@ class InterpretDevice:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _queue(self, work: Callable[[], None], repair: bool) -> None:
+        if self.capturing() and not repair:
+            self._graph.into.work.append(work)
+        else:
+            self._extend((work,), repair)
+
+    def _extend(self, work: Sequence[Callable[[], None]], repair: bool = False) -> None:
         with self._changed:
             if self._failure is not None:
                 return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="ftcomm-interpreter", daemon=True)
                 self._thread.start()
-            (self._repairs if repair else self._ops).append(work)
+            (self._repairs if repair else self._ops).extend(work)
             self._changed.notify_all()
 
     def _serve(self) -> None:

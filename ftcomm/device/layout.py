@@ -9,20 +9,23 @@ A lane is an independent stream of chunk tasks, see ftcomm.kernels.device.allred
 
 from __future__ import annotations
 
+from ftcomm.device.copies import SLOTS_IN_ALL as COPY_SLOTS
 from ftcomm.kernels.device.words import LANES_AT, LINE, SLOTS
 from ftcomm.transport.segment import Layout
 
 EXPORT_AT = 256  # index of the first of EXPORT_WORDS words in which a device says how to open its memory
 EXPORT_WORDS = 128
+COPIES_AT = EXPORT_AT + EXPORT_WORDS  # likewise of the copy-engine path
 
 _MAGIC = 0x6674636F6D6D0100  # "ftcomm", layouts of devices from 0x100 on
 
 
 def device_layout(kind: int, name: str, lanes: int, chunk: int, *, staged_here: bool) -> Layout:
-    """`kind` tells the devices apart, `name` is what FTCOMM_ENGINE calls it; `staged_here`: in the segment itself."""
+    """`kind` tells the devices apart, `name` is what FTCOMM_ENGINE calls it; `staged_here`: in the segment itself, that
+    of the copies behind that of the all-reduce."""
     words = (LANES_AT + lanes * LINE) * 8
     start = -(-words // 4096) * 4096
-    staging = 2 * lanes * SLOTS * chunk
+    staging = 2 * lanes * SLOTS * chunk + COPY_SLOTS * chunk
     return Layout(
         magic=_MAGIC + kind,
         engine=name,

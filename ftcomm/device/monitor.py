@@ -15,12 +15,17 @@ from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
+from ftcomm.device.copies import Copies
 from ftcomm.device.device import Device, Launch, Reached
+from ftcomm.device.gather import detail_of
+from ftcomm.device.graphs import Running, captured, replay_of
 from ftcomm.device.launch import constants, lane_word, missing, task_words, view_words
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.words import (
     BASE_OF,
     BEGUN,
+    CALLED,
+    CAPTURED,
     CLOSED,
     FINISHED,
     HEARD,
@@ -34,10 +39,12 @@ from ftcomm.kernels.device.words import (
     SEEN,
     STARTED,
     TAKEN,
+    TEMPLATE,
 )
 from ftcomm.transport.segment import Peer
 
 _LOOK = 0.001  # s
+_LOOK_IDLE = 0.01  # s; for a replay, of which nobody tells
 _ALL = 1 << 62  # as RETURNED: more than any op
 _UNSIGNED = (1 << 64) - 1
 
@@ -78,8 +85,14 @@ class Monitor:
         self._changed = threading.Condition(self._mutex)  # an idle monitor waits on it
         self._launching = threading.Lock()  # taken before the mutex
         self._flight = Flight()
-        self._launched: dict[int, _Launched] = {}  # by number
-        self._trusted: set[int] = set()  # ops whose callers have gone on, while only their streams wait
+        self._called = 0  # ops; the template of the next
+        self._launched: dict[int, _Launched] = {}  # by template
+        self._captured: list[Operation] = []  # by template - CAPTURED
+        self._replay: Operation | None = None  # one that was broken off, first in flight until it has returned
+        self._draining = False  # somebody waits for the end of replays
+        self._copies: Copies | None = None  # of the last epoch in which there were any
+        self._copying = False
+        self._trusted: set[int] = set()  # templates of ops whose callers have gone on, while only their streams wait
         self._unheard: FtcommError | None = None
         self._view: GroupView | None = None  # None: has never been in one
         self._peers: dict[int, Peer] = {}
@@ -105,40 +118,91 @@ class Monitor:
         """
         with _fence:
             pass
-        return not self._repairing and self._ctl[BEGUN] == self._ctl[FINISHED]
+        return not self._repairing and not self._copying and self._ctl[BEGUN] == self._ctl[FINISHED]
 
-    def _begun(self) -> Operation | None:
-        """The op that has begun and not returned."""
-        ops = self._flight.ops
-        return ops[0] if ops and ops[0].number < self._ctl[STARTED] else None
+    def _running(self) -> Running | None:
+        """The op that has begun and not returned.
+
+        A launch writes STARTED behind what it says of itself, and after the one before it has written RETURNED. So what
+        is read between the two is of one launch, if RETURNED has not come to it.
+        """
+        ctl = self._ctl
+        started = ctl[STARTED]
+        running = Running(started - 1, ctl[TEMPLATE], ctl[BASE_OF])
+        return running if ctl[RETURNED] < started else None
+
+    def _op(self, template: int) -> Operation | None:
+        """The op in flight of that launch; None of a replay that was not broken off."""
+        return next((op for op in self._flight.ops if op.template == template), None)
+
+    def _number(self) -> Operation | None:
+        """Quiet: number what is in flight. The op that has begun and not returned is the first, a replay, too."""
+        flight, running = self._flight, self._running()
+        if running is not None and captured(running.template) and self._replay is None:
+            self._replay = replay_of(self._captured[running.template - CAPTURED], self._device.layout.chunk)
+            flight.ops.appendleft(self._replay)
+        self._count()
+        for number, op in enumerate(flight.ops, flight.returned):
+            op.number = number
+        flight.issued = flight.returned + len(flight.ops)
+        return None if running is None else flight.ops[0]
+
+    def _count(self) -> None:
+        """Quiet, and what has returned is collected: the rest were replays, all in this view."""
+        flight, returned = self._flight, self._ctl[RETURNED]
+        if flight.returned < returned and self._view is not None:
+            flight.narrow(self._view.contributors)
+        flight.returned = returned
 
     def _collect(self) -> None:
         """Return what the device has returned."""
-        view = self._view
-        while view is not None and self._flight.ops and self._flight.ops[0].number < self._ctl[RETURNED]:
-            op = self._flight.ops[0]
-            self._hear(op)
+        flight, view = self._flight, self._view
+        self._hear()
+        while view is not None and flight.ops and self._has_returned(flight.ops[0]):
+            op = flight.ops[0]
+            self._hear()
             if op.error is None:
                 for task in op.tasks:
                     op.finals[task.chunk] = task.contributors or view.contributors
-            if isinstance(op.error, FtcommError) and op.number in self._trusted:
-                self._unheard = op.error
-            self._watch.returns(op)
-            self._flight.return_first()
+            if op is not self._replay:
+                self._watch.returns(op)
+            flight.return_first()
+            self._returned(op)
         self._forget()
 
-    def _hear(self, op: Operation) -> None:
-        """Whether the members have made different calls; the device goes on when we have read them."""
+    def _has_returned(self, op: Operation) -> bool:
+        return op.number < self._ctl[RETURNED] if op is self._replay else op.template < self._ctl[CALLED]
+
+    def _returned(self, op: Operation) -> None:
+        """It is in flight no more. What it failed with is for who waits for it, or else for the next who calls."""
+        if isinstance(op.error, FtcommError) and (op is self._replay or op.template in self._trusted):
+            self._unheard = op.error
+        if op is self._replay:
+            self._replay = None
+
+    def _hear(self) -> None:
+        """Whether the members have made different calls; the device goes on when we have read them. The error of a
+        replay has no op to wait in, and is heard when that has returned: it may yet be broken off."""
         ctl, view = self._ctl, self._view
-        if op.error is None and view is not None and ctl[MISMATCHED] == op.number + 1:
-            calls = ((member, ctl[SEEN + 2 * i], ctl[SEEN + 2 * i + 1]) for i, member in enumerate(view.members))
-            op.error = mismatch(calls)
-            ctl[HEARD] = op.number + 1
+        mismatched = ctl[MISMATCHED]
+        if view is None or mismatched <= ctl[HEARD]:
+            return
+        op = self._op(ctl[TEMPLATE])
+        if op is None and ctl[RETURNED] < mismatched:
+            return
+        calls = [(member, ctl[SEEN + 2 * i], ctl[SEEN + 2 * i + 1]) for i, member in enumerate(view.members)]
+        error = mismatch((member, number, call, detail_of(call)) for member, number, call in calls)
+        if op is None:
+            self._unheard = error
+        else:
+            op.error = error
+        ctl[HEARD] = mismatched
 
     def _forget(self) -> None:
-        self._trusted = {number for number in self._trusted if number >= self._flight.returned}
-        for number in [number for number in self._launched if number < self._flight.returned]:
-            del self._launched[number]
+        first = next((op.template for op in self._flight.ops if op is not self._replay), self._called)
+        self._trusted = {template for template in self._trusted if template >= first}
+        for template in [template for template in self._launched if template < first]:
+            del self._launched[template]
 
     def _replace(self, peers: Mapping[int, Peer]) -> None:
         for peer in self._peers.values():
@@ -188,7 +252,10 @@ class Monitor:
         say: Callable[[], None] | None = None
         with self._mutex:
             while not (self._flight.ops or self._quiesced or self._error):
-                self._changed.wait()
+                if not self._captured:
+                    self._changed.wait()
+                elif self._running() is not None or not self._changed.wait(_LOOK_IDLE):
+                    break
             quiet = self._quiet()
             calls: list[Callable[[], None]] = []
             if quiet:
@@ -200,8 +267,9 @@ class Monitor:
                 self._abandon()
             elif self._frozen and not failed:
                 self._collect()
-                if self._flight.ops and self._view is not None and waited > self._watch.give_up:
-                    error = no_view(self._flight.ops[0], self._watch.give_up)
+                if self._view is not None and waited > self._watch.give_up and (self._flight.ops or self._draining):
+                    self._number()
+                    error = no_view((self._flight.ops or self._captured)[0], self._watch.give_up)
                     say = lambda: self._fail(error)  # noqa: E731
             elif not failed:
                 self._collect()
@@ -232,21 +300,28 @@ class Monitor:
         assert self._error is not None
         self._flight.abandon(self._error)
         self._launched.clear()
+        self._captured.clear()
         self._watch.wait = None
         for peer in self._peers.values():
             peer.close()
 
     def _stalled(self) -> Callable[[], None] | None:
         """What is to be said of the op that runs, without the mutex; None if it moves."""
-        op, view = self._begun(), self._view
+        running, view = self._running(), self._view
         lanes, layout = self._device.own.lanes, self._device.layout
         mark = (self._ctl[BEGUN], self._ctl[RETURNED], bytes(lanes[LANES_AT : LANES_AT + layout.lanes * LINE]))
         moved, self._mark = mark != self._mark, mark
-        if op is None or view is None or moved:
+        op = None
+        if running is not None:
+            op = self._op(running.template)
+            if op is None and captured(running.template):
+                op = self._captured[running.template - CAPTURED]
+        if running is None or op is None or view is None or moved:
             self._watch.wait = None
             return None
+        op.number = running.number
         others = {replica: reached.lanes for replica, reached in self._reached.items()}
-        who = missing(op, lanes, others, layout, view.epoch, self._ctl[BASE_OF])
+        who = missing(op, lanes, others, layout, view.epoch, running.base)
         if not who:
             return None
         due = self._watch.waits(view.epoch, op, who)
@@ -276,16 +351,16 @@ class Monitor:
         compiled = constants(op, device.address(op.array), device.layout, view)
         chunks = len(op.finals)
         programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.sms)
-        self._launched[op.number] = _Launched(compiled, kept, None)  # before it can return
-        device.launch(Launch(op.array, op.count, op.call, op.number, 0, chunks, None, programs, compiled))
+        self._launched[op.template] = _Launched(compiled, kept, None)  # before it can return
+        device.launch(Launch(op.array, op.count, op.call, op.template, 0, chunks, None, programs, compiled))
         if not device.blocking:
-            self._launched[op.number] = _Launched(compiled, kept, device.mark())
+            self._launched[op.template] = _Launched(compiled, kept, device.mark())
 
     def _launch_late(self) -> None:
         """What was submitted before this member was in any view."""
         with self._launching:
             with self._mutex:
-                ops = [op for op in self._flight.ops if op.number not in self._launched]
+                ops = [op for op in self._flight.ops if op.template not in self._launched]
                 view = self._view
             assert view is not None
             for op in ops:
@@ -295,7 +370,7 @@ class Monitor:
     def _relaunch(self, op: Operation) -> None:
         """What is left of an op that was broken off. By the monitor, in the epoch that `resume` has entered."""
         device, view = self._device, self._view
-        launched = self._launched.get(op.number)
+        launched = self._launched.get(op.template)
         assert view is not None
         if launched is not None:
             for task in op.tasks:
@@ -307,7 +382,7 @@ class Monitor:
             tasks = task_words(op, view)
             programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.sms)
             repair = Launch(
-                op.array, op.count, op.call, op.number, view.epoch, len(tasks), tasks, programs, launched.constants
+                op.array, op.count, op.call, op.template, view.epoch, len(tasks), tasks, programs, launched.constants
             )
             device.launch(repair, repair=True)
 

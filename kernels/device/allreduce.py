@@ -43,6 +43,8 @@ from ftcomm.kernels.device.offsets import (
     BASE_OF,
     BEGUN,
     CALL_OF,
+    CALLED,
+    CAPTURED,
     CLOSED,
     ENTERED,
     EPOCH_NOW,
@@ -98,10 +100,10 @@ def _enter(ctl, state, template, only, THREADS: tl.constexpr):
                 full_fence()
                 begun = load(ctl + OPEN, THREADS) == epoch
                 if begun:
-                    write(ctl + STARTED, read(state + NUMBER) + 1)
                     write(ctl + TEMPLATE, template)
                     write(ctl + BASE_OF, read(state + BASE))
                     write(ctl + STATUS, RUNNING)
+                    publish(ctl + STARTED, read(state + NUMBER) + 1)
                 else:
                     publish(ctl + FINISHED, launches)
             if not begun:
@@ -117,7 +119,7 @@ def _enter(ctl, state, template, only, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _leave(ctl, state, epoch, number, base, lanes, steps, done, status, programs, THREADS: tl.constexpr):
+def _leave(ctl, state, epoch, number, template, base, lanes, steps, done, status, programs, THREADS: tl.constexpr):
     """The last program to leave says how it went and sets the counters of a launch back."""
     tl.debug_barrier()
     _add(state + LANES_DONE, done)
@@ -133,6 +135,8 @@ def _leave(ctl, state, epoch, number, base, lanes, steps, done, status, programs
                 write(state + NUMBER, number + 1)
                 write(state + BASE, base + tl.where(differ, AHEAD, steps))
                 write(ctl + STATUS, tl.where(differ, MISMATCH, OK))
+                if template < CAPTURED:
+                    publish(ctl + CALLED, template + 1)
                 publish(ctl + RETURNED, number + 1)
             else:
                 write(ctl + STATUS, status)
@@ -227,8 +231,8 @@ def allreduce(
         )
         done += ended
         lane += tl.num_programs(0)
-    _leave(ctl, state, epoch, number, base, lanes, (ntasks + lanes - 1) // lanes, done, status, tl.num_programs(0),
-           THREADS)  # fmt: skip
+    _leave(ctl, state, epoch, number, tl.cast(template, tl.int64), base, lanes, (ntasks + lanes - 1) // lanes, done,
+           status, tl.num_programs(0), THREADS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("ctl", "state"))

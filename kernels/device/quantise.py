@@ -148,6 +148,23 @@ def _store(payload, scales, offsets, row, codes, scale, mask_rows):
         tl.store(scales + row, scale, mask=mask_rows)
 
 
+@triton.jit
+def _quantise_tile(
+    x, payload, scales, tile, rest, offsets, row,
+    T: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`rest` elements of it are there; None: all."""
+    at = tile * ROWS
+    if rest is None:
+        there = None
+        values = tl.load(x + at * _BLOCK + offsets, eviction_policy="evict_first")
+    else:
+        there = row * _BLOCK < rest
+        values = tl.load(x + at * _BLOCK + offsets, mask=offsets < rest, other=0)
+    codes, scale = _requantise(widen(values, T, _SUM), FP8, CONVERT)
+    _store(payload + at * _BLOCK, scales + at, offsets, row, codes, scale, there)
+
+
 @triton.jit(launch_metadata=work, do_not_specialize=["count"], do_not_specialize_on_alignment=["scales", "out_scales"])
 def quantise_kernel(
     x, payload, scales, count,
@@ -156,20 +173,34 @@ def quantise_kernel(
     """x: `count` of T, bfloat16 as int16. The last tile belongs to the program whose turn it is."""
     row = tl.arange(0, ROWS)
     offsets = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    SIZE: tl.constexpr = ROWS * _BLOCK
     begin = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0)
-    full = count.to(tl.int64) // SIZE
+    full = count.to(tl.int64) // (ROWS * _BLOCK)
     for tile in range(begin, full, step):
-        values = widen(tl.load(x + tile * SIZE + offsets, eviction_policy="evict_first"), T, _SUM)
-        codes, scale = _requantise(values, FP8, CONVERT)
-        _store(payload + tile * SIZE, scales + tile * ROWS, offsets, row, codes, scale, None)
-    rest = (count % SIZE).to(tl.int32)
+        _quantise_tile(x, payload, scales, tile, None, offsets, row, T, FP8, CONVERT, ROWS)
+    rest = (count % (ROWS * _BLOCK)).to(tl.int32)
     if (full % step == begin) & (rest > 0):
-        values = widen(tl.load(x + full * SIZE + offsets, mask=offsets < rest, other=0), T, _SUM)
-        codes, scale = _requantise(values, FP8, CONVERT)
-        there = row * _BLOCK < rest
-        _store(payload + full * SIZE, scales + full * ROWS, offsets, row, codes, scale, there)
+        _quantise_tile(x, payload, scales, full, rest, offsets, row, T, FP8, CONVERT, ROWS)
+
+
+@triton.jit
+def _dequantise_tile(
+    payload, scales, out, tile, rest, offsets, row,
+    T: tl.constexpr, FP8: tl.constexpr, CONVERT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`rest` elements of it are wanted; None: all."""
+    at = tile * ROWS
+    if rest is None:
+        codes = tl.load(payload + at * _BLOCK + offsets, eviction_policy="evict_first")
+        scale = tl.load(scales + at + row)
+    else:
+        codes = tl.load(payload + at * _BLOCK + offsets, mask=offsets < rest, other=0)
+        scale = tl.load(scales + at + row, mask=row * _BLOCK < rest, other=0)
+    bits = _bits(_decode(codes, FP8, CONVERT) * scale[:, None], T)
+    if rest is None:
+        tl.store(out + at * _BLOCK + offsets, bits, cache_modifier=".cs")
+    else:
+        tl.store(out + at * _BLOCK + offsets, bits, mask=offsets < rest)
 
 
 @triton.jit(launch_metadata=work, do_not_specialize=["count"], do_not_specialize_on_alignment=["scales", "out_scales"])
@@ -180,21 +211,14 @@ def dequantise_kernel(
     """out: `count` integers of the size of T."""
     row = tl.arange(0, ROWS)
     offsets = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    SIZE: tl.constexpr = ROWS * _BLOCK
     begin = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0)
-    full = count.to(tl.int64) // SIZE
+    full = count.to(tl.int64) // (ROWS * _BLOCK)
     for tile in range(begin, full, step):
-        codes = tl.load(payload + tile * SIZE + offsets, eviction_policy="evict_first")
-        scale = tl.load(scales + tile * ROWS + row)
-        values = _decode(codes, FP8, CONVERT) * scale[:, None]
-        tl.store(out + tile * SIZE + offsets, _bits(values, T), cache_modifier=".cs")
-    rest = (count % SIZE).to(tl.int32)
+        _dequantise_tile(payload, scales, out, tile, None, offsets, row, T, FP8, CONVERT, ROWS)
+    rest = (count % (ROWS * _BLOCK)).to(tl.int32)
     if (full % step == begin) & (rest > 0):
-        codes = tl.load(payload + full * SIZE + offsets, mask=offsets < rest, other=0)
-        scale = tl.load(scales + full * ROWS + row, mask=row * _BLOCK < rest, other=0)
-        values = _decode(codes, FP8, CONVERT) * scale[:, None]
-        tl.store(out + full * SIZE + offsets, _bits(values, T), mask=offsets < rest)
+        _dequantise_tile(payload, scales, out, full, rest, offsets, row, T, FP8, CONVERT, ROWS)
 
 
 @triton.jit

@@ -5,9 +5,11 @@ host memory. Each word has one writer at a time:
 
     ctl     OPEN        host     the epoch in which programs may run; 0: none may, CLOSED: never again
             RETURNED    kernel   ops returned, so the number of the one that runs; host: at a view change and the end
+            CALLED      kernel   1 + `template` of the last op that returned of those that the host has called; ops of a
+                                 graph have CAPTURED or more, and are counted by RETURNED alone
             STARTED     kernel   1 + number of the op that was begun last
-            TEMPLATE    kernel   the `template` of that launch, by which the host knows its arguments
-            BASE_OF     kernel   tasks of the epoch before it
+            TEMPLATE    kernel   the `template` of that launch, by which the host knows its arguments; before STARTED
+            BASE_OF     kernel   tasks of the epoch before it; likewise
             STATUS      kernel   how it stands
             MISMATCHED  kernel   1 + number of the last op for which members had made different calls
             BEGUN       kernel   launches that have begun
@@ -29,10 +31,12 @@ POSTED, REDUCED, TAKEN, NUMBER_OF, CALL_OF = 0, 1, 2, 3, 4
 
 # ctl
 OPEN, RETURNED, STARTED, TEMPLATE, BASE_OF, STATUS, MISMATCHED, BEGUN, FINISHED, HEARD = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
+CALLED = 10
 SEEN = 16
 CTL_WORDS = 64
 
 CLOSED = -1  # OPEN
+CAPTURED = 1 << 40  # TEMPLATE
 
 RUNNING, OK, ABORTED, TIMED_OUT, MISMATCH = 0, 1, 2, 3, 4  # STATUS
 

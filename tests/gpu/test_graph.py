@@ -1,10 +1,12 @@
 """All-reduces inside CUDA graphs: their counters live in device memory, so every replay is an op of its own.
 
-At the level of the device: a graph for each rank, replayed on a stream of its own, between ops that are launched.
+At the level of the device: a graph for each rank, replayed on a stream of its own, between ops that are launched. That
+groups survive losses within replays is for `test_processes_gpu`, and without a GPU for tests/process/test_graphs.py.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,14 +110,30 @@ def test_a_replay_can_be_told_to_stop() -> None:
         captured.check(total(sources))
 
 
-def test_a_group_refuses_to_be_captured() -> None:
-    """Its exchange numbers ops when they are called, and a replay calls nobody."""
+def test_a_replay_follows_the_ops_that_were_called_before_it() -> None:
+    """Though its stream waits for none of them."""
+    with ranks_on_gpu(RANKS) as ranks:
+        captured = Captured(ranks, 1)
+        others = [torch.ones(1 << 20, device="cuda") for _ in range(RANKS)]
+        sources = inputs(RANKS, ELEMENTS, torch.float32, 1)
+        captured.fill(sources)
+        torch.cuda.synchronize()
+        for me in range(RANKS):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(50_000_000)
+                ranks.launch(me, others[me], "float32")
+        captured.replay()
+        captured.check(total(sources))
+        assert all((other == RANKS).all() for other in others)
+
+
+def test_arrays_of_the_host_cannot_be_captured() -> None:
     with ranks_on_gpu(1) as ranks:
         array, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             array.add_(1)
-            with pytest.raises(ArgumentError, match="cannot be captured into a CUDA graph"):
-                ranks.devices[0].stage(array)
+            with pytest.raises(ArgumentError, match="cannot be reduced inside a CUDA graph"):
+                ranks.devices[0].stage(np.ones(8, np.float32))
         graph.replay()
         torch.cuda.synchronize()
         assert (array == 2).all()

@@ -41,6 +41,50 @@ def reduce_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
         notes.write(kind="step", step=step, crc=zlib.crc32(host.tobytes()), spans=sorted(values), whole=True)
 
 
+def gather_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """By the copy engines; into memory of the GPU and into pinned memory."""
+    elements, ranks = arguments["elements"], len(group.roster)
+    expected = torch.arange(ranks).repeat_interleave(elements).to(torch.int16)
+    for place in ({"device": "cuda"}, {"pin_memory": True}):
+        out = torch.zeros(ranks * elements, dtype=torch.int16, **place)  # type: ignore[arg-type]
+        mine = torch.full((elements,), group.replica, dtype=torch.int16, device="cuda")
+        group.all_gather(out, mine, sms=0)
+        notes.write(kind="gather", right=torch.equal(out.cpu(), expected))
+
+
+@pytest.mark.parametrize("elements", [3, 3_000_001])
+def test_copy_engines_between_processes(tmp_path: Path, elements: int) -> None:
+    with Job(tmp_path, replicas=4, body=gather_on_gpu, engine="cuda", elements=elements) as job:
+        for replica in range(4):
+            assert job.join(replica, 120) == [0], job.errors()
+        assert [note["right"] for _, _, note in job.notes() if note["kind"] == "gather"] == [True] * 8
+
+
+def replay_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Two ops in a graph, the second of them atomic and with what the first has made; in every other step one behind it
+    that is called. Each life captures a graph of its own, whatever the others do meanwhile."""
+    elements, chunk = arguments["elements"], CHUNK // 4
+    first, second, third = (torch.empty(elements, device="cuda") for _ in range(3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group.allreduce(first)
+        second.copy_(first)
+        group.allreduce(second, "max", atomic=True)
+    for step in ftcomm.steps(arguments["steps"]):
+        first.fill_(2.0**group.replica)
+        third.fill_(2.0**group.replica)
+        graph.replay()
+        if step % 2:
+            group.allreduce(third)
+        hosts = [array.cpu().numpy() for array in ((first, second, third) if step % 2 else (first, second))]
+        edges = np.flatnonzero(np.diff(hosts[0])) + 1
+        if (edges % chunk).any() or not np.array_equal(hosts[0], hosts[1]):
+            notes.write(kind="wrong", step=step, edges=edges[:8].tolist(), got=[float(host[0]) for host in hosts])
+        values = sorted({float(host[at]) for host in hosts for at in (0, *edges.tolist())})
+        crc = zlib.crc32(b"".join(host.tobytes() for host in hosts))
+        notes.write(kind="step", step=step, crc=crc, spans=values, whole=True)
+
+
 @pytest.mark.parametrize("elements", [1000, 1_000_003])
 def test_eight_processes_by_ipc(tmp_path: Path, elements: int) -> None:
     with Job(tmp_path, replicas=8, body=reduce_on_gpu, engine="cuda", elements=elements, steps=20) as job:
@@ -51,11 +95,13 @@ def test_eight_processes_by_ipc(tmp_path: Path, elements: int) -> None:
     assert {note["spans"][0] for note in steps[19].values()} == {255.0}
 
 
-@pytest.mark.parametrize("elements", [1000, 4_000_003])
-def test_one_of_eight_processes_is_killed_in_mid_op(tmp_path: Path, elements: int) -> None:
+@pytest.mark.parametrize(
+    ("body", "elements"), [(reduce_on_gpu, 1000), (reduce_on_gpu, 4_000_003), (replay_on_gpu, 4_000_003)]
+)
+def test_one_of_eight_processes_is_killed_in_mid_op(tmp_path: Path, body: Any, elements: int) -> None:
     rng = random.Random(SEED)
     print(f"seed {SEED}")
-    with Job(tmp_path, replicas=8, body=reduce_on_gpu, engine="cuda", elements=elements, steps=ENDLESS) as job:
+    with Job(tmp_path, replicas=8, body=body, engine="cuda", elements=elements, steps=ENDLESS) as job:
         alive = set(range(8))
         job.wait_contributing(alive)
         for _ in range(3):

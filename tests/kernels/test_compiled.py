@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+pytestmark = pytest.mark.protocol
+
 ROOT = Path(__file__).parents[2]
 TARGETS = ("sm_80", "sm_90", "sm_100")
 

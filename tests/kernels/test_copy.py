@@ -16,6 +16,8 @@ from ftcomm.kernels.dtypes import DTYPES
 from ftcomm.kernels.host.copy import copy as host_copy
 from tests.kernels.samples import as_bytes, placed, values
 
+pytestmark = pytest.mark.protocol
+
 SMALL = 64  # elements to a tile
 
 

@@ -15,7 +15,10 @@ from ftcomm.kernels.host import copy as host_copy
 from ftcomm.kernels.host import forward as host
 from tests.kernels.samples import assert_equal, placed, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's, of overflow
+pytestmark = [
+    pytest.mark.protocol,
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # the interpreter's, of overflow
+]
 
 SHAPES = [("float32", 2, 5000), ("float16", 3, 17), ("bfloat16", 4, 30_001), ("int32", 1, 300), ("bool", 2, 999)]
 

@@ -32,7 +32,10 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  #
 
 
 # The interpreter multiplies and adds NaN and infinities with NumPy, which remarks on it.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.protocol,
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
 
 
 @pytest.fixture(params=["integers"] if INTERPRETED else ["integers", "converted"])

@@ -15,7 +15,10 @@ from ftcomm.kernels.device.tile import narrow, reduce_span
 from ftcomm.kernels.host.reduce import reduce as host_reduce
 from tests.kernels.samples import PAIRS, assert_equal, placed, values
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's, of overflow
+pytestmark = [
+    pytest.mark.protocol,
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # the interpreter's, of overflow
+]
 
 SMALL = 64  # elements to a tile, so that a few hundred are many tiles
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 
 from ftcomm.kernels.device import DEVICE
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.signal import signal_kernel, wait_kernel
+
+pytestmark = pytest.mark.protocol
 
 FLAG, ABORT, STATUS = 0, 1, 2
 LOW, HIGH = 5 << 32 | 3, 6 << 32

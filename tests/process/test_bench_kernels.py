@@ -33,6 +33,8 @@ from ftcomm.bench.table import kernel_line
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 
+pytestmark = pytest.mark.protocol
+
 COUNT = 33 * 256 + 7  # more than one block of threads takes
 
 

@@ -304,10 +304,19 @@ def test_a_kernel_that_waits_ends_when_the_engine_does(tmp_path: Path) -> None:
         assert ended["sum"] == 3.0
 
 
-def test_triton_that_was_imported_to_compile_cannot_interpret() -> None:
-    code = "import triton.language; from ftcomm.device.choose import open_device; open_device('interpret', 'auto')"
+def open_without_variable(first: str) -> subprocess.CompletedProcess[str]:
+    code = f"import {first}; from ftcomm.device.choose import open_device; open_device('interpret', 'auto')"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_nothing_but_the_engine_decides_that_kernels_are_interpreted() -> None:
+    ended = open_without_variable("ftcomm.group")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_triton_that_was_imported_to_compile_cannot_interpret() -> None:
+    ended = open_without_variable("triton.language")
     assert "SettingsError: FTCOMM_ENGINE=interpret comes too late" in ended.stderr
     assert "Set TRITON_INTERPRET=1 in the environment" in ended.stderr
 

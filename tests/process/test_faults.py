@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .bodies import end_apart, reduce_forever
-from .job import Job, fewer
+from .job import SLOWER, Job, fewer
 from .test_kills import ENDLESS, check
 
 pytestmark = pytest.mark.protocol
@@ -203,7 +203,7 @@ def test_a_job_that_ends_by_itself(tmp_path: Path) -> None:
         running.do(running.server.wait_done())
 
 
-def _until(condition: object, text: str, seconds: float = 30.0) -> object:
+def _until(condition: object, text: str, seconds: float = 30.0 if SLOWER == 1 else 90.0) -> object:
     """Look again and again, for what no event tells."""
     end = time.monotonic() + seconds
     for _ in itertools.count():

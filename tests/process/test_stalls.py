@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from .bodies import reduce_forever
-from .job import Job
+from .job import SLOWER, Job
 from .points import Points, watch_points
 from .stalling import watch_patiently
 from .test_faults import _members, _until, steps_of
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.protocol
 
 ONE_SHOT, TWO_SHOT = 300, 300_001  # elements
 # Short, with a heartbeat that a busy machine can keep. A stall is removed about 4 s after it began.
-CHAIN: dict[str, Any] = dict(op_timeout=5.0, heartbeat_timeout=1.6, op_floor=1.7)
+LONGER = 1 if SLOWER == 1 else 3
+CHAIN: dict[str, Any] = dict(op_timeout=5.0 * LONGER, heartbeat_timeout=1.6 * LONGER, op_floor=1.7 * LONGER)
 
 
 def job(folder: Path, replicas: int = 4, elements: int = ONE_SHOT, **settings: Any) -> Job:

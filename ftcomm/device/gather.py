@@ -1,0 +1,108 @@
+"""all_gather by copy engines, which takes no multiprocessor: `sms=0` on a device.
+
+Copies move bytes within one epoch and keep no account of them, so a loss breaks them off, on some members maybe, while
+others have all. For the outcome to be the same on all survivors, all-reduces say what it is, of a few bytes each:
+
+    1  of nothing, but compared between the members are the bytes of the call
+    2  the copies, in the epoch in force; they end well, or when that epoch does
+    3  of nothing. Who failed in 2 comes to it in a later epoch, so it ends in a later epoch on all
+    4  the minimum of: did 2 end well here, and is its epoch still in force? who of the roster is still there?
+
+If a member failed in 2 then by 3 all others find in 4 that the epoch is another, and so it does not matter whether the
+input of that member counts, as it does not while it catches up. If none failed, 4 may still find so: then some member
+of the roster was lost at about the same time, and the call fails on all. What was copied is not defined then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ftcomm.collective.operation import MOVES, Operation
+from ftcomm.collective.script import KINDS
+from ftcomm.device.copies import Copies
+from ftcomm.errors import ArgumentError, LostError
+from ftcomm.kernels.dtypes import BYTES, CODES
+
+if TYPE_CHECKING:
+    from ftcomm.calls import Calls
+
+
+class Memory(NamedTuple):
+    address: int
+    nbytes: int
+    dtype: str
+
+
+def all_gather(group: Calls, out: Any, x: Any) -> Any:
+    """See `ftcomm.calls.Calls.all_gather`. Blocks until all is there. One call at a time in a process."""
+    device, exchange, roster = group._device, group._exchange, group.roster
+    assert device is not None
+    if device.capturing():
+        raise ArgumentError("all_gather(sms=0) cannot be captured: the host drives the copy engines")
+    mine, whole = memory(x, "x", device.memory), memory(out, "out", device.memory)
+    if whole.nbytes != len(roster) * mine.nbytes or whole.dtype != mine.dtype:
+        raise ArgumentError(
+            f"all_gather of {mine.nbytes} bytes of {mine.dtype} among {len(roster)} ranks needs out of "
+            f"{len(roster) * mine.nbytes}; got {whole.nbytes} of {whole.dtype}"
+        )
+    to = [whole.address + rank * mine.nbytes for rank in range(len(roster))]
+    apart = mine.address + mine.nbytes <= whole.address or whole.address + whole.nbytes <= mine.address
+    if not apart and mine.address != to[roster.index(group.me)]:
+        raise ArgumentError("all_gather(sms=0): x overlaps out, and is not this rank's part of it; pass x.copy()")
+
+    def body(copies: Copies) -> int:
+        return copies.all_gather(mine.address, to, [mine.nbytes] * len(roster), exchange.give_up)
+
+    _compare(group, mine.nbytes)
+    while True:
+        epoch = exchange.copy(roster, body)
+        group.allreduce(np.zeros(1, np.uint8), "max")
+        lost = _lost(group, roster, epoch)
+        if lost is None:
+            return out
+        if lost:
+            who = f"replica{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            raise LostError(f"all_gather(sms=0): {who} of ranks {roster} went before all had the parts of all")
+
+
+def _compare(group: Calls, nbytes: int) -> None:
+    """Raises `MismatchError` unless all members gather as many bytes."""
+    exchange, device = group._exchange, group._device
+    assert device is not None
+    staged = device.stage(np.zeros(1, np.uint8))
+    op = Operation(staged.flat, staged.dtype, "max", device.layout.chunk, on_device=True)
+    op.call = nbytes << 16 | CODES[BYTES] << 8 | MOVES
+    exchange.run(op)
+    if not op.wait(exchange.give_up) or op.error is not None:
+        raise op.error or LostError("all_gather(sms=0) was not begun by all members in time")
+
+
+def detail_of(call: int) -> int:
+    """Of a call that a device has compared: which collective it is, as `ftcomm.collective.script.explained` has it."""
+    return KINDS.index("all_gather") if call & 0xFF == MOVES else 0
+
+
+def _lost(group: Calls, roster: Sequence[int], epoch: int | None) -> list[int] | None:
+    """None if the copies of `epoch` are whole on all, else who of the roster is gone, if anybody. The same on all."""
+    view = group._exchange.view
+    told = np.array([epoch == view.epoch, *(member in view.members for member in roster)], np.uint8)
+    group.allreduce(told, "min")
+    return None if told[0] else [member for member, here in zip(roster, told[1:], strict=True) if not here]
+
+
+def memory(x: Any, name: str, kind: str) -> Memory:
+    """Of a contiguous array, of any dtype, in memory of a device of `kind`, or pinned. Raises `ArgumentError`."""
+    if isinstance(x, torch.Tensor):
+        reachable = x.device.type == kind or x.is_pinned()
+        if reachable and x.layout is torch.strided and x.is_contiguous():
+            return Memory(x.data_ptr(), x.numel() * x.element_size(), str(x.dtype).removeprefix("torch."))
+        said = f"a torch tensor on {x.device}, {'' if x.is_contiguous() else 'not '}contiguous"
+    elif isinstance(x, np.ndarray) and kind == "cpu" and x.flags.c_contiguous and x.flags.writeable:
+        return Memory(x.ctypes.data, x.nbytes, str(x.dtype))
+    else:
+        said = f"{type(x).__name__}"
+    raise ArgumentError(f"all_gather(sms=0) needs {name} as a contiguous array in memory of {kind}; got {said}")
