@@ -16,6 +16,7 @@ the same ops in the same order.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ from torch import nn
 from ftcomm.errors import ArgumentError, FtcommError
 
 if TYPE_CHECKING:
-    from ftcomm.group import Group, Work
+    from ftcomm.calls import Work
+    from ftcomm.group import Group
 
 BUCKET_BYTES = 4 << 20
 
@@ -115,6 +117,17 @@ class GradientBuckets:
         self._next = 0
         if error is not None:
             raise error
+
+    def abandon(self) -> None:
+        """Give the step up: wait for what is on its way, whatever becomes of it, and forget the rest. To be passed to a
+        step loop as `on_repeat`."""
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                with contextlib.suppress(FtcommError):
+                    bucket.work.wait()
+            bucket.work = None
+            bucket.filled.clear()
+        self._next = 0
 
     def _filled(self, bucket: _Bucket, place: int) -> None:
         if place in bucket.filled:

@@ -1,0 +1,385 @@
+"""torch's collectives, as its Python and its C++ call them, in terms of `ftcomm.calls.Calls`.
+
+torch has several names for some of them, newer and older; both are here, because some callers look for one and some
+for the other. Where torch takes a list of tensors and we one array, the tensors are packed into one and copied out at
+the end: an op of many small messages costs more than a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ftcomm.errors import ArgumentError, FtcommError
+from ftcomm.torch.ddp import called_by_autograd, called_by_ddp, kept_buckets
+from ftcomm.torch.grid import Grid
+from ftcomm.torch.replicas import Replicas
+from ftcomm.torch.tensors import equal_sizes, joined, one, reals, reduction, rescale, spread
+from ftcomm.torch.work import FtWork, Futures, Part
+
+Tensors = Sequence[torch.Tensor] | torch.Tensor
+
+
+class Collectives(dist.ProcessGroup):  # type: ignore[misc]
+    """What `FtProcessGroup` can do. `_calls` is the group beneath; rank and size are those of its roster."""
+
+    _calls: Any
+    _futures: Futures
+    _timeout: float
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> FtWork:
+        opts = _options(opts, c10d.AllreduceOptions, timeout)
+        return self._allreduce([one(tensors, "all_reduce")], opts, by_ddp=called_by_autograd())
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> FtWork:
+        return self._allreduce(list(tensors), _options(opts, c10d.AllreduceCoalescedOptions))
+
+    def _allreduce(self, tensors: list[torch.Tensor], opts: Any, by_ddp: bool = False) -> FtWork:
+        op, factor = reduction(opts.reduceOp)
+        parts: list[Part] = []
+        for x in tensors:
+            if factor is not None:
+                x.mul_(factor)
+        if by_ddp and op == "sum" and tensors[0].is_floating_point():
+            return self._average_of(tensors[0], opts)
+        for x in tensors:
+            parts += self._call(opts, len(tensors) == 1, "allreduce", reals(x, op), op)
+        return self._work("all_reduce", parts, tensors, opts)
+
+    def _average_of(self, bucket: torch.Tensor, opts: Any) -> FtWork:
+        """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
+        self._alive()
+        if isinstance(self._calls, Grid):
+            self._calls.allreduce(bucket, average_of=True)
+            return self._work("all_reduce", [], [bucket], opts)
+        part, size = self._calls.allreduce(bucket, async_op=True), self.size()
+        finish = lambda: rescale(bucket, part.contributors, size)  # noqa: E731
+        return self._work("all_reduce", [part], [bucket], opts, finish)
+
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int = 0
+    ) -> FtWork:
+        opts = _rooted(opts, c10d.ReduceOptions, root, timeout)
+        x = one(tensors, "reduce")
+        name, factor = reduction(opts.reduceOp if op is None else op)
+        y = x if factor is None or self.rank() == opts.rootRank else x.clone()
+        if factor is not None:
+            y.mul_(factor)
+        return self._work("reduce", self._call(opts, True, "reduce", reals(y, name), opts.rootRank, name), [x], opts)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: timedelta | None = None
+    ) -> FtWork:
+        opts = _options(opts, c10d.ReduceScatterOptions, timeout)
+        out = one(outputs, "reduce_scatter")
+        pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
+        self._expect(len(pieces), "reduce_scatter", "inputs")
+        if equal_sizes(pieces):
+            return self._reduce_scatter([out], [joined(pieces)], opts, "reduce_scatter")
+        op, factor = reduction(opts.reduceOp)
+        copies = [piece.clone() if factor is None else piece * factor for piece in pieces]
+        parts: list[Part] = []
+        for root, x in enumerate(copies):
+            parts += self._call(opts, False, "reduce", reals(x, op), root, op)
+        return self._work("reduce_scatter", parts, [out], opts, lambda: _fill(out, copies[self.rank()]))
+
+    def reduce_scatter_single(
+        self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> FtWork:
+        opts = _options(opts, c10d.ReduceScatterOptions, timeout)
+        return self._reduce_scatter([out], [x], opts, "reduce_scatter_single")
+
+    _reduce_scatter_base = reduce_scatter_tensor = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FtWork:
+        opts = _options(opts, c10d.ReduceScatterOptions)
+        return self._reduce_scatter(list(outputs), list(inputs), opts, "reduce_scatter_single")
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, name: str) -> FtWork:
+        op, factor = reduction(opts.reduceOp)
+        parts: list[Part] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            y = x if factor is None else x * factor
+            at_once = len(inputs) == 1
+            parts += self._call(opts, at_once, "reduce_scatter", reals(out, op), reals(y, op), op)
+        return self._work(name, parts, outputs, opts)
+
+    # -- data that moves ---------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> FtWork:
+        opts = _rooted(opts, c10d.BroadcastOptions, root, timeout)
+        x = one(tensors, "broadcast")
+        by_ddp = called_by_ddp()
+        if by_ddp is None or not isinstance(self._calls, (Grid, Replicas)):
+            return self._work("broadcast", self._call(opts, True, "broadcast", x, opts.rootRank), [x], opts)
+        self._alive()
+        if not kept_buckets(by_ddp, x):  # then it is of what all ranks hold alike: weights, buffers
+            self._calls.broadcast_state(x, opts.rootRank)
+        return self._work("broadcast", [], [x], opts)
+
+    def allgather(
+        self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> FtWork:
+        opts = _options(opts, c10d.AllgatherOptions, timeout)
+        x = one(inputs, "all_gather")
+        pieces: Sequence[torch.Tensor] = outputs if isinstance(inputs, torch.Tensor) else outputs[0]
+        return self._allgather([list(pieces)], [x], opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FtWork:
+        # torch has a list for each rank here, with a tensor for each input in it
+        lists = [[of_rank[place] for of_rank in outputs] for place in range(len(inputs))]
+        return self._allgather(lists, list(inputs), _options(opts, c10d.AllgatherOptions))
+
+    def _allgather(self, lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> FtWork:
+        parts: list[Part] = []
+        copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for x, pieces in zip(inputs, lists, strict=True):
+            self._expect(len(pieces), "all_gather", "outputs")
+            if equal_sizes(pieces):
+                flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
+                parts += self._call(opts, len(inputs) == 1, "all_gather", flat, x)
+                copies.append((flat, pieces))
+                continue
+            _fill(pieces[self.rank()], x)
+            for root, piece in enumerate(pieces):
+                parts += self._call(opts, False, "broadcast", piece, root)
+
+        def finish() -> None:
+            for flat, pieces in copies:
+                spread(flat, pieces)
+
+        return self._work("all_gather", parts, [y for pieces in lists for y in pieces], opts, finish)
+
+    def all_gather_single(
+        self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> FtWork:
+        return self.all_gather_single_coalesced([out], [x], _options(opts, c10d.AllgatherOptions, timeout))
+
+    _allgather_base = all_gather_into_tensor = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FtWork:
+        opts = _options(opts, c10d.AllgatherOptions)
+        parts: list[Part] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            parts += self._call(opts, len(inputs) == 1, "all_gather", out, x)
+        return self._work("all_gather_single", parts, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        inputs: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int = 0,
+    ) -> FtWork:
+        opts = _rooted(opts, c10d.GatherOptions, root, timeout)
+        x = one(inputs, "gather")
+        if self.rank() != opts.rootRank:
+            return self._work("gather", self._call(opts, True, "gather", None, x, opts.rootRank), [], opts)
+        pieces: list[torch.Tensor] = list(outputs if isinstance(inputs, torch.Tensor) else outputs[0])
+        self._expect(len(pieces), "gather", "outputs")
+        flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
+        parts = self._call(opts, True, "gather", flat, x, opts.rootRank)
+        return self._work("gather", parts, pieces, opts, lambda: spread(flat, pieces))
+
+    def gather_single(
+        self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> FtWork:
+        opts = _rooted(opts, c10d.GatherOptions, 0, timeout)
+        root = self.rank() == opts.rootRank
+        parts = self._call(opts, True, "gather", out if root else None, x, opts.rootRank)
+        return self._work("gather_single", parts, [out] if root else [], opts)
+
+    gather_into_tensor = gather_single
+
+    def scatter(
+        self,
+        outputs: Tensors,
+        inputs: Sequence[Any],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int = 0,
+    ) -> FtWork:
+        opts = _rooted(opts, c10d.ScatterOptions, root, timeout)
+        out = one(outputs, "scatter")
+        flat = None
+        if self.rank() == opts.rootRank:
+            pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
+            self._expect(len(pieces), "scatter", "inputs")
+            flat = joined(pieces)
+        return self._work("scatter", self._call(opts, True, "scatter", out, flat, opts.rootRank), [out], opts)
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> FtWork:
+        opts = _options(opts, c10d.AllToAllOptions, timeout)
+        counts = [_counts(y, splits, self.size()) for y, splits in ((out, out_splits), (x, in_splits))]
+        even = not out_splits and not in_splits
+        parts = self._call(opts, True, "all_to_all", out, x, *([None, None] if even else counts))
+        return self._work("all_to_all_single", parts, [out], opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> FtWork:
+        opts = _options(opts, c10d.AllToAllOptions, timeout)
+        self._expect(len(outputs), "all_to_all", "outputs")
+        self._expect(len(inputs), "all_to_all", "inputs")
+        x = joined(inputs)
+        out_counts, in_counts = [y.numel() for y in outputs], [y.numel() for y in inputs]
+        out = torch.empty(sum(out_counts), dtype=x.dtype, device=x.device)
+        parts = self._call(opts, True, "all_to_all", out, x, out_counts, in_counts)
+        return self._work("all_to_all", parts, list(outputs), opts, lambda: spread(out, outputs))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FtWork:
+        opts = _options(opts, c10d.BarrierOptions, timeout)
+        return self._work("barrier", self._call(opts, True, "barrier"), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self.barrier(timeout=timeout).wait()
+
+    # -- from one to one ---------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> FtWork:
+        x = one(tensors, "send")
+        self._alive()
+        return self._work("send", [self._calls.send(x, dst, tag, async_op=True)], [x], None)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FtWork:
+        x = one(tensors, "recv")
+        self._alive()
+        return self._work("recv", [self._calls.recv(x, src, tag, async_op=True)], [x], None)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FtWork:
+        x = one(tensors, "recv")
+        self._alive()
+        return self._work("recv", [self._calls.recv(x, None, tag, async_op=True)], [x], None)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _call(self, opts: Any, at_once: bool, call: str, *args: Any) -> list[Part]:
+        """Start an op. If torch waits for it anyway (`at_once` if it may), this thread drives it to its end instead,
+        which saves two changes of threads; a timeout of its own needs somebody who looks at the clock."""
+        self._alive()
+        method = getattr(self._calls, call)
+        if at_once and not opts.asyncOp and opts.timeout.total_seconds() <= 0:
+            method(*args)
+            return []
+        return [method(*args, async_op=True)]
+
+    def _work(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        result: list[torch.Tensor],
+        opts: Any,
+        finish: Callable[[], None] | None = None,
+    ) -> FtWork:
+        self._sequence += 1
+        seconds = 0.0 if opts is None else opts.timeout.total_seconds()
+        timeout = seconds if seconds > 0 else self._timeout
+        work = FtWork(f"{name} of group {self.group_name!r}", parts, result, self._futures, finish, timeout)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    _sequence = 0
+    _together: list[FtWork] | None = None  # what was called since _start_coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._together is not None:
+            raise FtcommError("_start_coalescing was called twice; end the first window first")
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> FtWork:
+        works, self._together = self._together or [], None
+        parts: list[Any] = list(works)
+        return self._work("coalesced ops", [_Nested(work) for work in parts], [], None)
+
+    def _expect(self, count: int, name: str, what: str) -> None:
+        if count != self.size():
+            raise ArgumentError(f"{name} got {count} {what} in a group of {self.size()}; expected one for each rank.")
+
+    def _alive(self) -> None:
+        raise NotImplementedError
+
+
+class _Nested:
+    """A work of torch's as a part of another."""
+
+    def __init__(self, work: FtWork) -> None:
+        self._work = work
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._work.wait(None if timeout is None else timedelta(seconds=max(timeout, 1e-3)))
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+
+def _options(given: Any, kind: type, timeout: timedelta | None = None) -> Any:
+    """torch's options of a call, which is also made with a ReduceOp in their place, or with nothing."""
+    if isinstance(given, kind):
+        return given
+    opts = kind()
+    if given is not None:
+        opts.reduceOp = given
+    if timeout is not None:
+        opts.timeout = timeout
+    return opts
+
+
+def _rooted(given: Any, kind: type, root: int, timeout: timedelta | None) -> Any:
+    """The same for a call with a root, which is also made with the root in their place."""
+    if isinstance(given, kind):
+        return given
+    opts = kind()
+    opts.rootRank = root if given is None else given
+    if timeout is not None:
+        opts.timeout = timeout
+    return opts
+
+
+def _counts(x: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    """Elements for each rank; torch splits along the first dimension."""
+    if not splits:
+        return [x.numel() // size] * size
+    if len(splits) != size or (x.dim() and sum(splits) != x.shape[0]):
+        raise ArgumentError(
+            f"splits {list(splits)} of a tensor of shape {tuple(x.shape)} in a group of {size}: expected one for each "
+            "rank, that add up to its first dimension."
+        )
+    row = x[0].numel() if x.dim() > 1 and x.shape[0] else 1
+    return [split * row for split in splits]
+
+
+def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x.view(out.shape))

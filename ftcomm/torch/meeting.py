@@ -1,0 +1,159 @@
+"""Where the processes of a torch program meet: in the job that `ftcomm run` has started, or at torch's own store.
+
+FTCOMM_COORDINATOR is set       the job is joined here; rank and size are those of its first view, and torch gets a
+                                store of this process alone, through which nothing of ours goes
+MASTER_ADDR, RANK, ...          torch meets as ever (torchrun, mp.spawn); rank 0 starts a coordinator, and torch's
+                                store carries its address and the token to the others
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.errors import InitError, SettingsError
+from ftcomm.settings import Settings
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+WHERE = "ftcomm/coordinator"  # key in torch's store
+
+_ours: Group | None = None  # joined for a process group, and so to be left with it
+
+
+def meet(
+    url: str, torchs: Callable[..., Iterator[Any]], options: dict[str, Any]
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's rendezvous for `env://`: (store, rank, size). `torchs` is its own handler."""
+    if not in_job() or "MASTER_ADDR" in os.environ:
+        yield from torchs(url, **options)
+        return
+    group = joined()
+    rank, size = place(group)
+    asked = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+    if asked.get("rank", rank) != rank or asked.get("world_size", size) != size:
+        raise InitError(
+            f"init_process_group(rank={asked.get('rank', rank)}, world_size={asked.get('world_size', size)}) in a job "
+            f"in which this is rank {rank} of {size}: replicas {', '.join(map(str, group.members))} of "
+            f"{group.settings.ranks_per_replica} ranks each, this is replica {group.replica} rank {group.rank}. Leave "
+            "rank and world_size out, `ftcomm run` knows them."
+        )
+    yield dist.HashStore(), rank, size
+    raise InitError("a process group cannot meet a second time; call init_process_group again")
+
+
+def place(group: Group) -> tuple[int, int]:
+    """(rank, size) of this process in the world of the job: replicas in the order of the roster, times their ranks."""
+    shards = group.settings.ranks_per_replica
+    return group.roster.index(group.replica) * shards + group.rank, len(group.roster) * shards
+
+
+def in_job() -> bool:
+    """Has `ftcomm.init` been called here, or was this process started by `ftcomm run`?"""
+    group = sys.modules.get("ftcomm.group")
+    return "FTCOMM_COORDINATOR" in os.environ or (group is not None and group._default is not None)
+
+
+def joined() -> Group:
+    """The default group; the job that the environment names is joined if nobody has."""
+    global _ours
+    import ftcomm.group
+
+    if ftcomm.group._default is None:
+        _import_slowly()
+        _ours = ftcomm.group.init()
+    return ftcomm.group.default_group()
+
+
+def leave() -> None:
+    """The end of the world's process group, and of our part in the job if it has begun with it. Unless the script is on
+    its way out with an error, this rank has done its work."""
+    global _ours
+    group, _ours = _ours, None
+    import ftcomm.group
+
+    if group is not None and ftcomm.group._default is group and sys.exc_info()[0] is None:
+        ftcomm.group.shutdown()
+
+
+def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
+    """The default group of a program that some other launcher has started, with a coordinator of its own."""
+    global _ours
+    import ftcomm.group
+
+    if ftcomm.group._default is not None:
+        return ftcomm.group.default_group()
+    shards = _shards(size)
+    host = _host()
+    if rank == 0:
+        from ftcomm.launch.beside import start
+
+        token = secrets.token_hex(16)
+        store.set(WHERE, f"{start(size // shards, shards, token, host)} {token}")
+    _import_slowly()
+    endpoint, token = store.get(WHERE).decode().split()
+    leader = ""
+    if shards > 1:
+        key = f"ftcomm/leader/{rank // shards}"
+        if rank % shards == 0:
+            with socket.create_server((host, 0)) as free:  # for a moment; nothing else asks for this port
+                store.set(key, f"{host}:{free.getsockname()[1]}")
+        leader = store.get(key).decode()
+    settings = Settings(
+        coordinator=endpoint,
+        token=token,
+        replica=rank // shards,
+        replicas=size // shards,
+        rank=rank % shards,
+        ranks_per_replica=shards,
+        leader=leader,
+        host=host,
+        transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
+        engine=os.environ.get("FTCOMM_ENGINE", "host"),
+        timeouts=Timeouts.derive(),
+        init_timeout=min(120.0, timeout.total_seconds()),
+    )
+    settings.check()
+    _ours = ftcomm.group.init(settings)
+    return _ours
+
+
+def _import_slowly() -> None:
+    """What the first optimizer of a process imports, for a second or two. A replica that joins a running job is waited
+    for from then on, so it does that before."""
+    importlib.import_module("torch._dynamo")
+
+
+def _shards(size: int) -> int:
+    text = os.environ.get("FTCOMM_RANKS_PER_REPLICA", "1")
+    if not text.isdigit() or int(text) < 1 or size % int(text):
+        raise SettingsError(
+            f"FTCOMM_RANKS_PER_REPLICA={text!r} in a world of {size} ranks: a world is replicas x ranks of each. Start "
+            "a multiple of it, or set it to what divides the world."
+        )
+    return int(text)
+
+
+def _host() -> str:
+    """The address of this host by which the others reach it: that of the way to torch's store."""
+    if "FTCOMM_HOST" in os.environ:
+        return os.environ["FTCOMM_HOST"]
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(address)  # sends nothing; the kernel chooses the address of this host
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise SettingsError(f"MASTER_ADDR={master!r}: {error}; set FTCOMM_HOST to an address of this host.") from None

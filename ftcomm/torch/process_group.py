@@ -1,0 +1,121 @@
+"""`dist.ProcessGroup` over groups of ftcomm: who is in it, and when it ends. What it can do is in `collectives`.
+
+It derives from ProcessGroup and not from Backend, because only the former can change its size: rank and size are asked
+of the group beneath at every call, and change at step boundaries when its roster does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ftcomm.errors import FtcommError
+from ftcomm.torch.collectives import Collectives
+from ftcomm.torch.ddp import adapt
+from ftcomm.torch.versions import device_types
+from ftcomm.torch.work import Futures
+
+
+class FtProcessGroup(Collectives):
+    """Do not make one: `dist.init_process_group("ftcomm")` and `dist.new_group` do.
+
+    `calls` is the group beneath, `end` is called once when this is shut down.
+    """
+
+    supports_reconfigure = False
+    supports_splitting = False
+    supports_coalescing = False
+
+    def __init__(self, calls: Any, timeout: float, *, name: str, end: Callable[[], None] = lambda: None) -> None:
+        self._calls, self._end = calls, end
+        super().__init__(self.rank(), self.size())
+        adapt(FtProcessGroup)
+        self._timeout = timeout
+        self._name, self._desc = name, "undefined"
+        self._futures = Futures(getattr(calls, "forgives", lambda error: False))
+        self._gone = ""  # why there is no group any more
+
+    # -- who is in it ------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._calls.roster.index(self._calls.me)
+
+    def size(self) -> int:
+        return len(self._calls.roster)
+
+    def getRank(self) -> int:
+        return self.rank()
+
+    def getSize(self) -> int:
+        return self.size()
+
+    def name(self) -> str:
+        return "ftcomm"
+
+    getBackendName = _get_backend_name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    setGroupDesc = _set_group_desc
+
+    def _get_backend(self, device: torch.device) -> FtProcessGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return device_types()
+
+    # -- how long ----------------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def shutdown(self) -> None:
+        """Of `dist.destroy_process_group`; idempotent."""
+        self._over("it was destroyed (dist.destroy_process_group)")
+
+    def abort(self) -> None:
+        """Of `dist._abort_process_group`; idempotent."""
+        self._over("it was aborted")
+
+    def _over(self, why: str) -> None:
+        if not self._gone:
+            self._gone = why
+            self._end()
+            self._futures.close()
+
+    def _alive(self) -> None:
+        if self._gone:
+            raise FtcommError(
+                f"process group {self._name!r} does not exist any more: {self._gone}. Call dist.init_process_group, or "
+                "dist.new_group, before any collective."
+            )

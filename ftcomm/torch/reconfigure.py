@@ -1,0 +1,140 @@
+"""The c10d reconfigure contract (torch >= 2.14): a process group that is made anew from handles, as often as need be.
+
+    dist.init_process_group("ftcomm", store=..., rank=..., world_size=..., enable_reconfigure=True)
+    handle = dist._get_reconfigure_handle()          # a string, to be brought to the others by whatever means
+    dist._reconfigure(uuid, handles).wait()          # rank by place in the list; a fresh uuid each time
+
+Who drives it (torchft's Manager, say) decides on membership; no coordinator of ours is there. Between two
+reconfigurations the group is a fixed one: a loss ends all ops with `LostError`, `abort` does the same on purpose, and
+either is mended by the next reconfiguration. The handle stays the same as long as the process group lives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
+from ftcomm.fixed.endpoint import Endpoint
+from ftcomm.fixed.group import FixedGroup
+from ftcomm.torch.process_group import FtProcessGroup
+from ftcomm.torch.replicas import Done
+from ftcomm.torch.work import FtWork
+
+MEET = 60.0  # s until all have come, unless the call says otherwise
+
+
+class _Before:
+    """In the place of a group, before there is one: rank and size that torch was given, and nothing to call."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.me, self.roster = rank, tuple(range(size))
+
+
+class ReconfigurableGroup(FtProcessGroup):
+    """Do not make one: `dist.init_process_group("ftcomm", ..., enable_reconfigure=True)` does."""
+
+    supports_reconfigure = True
+    supports_abort_hooks = True
+
+    def __init__(self, rank: int, size: int, timeout: float, *, name: str) -> None:
+        super().__init__(_Before(rank, size), timeout, name=name)
+        self._endpoint = Endpoint(os.environ.get("FTCOMM_HOST", "127.0.0.1"))
+        self._group: FixedGroup | None = None
+        self._used: set[int] = set()
+        self._hooks: dict[int, Callable[[], None]] = {}
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """torchft asks for the errors of each; torch's flight recorder, which cannot deal with any, looks before."""
+        return super()._device_types if self._group is None else [torch.device("cpu"), torch.device("cuda")]
+
+    def get_reconfigure_handle(self) -> str:
+        return self._endpoint.handle
+
+    def reconfigure(self, opts: Any) -> FtWork:
+        """Meet those of `opts.handles`; blocks until they have come, or `opts.timeout` has passed. Errors come from
+        `wait` of the work that is returned, and leave the group without members, to be reconfigured again."""
+        part = _Outcome()
+        try:
+            self._begin(opts)
+        except Exception as error:
+            part = _Outcome(error)
+        return self._work("reconfigure", [part], [], None)
+
+    def _begin(self, opts: Any) -> None:
+        if self._gone:
+            raise FtcommError(f"process group {self._name!r} does not exist any more: {self._gone}")
+        uuid = int(opts.uuid)
+        if uuid in self._used:
+            raise ArgumentError(f"uuid {uuid} was already used for process group {self._name!r}; take a fresh one")
+        self._used.add(uuid)
+        self._leave()
+        given: timedelta | None = getattr(opts, "timeout", None)
+        seconds = MEET if given is None or given.total_seconds() <= 0 else given.total_seconds()
+        handles = list(opts.handles)
+        if isinstance(opts.handles, (set, frozenset)):
+            handles.sort()  # the choice is ours, and the same everywhere
+        group = FixedGroup.from_handles(
+            self._endpoint,
+            f"torch {uuid}",
+            handles,
+            op_timeout=self._timeout,
+            timeout=seconds,
+            transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
+        )
+        self._group = self._calls = group
+
+    def _leave(self) -> None:
+        """End the group of the last reconfiguration, if it is still there."""
+        if self._group is not None:
+            self._group.close()
+
+    def abort(self) -> None:
+        """End every op in flight with `LostError`, here and on the others. The handle stays, for a reconfiguration."""
+        for hook in list(self._hooks.values()):
+            hook()
+        if self._group is not None:
+            self._group.abort()
+
+    def get_error(self) -> Any:
+        from torch._C._distributed_c10d import ErrorType
+
+        error = None if self._group is None else self._group.error
+        if error is None:
+            return ErrorType.SUCCESS
+        return ErrorType.TIMEOUT if isinstance(error, CollectiveTimeout) else ErrorType.COMM_ERROR
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        self._hooks[hook_id] = hook
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._hooks.pop(hook_id, None)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._leave()
+        self._endpoint.close()
+
+    def _alive(self) -> None:
+        super()._alive()
+        if self._group is None:
+            raise FtcommError(
+                f"process group {self._name!r} was made with enable_reconfigure=True and has no members yet; call "
+                "dist._reconfigure(uuid, handles).wait() before any collective"
+            )
+
+
+class _Outcome(Done):
+    """A call that has ended, well or not."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._error is not None:
+            raise self._error

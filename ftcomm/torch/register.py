@@ -1,0 +1,48 @@
+"""The name "ftcomm" in torch.distributed, known without an import of ours.
+
+torch calls `autoload` at the end of its own import (entry-point group `torch.backends`), and torch >= 2.14 calls
+`register` when somebody asks for a backend that it does not know (`torch.distributed.backends`). The first is needed on
+all versions: torch meets its peers before it looks for the backend, and under `ftcomm run` that is ours to do.
+
+Every program that imports torch where ftcomm is installed runs this, so it imports nothing but torch itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+NAME = "ftcomm"
+
+
+def autoload() -> None:
+    """At the end of `import torch`. Raises nothing: torch would not be imported."""
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"ftcomm could not register its process group with this torch: {error!r}", stacklevel=2)
+
+
+def register() -> None:
+    """Make "ftcomm" known to torch.distributed, for cpu and cuda tensors; idempotent."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has its name
+    torchs = handlers["env"]
+
+    def meet(url: str, **options: Any) -> Any:
+        from ftcomm.torch.meeting import meet
+
+        return meet(url, torchs, options)
+
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    handlers["env"] = meet
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from ftcomm.torch.create import create
+
+    return create(options, backend_options)

@@ -1,0 +1,154 @@
+"""The group across replicas as torch's programs use it: the same calls, and two cases that they know nothing of.
+
+A replica that joins a running job runs its script from the top: it wraps its model in DDP, which broadcasts and
+compares weights, it waits at barriers, while the others train. What it calls before its first step boundary is
+therefore for it alone, and answered as if all others had called the same with the same data; its state is taken from
+them later anyway.
+
+While it catches up it has a rank like any other, and may be rank 0, from which DDP broadcasts buffers at every step.
+They are then taken from the lowest rank that contributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ftcomm.errors import FtcommError, LostError, MismatchError
+
+
+class Done:
+    """What `async_op=True` returns for a call that has ended already."""
+
+    contributors: tuple[Any, ...] = ()
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+
+class Replicas:
+    """The calls of `ftcomm.Group`, for torch tensors."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._joins_at = group.step if group.fresh else None
+
+    @property
+    def roster(self) -> tuple[int, ...]:
+        return self.group.roster  # type: ignore[no-any-return]
+
+    @property
+    def me(self) -> int:
+        return self.group.me  # type: ignore[no-any-return]
+
+    @property
+    def alone(self) -> bool:
+        """Is this a replica that has joined a running job and has not come to its first boundary?"""
+        if self._joins_at is not None and self.group.step != self._joins_at:
+            self._joins_at = None
+        return self._joins_at is not None
+
+    def broadcast_state(self, x: torch.Tensor, root: int) -> None:
+        """`x` of `root`, which all should hold alike, to all. It may be lost, or be catching up and have nothing to
+        give; then it is that of the lowest rank that contributes, and if that is lost too, of the next."""
+        if self.alone:
+            return
+        givers = [self.roster.index(replica) for replica in self.group.givers]
+        own = x.detach().clone()
+        for rank in [root] * (root in givers) + [rank for rank in givers if rank != root]:
+            try:
+                self.group.broadcast(x, rank)
+                return
+            except LostError:  # the same on all; part of `x` may be there
+                x.detach().copy_(own)
+        raise LostError(f"replica {self.group.replica}: all who could give buffers of the model were lost")
+
+    def forgives(self, error: Exception) -> bool:
+        """Does the step loop repeat a step in which members have called different things (one has failed in it)? Then
+        DDP, which cannot be stopped half way, is to end it as if nothing had happened."""
+        tell = getattr(self.group, "on_step_error", None)
+        if tell is None or not isinstance(error, MismatchError):
+            return False
+        tell(error)
+        return True
+
+    def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        return self.group.allreduce(x, op, async_op=async_op) if not self.alone else _done(async_op)
+
+    def broadcast(self, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
+        return self.group.broadcast(x, root, async_op=async_op) if not self.alone else _done(async_op)
+
+    def reduce(self, x: torch.Tensor, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
+        return self.group.reduce(x, root, op, async_op=async_op) if not self.alone else _done(async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        return self.group.barrier(async_op=async_op) if not self.alone else _done(async_op)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
+        if not self.alone:
+            return self.group.all_gather(out, x, async_op=async_op)
+        for part in self._parts(out):
+            part.copy_(x.reshape(-1))
+        return _done(async_op)
+
+    def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
+        if not self.alone:
+            return self.group.gather(out, x, root, async_op=async_op)
+        return self.all_gather(out, x, async_op=async_op) if out is not None else _done(async_op)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        if not self.alone:
+            return self.group.reduce_scatter(out, x, op, async_op=async_op)
+        out.copy_(self._own(x).view(out.shape))
+        return _done(async_op)
+
+    def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int, *, async_op: bool = False) -> Any:
+        if not self.alone:
+            return self.group.scatter(out, x, root, async_op=async_op)
+        if x is not None:
+            out.copy_(self._own(x).view(out.shape))
+        return _done(async_op)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_counts: Sequence[int] | None = None,
+        in_counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        if not self.alone:
+            return self.group.all_to_all(out, x, out_counts, in_counts, async_op=async_op)
+        raise self._too_early("all_to_all")
+
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Any:
+        if self.alone:
+            raise self._too_early("send")
+        return self.group.send(x, dst, tag, async_op=async_op)
+
+    def recv(self, x: torch.Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False) -> Any:
+        if self.alone:
+            raise self._too_early("recv")
+        return self.group.recv(x, src, tag, async_op=async_op)
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return x.view(len(self.roster), -1).unbind()
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        return self._parts(x)[self.roster.index(self.me)]
+
+    def _too_early(self, call: str) -> FtcommError:
+        return FtcommError(
+            f"replica {self.group.replica} has joined a running job, and called {call} before its first step: the "
+            "others are in the middle of theirs and cannot answer. Call it within the step loop (ftcomm.steps)."
+        )
+
+
+def _done(async_op: bool) -> Done | None:
+    return Done() if async_op else None

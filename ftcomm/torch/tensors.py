@@ -1,0 +1,75 @@
+"""Pure helpers between torch's calls and ours: names of reductions, views of tensors, and the share of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftcomm.errors import ArgumentError
+
+_Type = dist.ReduceOp.RedOpType
+_NAMES = {
+    _Type.SUM: "sum",
+    _Type.AVG: "avg",
+    _Type.MIN: "min",
+    _Type.MAX: "max",
+    _Type.PRODUCT: "product",
+    _Type.BAND: "band",
+    _Type.BOR: "bor",
+    _Type.BXOR: "bxor",
+    _Type.PREMUL_SUM: "sum",
+}
+
+
+def reduction(op: Any) -> tuple[str, Any]:
+    """torch's ReduceOp -> (our name, what inputs are to be multiplied with before, or None)."""
+    kind = getattr(op, "op", op)
+    name = _NAMES.get(kind)
+    if name is None:
+        raise ArgumentError(f"{op} is not known; use one of dist.ReduceOp.{', '.join(kind.name for kind in _NAMES)}.")
+    return name, op.factor if kind == _Type.PREMUL_SUM else None
+
+
+def reals(x: torch.Tensor, op: str) -> torch.Tensor:
+    """What of `x` is reduced: the real and imaginary parts of a complex tensor, which can be added and scaled."""
+    if not x.is_complex():
+        return x
+    if op not in ("sum", "avg"):
+        raise ArgumentError(f"op={op!r} of {x.dtype}: complex numbers can be summed and averaged. Reduce x.abs().")
+    return torch.view_as_real(x)
+
+
+def one(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor of a call that torch writes as a list of one, as if a process had several devices."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ArgumentError(f"{what} got {len(tensors)} tensors; expected one, since a rank has one device.")
+    return tensors[0]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their elements one after the other, in a copy."""
+    return torch.cat([x.reshape(-1) for x in tensors]) if tensors else torch.empty(0)
+
+
+def spread(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+    """The inverse: copy the elements of `flat` out to them."""
+    start = 0
+    for x in tensors:
+        x.copy_(flat[start : start + x.numel()].view(x.shape))
+        start += x.numel()
+
+
+def equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(x.numel() == tensors[0].numel() and x.dtype == tensors[0].dtype for x in tensors)
+
+
+def rescale(x: torch.Tensor, spans: Iterable[Any], divided_by: int) -> None:
+    """`x` is a sum of inputs that were divided by `divided_by`: make it the average of those that are in it."""
+    for span in spans:
+        if len(span.replicas) != divided_by:
+            x.view(-1)[span.start : span.stop].mul_(divided_by / len(span.replicas))

@@ -1,0 +1,18 @@
+"""All that differs between the versions of torch that ftcomm works with, 2.11 to 2.15. What is asked is torch itself,
+not its version number: the newest that we know is not the newest that there will be."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+# The c10d reconfigure contract: groups are made anew from handles, without a store (2.14).
+RECONFIGURE = hasattr(c10d, "_reconfigure")
+
+# The flight recorder is attached to every group that names devices, and fails for one that is no C++ backend (2.15).
+_RECORDER = hasattr(c10d, "_maybe_attach_flight_recorder")
+
+
+def device_types() -> list[torch.device]:
+    """What a process group is to name as its devices. Without any, torch takes cpu for objects, as with these."""
+    return [] if _RECORDER else [torch.device("cpu"), torch.device("cuda")]

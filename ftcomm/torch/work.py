@@ -1,0 +1,185 @@
+"""A collective that torch has started: `dist.Work` over the Work of a group, and the future that hooks chain on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ftcomm.errors import CollectiveTimeout
+
+
+class Part(Protocol):
+    """What a call with `async_op=True` returns."""
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+    def done(self) -> bool: ...
+
+
+class FtWork(dist._Work):  # type: ignore[misc]
+    """One call of torch: done when all its `parts` are, and `finish` has brought the result to where torch wants it.
+
+    `result` is what the future gets. `timeout` is in seconds from now, and of the call: each `wait` raises
+    `CollectiveTimeout` when it has passed, whatever the ops beneath do then. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        result: list[torch.Tensor],
+        futures: Futures,
+        finish: Callable[[], None] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._name, self._parts, self._result, self._futures = name, parts, result, futures
+        self._finish = finish
+        self._end = None if timeout is None else time.monotonic() + timeout
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._over = False
+        self._source = -1
+        self._future: torch.futures.Future[Any] | None = None
+        if not parts:
+            self._settle(None)
+
+    # -- torch's names -----------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the result is there. Raises what the op failed with."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        end = self._end if not seconds else time.monotonic() + seconds
+        for part in self._parts:
+            if self._over:
+                break
+            try:
+                answer = part.wait(None if end is None else max(0.0, end - time.monotonic()))
+                if type(answer) is int:  # of a message: where it came from
+                    self._source = answer
+            except CollectiveTimeout as error:
+                if not part.done():
+                    raise CollectiveTimeout(
+                        f"{self._name} was not done within its timeout; it goes on, and its buffers are not to be "
+                        f"touched ({error})"
+                    ) from error
+                self._settle(error)
+            except Exception as error:
+                self._settle(error)
+        self._settle(None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._over and all(part.done() for part in self._parts):
+            try:
+                self.wait()
+            except Exception:
+                return True  # exception() says which
+        return self._over
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            future, first = self._future, self._future is None
+            if future is None:
+                devices = sorted({x.device for x in self._result if x.is_cuda}, key=str)
+                future = self._future = torch.futures.Future(devices=devices)
+        if first:
+            if self._over:
+                self._fulfil()
+            else:
+                self._futures.later(self)
+        return future
+
+    # -- ours --------------------------------------------------------------------------------------------------------
+
+    def _settle(self, error: BaseException | None) -> None:
+        """The end, once. `finish` copies and waits for nothing."""
+        with self._lock:
+            if self._over:
+                return
+            if error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as failed:
+                    error = failed
+            self._error, self._finish = error, None
+            self._over = True
+
+    def _fulfil(self) -> None:
+        """Give the future its value, when all is over."""
+        assert self._future is not None
+        if isinstance(self._error, Exception) and not self._futures.forgives(self._error):
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._result)
+
+
+class Futures:
+    """The thread of a process group that gives futures their values, in the order in which their ops were called.
+
+    An error for which `forgives` is true is left out of the future, which then has the inputs: its step is discarded.
+    """
+
+    def __init__(self, forgives: Callable[[Exception], bool] = lambda error: False) -> None:
+        self.forgives = forgives
+        self._works: queue.SimpleQueue[FtWork | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def later(self, work: FtWork) -> None:
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="ftcomm-futures", daemon=True)
+                self._thread.start()
+            closed = self._closed
+        if closed:
+            self._end(work)
+        else:
+            self._works.put(work)
+
+    def close(self) -> None:
+        """End the thread when what is under way is done; idempotent. The groups have ended all ops before."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._works.put(None)
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            self._end(work)
+            del work  # nobody's buffers are kept while there is nothing to do
+
+    def _end(self, work: FtWork) -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            work._settle(error)  # a timeout of the call: nobody else will
+        work._fulfil()

@@ -1,0 +1,110 @@
+"""What the ranks of the tests of FSDP2 and HSDP run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ftcomm
+from ftcomm.hsdp.state import digest
+from ftcomm.torch.mesh import init_device_mesh
+
+from ..process.job import Notes
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def alone(steps: int, ranks: Any) -> list[list[float]]:
+    """The weights when one process trains with the batches of `ranks(step)` in one."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(loss_of(model, batch(step, rank)) / len(ranks(step)) for rank in ranks(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def hsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """`fully_shard` over replicas x shards; at one step a replica is not there any more."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (3, 2))
+    model = network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    replicate = mesh.get_group("replicate")
+    for step in ftcomm.steps(arguments["steps"]):
+        if step == arguments["dies_at"] and group.replica == arguments["victim"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        notes.write(kind="size", step=step, replicate=replicate.size(), world=dist.get_world_size())
+        optimizer.zero_grad()
+        loss_of(model, batch(step, 2 * group.replica + group.rank)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert isinstance(norm, DTensor)
+        optimizer.step()
+    weights = [p.full_tensor().flatten().tolist() for p in model.parameters()]
+    notes.write(kind="final", weights=weights)
+
+
+def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """`fully_shard` over the ranks of one replica, as FSDP2 alone is used, without our mesh."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    model = network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(arguments["steps"]):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, group.rank)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    notes.write(kind="final", weights=[p.full_tensor().flatten().tolist() for p in model.parameters()])
+    dist.destroy_process_group()
+
+
+def hsdp_with_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A training that a replica may join: each rank takes its shards from its likes."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(group.replica)  # taken over from the others by who joins
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 2))
+    if not group.fresh:
+        model.load_state_dict(nn.Sequential(*(m for i, m in enumerate(network()) if i not in (2, 3))).state_dict())
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    for step in ftcomm.steps(arguments["steps"], state):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, 2 * group.replica + group.rank)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
+        time.sleep(0.01)
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes)

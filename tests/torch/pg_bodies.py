@@ -1,0 +1,310 @@
+"""What the ranks of the tests of the process group run: every call of torch.distributed, against what it should give,
+which each rank works out by itself, since it knows what the others put in."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ftcomm
+from ftcomm.errors import ArgumentError, FtcommError, LostError
+from ftcomm.torch.mesh import init_device_mesh
+
+from ..process.job import Notes
+
+OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: lambda x: x.sum(0),
+    dist.ReduceOp.AVG: lambda x: x.sum(0) / len(x),
+    dist.ReduceOp.MIN: lambda x: x.amin(0),
+    dist.ReduceOp.MAX: lambda x: x.amax(0),
+    dist.ReduceOp.PRODUCT: lambda x: x.prod(0),
+}
+BITS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def given(rank: int, n: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """(n,) of small whole numbers, which every dtype can hold, and their sums and products over a few ranks too."""
+    return ((torch.arange(n) + rank) % 3 + 1).to(dtype)
+
+
+def equal(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    if got.dtype in FP8:
+        got, wanted = got.view(torch.uint8), wanted.view(torch.uint8)
+    assert torch.equal(got, wanted), f"{what}: {got} and not {wanted}"
+
+
+def reductions(pg: dist.ProcessGroup | None) -> None:
+    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+    everything = torch.stack([given(r) for r in range(size)])
+    for op, result in OPS.items():
+        for async_op in (False, True):
+            x = given(rank)
+            work = dist.all_reduce(x, op, group=pg, async_op=async_op)
+            if async_op:
+                work.wait()
+                assert work.is_completed()
+                assert work.is_success()
+            equal(x, result(everything), f"all_reduce {op}")
+    x = given(rank).view(3, 4).t()  # strided
+    dist.all_reduce(x, group=pg)
+    equal(x.t().reshape(-1), everything.sum(0), "all_reduce of strided memory")
+    future = dist.all_reduce(y := given(rank), group=pg, async_op=True).get_future()
+    equal(future.then(lambda f: f.value()[0] * 2).wait(), everything.sum(0) * 2, "future")
+    equal(y, everything.sum(0), "all_reduce with a future")
+    if pg is None or dist.get_backend(pg) == "ftcomm":
+        x = given(rank)
+        dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=pg)
+        equal(x, 2 * everything.sum(0), "PREMUL_SUM")
+    for op, bits in BITS.items():
+        x = given(rank, dtype=torch.int32)
+        wanted = given(0, dtype=torch.int32)
+        for r in range(1, size):
+            wanted = bits(wanted, given(r, dtype=torch.int32))
+        dist.all_reduce(x, op, group=pg)
+        equal(x, wanted, f"all_reduce {op}")
+    for dtype in (torch.complex64, *FP8, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64):
+        x = given(rank, dtype=dtype)
+        dist.all_reduce(x, group=pg)
+        equal(x, everything.sum(0).to(dtype), f"all_reduce of {dtype}")
+    root = size - 1
+    x = given(rank)
+    dist.reduce(x, group_dst=root, group=pg)
+    equal(x, everything.sum(0) if rank == root else given(rank), "reduce")
+    wide = [given(r, 4 * size) for r in range(size)]
+    own = torch.stack(wide).sum(0).view(size, -1)[rank]
+    out = torch.empty(4)
+    dist.reduce_scatter_tensor(out, wide[rank], group=pg)
+    equal(out, own, "reduce_scatter_tensor")
+    out = torch.empty(4)
+    dist.reduce_scatter(out, list(wide[rank].view(size, -1).unbind()), op=dist.ReduceOp.AVG, group=pg)
+    equal(out, own / size, "reduce_scatter")
+    outs = [torch.empty(4), torch.empty(4)]
+    with dist._coalescing_manager(group=pg):
+        for out in outs:
+            dist.reduce_scatter_tensor(out, wide[rank], group=pg)
+    for out in outs:
+        equal(out, own, "reduce_scatter_tensor, coalesced")
+    xs = [given(rank), given(rank, 5)]
+    with dist._coalescing_manager(group=pg, async_ops=True) as together:
+        for x in xs:
+            dist.all_reduce(x, group=pg)
+    together.wait()
+    for x in xs:
+        equal(x, everything.sum(0)[: len(x)], "all_reduce, coalesced")
+
+
+def moves(pg: dist.ProcessGroup | None) -> None:
+    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+    root = size - 1
+    for dtype in (torch.float32, torch.complex128, torch.bool, torch.int16, *FP8):
+        every = [given(r, dtype=dtype) for r in range(size)]
+        x = given(rank, dtype=dtype)
+        dist.broadcast(x, group_src=root, group=pg)
+        equal(x, every[root], f"broadcast of {dtype}")
+        outs = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(outs, every[rank], group=pg)
+        for r, out in enumerate(outs):
+            equal(out, every[r], f"all_gather of {dtype}")
+    wanted = torch.cat([given(r) for r in range(size)])
+    out = torch.empty(12 * size)
+    dist.all_gather_into_tensor(out, given(rank), group=pg)
+    equal(out, wanted, "all_gather_into_tensor")
+    into = [torch.empty(12 * size) for _ in range(2)]
+    with dist._coalescing_manager(group=pg):
+        for out in into:
+            dist.all_gather_into_tensor(out, given(rank), group=pg)
+    for out in into:
+        equal(out, wanted, "all_gather_into_tensor, coalesced")
+    uneven = [torch.empty(r + 1) for r in range(size)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)), group=pg)
+    for r, out in enumerate(uneven):
+        equal(out, torch.full((r + 1,), float(r)), "all_gather of uneven parts")
+    outs = [torch.empty(12) for _ in range(size)] if rank == root else None
+    dist.gather(given(rank), outs, group_dst=root, group=pg)
+    for r, out in enumerate(outs or []):
+        equal(out, given(r), "gather")
+    out = torch.empty(12)
+    parts = [given(r) * 2 for r in range(size)] if rank == 0 else None
+    dist.scatter(out, parts, group_src=0, group=pg)
+    equal(out, given(rank) * 2, "scatter")
+    x = torch.arange(size * 2.0) + 100 * rank
+    out = torch.empty(size * 2)
+    dist.all_to_all_single(out, x, group=pg)
+    equal(out, torch.cat([torch.arange(2.0) + 2 * rank + 100 * r for r in range(size)]), "all_to_all_single")
+    sent = [j + 1 for j in range(size)]  # rows to each
+    rows = torch.arange(float(sum(sent)))[:, None].expand(-1, 2).contiguous() + 100 * rank
+    out = torch.empty((rank + 1) * size, 2)
+    dist.all_to_all_single(out, rows, [rank + 1] * size, sent, group=pg)
+    begin = sum(sent[:rank])
+    wanted = torch.cat([torch.arange(begin, begin + rank + 1.0)[:, None].expand(-1, 2) + 100 * r for r in range(size)])
+    equal(out, wanted, "all_to_all_single, uneven")
+    outs = [torch.empty(rank + 1) for _ in range(size)]
+    dist.all_to_all(outs, [torch.full((j + 1,), 10.0 * rank) for j in range(size)], group=pg)
+    for r, out in enumerate(outs):
+        equal(out, torch.full((rank + 1,), 10.0 * r), "all_to_all")
+    dist.barrier(group=pg)
+
+
+def objects(pg: dist.ProcessGroup | None) -> None:
+    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+    said: list[Any] = [None] * size
+    dist.all_gather_object(said, {"rank": rank, "text": "x" * rank}, group=pg)
+    assert said == [{"rank": r, "text": "x" * r} for r in range(size)]
+    sent: list[Any] = ["from", rank] if rank == 0 else [None, None]
+    dist.broadcast_object_list(sent, group_src=0, group=pg)
+    assert sent == ["from", 0]
+
+
+def messages(pg: dist.ProcessGroup | None) -> None:
+    """Round a ring, and both ways at once."""
+    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    out = torch.empty(12)
+    if rank == 0:
+        dist.send(given(rank), group_dst=after, group=pg)
+        dist.recv(out, group_src=before, group=pg)
+    else:
+        dist.recv(out, group_src=before, group=pg)
+        dist.send(given(rank), group_dst=after, group=pg)
+    equal(out, given(before), "send and recv")
+    outs = [torch.empty(3), torch.empty(3)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.full((3,), 1.0 + rank), group=pg, group_peer=after, tag=1),
+            dist.P2POp(dist.isend, torch.full((3,), 50.0 + rank), group=pg, group_peer=before, tag=2),
+            dist.P2POp(dist.irecv, outs[0], group=pg, group_peer=before, tag=1),
+            dist.P2POp(dist.irecv, outs[1], group=pg, group_peer=after, tag=2),
+        ]
+    )
+    for work in works:
+        work.wait()
+    equal(outs[0], torch.full((3,), 1.0 + before), "batch_isend_irecv")
+    equal(outs[1], torch.full((3,), 50.0 + after), "batch_isend_irecv")
+
+
+def functional(pg: dist.ProcessGroup | None) -> None:
+    """What DTensor is made of."""
+    from torch.distributed import _functional_collectives as funcol
+
+    group = dist.group.WORLD if pg is None else pg
+    rank, size = dist.get_rank(pg), dist.get_world_size(pg)
+    everything = torch.stack([given(r) for r in range(size)])
+    equal(funcol.all_reduce(given(rank), "sum", group).clone(), everything.sum(0), "functional all_reduce")
+    equal(funcol.all_gather_tensor(given(rank), 0, group).clone(), everything.view(-1), "functional all_gather")
+    wide = torch.stack([given(r, 4 * size) for r in range(size)])
+    scattered = funcol.reduce_scatter_tensor(wide[rank], "sum", 0, group)
+    equal(scattered.clone(), wide.sum(0).view(size, -1)[rank], "functional reduce_scatter")
+
+
+def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """All calls on the world, on subgroups and on the dimensions of a mesh."""
+    warnings.simplefilter("ignore", FutureWarning)  # the older names of calls have to work too
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert (rank, size) == (group.replica * arguments["ranks_each"] + group.rank, arguments["world"])
+    assert dist.get_backend() == "ftcomm"
+    all_but_one = dist.new_group([r for r in range(size) if r != 1])
+    pgs: dict[str, Any] = {"world": None, "all but one": all_but_one}
+    if arguments["ranks_each"] > 1:
+        mesh = init_device_mesh("cpu", (size // 2, 2))
+        pgs["replicate"], pgs["shard"] = mesh.get_group("replicate"), mesh.get_group("shard")
+        assert mesh.get_local_rank("shard") == group.rank
+        assert mesh.get_local_rank("replicate") == group.replica
+    for name, pg in pgs.items():
+        if pg is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        for calls in (reductions, moves, objects, functional):
+            calls(pg)
+        if not (name == "world" and arguments["ranks_each"] > 1):  # a ring goes from corner to corner of the grid
+            messages(pg)
+        notes.write(kind="done", group=name)
+    mistakes()
+    dist.destroy_process_group(all_but_one)
+    if all_but_one is not dist.GroupMember.NON_GROUP_MEMBER:
+        try:
+            all_but_one.allreduce([torch.ones(1)])
+        except FtcommError as error:
+            notes.write(kind="destroyed", text=str(error))
+    dist.barrier()
+    world = dist.group.WORLD
+    assert world is not None
+    before = world._get_sequence_number_for_group()
+    dist.barrier()
+    assert world._get_sequence_number_for_group() == before + 1
+    dist.destroy_process_group()
+
+
+def mistakes() -> None:
+    """They are told before anything is exchanged, so the group goes on."""
+    size = dist.get_world_size()
+    for wrong, text in (
+        (lambda: dist.all_gather([torch.empty(1)] * (size + 1), torch.ones(1)), f"in a group of {size}"),
+        (lambda: dist.reduce_scatter(torch.empty(1), [torch.ones(1)] * (size + 1)), f"in a group of {size}"),
+        (lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3), [3], [3]), "splits"),
+    ):
+        with pytest.raises(ArgumentError, match=re.escape(text)):
+            wrong()
+
+
+def slow_peer(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A timeout of one call, and of a wait; the op goes on. One of the group that contradicts the job's is refused."""
+    with pytest.raises(ftcomm.SettingsError, match="timeout=1 s of a process group whose job takes 10 s"):
+        dist.init_process_group("ftcomm", timeout=timedelta(seconds=1))
+    dist.init_process_group("ftcomm")
+    if group.replica == 0:
+        x = torch.ones(3)
+        opts = dist.AllreduceOptions()
+        opts.timeout = timedelta(seconds=0.05)
+        work = dist.group.WORLD.allreduce([x], opts)
+        for late in (None, timedelta(seconds=0.01)):
+            try:
+                work.wait(late)
+            except ftcomm.CollectiveTimeout as error:
+                notes.write(kind="late", text=str(error))
+        (Path(arguments["marks"]) / "go").touch()
+        work.wait(timedelta(seconds=30))
+        assert x.tolist() == [2.0] * 3
+    else:
+        while not (Path(arguments["marks"]) / "go").exists():
+            time.sleep(0.005)
+        dist.all_reduce(torch.ones(3))
+
+
+def lost_root(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """The root of a broadcast is gone: all others get the same error, and go on, in the next step with other ranks."""
+    dist.init_process_group("ftcomm")
+    for step in ftcomm.steps(4):
+        if step == 1 and group.replica == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            x = torch.full((3,), float(group.replica))
+            dist.broadcast(x, src=0)
+            notes.write(kind="got", step=step, value=x[0].item(), rank=dist.get_rank(), size=dist.get_world_size())
+        except LostError as error:
+            notes.write(kind="lost", step=step, text=str(error), rank=dist.get_rank(), size=dist.get_world_size())
+        dist.all_reduce(y := torch.ones(1))
+        notes.write(kind="sum", step=step, value=y.item(), ranks=dist.get_process_group_ranks(dist.group.WORLD))
+
+
+def told_another_rank(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    try:
+        dist.init_process_group("ftcomm", rank=1, world_size=4)
+    except ftcomm.InitError as error:
+        notes.write(kind="told", text=str(error))

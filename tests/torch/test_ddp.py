@@ -1,0 +1,67 @@
+"""DistributedDataParallel, as it is, over ftcomm: gloo's bits, and the right average when a replica is lost in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from ..process.job import Job
+from . import ddp_bodies as bodies
+from .test_steps import ENDLESS, end_together, stepped
+
+ELEMENTS = 1_000_000  # 8 chunks of a sum in float32
+
+
+def test_bits_are_those_of_gloo_in_every_way_of_using_ddp(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=2, body=bodies.beside_gloo) as job:
+        for replica in range(2):
+            assert job.join(replica) == [0], job.errors()
+    digests = defaultdict(set)
+    for _, _, note in job.notes():
+        if note["kind"] == "digest":
+            digests[note["way"]].add(note["digest"])
+    assert set(digests) == set(bodies.WAYS)
+    assert {way: len(of_all) for way, of_all in digests.items()} == dict.fromkeys(bodies.WAYS, 1)
+    assert len(set.union(*digests.values())) > 3, "ways that differ have the same result"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_average_is_of_those_who_contributed(tmp_path: Path, victim: int) -> None:
+    """Also in the step in which one dies: part of its gradient is in the sum, and then counts."""
+    survivors = [replica for replica in range(3) if replica != victim]
+    with Job(tmp_path, replicas=3, body=bodies.one_dies, elements=ELEMENTS, steps=6, victim=victim) as job:
+        for replica in survivors:
+            assert job.join(replica) == [0], job.errors()
+    every, rest = 7 / 3, sum(2**replica for replica in survivors) / 2
+    for replica, _, note in job.notes():
+        if note["kind"] != "step" or replica == victim:
+            continue
+        if note["step"] < 2:
+            assert note["values"] == [pytest.approx(every)], note
+        elif note["step"] == 2:
+            assert len(note["values"]) == 2, "the victim has died before or after the sum, not in it"
+            assert note["values"] == pytest.approx(sorted([every, rest]))
+        else:
+            assert note["values"] == [rest], note
+        assert note["size"] == (3 if note["step"] <= 2 else 2)
+        assert note["rank"] == (replica if note["step"] <= 2 else survivors.index(replica))
+
+
+def test_a_replica_comes_back_into_a_training_with_ddp(tmp_path: Path) -> None:
+    """It wraps its model, gathers objects and waits at a barrier while the others train; then it has their bits. Also
+    as rank 0, from which DDP takes buffers; and its buckets are theirs in its first iteration."""
+    with Job(tmp_path, replicas=3, body=bodies.train_with_ddp, steps=ENDLESS) as job:
+        job.wait_contributing({0, 1, 2})
+        for victim in (1, 0):
+            stepped(job, 5, {0, 1, 2})
+            seen = len(job.events)
+            job.kill(victim)
+            job.start(victim)
+            job.wait_contributing({0, 1, 2}, since=seen)
+        stepped(job, 5, {0, 1, 2})
+        end_together(job, {0, 1, 2})
+        assert not [note for _, _, note in job.notes() if note["kind"] == "stale"], "buffers of one who catches up"
+        buckets = [note for _, _, note in job.notes() if note["kind"] == "buckets"]
+    assert {(note["made"], note["again"]) for note in buckets} == {("6416, 27200", "6416, 27200")}

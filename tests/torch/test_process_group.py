@@ -1,0 +1,105 @@
+"""dist.init_process_group("ftcomm"): every call, on every kind of group, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ftcomm.errors import SettingsError
+from ftcomm.torch.meeting import join_by_store
+
+from ..process.job import Job
+from . import pg_bodies as bodies
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
+def test_every_call_on_every_kind_of_group(tmp_path: Path, replicas: int, ranks: int) -> None:
+    world = replicas * ranks
+    with Job(tmp_path, replicas=replicas, ranks=ranks, body=bodies.everything, world=world, ranks_each=ranks) as job:
+        for replica in range(replicas):
+            assert job.join(replica) == [0] * ranks, "\n".join(map(str, job.errors()))
+    done = [note["group"] for _, _, note in job.notes() if note["kind"] == "done"]
+    assert {name: done.count(name) for name in done} == {
+        "world": world,
+        "all but one": world - 1,
+        **({"replicate": world, "shard": world} if ranks > 1 else {}),
+    }
+    gone = [note["text"] for _, _, note in job.notes() if note["kind"] == "destroyed"]
+    assert len(gone) == world - 1
+    assert all("does not exist any more: it was destroyed" in text for text in gone)
+
+
+def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=2, body=bodies.slow_peer) as job:
+        for replica in range(2):
+            assert job.join(replica) == [0], job.errors()
+    late = [note["text"] for _, _, note in job.notes() if note["kind"] == "late"]
+    assert len(late) == 2
+    assert all(text.startswith("all_reduce of group") and "was not done within its timeout" in text for text in late)
+
+
+def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_boundary(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=3, body=bodies.lost_root) as job:
+        for replica in (1, 2):
+            assert job.join(replica) == [0], job.errors()
+    notes = [note | {"replica": replica} for replica, _, note in job.notes() if replica != 0]
+    lost = [note for note in notes if note["kind"] == "lost"]
+    assert {note["step"] for note in lost} == {1}
+    assert len(lost) == 2
+    assert len({note["text"] for note in lost}) == 1
+    assert {(note["replica"], note["rank"], note["size"]) for note in lost} == {(1, 1, 3), (2, 2, 3)}
+    got = {(n["step"], n["replica"], n["rank"], n["size"], n["value"]) for n in notes if n["kind"] == "got"}
+    assert got == {
+        *((0, replica, replica, 3, 0.0) for replica in (1, 2)),
+        *((step, replica, replica - 1, 2, 1.0) for step in (2, 3) for replica in (1, 2)),
+    }
+    sums = {(n["step"], n["value"]) for n in notes if n["kind"] == "sum"}
+    assert sums == {(0, 3.0), (1, 2.0), (2, 2.0), (3, 2.0)}
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("ftcomm")
+x = torch.ones(5)
+dist.all_reduce(x)
+print(dist.get_rank(), dist.get_world_size(), int(x[0]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, environment: dict[str, str]) -> str:
+    """What the script says in a process of its own, in a folder where nothing of ours lies."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "FTCOMM_LOG": "error", **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+def test_found_by_name_in_a_program_of_another_launcher(tmp_path: Path) -> None:
+    """No import of ours, no coordinator: a world of one, as torchrun would start it."""
+    assert run(tmp_path, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}) == "0 1 1\n"
+
+
+@pytest.mark.parametrize("shards", ["2", "none", "0"])
+def test_a_world_that_is_not_replicas_times_ranks(monkeypatch: pytest.MonkeyPatch, shards: str) -> None:
+    monkeypatch.setenv("FTCOMM_RANKS_PER_REPLICA", shards)
+    with pytest.raises(SettingsError, match="in a world of 3 ranks: a world is replicas x ranks of each"):
+        join_by_store(dist.HashStore(), 0, 3, timedelta(seconds=1))
+
+
+def test_the_job_knows_rank_and_size(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=1, body=bodies.told_another_rank) as job:
+        assert job.join(0) == [0], job.errors()
+    (said,) = [note["text"] for _, _, note in job.notes() if note["kind"] == "told"]
+    assert "init_process_group(rank=1, world_size=4) in a job in which this is rank 0 of 1" in said

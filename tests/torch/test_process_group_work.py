@@ -1,0 +1,113 @@
+"""`FtWork`: what torch, and whoever chains on its future, gets of an op that ends well, badly, late or forgiven."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
+from ftcomm.torch.work import FtWork, Futures
+
+
+class Op:
+    """Ends when it is told to, with `error` if there is one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.over = error, threading.Event()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.over.wait(timeout):
+            raise CollectiveTimeout("not done")
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+@pytest.fixture
+def futures() -> Any:
+    made = Futures(lambda error: isinstance(error, MismatchError))
+    yield made
+    made.close()
+
+
+def test_the_result_is_there_before_anybody_hears_that_it_is(futures: Futures) -> None:
+    op, x, brought = Op(), torch.zeros(2), []
+    work = FtWork("op", [op], [x], futures, lambda: brought.append(x.add_(1)))
+    future = work.get_future()
+    assert not work.is_completed()
+    assert not future.done()
+    op.over.set()
+    assert future.wait()[0] is x
+    assert work.wait()
+    assert work.is_success()
+    assert work.result()[0] is x
+    assert work.get_future() is future
+    assert x.tolist() == [1.0, 1.0]
+    assert len(brought) == 1, "brought twice"
+
+
+def test_who_asks_whether_it_is_completed_may_use_the_result(futures: Futures) -> None:
+    op, x = Op(), torch.zeros(1)
+    work = FtWork("op", [op], [x], futures, lambda: x.add_(1))
+    op.over.set()
+    assert work.is_completed()
+    assert x.tolist() == [1.0]
+
+
+def test_an_error_comes_by_every_way(futures: Futures) -> None:
+    op = Op(LostError("rank 1 was lost"))
+    work = FtWork("op", [op], [torch.ones(1)], futures, lambda: pytest.fail("there is no result to bring"))
+    future = work.get_future()
+    op.over.set()
+    with pytest.raises(LostError):
+        future.wait()
+    for _ in range(2):
+        with pytest.raises(LostError, match="rank 1"):
+            work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), LostError)
+
+
+def test_a_timeout_ends_the_wait_and_not_the_op(futures: Futures) -> None:
+    op = Op()
+    work = FtWork("all_reduce of group 'x'", [op], [torch.ones(1)], futures, timeout=60)
+    with pytest.raises(CollectiveTimeout, match="all_reduce of group 'x' was not done within its timeout"):
+        work.wait(timedelta(milliseconds=1))
+    assert not work.is_completed()
+    op.over.set()
+    assert work.wait()
+    late = FtWork("op", [Op()], [torch.ones(1)], futures, timeout=0.01)
+    told = threading.Event()
+    future = late.get_future()
+    future.add_done_callback(lambda _: told.set())
+    assert told.wait(20), "nobody has looked at the clock"
+    with pytest.raises(CollectiveTimeout):
+        future.wait()
+    with pytest.raises(CollectiveTimeout):
+        late.wait()
+
+
+def test_of_a_forgiven_error_the_future_says_nothing(futures: Futures) -> None:
+    """DDP ends its backward with what it had, and the step is repeated."""
+    op, x = Op(MismatchError("different calls")), torch.ones(1)
+    work = FtWork("op", [op], [x], futures)
+    future = work.get_future()
+    op.over.set()
+    assert future.wait()[0] is x
+    with pytest.raises(MismatchError):
+        work.wait()
+
+
+def test_futures_of_what_is_asked_for_after_the_end(futures: Futures) -> None:
+    op = Op()
+    op.over.set()
+    work = FtWork("op", [op], [torch.ones(1)], futures)
+    futures.close()
+    assert work.get_future().wait()[0].tolist() == [1.0]
