@@ -1,15 +1,16 @@
 """How the training state gets from healthy replicas to one that came back, while everybody trains on.
 
 A view that takes a replica in at the boundary of step m makes up to four contributing members its *sources*. Each
-copies its state entering step m to host memory, which is all that a healthy replica ever stalls, and serves the copy
-from a thread. All sources hold the same bits, so the joiner takes each block from whichever is free, checks it, and
-when a source dies or answers wrongly gets its blocks from the others. Who is asked for what is decided in stripes.py;
-what they say to each other is in frames.py.
+copies its state entering step m to host memory, which is all that a healthy replica ever stalls (snapshot.py), and
+serves the copy from a thread. All sources hold the same bits, so the joiner takes each block from whichever is free,
+checks it, and when a source dies or answers wrongly gets its blocks from the others. Who is asked for what is decided
+in stripes.py; what they say to each other is in frames.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -39,33 +40,36 @@ from ftcomm.hsdp.frames import (
     receive,
     send,
 )
-from ftcomm.hsdp.state import SAME_SCRIPT, Flat, Stateful, allocate, first_difference, flatten
+from ftcomm.hsdp.snapshot import Snapshot
+from ftcomm.hsdp.state import SAME_SCRIPT, Flat, Stateful, allocate, first_difference
 from ftcomm.hsdp.stripes import Snapshots, Stripes, sources_of
+from ftcomm.hsdp.throttle import Throttle
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
 
+log = logging.getLogger("ftcomm")
+
 SILENCE = 10.0  # seconds without a byte after which a source counts as lost
+SPOILED = (
+    "parameters or optimizer state were changed before optimizer.step(), while they were being copied for a joiner; "
+    "from now on they are copied before the step begins"
+)
 RETRY = 0.2  # seconds between attempts to reach a source whose script has not come to the step loop
-
-
-class Snapshot:
-    """The state entering `step`, in host memory. Taking it blocks for `seconds`."""
-
-    def __init__(self, step: int, state: Mapping[str, Stateful]) -> None:
-        started = time.monotonic()
-        self.step = step
-        self.flat = flatten(state).on_host()
-        self.seconds = time.monotonic() - started
-        self.stream = Stream(self.flat)
 
 
 class Source:
     """The healthy side. `at_boundary` is called by the step loop, requests are served in threads of their own."""
 
-    def __init__(self, group: Group, state: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self, group: Group, state: Mapping[str, Stateful], *, overlap: bool = False, throttle: Throttle | None = None
+    ) -> None:
+        """`overlap`: `settle` is called before every step of an optimizer, so that copies may take until then."""
         self._group = group
         self._state = state
+        self._overlap = overlap
+        self._throttle = Throttle(None) if throttle is None else throttle
+        self._copying: Snapshot | None = None
         self._step = -1
         self._snapshots: Snapshots[Snapshot] = Snapshots()
         self._moved = threading.Condition()
@@ -73,17 +77,33 @@ class Source:
 
     def at_boundary(self, step: int, view: View) -> None:
         """Take a snapshot if members joined here and this replica is a source; drop those nobody needs any more."""
+        self.settle()
         with self._moved:
             joined = self._snapshots.due(step, view)
         snapshot = None
         if joined and self._state and self._group.replica in sources_of(view):
-            snapshot = Snapshot(step, self._state)
-            self._group.report("state_snapshot", step=step, bytes=snapshot.flat.nbytes, seconds=snapshot.seconds)
+            snapshot = self._copying = Snapshot(step, self._state, self._overlap)
         with self._moved:
             if snapshot is not None:
                 self._snapshots.put(joined, step, snapshot)
             self._step = step
             self._moved.notify_all()
+
+    def settle(self) -> float:
+        """Block until the live state may change; returns for how many seconds the loop has stood still for the snapshot
+        that is now complete, 0.0 without one."""
+        snapshot, self._copying = self._copying, None
+        if snapshot is None:
+            return 0.0
+        snapshot.finish()
+        fields = dict(step=snapshot.step, bytes=snapshot.nbytes, seconds=round(snapshot.seconds, 6))
+        if snapshot.spoiled:
+            self._overlap = False
+            log.warning("replica %d rank %d: %s", self._group.replica, self._group.rank, SPOILED)
+            self._group.report("state_snapshot", **fields, spoiled=True)
+        else:
+            self._group.report("state_snapshot", **fields)
+        return snapshot.seconds
 
     def linger(self, seconds: float) -> None:
         """After the last step: stay until each joiner has its state or has left, or the time is over."""
@@ -109,17 +129,27 @@ class Source:
             reason = "it took no snapshot for this replica" if self._state else "it passes no `state` to steps()"
             send(sock, Refusal(reason))
             return
-        stream = snapshot.stream
-        send(sock, Offer(snapshot.flat.skeleton, stream.nbytes, stream.block))
-        while isinstance(want := receive(sock, MAX_REQUEST), Want) and 0 <= want.number < stream.count:
+        # At once, though the copy may go on: the joiner takes part in no op before it has heard this.
+        send(sock, Offer(snapshot.flat.skeleton, snapshot.nbytes, BLOCK))
+        count = -(-snapshot.nbytes // BLOCK)
+        while isinstance(want := receive(sock, MAX_REQUEST), Want) and 0 <= want.number < count:
+            while not snapshot.wait(1.0):
+                send(sock, Wait())
+            stream = snapshot.stream()
+            if stream is None:
+                send(sock, Refusal(SPOILED))
+                while receive(sock, MAX_REQUEST):  # until it hangs up: what it asked for on top must not reset the line
+                    pass
             pieces, crc = stream.pieces(want.number), 0
             for piece in pieces:
                 crc = zlib.crc32(piece, crc)
-            send(sock, Block(want.number, sum(piece.nbytes for piece in pieces), crc))
+            nbytes = sum(piece.nbytes for piece in pieces)
+            self._throttle.take(nbytes)
+            send(sock, Block(want.number, nbytes, crc))
             for piece in pieces:
                 sock.sendall(piece)
         if not isinstance(want, Done):
-            raise Wrong(f"it sent {want!r}, expected Want of one of {stream.count} blocks, or Done")
+            raise Wrong(f"it sent {want!r}, expected Want of one of {count} blocks, or Done")
         with self._moved:
             self._snapshots.done(joiner)
             self._moved.notify_all()
@@ -171,6 +201,12 @@ class Fetch:
         return self._offer.nbytes if self._offer else 0
 
     @property
+    def skeleton(self) -> bytes:
+        """Of the state that is offered; after `agree`."""
+        assert self._offer is not None
+        return self._offer.skeleton
+
+    @property
     def sources(self) -> list[int]:
         """Who served at least one block."""
         return self._stripes.served
@@ -214,10 +250,11 @@ class Fetch:
         """Give up sources that are no members any more, without waiting for them to time out."""
         with self._changed:
             self._left_view |= {source for source in self._stripes.alive if source not in members}
+            left = [self._sockets[source] for source in self._left_view & self._sockets.keys()]
             self._changed.notify_all()
-        for source in self._left_view & self._sockets.keys():
+        for sock in left:
             with contextlib.suppress(OSError):
-                self._sockets[source].shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the threads: at once if something is missing, else as soon as every source knows that we have it all."""
@@ -262,7 +299,12 @@ class Fetch:
         while True:
             sock = self._group.dial(source, "state", self._fields)
             sock.settimeout(SILENCE)
-            self._sockets[source] = sock
+            with self._changed:  # who gives sources up looks at both under this lock
+                self._sockets[source] = sock
+                left = source in self._left_view
+            if left:
+                sock.close()
+                raise NoSource("it left before it was asked")
             try:
                 return sock, _offer(sock)
             except ConnectionError:
@@ -296,7 +338,10 @@ class Fetch:
 
     def _receive(self, sock: socket.socket, number: int) -> None:
         assert self._stream is not None, "the state is taken only when no block is missing"
-        block = receive(sock)
+        while isinstance(block := receive(sock), Wait):
+            pass
+        if isinstance(block, Refusal):
+            raise NoSource(block.reason)
         pieces, crc = self._stream.pieces(number), 0
         if not isinstance(block, Block) or block.number != number:
             raise Wrong(f"it answered {type(block).__name__} when block {number} was due")

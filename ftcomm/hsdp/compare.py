@@ -17,6 +17,7 @@ import torch
 
 from ftcomm.collective.divergence import judge, named
 from ftcomm.errors import DivergenceError, StateError
+from ftcomm.hsdp.shards import local
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -32,7 +33,7 @@ def compare(state: Any, group: Group) -> str:
         b"".join(value.to_bytes(8, "little") for value in entries.values()), digest_size=16
     ).digest()
     # The number of entries is there too, so that states of different models are told apart before the second op.
-    rows = _exchange(group, [len(entries) + 1, *np.frombuffer(whole, np.int64)])
+    rows = exchange(group, [len(entries) + 1, *np.frombuffer(whole, np.int64)])
     wrong, right = judge({replica: int.from_bytes(row.tobytes(), "little") for replica, row in rows.items()})
     if not wrong:
         return str(next(iter(rows.values()))[1:].tobytes().hex())  # of one that catches up, that of the others
@@ -40,7 +41,7 @@ def compare(state: Any, group: Group) -> str:
     if len(set(counts.values())) > 1:
         where = "they have different numbers of entries: " + ", ".join(f"{c} on replica {r}" for r, c in counts.items())
     else:
-        where = _where(entries, _exchange(group, list(entries.values())))
+        where = _where(entries, exchange(group, list(entries.values())))
     who = f"the state of {named(wrong)}, rank {group.rank}, "
     who += f"differs from that of {named(right)}" if right else "differs, and none has a majority"
     raise DivergenceError(f"{who}: {where}. Restart those that are wrong, or all from a checkpoint.")
@@ -67,8 +68,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
         for place, item in enumerate(value):
             yield from _leaves(item, f"{path}[{place}]")
     elif isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        yield path, f"{value.dtype} {tuple(value.shape)}", flat.view(torch.uint8).numpy().data
+        part = local(value)  # of a tensor that is spread over the ranks of a replica
+        flat = part.cpu().contiguous().reshape(-1)
+        yield path, f"{part.dtype} {tuple(part.shape)}", flat.view(torch.uint8).numpy().data
     elif isinstance(value, _PLAIN):
         yield path, type(value).__name__, repr(value).encode()
     elif hasattr(value, "__array__"):
@@ -81,7 +83,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
         )
 
 
-def _exchange(group: Group, mine: list[Any]) -> dict[int, np.ndarray[Any, Any]]:
+def exchange(group: Group, mine: list[Any]) -> dict[int, np.ndarray[Any, Any]]:
     """The rows of all contributing replicas."""
     matrix = np.zeros((max(group.settings.replicas, group.replica + 1), len(mine)), np.int64)
     matrix[group.replica] = mine

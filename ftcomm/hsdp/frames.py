@@ -9,6 +9,8 @@
       |<-----------------------------------|
       |  Want(number)   up to DEPTH ahead  |
       |----------------------------------->|
+      |            Wait, once a second,    |   until its copy of the state is complete,
+      |<-----------------------------------|   or Refusal(reason) if that was in vain
       |  Block(number, nbytes, crc32), then the bytes
       |<-----------------------------------|
       |  Done                              |   the snapshot may go
@@ -44,7 +46,7 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wait(Frame, frozen=True):
-    """The source has not reached the boundary of that step yet."""
+    """The source has not reached the boundary of that step yet, or still copies its state."""
 
 
 class Offer(Frame, frozen=True):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,25 +24,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ftcomm.errors import StateError
+from ftcomm.hsdp.gate import StandIn
+from ftcomm.hsdp.rate import scaled
+from ftcomm.hsdp.shards import local, maker
+from ftcomm.hsdp.spill import Kept, Limits, Spill
 from ftcomm.hsdp.state import Flat, Stateful, load
 
-KEEP_BYTES = 4 << 30  # of gradients, in host memory, before a joiner gives up; FTCOMM_CATCHUP_BYTES sets another limit
-
-Keep = Callable[[Callable[[], object], int], None]  # (what to do at replay, bytes that it holds)
+Keep = Callable[[Callable[[], object]], None]  # what to do at replay
 
 
 class Replay:
     """Shadows the optimizers and schedulers in `state` from construction until `restore`. Not thread-safe."""
 
-    def __init__(self, state: Mapping[str, Stateful], limit: int | None = None) -> None:
+    scale = 1.0  # of the learning rate, in the updates that are kept from now on
+
+    def __init__(self, state: Mapping[str, Stateful], limits: Limits | None = None) -> None:
         self._state = state
-        self._limit = int(os.environ.get("FTCOMM_CATCHUP_BYTES", KEEP_BYTES)) if limit is None else limit
-        self._held = 0
-        self._steps: deque[list[tuple[Callable[[], object], int]]] = deque()
+        self._spill = Spill(Limits.from_env() if limits is None else limits)
+        self._steps: deque[list[Callable[[], object]]] = deque()
         self._applying = False
         objects = state.values()
-        self._schedulers = [_SchedulerShadow(obj, self._keep) for obj in objects if isinstance(obj, LRScheduler)]
-        self._optimizers = [_OptimizerShadow(obj, self._keep) for obj in objects if isinstance(obj, Optimizer)]
+        self._schedulers = [_SchedulerShadow(obj, self.keep) for obj in objects if isinstance(obj, LRScheduler)]
+        self._optimizers = [_OptimizerShadow(obj, self) for obj in objects if isinstance(obj, Optimizer)]
 
     @property
     def possible(self) -> bool:
@@ -71,9 +73,8 @@ class Replay:
         deadline = time.monotonic() + seconds
         with self._real():
             while self._steps and (least > 0 or time.monotonic() < deadline):
-                for action, nbytes in self._steps.popleft():
+                for action in self._steps.popleft():
                     action()
-                    self._held -= nbytes
                 least -= 1
 
     def restore(self) -> None:
@@ -82,18 +83,15 @@ class Replay:
             shadow.remove()
         self._optimizers, self._schedulers = [], []
         self._steps.clear()
+        self._spill.close()
 
-    def _keep(self, action: Callable[[], object], nbytes: int) -> None:
-        if self._applying:  # the optimizer itself, or a scheduler, writes to the param_groups
-            return
-        self._held += nbytes
-        if self._held > self._limit:
-            raise StateError(
-                f"The gradients of {self.behind} steps, kept until the state of the other replicas has arrived, take "
-                f"{self._held / 1e9:.2f} GB, above the limit of {self._limit / 1e9:.2f} GB. Allow more with "
-                "FTCOMM_CATCHUP_BYTES, or give the transfer a faster network."
-            )
-        self._steps[-1].append((action, nbytes))
+    def keep(self, action: Callable[[], object]) -> None:
+        """To be done when this step is replayed, after what was kept before."""
+        if not self._applying:  # else the optimizer itself, or a scheduler, writes to the param_groups
+            self._steps[-1].append(action)
+
+    def put(self, grad: Tensor) -> Kept:
+        return self._spill.put(grad)
 
     @contextlib.contextmanager
     def _real(self) -> Iterator[None]:
@@ -104,40 +102,24 @@ class Replay:
             self._applying = False
 
 
-class _StandIn:
-    """Puts `step` of `owner` aside and another in its place."""
+class _SchedulerShadow(StandIn):
+    def __init__(self, owner: LRScheduler, keep: Keep) -> None:
+        super().__init__(owner)
+        self._keep = keep
 
-    def __init__(self, owner: Any, keep: Keep) -> None:
-        self.owner = owner
-        self.keep = keep
-        self.real = owner.step  # of the class, or one that a scheduler has put on the instance before us
-        self._own = vars(owner).get("step")
-        # wraps: a scheduler looks for a mark of its own on optimizer.step
-        owner.step = functools.wraps(self.real)(lambda *args, **kwargs: self.step(*args, **kwargs))
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        if self._own is None:
-            del self.owner.step
-        else:
-            self.owner.step = self._own
-
-
-class _SchedulerShadow(_StandIn):
     def step(self, *args: Any, **kwargs: Any) -> None:
-        self.keep(functools.partial(self.real, *args, **kwargs), 0)
+        self._keep(functools.partial(self.real, *args, **kwargs))
 
 
-class _OptimizerShadow(_StandIn):
-    def __init__(self, owner: Optimizer, keep: Keep) -> None:
+class _OptimizerShadow(StandIn):
+    def __init__(self, owner: Optimizer, replay: Replay) -> None:
         if isinstance(owner, torch.optim.LBFGS):
             raise StateError(
                 "LBFGS evaluates the loss several times a step, which a replica that catches up cannot repeat. Use an "
                 "optimizer that needs the gradients only."
             )
-        super().__init__(owner, keep)
+        super().__init__(owner)
+        self._to = replay
         self.watch()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -145,9 +127,8 @@ class _OptimizerShadow(_StandIn):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = [None if p.grad is None else _to_host(p.grad) for p in self._params()]
-        nbytes = sum(g.numel() * g.element_size() for g in grads if g is not None)
-        self.keep(functools.partial(self._replay, grads, kwargs), nbytes)
+        grads = [None if p.grad is None else self._keep_grad(p.grad) for p in self._params()]
+        self._to.keep(functools.partial(self._replay, grads, kwargs, self._to.scale))
         return loss
 
     def watch(self) -> None:
@@ -163,15 +144,21 @@ class _OptimizerShadow(_StandIn):
         for group in self.owner.param_groups:
             yield from group["params"]
 
-    def _wrote(self, group: int, key: str, value: Any) -> None:
-        self.keep(lambda: self.owner.param_groups[group].__setitem__(key, value), 0)
+    def _keep_grad(self, grad: Tensor) -> tuple[Kept, Callable[[Tensor], Tensor]]:
+        return self._to.put(local(grad)), maker(grad)
 
-    def _replay(self, grads: list[Tensor | None], kwargs: dict[str, Any]) -> None:
+    def _wrote(self, group: int, key: str, value: Any) -> None:
+        self._to.keep(lambda: self.owner.param_groups[group].__setitem__(key, value))
+
+    def _replay(
+        self, grads: list[tuple[Kept, Callable[[Tensor], Tensor]] | None], kwargs: dict[str, Any], scale: float
+    ) -> None:
         params = list(self._params())
         present = [p.grad for p in params]  # perhaps views into buckets, so they are put back, not written to
         for p, grad in zip(params, grads, strict=True):
-            p.grad = None if grad is None else grad.to(p.device)
-        self.real(**kwargs)
+            p.grad = None if grad is None else grad[1](grad[0].take().to(p.device))
+        with scaled(self.owner, scale):
+            self.real(**kwargs)
         for p, grad in zip(params, present, strict=True):
             p.grad = grad
 
@@ -190,7 +177,3 @@ class _WatchedGroup(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
-
-
-def _to_host(grad: Tensor) -> Tensor:
-    return grad.detach().to("cpu", copy=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ftcomm.errors import StateError
+from ftcomm.hsdp.shards import Layout, Meshes, is_spread, layout, local
 
 SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
 
@@ -49,7 +50,7 @@ class Flat:
 
     def on_host(self) -> Flat:
         """A copy in host memory, independent of the live state. Blocks for the copy."""
-        return Flat(self.skeleton, [_host_copy(t) for t in self.tensors])
+        return Flat(self.skeleton, [host_copy(t) for t in self.tensors])
 
     def views(self) -> list[memoryview]:
         """The bytes of each tensor, writable, without a copy; only for contiguous host tensors (see `on_host`)."""
@@ -58,26 +59,35 @@ class Flat:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape."""
+    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape, here that of
+    the part of this rank if it is spread over several."""
 
     place: int
     dtype: str
     shape: tuple[int, ...]
+    layout: Layout | None = None
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        text = f"{self.dtype}{list(self.shape)}"
+        if self.layout is None:
+            return text
+        whole, placements, mesh = self.layout
+        return f"{text}, a part of {list(whole)} as {', '.join(placements)} over the mesh ({mesh}),"
 
 
 def flatten(state: Mapping[str, Stateful]) -> Flat:
     """Take `state` apart; the tensors alias the live state. Raises `StateError` on values that cannot be sent."""
     tensors: list[Tensor] = []
-    tree = [[name, _kind(obj), _encode(obj.state_dict(), name, tensors, False)] for name, obj in state.items()]
+    tree = [
+        [name, _kind(obj), type(obj).__qualname__, _encode(obj.state_dict(), name, tensors, False)]
+        for name, obj in state.items()
+    ]
     return Flat(msgspec.msgpack.encode(tree), tensors)
 
 
 def allocate(skeleton: bytes) -> Flat:
     """A `Flat` with uninitialised host tensors, to receive into."""
-    specs = [leaf for _, _, tree in _entries(skeleton) for leaf in _specs(tree)]
+    specs = [leaf for *_, tree in _entries(skeleton) for leaf in _specs(tree)]
     if [spec.place for spec in specs] != list(range(len(specs))):
         raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
     try:
@@ -91,8 +101,9 @@ def load(flat: Flat, state: Mapping[str, Stateful]) -> None:
 
     Call `first_difference` before; what a `load_state_dict` refuses nevertheless is raised as `StateError`.
     """
-    for name, _, tree in _entries(flat.skeleton):
-        got = _fill(tree, flat.tensors)
+    meshes = Meshes(tensor for obj in state.values() for tensor in _tensors(obj.state_dict()))
+    for name, *_, tree in _entries(flat.skeleton):
+        got = _fill(tree, flat.tensors, meshes)
         metadata = getattr(state[name].state_dict(), "_metadata", None)
         if metadata is not None:  # the versions of a module's submodules, which state_dict hides in an attribute
             got = collections.OrderedDict(got)
@@ -111,17 +122,51 @@ def first_difference(here: bytes, there: bytes) -> str | None:
     agree in kind, and tensors in dtype and shape.
     """
     ours, theirs = _entries(here), _entries(there)
-    ours_by_name = {name: (kind, tree) for name, kind, tree in ours}
-    if list(ours_by_name) != [name for name, _, _ in theirs]:
-        return f"`state` has the entries {[name for name, _, _ in theirs]} there and {list(ours_by_name)} here"
-    for name, kind, tree in theirs:
-        own_kind, own = ours_by_name[name]
+    ours_by_name = {name: (kind, which, tree) for name, kind, which, tree in ours}
+    if list(ours_by_name) != [name for name, *_ in theirs]:
+        return f"`state` has the entries {[name for name, *_ in theirs]} there and {list(ours_by_name)} here"
+    for name, kind, which, tree in theirs:
+        own_kind, own_which, own = ours_by_name[name]
         if kind != own_kind:
             return f"{name} is of the kind {kind} there and {own_kind} here"
+        if kind == "optimizer" and which != own_which:
+            return f"{name} is of the class {which} there and {own_which} here"
         found = _difference(name, own, tree, kind)
         if found:
             return found
     return None
+
+
+def first_setting(here: bytes, there: bytes) -> str | None:
+    """The first setting of an optimizer (a learning rate, a decay) that differs; for states without a difference."""
+    for (name, kind, _, own), (*_, other) in zip(_entries(here), _entries(there), strict=True):
+        groups = zip(own["param_groups"], other["param_groups"], strict=True) if kind == "optimizer" else ()
+        for i, (ours, theirs) in enumerate(groups):
+            for key, value in theirs.items():
+                if not isinstance(value, Spec) and ours[key] != value:
+                    return f"{name}.param_groups.{i}.{key} is {value} there and {ours[key]} here"
+    return None
+
+
+def plain_entry(skeleton: bytes, name: str) -> Any:
+    """The entry `name` of a state that holds plain values only; None if the state has no such entry."""
+    return next((tree for entry, *_, tree in _entries(skeleton) if entry == name), None)
+
+
+def names(skeleton: bytes) -> list[str]:
+    """Of each tensor, in their order: where it stands, as in "optimizer.state.0.exp_avg"."""
+    found: dict[int, str] = {}
+
+    def visit(node: Any, path: str) -> None:
+        if isinstance(node, Spec):
+            found[node.place] = path
+        elif isinstance(node, (dict, list, tuple)):
+            for key, entry in node.items() if isinstance(node, dict) else enumerate(node):
+                visit(entry, f"{path}.{key}")
+
+    for name, *_, tree in _entries(skeleton):
+        visit(tree, name)
+    return [found[place] for place in sorted(found)]
 
 
 def digest(state: Mapping[str, Stateful]) -> str:
@@ -130,7 +175,7 @@ def digest(state: Mapping[str, Stateful]) -> str:
     tree = [[name, _encode(state[name].state_dict(), name, tensors, True)] for name in sorted(state)]
     hasher = hashlib.blake2b(msgspec.msgpack.encode(tree), digest_size=16)
     for tensor in tensors:
-        hasher.update(_host_copy(tensor).reshape(-1).view(torch.uint8).numpy())
+        hasher.update(host_copy(tensor).reshape(-1).view(torch.uint8).numpy())
     return hasher.hexdigest()
 
 
@@ -155,10 +200,12 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**64 else [_BIG, str(int(value))]
     if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_quantized:
+        if not is_spread(value) and (value.layout != torch.strided or value.is_quantized):
             raise StateError(f"{path} is a tensor of layout {value.layout}; a state may hold dense tensors only.")
-        tensors.append(value.detach())
-        return [_TENSOR, len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        part, how = local(value), layout(value)
+        tensors.append(part)
+        spec = [_TENSOR, len(tensors) - 1, str(part.dtype).removeprefix("torch."), list(part.shape)]
+        return spec if how is None else [*spec, list(how)]
     if isinstance(value, Mapping):
         items = sorted(value.items(), key=lambda item: (str(type(item[0])), item[0])) if ordered else value.items()
         pairs = []
@@ -176,11 +223,11 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
     )
 
 
-def _entries(skeleton: bytes) -> list[tuple[str, str, Any]]:
-    """(name, kind, tree with `Spec` in place of tensors) of each object; raises `StateError` on foreign bytes."""
+def _entries(skeleton: bytes) -> list[tuple[str, str, str, Any]]:
+    """(name, kind, class, tree with `Spec` in place of tensors) of each; raises `StateError` on foreign bytes."""
     try:
-        entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, Any]])
-        return [(name, kind, _decode(tree)) for name, kind, tree in entries]
+        entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, str, Any]])
+        return [(name, kind, which, _decode(tree)) for name, kind, which, tree in entries]
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise StateError(f"A state arrived that is not one of ftcomm {error!r}. {SAME_SCRIPT}") from error
 
@@ -193,6 +240,9 @@ def _decode(node: Any) -> Any:
             if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
                 raise ValueError(f"tensor {dtype}{shape}")
             return Spec(place, dtype, tuple(shape))
+        case [str(tag), int(place), str(dtype), [*shape], [*how]] if tag == _TENSOR:
+            plain = _decode([tag, place, dtype, shape])
+            return dataclasses.replace(plain, layout=msgspec.convert(how, Layout))
         case [str(tag), [*pairs]] if tag in (_DICT, _COUNTER):
             made: dict[Any, Any] = collections.Counter() if tag == _COUNTER else {}
             made.update({key: _decode(value) for key, value in pairs})
@@ -223,13 +273,28 @@ def _specs(tree: Any) -> list[Spec]:
     return found
 
 
-def _fill(tree: Any, tensors: list[Tensor]) -> Any:
-    return _walk(tree, lambda spec: tensors[spec.place])
+def _fill(tree: Any, tensors: list[Tensor], meshes: Meshes) -> Any:
+    def tensor(spec: Spec) -> Tensor:
+        part = tensors[spec.place]
+        return part if spec.layout is None else meshes.whole(part, spec.layout)
+
+    return _walk(tree, tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)
 
 
 def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
     if isinstance(own, Spec) and isinstance(other, Spec):
-        same = (own.dtype, own.shape) == (other.dtype, other.shape)
+        same = dataclasses.replace(own, place=other.place) == other
         return None if same else f"{path} is {other} there and {own} here"
     if isinstance(own, Spec) or isinstance(other, Spec):
         return f"{path} is {_describe(other)} there and {_describe(own)} here"
@@ -255,7 +320,7 @@ def _describe(value: Any) -> str:
     return str(value) if isinstance(value, Spec) else f"a {type(value).__name__}"
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy in host memory that shares nothing with `tensor`."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.resolve_conj().resolve_neg())

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import StateError
 from ftcomm.hsdp.replay import Replay
+from ftcomm.hsdp.spill import Limits
 from ftcomm.hsdp.state import allocate, digest, flatten
 
 JOINED = 3  # the step at which the joiner comes in
@@ -155,6 +156,7 @@ def test_nothing_of_the_stand_ins_remains():
         replay.restore()
         assert all(type(group) is dict for group in subject.optimizer.param_groups)
     assert training.optimizer.step is patched_by_scheduler
+    assert type(training.state["scheduler"]) is schedules.CosineAnnealingLR
     assert "step" not in vars(plain.optimizer)
     assert "step" not in vars(training.state["scheduler"])
 
@@ -174,12 +176,12 @@ def test_a_joiner_changes_nothing_while_it_waits():
 def test_kept_gradients_have_a_limit():
     joiner = Training(OPTIMIZERS["adamw"])
     each = sum(p.numel() * 4 for p in joiner.model.parameters())
-    replay = Replay(joiner.state, limit=2 * each)
+    replay = Replay(joiner.state, Limits(memory=each, disk=each))
     for step in (0, 2):  # steps without an unused parameter
         replay.begin()
         joiner.step(step)
     replay.begin()
-    with pytest.raises(StateError, match=r"gradients of 3 steps.*FTCOMM_CATCHUP_BYTES"):
+    with pytest.raises(StateError, match=r"gradients kept until.*FTCOMM_CATCHUP_BYTES"):
         joiner.step(3)
     replay.restore()
 
@@ -187,7 +189,7 @@ def test_kept_gradients_have_a_limit():
 def test_the_limit_counts_what_is_still_kept():
     healthy, joiner = Training(OPTIMIZERS["adamw"]), Training(OPTIMIZERS["adamw"], seed=1)
     each = sum(p.numel() * 4 for p in joiner.model.parameters())
-    replay = Replay(joiner.state, limit=2 * each)
+    replay = Replay(joiner.state, Limits(memory=each, disk=each))
     replay.begin()
     joiner.step(0)
     replay.load(copied(healthy.state))

@@ -41,7 +41,9 @@ def stepped(job: Job, count: int, replicas: set[int]) -> None:
 
     start, deadline = last(), time.monotonic() + 60
     while min(step - start[replica] for replica, step in last().items()) < count:
-        assert time.monotonic() < deadline, job.errors()
+        failed = [error for error in job.errors() if error[0] in replicas]
+        assert not failed, failed
+        assert time.monotonic() < deadline, job.stacks()
         time.sleep(0.02)
 
 

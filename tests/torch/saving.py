@@ -1,0 +1,60 @@
+"""What the ranks of a training with checkpoints run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+import ftcomm
+from ftcomm.hsdp.checkpoint import Checkpoints
+from ftcomm.hsdp.state import digest
+
+from ..process.job import Notes
+
+EVERY = 20
+
+
+def die_while_writing(group: ftcomm.Group, marks: Path) -> None:
+    """Once: all of the data is written by then, and nothing says yet that it is."""
+    finish = FileSystemWriter.finish
+
+    def instead(*args: Any, **kwargs: Any) -> None:
+        mark = marks / "died"
+        if group.replica == 0 and not mark.exists() and list(marks.glob("checkpoints/step-*")):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(*args, **kwargs)
+
+    FileSystemWriter.finish = instead  # type: ignore[method-assign]
+
+
+def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    marks = Path(arguments["marks"])
+    die_while_writing(group, marks)
+    torch.manual_seed(1 if group.fresh or arguments.get("other") else 0)
+    model = nn.Sequential(nn.Linear(4, arguments.get("width", 300)), nn.GELU(), nn.Linear(300, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoints = Checkpoints(arguments["checkpoints"], state, every=EVERY, keep=2, group=group)
+    first = checkpoints.restore()
+    notes.write(kind="restored", step=first, digest=digest(state))
+    for step in ftcomm.steps(arguments["steps"], state, group):
+        checkpoints.before(step)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1000 * step + group.replica))
+        model(x).square().mean().backward()
+        for p in model.parameters():
+            group.allreduce(p.grad, "avg")
+        optimizer.step()
+        optimizer.zero_grad()
+        notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
+        time.sleep(0.01)
+    checkpoints.close(arguments["steps"])
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes)

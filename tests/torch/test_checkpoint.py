@@ -1,0 +1,111 @@
+"""Checkpoints: whole or not there, whoever dies while they are written, and good for any number of replicas."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftcomm.errors import StateError
+from ftcomm.hsdp.checkpoint import complete, finish, prune, read, write
+from ftcomm.hsdp.state import Flat, flatten
+
+from ..process.job import Job
+from . import saving
+from .test_steps import digests, reported
+
+STEPS = 5 * saving.EVERY
+
+
+def job(folder: Path, name: str, replicas: int, **arguments: object) -> Job:
+    (folder / name).mkdir()
+    arguments = {"checkpoints": str(folder / "one/checkpoints"), **arguments}
+    return Job(folder / name, replicas=replicas, body=saving.train, **arguments)  # type: ignore[arg-type]
+
+
+def restored(job: Job) -> list[tuple[int, str]]:
+    return [(note["step"], note["digest"]) for _, _, note in job.notes() if note["kind"] == "restored"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replica_dies_while_it_writes_and_the_next_job_has_other_replicas(tmp_path: Path, ranks: int) -> None:
+    with job(tmp_path, "one", 3, ranks=ranks, steps=STEPS) as one:
+        one.wait_event("death", lambda events: any("lost 0" in str(event.get("why")) for event in events))
+        one.kill(0)  # its other ranks, as under the launcher
+        one.start(0)
+        for replica in range(3):
+            assert one.join(replica) == [0] * ranks, one.errors()
+        written = {(event["step"], event["replica"]) for event in reported(one, "checkpoint") if event["complete"]}
+        assert (saving.EVERY, 0) in written
+        assert 2 * saving.EVERY not in {step for step, _ in written}, "it was taken for whole"
+        assert not reported(one, "checkpoint_failed")
+        folder = tmp_path / "one/checkpoints"
+        assert complete(folder) == sorted(step for step, _ in written)[-2:]
+        assert complete(folder)[-1] == STEPS
+        assert {path.name[0] for path in folder.iterdir()} == {"s"}, "what is of no use was left there"
+        ends = [digests(one)[rank, STEPS - 1] for rank in range(ranks)]
+        assert all(len(end) == 1 for end in ends)
+
+    with job(tmp_path, "two", 2, ranks=ranks, steps=0, other=True) as two:
+        for replica in range(2):
+            assert two.join(replica) == [0] * ranks, two.errors()
+        assert {step for step, _ in restored(two)} == {STEPS}
+        assert {digest for _, digest in restored(two)} == set.union(*ends)
+    if ranks == 1:
+        refused(tmp_path)
+
+
+def refused(folder: Path) -> None:
+    with job(folder, "ranks", 1, ranks=2, steps=0) as two:
+        assert two.join(0) == [1, 1]
+        assert all("written by replicas of 1 ranks, here they have 2" in text for *_, text in two.errors())
+    with job(folder, "width", 1, steps=0, width=301) as other:
+        assert other.join(0) == [1]
+        ((*_, text),) = other.errors()
+        assert "does not fit here: model.0.weight is float32[300, 4] there and float32[301, 4] here" in text
+
+
+def flat(value: float = 1.0) -> Flat:
+    model = torch.nn.Linear(2, 3)
+    torch.nn.init.constant_(model.weight, value)
+    return flatten({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}).on_host()
+
+
+def test_only_the_last_of_the_ranks_gives_it_its_name(tmp_path: Path) -> None:
+    unnamed = tmp_path / ".step-00000007.life"
+    write(unnamed / "rank-1", flat())
+    assert not finish(tmp_path, 7, unnamed, 2)
+    assert complete(tmp_path) == []
+    write(unnamed / "rank-0", flat())
+    assert finish(tmp_path, 7, unnamed, 2)
+    assert not finish(tmp_path, 7, unnamed, 0), "the other of two that came last at once"
+    assert complete(tmp_path) == [7]
+
+
+def test_the_last_are_kept_and_what_may_still_be_completed(tmp_path: Path) -> None:
+    for step in (1, 2, 300_000_000):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for name in (".step-00000002.dead", ".step-300000001.alive", "step-x", "other"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, 2)
+    left = {"step-00000002", "step-300000000", ".step-300000001.alive", "step-x", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_the_tensors_have_their_names_for_others_who_read_them(tmp_path: Path) -> None:
+    write(tmp_path / "rank-0", flat(3.0))
+    weight = {"model.weight": torch.empty(3, 2)}
+    torch.distributed.checkpoint.load(weight, checkpoint_id=tmp_path / "rank-0")
+    assert torch.equal(weight["model.weight"], torch.full((3, 2), 3.0))
+
+
+def test_one_that_is_damaged_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "rank-0", flat())
+    shutil.copytree(tmp_path / "rank-0", tmp_path / "rank-1")
+    (tmp_path / "rank-0/__0_0.distcp").write_bytes(b"")
+    (tmp_path / "rank-1/skeleton").unlink()
+    for rank in range(2):
+        with pytest.raises(StateError, match=f"rank-{rank} cannot be read: .* take it away, and an older one"):
+            read(tmp_path / f"rank-{rank}")

@@ -1,0 +1,168 @@
+"""Trainings whose ranks fail in the middle of steps, and what they write down of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import ftcomm
+from ftcomm.hsdp import Replica, Rng, Verdict
+from ftcomm.hsdp.state import digest
+from ftcomm.torch.buckets import GradientBuckets
+
+from ..process.job import Notes
+from .bodies import slow_network
+
+
+class Passing(Exception):
+    """An error that may pass."""
+
+
+class Diary:
+    """Writes down what the loop tells an entry of the state, and what a joiner is told late."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.attempts: dict[int, int] = {}
+        self.settled_steps = 0  # those told of here, on top of those loaded: the same everywhere in the end
+
+    def begins(self, step: int) -> None:
+        self.attempts[step] = self.attempts.get(step, 0) + 1
+
+    def settled(self, outcome: Any) -> None:
+        self.settled_steps += outcome.verdict is not Verdict.REPEAT
+        self._notes.write(
+            kind="outcome", step=outcome.step, verdict=outcome.verdict.name, counted=sorted(outcome.counted)
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"settled": self.settled_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.settled_steps = state["settled"]
+
+
+def fault(arguments: dict[str, Any], group: ftcomm.Group, step: int, attempt: int) -> str:
+    """Where this rank fails in this attempt, by the seed; "" mostly. Never twice in a row, so that a step ends."""
+    if attempt > 1 or not group.contributes:
+        return ""
+    chance = random.Random(f"{arguments['seed']} {step} {group.replica} {group.rank}")
+    return chance.choice(arguments["faults"]) if chance.random() < arguments["share"] else ""
+
+
+def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    slow_network(arguments.get("slow", 0.0))
+    torch.manual_seed(group.replica if group.fresh else 0)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1500), nn.GELU(), nn.Linear(1500, 4)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    buckets = GradientBuckets(model, group, bucket_bytes=50_000)
+    diary = Diary(notes)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "diary": diary, "rng": Rng(7, group)}
+    replica = Replica(
+        state,
+        group,
+        repeat_on=(Passing,),
+        on_repeat=buckets.abandon,
+        nan="skip",
+        lr="sqrt",
+        min_replicas=arguments.get("min_replicas", 0),
+        pause_timeout=arguments.get("pause_timeout", 60.0),
+    )
+    for step in replica.steps(arguments["steps"]):
+        where = fault(arguments, group, step, diary.attempts[step])
+        if where:
+            notes.write(kind="fault", where=where, step=step)
+        with replica.guard():
+            if where == "start":
+                raise Passing(where)
+            generator = torch.Generator().manual_seed(1000 * step + group.replica)
+            out = model(torch.randn(2, 16, generator=generator))
+            if where == "backward":
+                out.register_hook(lambda grad: None)
+                model[0].weight.register_hook(_raises_once())
+            loss = out.square().mean()
+            (loss * float("nan") if where == "nan" else loss).backward()
+            buckets.wait()
+            if where == "end":
+                raise Passing(where)
+            optimizer.step()
+            scheduler.step()
+            buckets.zero_grad()
+        verdict = replica.verdict()
+        # of the state after a step that counts, on those whose state it is
+        wanted = verdict is Verdict.COMMIT and group.contributes
+        notes.write(kind="step", step=step, digest=digest(weights(state)) if wanted else "", scale=replica.lr_scale)
+        time.sleep(arguments.get("pace", 0.0))
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes, steps=replica.step)
+    notes.write(kind="metrics", effective=replica.metrics().effective, **vars(replica.metrics()))
+
+
+def weights(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("model", "optimizer", "scheduler")}
+
+
+def _raises_once() -> Any:
+    left = [True]
+
+    def hook(grad: torch.Tensor) -> None:
+        if left:
+            left.clear()
+            raise Passing("backward")
+
+    return hook
+
+
+def begin_and_commit(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """The loop by hand, without an optimizer in the state: an update that the script makes itself."""
+    model = nn.Linear(300, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(group.replica if group.fresh else 0.5)
+    replica = Replica({"model": model}, group, nan=lambda step: Verdict.REPEAT)
+    tried: set[int] = set()
+    while (step := replica.begin(arguments["steps"])) is not None:
+        x = model.weight.detach().sin().add(step)
+        group.allreduce(x, "avg")
+        bad = step % 5 == group.replica and step not in tried
+        tried.add(step)
+        if replica.commit(float("nan") if bad else 0.0):
+            with torch.no_grad():
+                model.weight.sub_(0.01 * x)
+        notes.write(kind="step", step=step, digest=digest({"model": model}), verdict=replica.verdict().name)
+        time.sleep(arguments.get("pace", 0.0))
+    notes.write(kind="final", digest=digest({"model": model}), contributes=group.contributes)
+
+
+def never_finite(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """One replica has a NaN at step 3, under the policy that is asked for."""
+    for step in (replica := Replica(None, group, nan=arguments["nan"])).steps(6):
+        x = torch.ones(3)
+        group.allreduce(x)
+        replica.commit(float("nan") if step == 3 and group.replica == 1 else 1.0)
+        notes.write(kind="step", step=step, verdict=replica.verdict().name)
+
+
+def different(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Replica 1 has been started otherwise."""
+    model = nn.Linear(4, 4)
+    odd = group.replica == 1
+    optimizers = {
+        "optimizer": (torch.optim.SGD if odd else torch.optim.AdamW)(model.parameters(), lr=0.1),
+        "rate": torch.optim.AdamW(model.parameters(), lr=0.2 if odd else 0.1),
+        "model": torch.optim.AdamW(model.parameters(), lr=0.1),
+        "same": torch.optim.AdamW(model.parameters(), lr=0.1),
+    }
+    if odd and arguments["what"] == "model":
+        model = nn.Linear(4, 5)
+    state = {"model": model, "optimizer": optimizers[arguments["what"]]}
+    for _ in Replica(state, group).steps(3):
+        group.allreduce(torch.ones(3))
+    notes.write(kind="final")
