@@ -235,6 +235,129 @@ def detection(
         click.echo(text)
 
 
+@bench.command()
+@click.option("--width", type=int, default=512, show_default=True, help="Of the transformer; with 8 layers 25 M.")
+@click.option("--layers", type=int, default=8, show_default=True)
+@click.option("--batch", type=int, default=2, show_default=True, help="Sequences of 64 bytes of a replica in a step.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Libraries take turns; 0: compare no steps.")
+@click.option("-n", "--iters", type=int, default=4, show_default=True, help="Timed steps of a library in a round.")
+@click.option("--replicas", type=int, default=4, show_default=True, help="Of the training that is disturbed.")
+@click.option("--steps", type=int, default=40, show_default=True, help="Undisturbed, then killed; 0: no kills.")
+@click.option("--kill-every", type=int, default=10, show_default=True, help="Steps between two SIGKILLs.")
+@click.option(
+    "--compare", type=ListType(click.STRING, "LIBRARY,..."), default="gloo", show_default=True, help="gloo, torchft."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the points in a step at which kills come.")
+@json_option
+@click.option("--smoke", is_flag=True, help="A tiny model and one kill, to see that it runs.")
+def train(
+    *,
+    width: int,
+    layers: int,
+    batch: int,
+    rounds: int,
+    iters: int,
+    replicas: int,
+    steps: int,
+    kill_every: int,
+    compare: tuple[str, ...],
+    seed: int,
+    json_file: Path | None,
+    smoke: bool,
+) -> None:
+    """Time steps of DDP beside gloo, then kill replicas of a training and see what is left of its pace.
+
+    First two ranks: whole steps, forward to update, of one model, each library in turn. "none" exchanges nothing. Then
+    replicas under the step loop: so many steps undisturbed, and as many in which one of them gets SIGKILL every few
+    steps, anywhere in a step, and is started again. With --compare torchft its lighthouse and gloo do the same. Exits
+    with 1 if the weights were not equal on all in the end.
+    """
+    from ftcomm.bench.header import header, header_lines
+    from ftcomm.bench.progress import Watch
+    from ftcomm.bench.train import (
+        KillRow,
+        Request,
+        StepRow,
+        kill_heading,
+        kill_line,
+        measure,
+        step_heading,
+        step_line,
+        torchft_missing,
+    )
+
+    request = Request(width, layers, batch, rounds, iters, replicas, steps, kill_every, compare, seed)
+    if smoke:
+        request = Request(16, 1, 1, 1, 2, 2, 20, 20, compare, seed)
+    request.check()
+    fields = header()
+    step_rows: list[StepRow] = []
+    kill_rows: list[KillRow] = []
+    result = {"header": fields, "request": request, "steps": step_rows, "kills": kill_rows}
+    with _written(json_file, result), Watch() as watch:
+        for text in header_lines(fields):
+            watch.line(text)
+        if "torchft" in compare and (missing := torchft_missing()) is not None:
+            watch.line(f"# {missing}")
+
+        def on_step(row: StepRow) -> None:
+            if not step_rows:
+                watch.line(step_heading())
+            step_rows.append(row)
+            watch.line(step_line(row))
+
+        def on_kills(row: KillRow) -> None:
+            if not kill_rows:
+                watch.line(kill_heading())
+            kill_rows.append(row)
+            watch.line(kill_line(row))
+
+        _run(measure(request, on_step, on_kills, watch.update))
+    if any(row.equal is False for row in kill_rows):
+        raise click.exceptions.Exit(1)
+
+
+@bench.command()
+@click.option("--replicas", type=int, default=3, show_default=True, help="Processes; one is killed and comes back.")
+@click.option("--size", type=SIZE, default=400_000_000, help="Of weights and moments, in bytes.  [default: 400 MB]")
+@click.option("--batch", type=int, default=256, show_default=True, help="Samples of a step: how long it takes.")
+@click.option("--rejoins", type=int, default=3, show_default=True, help="One replica after the other.")
+@click.option("--mbps", type=float, help="Throttle of the sources.  [default: none]")
+@json_option
+@click.option("--smoke", is_flag=True, help="One return of one of two replicas with 40 MB, to see that it runs.")
+def rejoin(
+    *, replicas: int, size: int, batch: int, rejoins: int, mbps: float | None, json_file: Path | None, smoke: bool
+) -> None:
+    """Kill a training replica, and see what the others notice of its return.
+
+    `transfer` is what its state took to arrive, of weights and AdamW's moments, while all trained on; `stall` for how
+    long the loop of a healthy replica stood still for the copy that it serves, the worst of them, and that beside one
+    of its steps. The steps are those of the healthy replicas: with all, without the one, and while it catches up; it
+    computes then as they do, so on few cores they share those with it; the longest of all these. Exits with 1 above a
+    tenth of a step.
+    """
+    from ftcomm.bench.header import header, header_lines
+    from ftcomm.bench.progress import Watch
+    from ftcomm.bench.rejoin import TARGET, Rejoin, Request, footer, heading, line, measure
+
+    request = Request(2, 40_000_000, 32, 1, mbps) if smoke else Request(replicas, size, batch, rejoins, mbps)
+    request.check()
+    fields = header()
+    found: list[Rejoin] = []
+    with _written(json_file, {"header": fields, "request": request, "rejoins": found}), Watch() as watch:
+        for text in (*header_lines(fields), *heading()):
+            watch.line(text)
+
+        def on_rejoin(new: Rejoin) -> None:
+            found.append(new)
+            watch.line(line(new))
+
+        _run(measure(request, on_rejoin, watch.update))
+    click.echo(footer(found))
+    if not smoke and max(one.share for one in found) > TARGET:
+        raise click.exceptions.Exit(1)
+
+
 class CapType(click.ParamType):
     """A number, or all: None."""
 
