@@ -33,6 +33,7 @@ from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
     from ftcomm.device.exchange import DeviceExchange
+    from ftcomm.device.slots import DeviceSlots
 
 log = logging.getLogger("ftcomm")
 
@@ -56,7 +57,7 @@ class Group(Calls, Messages):
         sock = _listen(settings.host)
         self._segment, self._device = open_device(settings.engine, settings.staging)
         self._exchange = self._make_exchange()
-        self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call))
+        self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call), self._make_slots())
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         address = Address(settings.host, port, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
@@ -119,6 +120,13 @@ class Group(Calls, Messages):
             ranks_per_replica=settings.ranks_per_replica,
             **common,
         )
+
+    def _make_slots(self) -> DeviceSlots | None:
+        if self._device is None:
+            return None
+        from ftcomm.device.slots import DeviceSlots
+
+        return DeviceSlots(self._device, self._segment.nonce)
 
     def _join(self) -> None:
         if self._device is not None:

@@ -103,6 +103,8 @@ class CudaDevice:
     layout = CUDA
     blocking = False
     memory = "cuda"
+    copies_at = _STAGING
+    copies_chunk = copies.CHUNK
 
     def __init__(self, segment: Segment, *, staging: str = "auto") -> None:
         self._index = torch.cuda.current_device()
@@ -128,6 +130,7 @@ class CudaDevice:
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
         self._leaving: list[_Peer] = []
+        self._uses = 0  # of memory of peers, see `using`
 
     def _allocate(self, segment: Segment, place: str) -> tuple[Shared, Export]:
         nonce = bytes.fromhex(segment.nonce)
@@ -195,10 +198,21 @@ class CudaDevice:
         if not self._captured:
             self._sweep()
 
+    @contextlib.contextmanager
+    def using(self, nonce: str) -> Iterator[Reached | None]:
+        with self._lock:
+            peer = self._peers.get(nonce)
+            self._uses += 1
+        try:
+            yield None if peer is None else peer.reached
+        finally:
+            with self._lock:
+                self._uses -= 1
+
     def _sweep(self) -> None:
         """Close what was left, if nothing of ours runs."""
         with self._on(), self._lock:
-            if not self._leaving or not self._idle():
+            if not self._leaving or self._uses or not self._idle():
                 return
             gone, self._leaving = self._leaving, []
         with self._on():
@@ -342,6 +356,12 @@ class CudaDevice:
             self._engines = _CopyEngines(self)
         return copies.Copies(me, ports, epoch, self._engines, stop)
 
+    def mover(self) -> copies.Mover:
+        return _Messenger(self)
+
+    def await_caller(self) -> None:
+        torch.cuda.current_stream(self._index).synchronize()
+
     # ---- the host's side ----------------------------------------------------------------------------------------
 
     def enter(self, view: Sequence[int], number: int) -> None:
@@ -408,3 +428,22 @@ class _CopyEngines:
 
     def wait(self) -> None:
         self._stream.synchronize()
+
+
+class _Messenger:
+    """A `Mover` for messages, on a stream of its own: what is copied was there when the message was begun."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        with device._on():
+            self._stream = device._stream()
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        with self._device._on():
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.cuda_stream)
+
+    def wait(self) -> None:
+        with self._device._on():
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._stream)
+            done.synchronize()

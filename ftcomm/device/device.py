@@ -12,6 +12,7 @@ Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from ftcomm.transport.segment import Layout
 from ftcomm.transport.shm import ShmPeer
 
 if TYPE_CHECKING:
-    from ftcomm.device.copies import Copies
+    from ftcomm.device.copies import Copies, Mover
 
 
 class Reached(NamedTuple):
@@ -52,15 +53,18 @@ class Launch:
 class Device(Protocol):
     """Made with this rank's segment, in whose words from EXPORT_AT on it leaves what `open` needs at the others.
 
-    None of these blocks for the work of others, but where it says so. `reach`, `leave`, `stage`, `empty`, `address` and
-    `release` are for any thread. The exchange calls what belongs to the op stream from one thread at a time, and what
-    belongs to the repair stream, and `enter`, from one thread at a time, which may be another.
+    None of these blocks for the work of others, but where it says so. `reach`, `leave`, `using`, `stage`, `empty`,
+    `address`, `release`, `mover` and `await_caller` are for any thread. The exchange calls what belongs to the op
+    stream from one thread at a time, and what belongs to the repair stream, and `enter`, from one thread at a time,
+    which may be another.
     """
 
     layout: Layout
     blocking: bool  # the caller's array may be touched only when the op is done; False: as its stream says
     memory: str  # the type of a PyTorch device, whose memory its copy engines move, and that which is pinned
     own: Reached  # `lanes` is writable
+    copies_at: int  # where in the staging of a rank that of the copies begins
+    copies_chunk: int  # bytes in a slot of those
     ctl: memoryview  # ("Q") CTL_WORDS of them
 
     def warm(self) -> None:
@@ -71,6 +75,9 @@ class Device(Protocol):
 
     def leave(self, peer: ShmPeer) -> None:
         """No kernel reads it any more; idempotent."""
+
+    def using(self, nonce: str) -> contextlib.AbstractContextManager[Reached | None]:
+        """The memory of the peer with that nonce, readable within, whoever leaves it; None if it is not reached."""
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         """How many programs an op of `nbytes` in `lanes` lanes gets, of at most `sms` (None: as many as pay)."""
@@ -104,6 +111,12 @@ class Device(Protocol):
 
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> Copies:
         """The copy-engine path between the memory of the members of an epoch, of which this one is number `me`."""
+
+    def mover(self) -> Mover:
+        """Copies that wait for nothing that was queued elsewhere, and whose `wait` takes no processor."""
+
+    def await_caller(self) -> None:
+        """Block until all is done that was queued on the caller's current stream."""
 
     def enter(self, view: Sequence[int], number: int) -> None:
         """Write the `view` table, and NUMBER = `number`, BASE = 0 into `state`, while no launch looks at them (OPEN is

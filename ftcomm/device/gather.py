@@ -16,7 +16,7 @@ of the roster was lost at about the same time, and the call fails on all. What w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,17 +24,13 @@ import torch
 from ftcomm.collective.operation import MOVES, Operation
 from ftcomm.collective.script import KINDS
 from ftcomm.device.copies import Copies
+from ftcomm.device.slots import place
 from ftcomm.errors import ArgumentError, LostError
 from ftcomm.kernels.dtypes import BYTES, CODES
+from ftcomm.messages.slots import Place
 
 if TYPE_CHECKING:
     from ftcomm.calls import Calls
-
-
-class Memory(NamedTuple):
-    address: int
-    nbytes: int
-    dtype: str
 
 
 def all_gather(group: Calls, out: Any, x: Any) -> Any:
@@ -94,15 +90,10 @@ def _lost(group: Calls, roster: Sequence[int], epoch: int | None) -> list[int] |
     return None if told[0] else [member for member, here in zip(roster, told[1:], strict=True) if not here]
 
 
-def memory(x: Any, name: str, kind: str) -> Memory:
+def memory(x: Any, name: str, kind: str) -> Place:
     """Of a contiguous array, of any dtype, in memory of a device of `kind`, or pinned. Raises `ArgumentError`."""
-    if isinstance(x, torch.Tensor):
-        reachable = x.device.type == kind or x.is_pinned()
-        if reachable and x.layout is torch.strided and x.is_contiguous():
-            return Memory(x.data_ptr(), x.numel() * x.element_size(), str(x.dtype).removeprefix("torch."))
-        said = f"a torch tensor on {x.device}, {'' if x.is_contiguous() else 'not '}contiguous"
-    elif isinstance(x, np.ndarray) and kind == "cpu" and x.flags.c_contiguous and x.flags.writeable:
-        return Memory(x.ctypes.data, x.nbytes, str(x.dtype))
-    else:
-        said = f"{type(x).__name__}"
+    found = place(x, kind)
+    if found is not None:
+        return found
+    said = f"a tensor on {x.device} of strides {x.stride()}" if isinstance(x, torch.Tensor) else type(x).__name__
     raise ArgumentError(f"all_gather(sms=0) needs {name} as a contiguous array in memory of {kind}; got {said}")

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from ftcomm.arrays import Staged, stage
-from ftcomm.device.copies import WORDS, Copies, HostMover, Port
+from ftcomm.device.copies import WORDS, Copies, HostMover, Mover, Port
 from ftcomm.device.device import Launch, Reached
 from ftcomm.device.layout import COPIES_AT
 from ftcomm.errors import ArgumentError, FtcommError, SettingsError
@@ -101,6 +101,10 @@ class Graph:
         self._queue(self.work)
 
 
+def _reached(peer: ShmPeer) -> Reached:
+    return Reached(peer.address, peer.address + peer.layout.staging_at, peer.buffer.cast("Q"))
+
+
 class InterpretDevice:
     """See `ftcomm.device.device.Device`; lanes and staging lie in the segment."""
 
@@ -120,16 +124,25 @@ class InterpretDevice:
         self._closed = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self.copies_at = 2 * self.layout.lanes * self.layout.slots * self.layout.chunk
+        self.copies_chunk = self.layout.chunk
+        self._peers: dict[str, ShmPeer] = {}  # by the nonce of the segment
         self._graph = threading.local()  # `into`: the graph that a thread captures
 
     def warm(self) -> None:
         """Nothing is compiled."""
 
     def reach(self, peer: ShmPeer) -> Reached:
-        return Reached(peer.address, peer.address + self.layout.staging_at, peer.buffer.cast("Q"))
+        return _reached(self._peers.setdefault(peer.nonce, peer))
 
     def leave(self, peer: ShmPeer) -> None:
-        """The mapping goes with the peer."""
+        """The mapping goes with the last who uses it."""
+        self._peers.pop(peer.nonce, None)
+
+    @contextlib.contextmanager
+    def using(self, nonce: str) -> Iterator[Reached | None]:
+        peer = self._peers.get(nonce)
+        yield None if peer is None else _reached(peer)
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         return 1
@@ -200,10 +213,15 @@ class InterpretDevice:
         """Nobody needs it."""
 
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> Copies:
-        chunk = self.layout.chunk
-        before = 2 * self.layout.lanes * self.layout.slots * chunk
+        before = self.copies_at
         ports = [Port(member.lanes[COPIES_AT : COPIES_AT + WORDS], member.staging + before) for member in members]
-        return Copies(me, ports, epoch, HostMover(), stop, chunk)
+        return Copies(me, ports, epoch, HostMover(), stop, self.copies_chunk)
+
+    def mover(self) -> Mover:
+        return HostMover()
+
+    def await_caller(self) -> None:
+        """What the caller has written, it has written."""
 
     def enter(self, view: Sequence[int], number: int) -> None:
         self._view[:] = np.array(view, np.int64).view(np.uint64)

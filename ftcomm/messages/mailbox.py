@@ -23,6 +23,7 @@ class Letter:
     dtype: str
     nbytes: int
     data: bytes | bytearray | None  # None: an offer
+    slots: bool = False  # of what goes by copy engines
 
 
 class Wants(Protocol):

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ftcomm.control import wire
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, CollectiveTimeout
 from ftcomm.flat import Flat, to_read, to_write
-from ftcomm.messages.parcels import Message, Receive, Send
+from ftcomm.messages.parcels import WHOLE, Message, Receive, Send
 from ftcomm.messages.post import Post
+from ftcomm.messages.slots import Place, Slots
 
 PURPOSE = "p2p"  # of connections between replicas
 
@@ -24,9 +27,9 @@ PURPOSE = "p2p"  # of connections between replicas
 class Sending:
     """A send or a receive that was started. Methods may be called from any thread."""
 
-    def __init__(self, message: Message, array: Any, flat: Flat | None, roster: tuple[int, ...]) -> None:
+    def __init__(self, message: Message, array: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]) -> None:
         self._message, self._roster = message, roster
-        self._finish = None if flat is None else flat.finish
+        self._finish = finish
         self._lock = threading.Lock()
         self.array = array  # what was sent; what was received, when `wait` has returned: a new one if `x` is immutable
 
@@ -65,8 +68,14 @@ class JobPost(Post):
     `dial(replica, purpose, fields)` connects to the same rank of another replica, and may raise `OSError`.
     """
 
-    def __init__(self, replica: int, rank: int, dial: Callable[[int, str, wire.Fields], socket.socket]) -> None:
-        super().__init__(f"replica {replica} rank {rank}", self._dial_replica, lambda peer: f"replica {peer}")
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        dial: Callable[[int, str, wire.Fields], socket.socket],
+        slots: Slots | None = None,
+    ) -> None:
+        super().__init__(f"replica {replica} rank {rank}", self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
         self._lives: dict[int, str] = {}  # of the members of the newest view
         self._gone: set[str] = set()  # lives that were members
@@ -88,10 +97,13 @@ class JobPost(Post):
         if life in self._gone:
             sock.close()  # what it sends belongs to no view that we may still see
         else:
-            self.accept(sock, replica)
+            self.accept(sock, replica, str(fields.get("nonce", "")))
 
     def _dial_replica(self, replica: int) -> socket.socket:
-        return self._to_replica(replica, PURPOSE, {"replica": self._replica, "life": self._lives[self._replica]})
+        fields: wire.Fields = {"replica": self._replica, "life": self._lives[self._replica]}
+        if self.slots is not None:
+            fields["nonce"] = self.slots.nonce
+        return self._to_replica(replica, PURPOSE, fields)
 
 
 class Messages:
@@ -108,8 +120,21 @@ class Messages:
         """Seconds until a message without a timeout of its own fails."""
         raise NotImplementedError
 
-    def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
+    def send(
+        self,
+        x: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+        sms: int | None = None,
+    ) -> Any:
         """Send the array `x`, of any dtype, to rank `dst`, which receives as many elements of the same dtype.
+
+        sms: 0 leaves it to the copy engines of a GPU, if FTCOMM_ENGINE is that of one, `x` is a contiguous torch tensor
+        in its memory or in pinned memory, and of more than 64 KB. Else, as without it, it goes through memory of the
+        host, which takes no multiprocessor either. The receiver need not say the same.
 
         Returns None, or at once (`async_op`) a `Sending`; `x` must not be changed until it has ended. Up to 64 KB are
         sent ahead, a megabyte at most that was not received yet; what is more waits until it is asked for. Messages to
@@ -118,15 +143,24 @@ class Messages:
         that it is another array.
         """
         target = self._peer(dst, "send to")
-        message = Send(target, *self._outline(to_read(x), tag, timeout))
+        place = self._place(x, sms)
+        flat = to_read(x) if place is None else None
+        message = Send(target, *self._outline(flat, tag, timeout, place))
         self._post.send(message)
         sending = Sending(message, x, None, self.roster)
         return sending if async_op else sending.wait()
 
     def recv(
-        self, x: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+        sms: int | None = None,
     ) -> Any:
-        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`.
+        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `sms` as in `send`.
 
         Returns the rank it came from, or at once (`async_op`) a `Sending`; `x` must not be touched until it has ended.
         An immutable array (JAX) needs the latter, whose `array` is the new one.
@@ -135,11 +169,34 @@ class Messages:
         seconds, or the op timeout.
         """
         source = None if src is None else self._peer(src, "receive from")
-        flat = to_write(x)
-        message = Receive(source, *self._outline(flat, tag, timeout))
+        place = self._place(x, sms)
+        flat = to_write(x) if place is None else None
+        message = Receive(source, *self._outline(flat, tag, timeout, place))
+        finish = flat.finish if flat is not None else self._landing(message, x)
         self._post.receive(message)
-        sending = Sending(message, x, flat, self.roster)
+        sending = Sending(message, x, finish, self.roster)
         return sending if async_op else sending.wait()
+
+    def _place(self, x: Any, sms: int | None) -> Place | None:
+        """Where `x` lies if copy engines are to move it."""
+        if sms not in (None, 0):
+            raise ArgumentError(f"sms={sms!r}; expected 0 for the copy engines, or None: no kernel moves messages")
+        place = None if sms is None or self._post.slots is None else self._post.slots.place(x)
+        return place if place is not None and place.nbytes > WHOLE else None
+
+    def _landing(self, message: Receive, x: Any) -> Callable[[], Any]:
+        """The way into `x` for what has come to the host."""
+        slots, place = self._post.slots, message.place
+        assert slots is not None
+        assert place is not None
+
+        def finish() -> Any:
+            if message.landed is not None:
+                host = np.frombuffer(message.landed, np.uint8)
+                slots.move(place.address, host.ctypes.data, host.nbytes)
+            return x
+
+        return finish
 
     def _peer(self, rank: int, what: str) -> int:
         self._may_call()
@@ -151,10 +208,17 @@ class Messages:
             )
         return self.roster[rank]
 
-    def _outline(self, flat: Flat, tag: int, timeout: float | None) -> tuple[int, str, memoryview, float]:
+    def _outline(
+        self, flat: Flat | None, tag: int, timeout: float | None, place: Place | None
+    ) -> tuple[int, str, memoryview, float, Place | None]:
+        """One of `flat` and `place` says where the array is."""
         if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
             raise ArgumentError(f"a tag of {tag!r}; expected an integer of 64 bits")
         seconds = self._patience() if timeout is None else timeout
         if not 0 < seconds < float("inf"):
             raise ArgumentError(f"timeout={timeout}; expected a positive number of seconds")
-        return tag, flat.dtype, flat.flat.data, time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
+        if flat is not None:
+            return tag, flat.dtype, flat.flat.data, deadline, None
+        assert place is not None
+        return tag, place.dtype, memoryview(b""), deadline, place

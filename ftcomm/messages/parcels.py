@@ -13,7 +13,10 @@ import threading
 from collections import deque
 from typing import Any
 
+import numpy as np
+
 from ftcomm.messages.mailbox import Letter
+from ftcomm.messages.slots import Place, Track
 
 WHOLE = 64 << 10  # bytes of the longest message that is sent unasked
 MAX_MESSAGE = 1 << 48  # bytes
@@ -30,6 +33,9 @@ class Kind(enum.IntEnum):
     OFFER = 2
     DATA = 3
     WITHDRAW = 4
+    SLOTS = 5  # an offer of what goes by copy engines; for this and what follows see `ftcomm.messages.slots`
+    READY = 6
+    DONE = 7
 
 
 class Answer(enum.IntEnum):
@@ -37,24 +43,55 @@ class Answer(enum.IntEnum):
 
     GO = 1
     REFUSED = 2
+    PLAIN = 3
+    FREE = 4
 
 
 class Message:
-    """A send or a receive that was started; of `nbytes` bytes in `memory`. Ends once, with `error` or without."""
+    """A send or a receive that was started; of `nbytes` bytes in `memory`, or at `place`, which copy engines reach.
 
-    def __init__(self, tag: int, dtype: str, memory: memoryview, deadline: float) -> None:
-        self.tag, self.dtype, self.memory = tag, dtype, memory
-        self.nbytes = memory.nbytes
+    Ends once, with `error` or without; if a copy is under way, then when that is done.
+    """
+
+    def __init__(self, tag: int, dtype: str, memory: memoryview, deadline: float, place: Place | None = None) -> None:
+        self.tag, self.dtype, self.memory, self.place = tag, dtype, memory, place
+        self.nbytes = memory.nbytes if place is None else place.nbytes
         self.deadline = deadline
         self.number = -1  # of its connection
         self.error: BaseException | None = None
         self.ended = threading.Event()
+        self._lock = threading.Lock()  # guards the next two, and the end
+        self._held = False
+        self._fate: list[BaseException | None] = []  # one, with which it ends, or will when it is not held any more
 
     def end(self, error: BaseException | None = None) -> None:
         """The first end counts."""
-        if not self.ended.is_set():
-            self.error = error
-            self.memory = memoryview(b"")  # not ours any more
+        with self._lock:
+            if not self._fate:
+                self._fate.append(error)
+                self._settle()
+
+    def hold(self) -> bool:
+        """A copy uses its memory until `let_go`; False: it has ended. By one thread at a time."""
+        with self._lock:
+            self._held = not self._fate
+            return self._held
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._held = False
+            self._settle()
+
+    def address(self) -> int:
+        """Of its memory, while it is held."""
+        if self.place is not None:
+            return self.place.address
+        return int(np.frombuffer(self.memory, np.uint8).ctypes.data)
+
+    def _settle(self) -> None:
+        if self._fate and not self._held:
+            self.error = self._fate[0]
+            self.memory, self.place = memoryview(b""), None  # not ours any more
             self.ended.set()
 
 
@@ -73,6 +110,14 @@ class Receive(Message):
         super().__init__(*args)
         self.source = source
         self.found: int | None = None
+        self.landed: memoryview | None = None  # what has come for `place`, but not by copy engines
+        self.by_slots = False
+        self.started = self.copied = 0  # bytes that lay in slots, and those that are where they belong
+
+    def land(self) -> None:
+        """From now on `memory` is where bytes of the connection may be put."""
+        if self.place is not None and self.landed is None:
+            self.memory = self.landed = memoryview(np.empty(self.nbytes, np.uint8))
 
 
 class Connection:
@@ -97,13 +142,16 @@ class Outlet(Connection):
         self.offers: dict[int, Send] = {}
         self.unasked: dict[int, int] = {}  # number -> bytes of each that was sent whole and not received yet
         self.nbytes = 0  # of those
+        self.track = Track()
+        self.fetching: list[Send] = []  # copied to the host, to be sent as bytes
 
 
 class Inlet(Connection):
     """From a sender."""
 
-    def __init__(self, peer: int, sock: socket.socket) -> None:
+    def __init__(self, peer: int, sock: socket.socket, nonce: str = "") -> None:
         super().__init__(peer, sock)
+        self.nonce = nonce  # of the sender's memory
         self.expected: dict[int, Receive] = {}  # offers that were accepted
         self.letter: Letter | None = None  # whose bytes are being read
         self.receive: Receive | None = None

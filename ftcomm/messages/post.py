@@ -15,12 +15,14 @@ So messages of one sender and tag arrive in their order, whatever the order of t
 waits behind a message that is not wanted yet, and what came unasked takes bounded memory.
 
 The thread alone touches memory of messages that are longer than a `WHOLE`, and it alone ends messages that it knows of:
-once a message has failed, nothing of it is read or written any more.
+once a message has failed, nothing of it is read or written any more. Copy engines move bytes in place of DATA, see
+`ftcomm.messages.slots`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import os
@@ -29,6 +31,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+
+import numpy as np
 
 from ftcomm.control.dropped import drop
 from ftcomm.errors import CollectiveTimeout, FtcommError, LostError, MismatchError
@@ -51,6 +55,7 @@ from ftcomm.messages.parcels import (
     head,
     shorten,
 )
+from ftcomm.messages.slots import AHEAD, Copier, Slots
 
 _PARTING = 2.0  # s that it may take the receivers to read what was sent last
 _MANY = 1024  # deadlines before those that have passed are looked for
@@ -59,11 +64,19 @@ _TURN = 4 << 20  # bytes that are read from one connection before the others hav
 
 class Post:
     """All messages of one member. `dial(peer)` connects to another one and may raise `OSError`, `name(peer)` is what
-    errors call it. Thread-safe; nothing blocks but `close`.
+    errors call it. By `slots` go messages whose memory copy engines reach. Thread-safe; nothing blocks but `close`.
     """
 
-    def __init__(self, owner: str, dial: Callable[[int], socket.socket], name: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        dial: Callable[[int], socket.socket],
+        name: Callable[[int], str],
+        slots: Slots | None = None,
+    ) -> None:
         self._owner, self._dial, self._name = owner, dial, name
+        self.slots = slots
+        self._copier = Copier()
         self._lock = threading.Lock()  # guards all that follows; never held across a wait
         self._error: BaseException | None = None
         self._box: Mailbox[Receive] = Mailbox()
@@ -72,6 +85,7 @@ class Post:
         self._lost: dict[int, str] = {}  # members that can be neither sent to nor received from, and why
         self._silent: dict[int, str] = {}  # members whose connection to us has ended, and why
         self._stale: list[tuple[Connection, str]] = []  # to be ended
+        self._pairs = [] if slots is None else list(range(0, slots.count, AHEAD))  # first slots that nobody has
         self._deadlines: list[tuple[float, int, Message]] = []  # a heap
         self._many = _MANY
         self._order = itertools.count()
@@ -106,14 +120,17 @@ class Post:
             if not message.ended.is_set():
                 self._expect(message)
 
-    def accept(self, sock: socket.socket, peer: int) -> None:
-        """A connection from `peer`, which is past its handshake. It replaces the one that it had."""
+    def accept(self, sock: socket.socket, peer: int, nonce: str = "") -> None:
+        """A connection from `peer`, which is past its handshake. It replaces the one that it had.
+
+        `nonce` is that of the memory in which it has slots.
+        """
         sock.setblocking(False)
         with self._lock:
             if self._error is not None:
                 sock.close()
                 return
-            inlet = Inlet(peer, sock)
+            inlet = Inlet(peer, sock, nonce)
             earlier, self._inlets[peer] = self._inlets.get(peer), inlet
             if earlier is not None:
                 self._stale.append((earlier, "it has connected again"))
@@ -154,6 +171,7 @@ class Post:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self._copier.close()
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
@@ -207,12 +225,13 @@ class Post:
                 self._write(outlet, head(Kind.WHOLE, message), message)
             else:
                 outlet.offers[message.number] = message
-                self._write(outlet, head(Kind.OFFER, message), None)
+                kind = Kind.OFFER if message.place is None else Kind.SLOTS
+                self._write(outlet, head(kind, message), None)
 
     def _write(self, connection: Connection, frame: bytes, message: Send | None) -> None:
         """Queue a frame, and the bytes of a message that ends with it; at once if nothing is queued before it."""
         parts = [memoryview(frame)]
-        if message is not None and message.nbytes:
+        if message is not None and message.memory.nbytes:
             parts.append(message.memory)
         if not connection.queue and sum(part.nbytes for part in parts) <= WHOLE + HEAD.size:
             assert connection.sock is not None
@@ -231,13 +250,17 @@ class Post:
         """They are for each other."""
         inlet = self._inlets.get(letter.source)
         fits = (letter.nbytes, letter.dtype) == (receive.nbytes, receive.dtype)
+        answer = Answer.GO if fits else Answer.REFUSED
         if fits and letter.data is None:
             assert inlet is not None  # the end of a connection discards its offers
+            receive.by_slots = letter.slots and self.slots is not None and self.slots.reaches(inlet.nonce)
+            if letter.slots and not receive.by_slots:
+                answer = Answer.PLAIN
             inlet.expected[letter.number] = receive
             receive.found = letter.source
             receive.number = letter.number
         if inlet is not None:
-            self._write(inlet, ANSWER.pack(MAGIC, Answer.GO if fits else Answer.REFUSED, letter.number), None)
+            self._write(inlet, ANSWER.pack(MAGIC, answer, letter.number), None)
         if not fits:
             receive.end(
                 MismatchError(
@@ -247,9 +270,52 @@ class Post:
                 )
             )
         elif letter.data is not None:
+            receive.land()
             receive.memory[:] = letter.data
             receive.found = letter.source
             receive.end()
+
+    # -- the thread of copies ------------------------------------------------------------------------------------
+
+    def _copy(self, message: Message, connection: Connection, move: Callable[[Slots], None]) -> bool:
+        """Whether the message has not ended, and `move` has copied of it."""
+        assert self.slots is not None
+        if not message.hold():
+            return False
+        try:
+            move(self.slots)
+        except Exception as error:
+            with self._lock:
+                self._stale.append((connection, f"a copy of a message has failed: {error}"))
+                self._ring()
+            return False
+        finally:
+            message.let_go()
+        return True
+
+    def _put(self, outlet: Outlet, send: Send, slot: int, at: int, nbytes: int) -> None:
+        if self._copy(send, outlet, lambda slots: slots.put(slot, send.address() + at, nbytes)):
+            with self._lock:
+                if self._outlets.get(outlet.peer) is outlet:
+                    outlet.track.ready()
+                    self._write(outlet, HEAD.pack(MAGIC, Kind.READY, send.number, slot, nbytes, b""), None)
+
+    def _take(self, inlet: Inlet, receive: Receive, slot: int, at: int, nbytes: int) -> None:
+        if self._copy(receive, inlet, lambda slots: slots.take(inlet.nonce, slot, receive.address() + at, nbytes)):
+            with self._lock:
+                if self._inlets.get(inlet.peer) is inlet:
+                    receive.copied += nbytes
+                    self._write(inlet, ANSWER.pack(MAGIC, Answer.FREE, receive.number), None)
+
+    def _fetch(self, outlet: Outlet, send: Send) -> None:
+        """For a receiver that gets the bytes."""
+        host = np.empty(send.nbytes, np.uint8)
+        if self._copy(send, outlet, lambda slots: slots.move(host.ctypes.data, send.address(), send.nbytes)):
+            with self._lock:
+                if send in outlet.fetching:  # else the connection is over
+                    outlet.fetching.remove(send)
+                    send.memory = memoryview(host)
+                    self._write(outlet, head(Kind.DATA, send), send)
 
     # -- a thread for each dial ----------------------------------------------------------------------------------
 
@@ -372,13 +438,16 @@ class Post:
     def _answered(self, outlet: Outlet) -> None:
         """The receiver has said something."""
         magic, kind, number = ANSWER.unpack(outlet.head)
-        if magic != MAGIC or kind not in (Answer.GO, Answer.REFUSED):
+        if magic != MAGIC or kind not in tuple(Answer):
             raise ValueError(f"an answer that cannot be: magic {magic:#x}, kind {kind}")
+        if kind == Answer.FREE:
+            self._freed(outlet, number)
+            return
         with self._lock:
             outlet.nbytes -= outlet.unasked.pop(number, 0)
             message = outlet.offers.pop(number, None)  # None: whole, or withdrawn
-            if message is not None and kind == Answer.GO:
-                self._write(outlet, head(Kind.DATA, message), message)
+            if message is not None and kind != Answer.REFUSED:
+                self._go(outlet, message, plain=kind == Answer.PLAIN)
             self._pump(outlet)
         if message is not None and kind == Answer.REFUSED:
             message.end(
@@ -387,6 +456,56 @@ class Post:
                     f"than the {message.nbytes} bytes of {message.dtype} that were sent with tag {message.tag}"
                 )
             )
+
+    def _go(self, outlet: Outlet, message: Send, *, plain: bool) -> None:
+        """Somebody receives it. With the lock."""
+        track = outlet.track
+        if track.pair is None and message.place is not None and not plain and self._pairs:
+            track.pair = self._pairs.pop()
+        if message.place is None:
+            self._write(outlet, head(Kind.DATA, message), message)
+        elif plain or track.pair is None:
+            outlet.fetching.append(message)
+            self._copier.do(functools.partial(self._fetch, outlet, message))
+        else:
+            track.sends.append(message)
+            self._fill(outlet)
+
+    def _fill(self, outlet: Outlet) -> None:
+        """Copy into slots that are free. With the lock."""
+        assert self.slots is not None
+        while (piece := outlet.track.next(self.slots.chunk)) is not None:
+            self._copier.do(functools.partial(self._put, outlet, *piece))
+
+    def _freed(self, outlet: Outlet, number: int) -> None:
+        """The receiver has taken a piece."""
+        with self._lock:
+            whole = outlet.track.freed(number, self.slots.chunk if self.slots is not None else 0)
+            if whole is not None:
+                self._write(outlet, head(Kind.DONE, whole), whole)
+            self._fill(outlet)
+
+    def _ready(self, inlet: Inlet, number: int, slot: int, nbytes: int) -> None:
+        """The sender has put a piece into a slot."""
+        slots = self.slots
+        with self._lock:
+            receive = inlet.expected.get(number)
+            if receive is None or slots is None or not receive.by_slots:
+                raise ValueError(f"a piece of a message {number} that nobody has asked for")
+            at = receive.started
+            if not 0 <= slot < slots.count or not 0 < nbytes == min(slots.chunk, receive.nbytes - at):
+                raise ValueError(f"a piece of {nbytes} bytes in slot {slot} behind {at} of {receive.nbytes} bytes")
+            receive.started += nbytes
+            self._copier.do(functools.partial(self._take, inlet, receive, slot, at, nbytes))
+
+    def _done(self, inlet: Inlet, number: int) -> None:
+        """What was copied from slots counts."""
+        with self._lock:
+            receive = inlet.expected.get(number)
+            if receive is None or not receive.by_slots or receive.copied != receive.nbytes:
+                raise ValueError(f"the end of a message {number} that has not come whole")
+            del inlet.expected[number]
+        receive.end()
 
     def _arrived(self, inlet: Inlet) -> bool:
         """A head, or what belongs to it, is there. True if more belongs to it and has no bytes."""
@@ -404,8 +523,9 @@ class Post:
         if kind == Kind.DATA:
             with self._lock:
                 inlet.receive = inlet.expected.pop(number, None)
-            if inlet.receive is None or inlet.receive.nbytes != nbytes:
+            if inlet.receive is None or inlet.receive.nbytes != nbytes or inlet.receive.started:
                 raise ValueError(f"{nbytes} bytes of a message {number} that nobody has asked for")
+            inlet.receive.land()
             inlet.rest = inlet.receive.memory
         elif kind == Kind.WHOLE:
             with self._lock:
@@ -415,12 +535,18 @@ class Post:
             data = bytearray(nbytes)
             inlet.letter = Letter(inlet.peer, number, tag, dtype_of(name), nbytes, data)
             inlet.rest = memoryview(data)
-        elif kind == Kind.OFFER:
+        elif kind in (Kind.OFFER, Kind.SLOTS):
             with self._lock:
                 full = self._box.full(inlet.peer, 0)
             if full:
                 raise ValueError(f"an offer more, at most {MAX_LETTERS} are kept")
-            self._deliver(inlet, Letter(inlet.peer, number, tag, dtype_of(name), nbytes, None))
+            self._deliver(inlet, Letter(inlet.peer, number, tag, dtype_of(name), nbytes, None, kind == Kind.SLOTS))
+            return False
+        elif kind == Kind.READY:
+            self._ready(inlet, number, tag, nbytes)
+            return False
+        elif kind == Kind.DONE:
+            self._done(inlet, number)
             return False
         elif kind == Kind.WITHDRAW:
             self._withdrawn(inlet, number)
@@ -438,6 +564,9 @@ class Post:
 
     def _withdrawn(self, inlet: Inlet, number: int) -> None:
         with self._lock:
+            asked = inlet.expected.get(number)
+            if asked is not None and asked.started:
+                raise ValueError(f"a message {number} is withdrawn of which {asked.started} bytes have come")
             letter = self._box.offered(inlet.peer, number)
             if letter is not None:
                 self._box.discard(letter)
@@ -506,9 +635,16 @@ class Post:
                     del self._outlets[connection.peer]
                 failed += connection.held
                 failed += connection.offers.values()
+                failed += connection.track.sends
+                failed += connection.fetching
                 failed += [message for _, message in connection.queue if message is not None]
                 connection.held.clear()
                 connection.offers.clear()
+                connection.track.sends.clear()
+                connection.fetching.clear()
+                if connection.track.pair is not None:
+                    self._pairs.append(connection.track.pair)
+                    connection.track.pair = None
             elif isinstance(connection, Inlet):
                 failed += connection.expected.values()
                 failed += [connection.receive] if connection.receive is not None else []

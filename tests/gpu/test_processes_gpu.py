@@ -60,6 +60,24 @@ def test_copy_engines_between_processes(tmp_path: Path, elements: int) -> None:
         assert [note["right"] for _, _, note in job.notes() if note["kind"] == "gather"] == [True] * 8
 
 
+def send_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """By the copy engines, round the ring; into memory of the GPU and into pinned memory."""
+    elements, ranks, me = arguments["elements"], len(group.roster), group.replica
+    for place in ({"device": "cuda"}, {"pin_memory": True}):
+        out = torch.zeros(elements, **place)  # type: ignore[arg-type]
+        sent = group.send(torch.full((elements,), float(me), device="cuda"), (me + 1) % ranks, sms=0, async_op=True)
+        group.recv(out, (me - 1) % ranks, sms=0)
+        sent.wait()
+        notes.write(kind="ring", right=bool((out == (me - 1) % ranks).all()))
+
+
+def test_messages_by_copy_engines_between_processes(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=4, body=send_on_gpu, engine="cuda", elements=3_000_001) as job:
+        for replica in range(4):
+            assert job.join(replica, 120) == [0], job.errors()
+        assert [note["right"] for _, _, note in job.notes() if note["kind"] == "ring"] == [True] * 8
+
+
 def replay_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Two ops in a graph, the second of them atomic and with what the first has made; in every other step one behind it
     that is called. Each life captures a graph of its own, whatever the others do meanwhile."""
