@@ -94,6 +94,8 @@ class Endpoint:
         self._thread = threading.Thread(target=self._run, args=(sock,), name="ftcomm-endpoint", daemon=True)
         self._thread.start()
         self._ready.wait()
+        if self._loop.is_closed():
+            raise TransportError(f"the port {self.port} on {host} cannot be served; see the error above")
 
     @property
     def handle(self) -> str:
@@ -122,6 +124,7 @@ class Endpoint:
                 self._loop.run_until_complete(self._listener.close())
         finally:
             self._loop.close()
+            self._ready.set()  # also if it could not listen: nobody waits for it for ever
 
     async def _listen(self, sock: socket.socket) -> None:
         self._listener = Listener(sock, self.token, self._called)
