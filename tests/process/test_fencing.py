@@ -105,7 +105,12 @@ def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transp
         go_on(running)
         before = len(running.events)
         wake(running, VICTIM)
-        assert kinds(running)[-2:] == ["woke", "error"], "it returned an op that the others had without it"
+        after = kinds(running)[kinds(running).index("woke") + 1 :]
+        if (transport, place) == ("tcp", "taken") and after[0] == "step":
+            # It had all, and all had told it so: their last words lay in its sockets. With that knowledge it may return
+            # the op, as they have; `check` compares the results. Through shared memory it sees that they have gone on.
+            del after[0]
+        assert after == ["error"], "it returned an op that the others had without it"
         [text] = [text for _, _, text in running.errors()]
         last = max(e["epoch"] for e in running.events if VICTIM in _members(e))
         assert f"replica {VICTIM} was removed from the job after epoch {last}: silent for" in text

@@ -13,6 +13,7 @@ import pytest
 
 import ftcomm
 from ftcomm.kernels.device import INTERPRETED
+from ftcomm.messages.slots import AHEAD
 
 from .job import Job, Notes
 from .test_kills import ENDLESS
@@ -34,6 +35,7 @@ def part(step: int, source: int, target: int) -> np.ndarray:
 def exchange_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Each sends to each, behind an all-reduce. Replica 1 dies in a copy of step 2, as a sender or as a receiver."""
     me = group.replica
+    _watch()
     for step in ftcomm.steps(arguments["steps"]):
         if me == 1 and step == DYING:
             _die_in(arguments["what"])
@@ -42,6 +44,7 @@ def exchange_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         others = [rank for rank, who in enumerate(roster) if who != me]
         sources = {rank: part(step, me, roster[rank]) for rank in others}
         outs = {rank: np.zeros(SIZE, np.uint8) for rank in others}
+        _used.clear()
         sent = {rank: group.send(x, rank, step, sms=0, async_op=True) for rank, x in sources.items()}
         heard = {rank: group.recv(out, rank, step, sms=0, async_op=True) for rank, out in outs.items()}
         lost, right = set(), set()
@@ -53,12 +56,22 @@ def exchange_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
                     lost.add(roster[rank])
             if roster[rank] not in lost and (outs[rank] == part(step, roster[rank], me)).all():
                 right.add(roster[rank])
-        notes.write(kind="step", step=step, lost=sorted(lost), right=sorted(right), slots=_count(group))
+        notes.write(kind="step", step=step, lost=sorted(lost), right=sorted(right), slots=len(_used))
 
 
-def _count(group: ftcomm.Group) -> int:
-    """Of receivers that have slots here: what was sent went through these."""
-    return sum(outlet.track.pair is not None for outlet in group._post._outlets.values())
+_used: set[int] = set()  # pairs of slots of this rank through which something went in this step: one for a receiver
+
+
+def _watch() -> None:
+    from ftcomm.device import slots
+
+    put = slots.DeviceSlots.put
+
+    def watched(self: slots.DeviceSlots, slot: int, source: int, nbytes: int) -> None:
+        _used.add(slot // AHEAD)
+        put(self, slot, source, nbytes)
+
+    slots.DeviceSlots.put = watched  # type: ignore[method-assign]
 
 
 def _die_in(what: str) -> None:
