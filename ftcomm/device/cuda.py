@@ -353,11 +353,11 @@ class CudaDevice:
             for member in members
         ]
         if self._engines is None:
-            self._engines = _CopyEngines(self)
+            self._engines = _CopyEngines(self, follows=True)
         return copies.Copies(me, ports, epoch, self._engines, stop)
 
     def mover(self) -> copies.Mover:
-        return _Messenger(self)
+        return _CopyEngines(self, follows=False)
 
     def await_caller(self) -> None:
         torch.cuda.current_stream(self._index).synchronize()
@@ -414,36 +414,26 @@ def _lost(error: RuntimeError) -> FtcommError:
 
 class _CopyEngines:
     """A `Mover` on a stream of its own. Copies between GPUs, and between a GPU and pinned memory, are made by the copy
-    engines; within a GPU (into the sender's slot, and between ranks that share it) the driver may choose otherwise."""
+    engines; within a GPU (into the sender's slot, and between ranks that share it) the driver may choose otherwise.
 
-    def __init__(self, device: CudaDevice) -> None:
+    `follows`: a copy waits for what the calling thread has put on its current stream. A message need not: what is
+    copied was there when it was begun.
+    """
+
+    def __init__(self, device: CudaDevice, *, follows: bool) -> None:
         self._device = device
+        self._follows = follows
         with device._on():
             self._stream = device._stream()
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         with self._device._on():
-            self._stream.wait_stream(torch.cuda.current_stream())
-            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.cuda_stream)
-
-    def wait(self) -> None:
-        self._stream.synchronize()
-
-
-class _Messenger:
-    """A `Mover` for messages, on a stream of its own: what is copied was there when the message was begun."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        with device._on():
-            self._stream = device._stream()
-
-    def copy(self, to: int, source: int, nbytes: int) -> None:
-        with self._device._on():
+            if self._follows:
+                self._stream.wait_stream(torch.cuda.current_stream())
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.cuda_stream)
 
     def wait(self) -> None:
         with self._device._on():
-            done = torch.cuda.Event(blocking=True)
+            done = torch.cuda.Event(blocking=True)  # lets other threads run meanwhile, unlike a stream's own wait
             done.record(self._stream)
             done.synchronize()
