@@ -43,7 +43,7 @@ class Gone(RuntimeError):
 
 
 class Agent:
-    """`start`, then `join`; the other methods after that, from any thread of the user's."""
+    """`start`, `register`, `enter`; the other methods after that, from any thread of the user's."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class Agent:
             on_lost=self._lost,
             on_back=lambda peer: self._do(self._node.peer_back, peer),
         )
+        self._known: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._joined: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
@@ -98,24 +99,45 @@ class Agent:
         """In force at the exchange."""
         return self._node.view
 
+    @property
+    def preview(self) -> View | None:
+        """Before any is: who is in the running job, and this replica with them."""
+        return self._node.machine.preview
+
     # -- the user's threads --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
-    def join(self, timeout: float) -> View:
-        """Blocks until this rank runs in a view. Raises `JoinError`; a queued joiner may wait longer than `timeout`."""
+    def register(self, timeout: float) -> bool:
+        """Blocks until this rank runs in the first view of a job, True, or a running job knows it, False: then it is in
+        no view before `enter`. Raises `JoinError`; who waits for a job to begin its steps waits longer than `timeout`.
+        """
+        try:
+            self._wait(self._known, timeout)
+        except Gone as error:
+            raise JoinError(str(error)) from None
+        return self._joined.done()
+
+    def enter(self, timeout: float) -> View:
+        """The script is ready to be waited for; blocks until this rank runs in a view, or (`left`) never will. Raises
+        `JoinError`, `Gone`. Waits longer than `timeout` for a step boundary, and for the other ranks of the replica."""
+        if not self._joined.done():
+            self.tell(m.Ready())
+        return self._wait(self._joined, timeout)
+
+    def _wait(self, future: concurrent.futures.Future[View], timeout: float) -> View:
         deadline = time.monotonic() + timeout
         told = time.monotonic()
         news = self._news
         while True:
             try:
-                return self._joined.result(timeout=0.2)
+                return future.result(timeout=0.2)
             except concurrent.futures.TimeoutError:
                 pass
-            except Gone as error:
-                raise JoinError(str(error)) from None
             now = time.monotonic()
+            if not self._thread.is_alive():
+                raise Gone("the group was shut down (ftcomm.shutdown)")
             if isinstance(self._refused, wire.Refused):
                 raise JoinError(str(self._refused))
             if news.startswith("joins") and self._news != news:  # it was on the way in: a new wait for another thing
@@ -146,7 +168,7 @@ class Agent:
             raise TimeoutError(f"the boundary of step {step} was not passed within {timeout:g} s") from None
 
     def tell(self, message: m.Message) -> None:
-        """Report, CaughtUp, Leave, Finished: to the leader, from any thread; dropped if the job has gone."""
+        """Report, Ready, CaughtUp, Leave, Finished: to the leader, from any thread; dropped if the job has gone."""
         self._soon(self._node.tell, message)
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
@@ -345,10 +367,15 @@ class Agent:
             elif isinstance(action, n.Passed):
                 self.left = action.left
                 passed, self._passed = self._passed, None
-                if passed is not None and not passed.done():
-                    passed.set_result(action.view)
+                for future in (passed, self._joined if action.left else None):
+                    if future is not None and not future.done():
+                        future.set_result(action.view)
             elif isinstance(action, n.Queued):
                 self._news = action.reason
+            elif isinstance(action, n.Known):
+                self._news = "the coordinator has not answered yet"  # to what we say next
+                if not self._known.done():
+                    self._known.set_result(action.view)
             elif isinstance(action, n.Acked):
                 self._acked.set()
             else:
@@ -361,7 +388,7 @@ class Agent:
         if self._up is not None:
             self._up.close()
             self._up = None
-        for future in (self._joined, self._passed):
+        for future in (self._known, self._joined, self._passed):
             if future is not None and not future.done():
                 future.set_exception(Gone(reason))
 
@@ -412,7 +439,9 @@ class Agent:
         first = not self._joined.done()
         self._do(self._node.resumed, view)
         if first:
-            self._joined.set_result(view)
+            for future in (self._joined, self._known):
+                if not future.done():
+                    future.set_result(view)
         else:
             report = m.Report("resumed", {"rank": self.rank, "epoch": view.epoch, **times, **counts})
             self._do(self._node.tell, report)

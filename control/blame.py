@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ftcomm.control.timeouts import REPORT
 
 FRESH = 2.5 * REPORT  # seconds that a report of a stall is good for
+WORDS = 400  # characters of what one says of another that are passed on
 
 
 class _Stall(NamedTuple):
@@ -29,13 +30,13 @@ class Blame:
 
     def __init__(self, patience: float, grace: float) -> None:
         self._patience, self._grace = patience, grace
-        self._complaints: dict[tuple[int, int], float] = {}  # (by, accused) -> since
+        self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since, what it says
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
         self._asked = float("-inf")
 
-    def complaint(self, by: int, accused: int, now: float) -> None:
+    def complaint(self, by: int, accused: int, now: float, why: str = "") -> None:
         """`by` cannot reach `accused`."""
-        self._complaints.setdefault((by, accused), now)
+        self._complaints.setdefault((by, accused), (now, why[:WORDS]))
 
     def withdraw(self, by: int, accused: int) -> None:
         """They reach each other again."""
@@ -72,7 +73,7 @@ class Blame:
         """Of two that cannot reach each other the one goes that more others cannot reach or be reached by; then one
         that only catches up; then the higher replica. That is for a broken network between two that live: of one that
         is not present its silence will tell."""
-        ripe = (pair for pair, since in self._complaints.items() if now - since > self._patience)
+        ripe = (pair for pair, (since, _) in self._complaints.items() if now - since > self._patience)
         pair = next((pair for pair in ripe if present >= set(pair)), None)
         if pair is None:
             return {}
@@ -83,7 +84,9 @@ class Blame:
 
         victim = max(pair, key=weight)
         other = pair[0] if victim == pair[1] else pair[1]
-        return {victim: f"replicas {other} and {victim} cannot reach each other"}
+        both = ((by, self._complaints.get((by, accused), (0.0, ""))[1]) for by, accused in (pair, pair[::-1]))
+        said = "; ".join(f"replica {by}: {why}" for by, why in both if why)
+        return {victim: f"replicas {other} and {victim} cannot reach each other{said and f' ({said})'}"}
 
     def _waited_for(self, now: float, contributing: Set[int]) -> dict[int, str]:
         """Follow the reports to the members that wait for nobody: they hold all the others up."""

@@ -19,11 +19,14 @@ from ftcomm.control.admission import other_job
 from ftcomm.control.blame import Blame
 from ftcomm.control.detector import Detector
 from ftcomm.control.growth import Proposal, contributing, given_up, wanted
+from ftcomm.control.joiners import Joiners
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
 
+WAITS = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
+DRAINED = "the job is being drained"
 LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
 
 
@@ -94,7 +97,7 @@ class Coordinator:
         self.timeouts = timeouts
         self.detector: Detector[int] = Detector(timeouts.silence)
         self.links: dict[Conn, _Link] = {}
-        self.waiting: dict[int, Member] = {}  # joiners: no view has them, or one that nobody will install
+        self.joiners = Joiners()  # no view has them, or one that nobody will install
         self.installed: set[int] = set()
         self.proposal: Proposal | None = None
         self._margin = 1  # steps ahead that a change is proposed for; doubled when members were faster
@@ -120,13 +123,26 @@ class Coordinator:
         if isinstance(message, m.Report):
             return [Log(message.kind, {**message.fields, "replica": link.replica})]
         if not self._counts(link.replica, link.incarnation):
-            return [Send(conn, m.FinishAck())] if isinstance(message, m.Finished) else []
+            return self._from_joiner(conn, link, message)
         return self._from_member(conn, link, message, now)
+
+    def _from_joiner(self, conn: Conn, link: _Link, message: m.Message) -> list[Action]:
+        replica = link.replica
+        if isinstance(message, m.Finished):
+            return [Send(conn, m.FinishAck())]
+        if self.view is None or not self.joiners.has(replica, link.incarnation):
+            return []
+        if isinstance(message, m.Ready) and self.joiners.ready(replica):
+            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(WAITS)), *self._propose()]
+        if isinstance(message, m.Leave):
+            return self._dismiss(conn, replica)
+        return []
 
     def _from_member(self, conn: Conn, link: _Link, message: m.Message, now: float) -> list[Action]:
         replica = link.replica
         if isinstance(message, m.Heartbeat):
             link.step = message.step
+            return self._tell_joiners()
         elif isinstance(message, m.Suspect):
             return self._suspected(replica, message, now)
         elif isinstance(message, m.Stalled):
@@ -167,12 +183,9 @@ class Coordinator:
         replica = link.replica
         if self._counts(replica, link.incarnation):
             return [] if replica in self.finished else self._lose({replica: "its connection closed"})
-        waited = self.waiting.get(replica)
-        if waited is not None and waited.incarnation == link.incarnation:
-            del self.waiting[replica]
+        if self.joiners.has(replica, link.incarnation):
             self.detector.forget(replica)
-            if self.proposal is not None and replica in self.proposal.joins:
-                return [*self._cancel(), *self._propose()]
+            return self._forget(replica)
         return []
 
     def drain(self) -> list[Action]:
@@ -180,10 +193,10 @@ class Coordinator:
         self.draining = True
         actions: list[Action] = [Log("draining", {})]
         if self.view is None:
-            return [*actions, *self._turn_away("the job is being drained"), *self._finish()]
+            return [*actions, *self._turn_away(DRAINED), *self._finish()]
         if self.proposal is not None:
             actions += self._cancel()
-        return [*actions, *self._turn_away("the job is being drained"), *self._propose()]
+        return [*actions, *self._turn_away(DRAINED, m.Dismissed), *self._propose()]
 
     def tick(self, now: float) -> list[Action]:
         """To be called several times per heartbeat timeout."""
@@ -234,7 +247,7 @@ class Coordinator:
         if said is not None and (said.replica, said.incarnation) != (replica, join.incarnation):
             return [*self.disconnected(conn, now), Close(conn)]  # it speaks for one life of one replica, or for none
         if join.epoch > 0 and not self._counts(replica, join.incarnation):
-            return self._outlived(conn, join)
+            return self._outlived(conn, join, now)
         old = self._conn(replica)
         if old is not None and old != conn:
             if self.links[old].incarnation == join.incarnation:
@@ -253,23 +266,56 @@ class Coordinator:
             if join.leaving:
                 self.leaving.add(replica)
             return actions + self._rejoined(conn, join)
-        self.waiting[replica] = Member(replica, join.incarnation, join.ranks, contributing=False)
         self.finished.pop(replica, None)
         self.leaving.discard(replica)  # what its earlier life wanted
         self.caught_up.discard(replica)
         actions.append(Log("joined", {"replica": replica}))
-        if self.view is None:
-            return actions + self._form()
-        reason = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
-        return [*actions, Send(conn, m.Queued(reason)), *self._propose()]
+        return [*actions, *self._register(conn, join)]
 
-    def _outlived(self, conn: Conn, join: m.Join) -> list[Action]:
+    def _register(self, conn: Conn, join: m.Join) -> list[Action]:
+        """It has come to stay: it is known. In a running job nobody is to wait for it before its script is ready."""
+        replica = join.replica
+        member = Member(replica, join.incarnation, join.ranks, contributing=False)
+        self.joiners.add(member, ready=join.ready or self.view is None)
+        if self.view is None:
+            return self._form()
+        if join.leaving:
+            return self._dismiss(conn, replica)
+        if join.ready:
+            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(WAITS)), *self._propose()]
+        reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
+        return self._tell_joiners() or [Send(conn, m.Queued(reason))]
+
+    def _tell_joiners(self) -> list[Action]:
+        """Let those prepare who do not know yet that they may. Not before some boundary was passed: a job that passes
+        none takes nobody in, and a script would train by itself while it waits for that."""
+        if self.view is None or max(link.step for link in self.links.values()) < 0:
+            return []
+        return [Send(self._link_of(replica), m.Registered(seen)) for replica, seen in self.joiners.tell(self.view)]
+
+    def _dismiss(self, conn: Conn, replica: int) -> list[Action]:
+        """It has asked to leave before it was in any view, so there is no boundary to wait for."""
+        reason = "it has asked to leave before it had joined"
+        return [
+            Log("dismissed", {"replica": replica, "reason": reason}),
+            Send(conn, m.Dismissed(reason)),
+            *self._forget(replica),
+        ]
+
+    def _forget(self, replica: int) -> list[Action]:
+        """It does not want to join any more."""
+        self.joiners.drop(replica)
+        if self.proposal is not None and replica in self.proposal.joins:
+            return [*self._cancel(), *self._propose()]
+        return []
+
+    def _outlived(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         """It says that it runs in the job, which went on without it; another life may have its number by now."""
         replica = join.replica
         actions: list[Action] = []
         old = self._conn(replica)
         if old is not None and self.links[old].incarnation == join.incarnation:
-            del self.links[old]
+            actions += self.disconnected(old, now)
             self.detector.forget(replica)
             if old != conn:
                 actions.append(Close(old))
@@ -289,22 +335,21 @@ class Coordinator:
         return ""
 
     def _form(self) -> list[Action]:
-        missing = sorted(set(range(self.expected)) - set(self.waiting))
-        if len(self.waiting) < self.expected:
-            reason = (
-                f"{len(self.waiting)} of {self.expected} replicas are here; missing: {', '.join(map(str, missing))}"
-            )
-            return [Send(self._link_of(replica), m.Queued(reason)) for replica in self.waiting]
-        members = [contributing(member) for member in self.waiting.values()]
-        self.waiting.clear()
+        here = self.joiners.waiting
+        if len(here) < self.expected:
+            missing = ", ".join(str(replica) for replica in range(self.expected) if replica not in here)
+            reason = f"{len(here)} of {self.expected} replicas are here; missing: {missing}"
+            return [Send(self._link_of(replica), m.Queued(reason)) for replica in here]
+        members = [contributing(member) for member in here.values()]
+        self.joiners.clear()
         return self._decide(tuple(sorted(members, key=lambda x: x.replica)), 0, "all replicas are here")
 
     def _rejoined(self, conn: Conn, join: m.Join) -> list[Action]:
         """A member connected again: after a restart of the coordinator, or a lost connection."""
         assert self.view is not None
         if join.epoch == self.view.epoch:
-            return self._installed(join.replica, join.epoch)
-        return [Send(conn, m.NewView(self.view))]
+            return [*self._installed(join.replica, join.epoch), *self._tell_joiners()]
+        return [Send(conn, m.NewView(self.view)), *self._tell_joiners()]
 
     # -- losses --------------------------------------------------------------------------------------------------
 
@@ -314,7 +359,7 @@ class Coordinator:
         fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
         if suspect.proof or by == suspect.replica:
             return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason})]
-        self._blame.complaint(by, suspect.replica, now)
+        self._blame.complaint(by, suspect.replica, now, suspect.reason)
         return [Log("suspect", fields)]
 
     def _stalled(self, by: int, stall: m.Stalled, now: float) -> list[Action]:
@@ -338,7 +383,8 @@ class Coordinator:
         if base.proposal and self._before is not None and not self._settled():
             old = set(self._before.replicas)  # its joiners wait again: who ran with them has to start anew, too
             joiners = [x for x in base.members if x.replica not in old | gone and self._conn(x.replica) is not None]
-            self.waiting.update({member.replica: member for member in joiners})
+            for member in joiners:
+                self.joiners.add(member, ready=True)
             members = given_up(base, self._before, gone, withdrawn=not lost)
             base = self._before
         members = tuple(member for member in members if member.replica not in gone)
@@ -380,7 +426,7 @@ class Coordinator:
         here = set(view.replicas)
         if here & set(self.finished) or any(self._conn(replica) is None for replica in here):
             return []
-        joins, contributes, leaves = wanted(view, self.waiting, self.caught_up, self.leaving, self.draining)
+        joins, contributes, leaves = wanted(view, self.joiners.waiting, self.caught_up, self.leaving, self.draining)
         if not (joins or contributes or leaves):
             return []
         self._proposals += 1
@@ -403,7 +449,7 @@ class Coordinator:
             return []
         self.proposal = None
         for replica in proposal.joins:
-            self.waiting.pop(replica, None)
+            self.joiners.drop(replica)
         self.caught_up -= proposal.contributes
         members = proposal.applied(view.members)
         return self._decide(members, proposal.step, proposal.why(), proposal.number)
@@ -455,10 +501,10 @@ class Coordinator:
         self.done = True
         return [Log("failed", {"reason": failed}), Done(failed)] if failed else [Done()]
 
-    def _turn_away(self, reason: str) -> list[Action]:
-        conns = [self._conn(replica) for replica in self.waiting]
-        self.waiting.clear()
-        return [Send(conn, m.Expelled(reason)) for conn in conns if conn is not None]
+    def _turn_away(self, reason: str, how: type[m.Expelled | m.Dismissed] = m.Expelled) -> list[Action]:
+        """All joiners."""
+        conns = [self._conn(replica) for replica in self.joiners.clear()]
+        return [Send(conn, how(reason)) for conn in conns if conn is not None]
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 

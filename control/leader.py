@@ -81,19 +81,24 @@ class Leader:
         self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that has heard our last word
         self._installed: dict[int, int] = {}  # rank -> epoch
         self.epoch = 0  # the newest view that all our ranks have installed
-        self._told: dict[str, set[int]] = {"CaughtUp": set(), "Finished": set()}
+        self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
+        self.ready = False  # the scripts of all our ranks are
         self.finished = False
         self.leaving = False
+        self._dismissed = False
 
     # -- the coordinator -----------------------------------------------------------------------------------------
 
     def join(self) -> m.Join | None:
-        """What to say first on a connection to the coordinator; None until all ranks have said hello."""
-        if len(self.addresses) < self.ranks:
+        """What to say first on a connection to the coordinator; None until all ranks have said hello, and from the
+        moment on at which it has sent us away."""
+        if len(self.addresses) < self.ranks or self._dismissed:
             return None
         addresses = tuple(self.addresses[rank] for rank in range(self.ranks))
         timeouts = dataclasses.astuple(self._timeouts)
-        return m.Join(self.replica, self.incarnation, addresses, self.epoch, self.step, timeouts, self.leaving)
+        return m.Join(
+            self.replica, self.incarnation, addresses, self.epoch, self.step, timeouts, self.leaving, self.ready
+        )
 
     @property
     def step(self) -> int:
@@ -116,7 +121,8 @@ class Leader:
             if self.change is not None and self.change.number == message.proposal and not self.change.decided:
                 return self._decide(None)
             return []
-        if isinstance(message, m.Queued | m.Expelled | m.WhoWaits | m.FinishAck):
+        if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Expelled | m.WhoWaits | m.FinishAck):
+            self._dismissed = self._dismissed or isinstance(message, m.Dismissed)
             return self._to_ranks(message)
         return []
 
@@ -156,8 +162,9 @@ class Leader:
             join = self.join()
             return [*welcome, ToCoordinator(join)] if join is not None else welcome
         if isinstance(message, m.Heartbeat):
+            first = self.step < 0 <= message.step
             self.steps[rank] = max(message.step, self.steps.get(rank, -1))
-            return []
+            return [ToCoordinator(m.Heartbeat(self.step))] if first else []
         if isinstance(message, m.Promise):
             return self._promised(rank, message)
         if isinstance(message, m.AtBoundary):
@@ -171,17 +178,22 @@ class Leader:
         if isinstance(message, m.Leave):
             self.leaving = True
             return [ToCoordinator(message)]
-        if isinstance(message, m.CaughtUp | m.Finished):
+        if isinstance(message, m.Ready | m.CaughtUp | m.Finished):
             told = self._told[type(message).__name__]
             told.add(rank)
             if len(told) < self.ranks:
-                return []
+                return self._wait_for_siblings(rank, told) if isinstance(message, m.Ready) else []
             told.clear()
+            self.ready = self.ready or isinstance(message, m.Ready)
             self.finished = self.finished or isinstance(message, m.Finished)
             return [ToCoordinator(message)]
         if isinstance(message, m.Suspect | m.Reachable | m.Stalled | m.Report):
             return [ToCoordinator(message)]
         return []
+
+    def _wait_for_siblings(self, rank: int, ready: set[int]) -> list[Action]:
+        missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
+        return [ToRank(rank, m.Queued(f"joins when all ranks of this replica are ready for it; missing: {missing}"))]
 
     def rank_lost(self, rank: int, reason: str) -> list[Action]:
         """The replica is the unit of failure: without one of its ranks it is lost."""

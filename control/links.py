@@ -140,6 +140,8 @@ async def open_socket(address: tuple[str, int], token: str, purpose: str, fields
             await within(HANDSHAKE_TIMEOUT, loop.sock_connect(sock, address))
         except (asyncio.TimeoutError, TimeoutError):
             raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
+        except OSError as error:
+            raise wire.unreached(error) from None
         except (ValueError, OverflowError) as error:  # somebody has told us an address that cannot be
             raise ConnectionError(f"no address: {error}") from None
         await wire.handshake(sock, wire.client_steps(token, purpose, fields), HANDSHAKE_TIMEOUT)

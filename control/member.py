@@ -1,10 +1,10 @@
 """The member: one rank's part of the protocol. A pure state machine beside the user's code.
 
-joining    no view yet
+joining    no view yet; in a running job not before the script is ready to be waited for
 running    ops are exchanged in `view`
 changing   a newer view is known: quiesce, tell the others our progress, wait for theirs
 resuming   all have told; the exchange is being set going again
-left       drained: the view in force does not have this replica any more
+left       drained: the view in force does not have this replica any more, or it was sent away before any had it
 failed     expelled, or the job has failed
 """
 
@@ -68,7 +68,14 @@ class Queued:
     reason: str
 
 
-Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queued
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The job runs, and knows this replica: let the script prepare, and say `Ready` when it is."""
+
+    view: View
+
+
+Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queued | Known
 
 AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is heard of
 
@@ -81,6 +88,7 @@ class Machine:
         self.incarnation = ""  # the leader says it
         self.phase = "joining"
         self.view: View | None = None  # in force, or being installed while changing
+        self.preview: View | None = None  # who was there, and we with them, when a running job came to know us
         self.ran = False  # has exchanged in some view
         self.step = -1  # the newest boundary that was passed
         self._promise: tuple[int, int] | None = None  # (proposal, step)
@@ -104,8 +112,10 @@ class Machine:
     def _pass(self) -> list[Action]:
         if self._standing is None:
             return []
-        self.step, self._standing, self._asked = max(self.step, self._standing), None, None
-        return [Passed()]
+        first, self.step = self.step < 0, max(self.step, self._standing)
+        self._standing = self._asked = None
+        # Who joins waits for the first boundary of all: it is told at once, and not with the next sign of life.
+        return [Passed(), ToLeader(m.Heartbeat(self.step))] if first else [Passed()]
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
@@ -131,7 +141,19 @@ class Machine:
             return [Failed(message.reason)]
         if isinstance(message, m.Queued):
             return [Queued(message.reason)]
+        if isinstance(message, m.Registered) and self.preview is None and self.phase == "joining":
+            self.preview = message.view  # the first, which all our ranks have got; a new coordinator says another
+            return [Known(message.view)]
+        if isinstance(message, m.Dismissed) and not self.ran:
+            return self._dismiss(message.reason)
         return []
+
+    def _dismiss(self, reason: str) -> list[Action]:
+        if self.preview is None:  # the script still waits to be told that there is a job
+            self.phase = "failed"
+            return [Failed(reason)]
+        self.phase = "left"
+        return [Left()]
 
     def _release(self, proposal: int) -> list[Action]:
         if self._promise is not None and self._promise[0] == proposal:

@@ -25,7 +25,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 # Kinds of events that are the coordinator's word, on which a launcher acts.
-RESERVED = frozenset({"caught_up", "draining", "failed", "finished", "joined", "refused", "suspect", "view"})
+RESERVED = frozenset(
+    {"caught_up", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "suspect", "view"}
+)
 
 
 # -- rank -> leader -> coordinator -------------------------------------------------------------------------------
@@ -48,6 +50,7 @@ class Join(Message, frozen=True):
     step: b.Step
     timeouts: tuple[float, float, float]  # heartbeat, floor and ceiling of an op; must be those of the whole job
     leaving: bool = False  # has asked to leave, which an earlier life of the coordinator may have heard
+    ready: bool = False  # has said `Ready`, likewise
 
 
 class Heartbeat(Message, frozen=True):
@@ -106,6 +109,11 @@ class Installed(Message, frozen=True):
     epoch: b.Epoch
 
 
+class Ready(Message, frozen=True):
+    """Of who joins a running job: the script stands before its first op or step boundary (from a leader: those of all
+    ranks of its replica), so the others may wait for it from now on."""
+
+
 class CaughtUp(Message, frozen=True):
     """The rank (from a leader: the replica) holds the state of everybody and can contribute."""
 
@@ -148,6 +156,20 @@ class Welcome(Message, frozen=True):
 
 class Queued(Message, frozen=True):
     """The replica is known and waits for its first view; `reason` says for what."""
+
+    reason: b.Text
+
+
+class Registered(Message, frozen=True):
+    """The replica may prepare to join the training under way. It is in no view, and nobody waits for it, until all its
+    ranks have said `Ready`. `view` is the newest with this replica added, so that its script can be told who is there.
+    """
+
+    view: View
+
+
+class Dismissed(Message, frozen=True):
+    """The replica is in no view, and will come into none: it has asked to leave, or the job is being drained."""
 
     reason: b.Text
 
@@ -263,6 +285,7 @@ AnyMessage = (
     | AtBoundary
     | Withdrawn
     | Installed
+    | Ready
     | CaughtUp
     | Leave
     | Finished
@@ -270,6 +293,8 @@ AnyMessage = (
     | NewView
     | Welcome
     | Queued
+    | Registered
+    | Dismissed
     | Prepare
     | Cancel
     | WhoWaits

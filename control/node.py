@@ -60,7 +60,8 @@ class LookAtWaits:
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """The boundary that the user's code stands at is passed, in `view`; `left`: by leaving the job."""
+    """The boundary that the user's code stands at is passed, in `view`; `left`: by leaving the job. Of that it may have
+    been in no view at all."""
 
     view: View
     left: bool
@@ -71,6 +72,14 @@ class Queued:
     """Still joining; why."""
 
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The job runs, and knows this replica, which is in no view: let the script prepare. `view` is that in force, as if
+    this replica were in it."""
+
+    view: View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Failed:
     reason: str
 
 
-Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | Queued | Acked | Failed
+Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | Queued | Known | Acked | Failed
 
 
 KEPT = 1000  # reports while the coordinator is away; then the oldest go
@@ -137,7 +146,7 @@ class Node:
     def up_lost(self, reason: str) -> list[Action]:
         """It is down, or cannot be made. The coordinator may be away, but the replica lives and dies as one."""
         self._up = False
-        if self.leader is None and self.view is not None:
+        if self.leader is None and (self.view is not None or self.machine.preview is not None):
             return self._from_leader(m.Expelled(reason))
         return []
 
@@ -221,7 +230,7 @@ class Node:
         return self._do_member(self.machine.boundary(step))
 
     def tell(self, message: m.Message) -> list[Action]:
-        """Report, CaughtUp, Leave, Finished: to the leader."""
+        """Report, Ready, CaughtUp, Leave, Finished: to the leader."""
         return self._do_member([mem.ToLeader(message)])
 
     def _say(self, message: m.Message) -> list[Action]:
@@ -353,11 +362,13 @@ class Node:
             elif isinstance(action, mem.Resume):
                 result.append(Resume(action.view, action.progress))
             elif isinstance(action, mem.Passed | mem.Left):
-                view = self.view if isinstance(action, mem.Passed) else self.machine.view
+                view = self.view if isinstance(action, mem.Passed) else self.machine.view or self.machine.preview
                 assert view is not None
                 result.append(Passed(view, isinstance(action, mem.Left)))
             elif isinstance(action, mem.Queued):
                 result.append(Queued(action.reason))
+            elif isinstance(action, mem.Known):
+                result.append(Known(action.view))
             else:
                 result.append(Failed(action.reason))
         return result

@@ -71,7 +71,8 @@ class Peers:
 
     def _broken(self, member: Member, error: Exception) -> None:
         self._down.add(member.replica)
-        self._lost(member, f"the link to it is down: {error}", proof=False)
+        there = member.ranks[self._rank]
+        self._lost(member, f"the link to it at {there.host}:{there.port} is down: {error}", proof=False)
 
     def send(self, replica: int, message: m.Message) -> None:
         """Dropped without a link; `on_open` is the moment to say again what matters."""

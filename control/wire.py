@@ -3,8 +3,11 @@
     client                                            server
       Opening(version, purpose, fields, nonce)  ---->
                                                 <----   Challenge(version, nonce, refused)
-      HMAC(token, both nonces, opening)         ---->
-                                                <----   Accepted(HMAC(token, both nonces), refused)
+      HMAC(token, both nonces, opening), filler ---->
+                                                <----   Accepted(HMAC(token, both nonces), refused, filler)
+
+The filler is longer than a packet. On a way that loses long packets without a word (a tunnel, jumbo frames on one side)
+everything would work until there are data to move; so the handshake fails there, and says why.
 
 Both sides prove that they hold the job's token and neither sends it. Each contributes a nonce, so that a recorded
 handshake proves nothing a second time; a nonce has exactly 16 bytes, so that no part of what is signed can be taken for
@@ -15,12 +18,15 @@ be longer than `MAX_HANDSHAKE`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
 import socket
 import time
 from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -30,11 +36,14 @@ from ftcomm.control.dropped import Kind, drop, printable
 from ftcomm.control.unpack import unpack
 from ftcomm.control.within import within
 
-VERSION = 1
+VERSION = 2
 MAX_HANDSHAKE = 4096  # bytes
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; a longer one is refused before it is read
 MAX_UNSENT = 64 << 20  # bytes that wait for a peer that does not read, before it is given up
 NONCE = 16  # bytes
+FILLER = 3600  # bytes
+
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 Fields = dict[str, "str | int"]
 
@@ -63,6 +72,7 @@ class BadFields(HandshakeError):
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
 Mac = Annotated[bytes, Meta(max_length=32)]
+Filler = Annotated[bytes, Meta(max_length=FILLER)]
 Word = Annotated[str, Meta(max_length=256)]
 
 
@@ -85,11 +95,13 @@ class Challenge(Spoken, frozen=True):
 
 class Proof(msgspec.Struct, frozen=True):
     mac: Mac
+    filler: Filler = b""
 
 
 class Accepted(msgspec.Struct, frozen=True):
     mac: Mac
     refused: str = ""
+    filler: Filler = b""
 
 
 def number(fields: Mapping[str, Any], name: str, least: int = 0, most: int = (1 << 31) - 1) -> int:
@@ -108,7 +120,8 @@ def text(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-# The handshake is a generator that yields what to send (bytes) or None to be sent the next frame it receives.
+# The handshake is a generator that yields what to send (bytes) or None to be sent the next frame it receives, or to be
+# thrown a TimeoutError, with the longest packet in bytes, if there is none.
 Steps = Generator["bytes | None", bytes, Any]
 
 _encode = msgspec.msgpack.encode
@@ -138,8 +151,16 @@ def client_steps(token: str, purpose: str, fields: dict[str, str | int]) -> Step
     challenge = _decode(raw, Challenge)
     if challenge.refused:
         raise Refused(printable(challenge.refused))
-    yield _encode(Proof(_mac(token, b"client", challenge.nonce, opening)))
-    accepted = _decode((yield None), Accepted)
+    yield _encode(Proof(_mac(token, b"client", challenge.nonce, opening), bytes(FILLER)))
+    try:
+        raw = yield None
+    except TimeoutError as late:
+        raise HandshakeError(
+            f"it answers short messages, and not one of {FILLER} bytes in time. Unless that host is very busy, long "
+            f"packets get lost on the way; those from here carry {late.args[0]} bytes. Set the MTU of all hosts to "
+            "what the network carries, as in: ip link set eth0 mtu 1400"
+        ) from None
+    accepted = _decode(raw, Accepted)
     if accepted.refused:
         raise Refused(printable(accepted.refused))
     if not hmac.compare_digest(accepted.mac, _mac(token, b"server", challenge.nonce, opening)):
@@ -160,7 +181,7 @@ def server_steps(token: str) -> Steps:
     if not hmac.compare_digest(proof.mac, _mac(token, b"client", nonce, raw)):
         yield _encode(Accepted(b"", _BAD_TOKEN))
         raise Refused(_BAD_TOKEN, "token")
-    yield _encode(Accepted(_mac(token, b"server", nonce, raw)))
+    yield _encode(Accepted(_mac(token, b"server", nonce, raw), filler=bytes(FILLER)))
     return opening
 
 
@@ -168,15 +189,50 @@ def _version_text(other: int) -> str:
     return f"protocol version {other}, expected {VERSION}; install the same ftcomm on every host of the job"
 
 
+_THIN_LINEAR_TIMEOUTS, _RTO_MAX_MS = 16, 44  # <linux/tcp.h>
+
+
 def tune(sock: socket.socket) -> None:
     """Small messages leave at once, and a connection whose other end has vanished ends in seconds, not in a quarter of
-    an hour."""
+    an hour.
+
+    After an outage a heartbeat has to come through soon: TCP would wait twice as long before each further attempt, so
+    a network that was away for half a heartbeat timeout would be away for all of it.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    sock.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)
+    with contextlib.suppress(OSError):  # Linux 6.15
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
+
+
+def unreached(error: OSError) -> OSError:
+    """Why there is no connection: `error`, in words if it says too little."""
+    return ConnectionError(no_ports()) if error.errno == errno.EADDRNOTAVAIL else error
+
+
+def no_ports() -> str:
+    """Why the kernel has no port left, with the mend."""
+    least, most = _PORTS.read_text().split()
+    return (
+        f"all ports that this host gives away by itself, {least} to {most}, are in use; end what holds them (ss -tan), "
+        "or give more: sysctl -w net.ipv4.ip_local_port_range='10240 65535'"
+    )
+
+
+def late(steps: Steps, sock: socket.socket, timeout: float) -> HandshakeError:
+    """Nothing more came on `sock`: how far the handshake had got tells why."""
+    try:
+        steps.throw(TimeoutError(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)))
+    except HandshakeError as error:
+        return error
+    except (TimeoutError, StopIteration):
+        pass
+    return HandshakeError(f"no answer to the handshake within {timeout:g} s")
 
 
 # -- blocking sockets --------------------------------------------------------------------------------------------
@@ -187,10 +243,13 @@ def connect(
 ) -> socket.socket:
     """An authenticated blocking connection. Raises `OSError` (`HandshakeError` if refused)."""
     deadline = time.monotonic() + timeout
-    sock = socket.create_connection(address, timeout=timeout)
+    try:
+        sock = socket.create_connection(address, timeout=timeout)
+    except OSError as error:
+        raise unreached(error) from None
+    steps = client_steps(token, purpose, fields)
     try:
         tune(sock)
-        steps = client_steps(token, purpose, fields)
         received: bytes | None = None
         while True:
             try:
@@ -204,6 +263,10 @@ def connect(
                 sock.sendall(len(data).to_bytes(4, "big") + data)
         sock.settimeout(None)
         return sock
+    except TimeoutError:
+        why = late(steps, sock, timeout)
+        sock.close()
+        raise why from None
     except BaseException:
         sock.close()
         raise
@@ -219,7 +282,7 @@ def _recv_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     while len(data) < count:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise HandshakeError("no answer to the handshake in time")
+            raise TimeoutError
         sock.settimeout(left)
         part = sock.recv(count - len(data))
         if not part:
@@ -243,7 +306,7 @@ async def handshake(sock: socket.socket, steps: Steps, timeout: float) -> Any:
     try:
         return await within(timeout, _drive(sock, steps))
     except (asyncio.TimeoutError, TimeoutError):
-        raise HandshakeError(f"no answer to the handshake within {timeout:g} s") from None
+        raise late(steps, sock, timeout) from None
 
 
 async def _drive(sock: socket.socket, steps: Steps) -> Any:

@@ -131,7 +131,9 @@ class Replica:
         self._repeat_on = (*_passing(), *repeat_on)
         self._max_repeats, self._on_repeat = max_repeats, on_repeat
         self._optimizers = [entry for entry in state.values() if isinstance(entry, Optimizer)]
-        self._progress = Progress(group.step - group.lag if start is None else start)
+        # A replica that joins is told where the others are when it is in, which is not before it comes to its loop.
+        here = 0 if group.outside else group.step - group.lag
+        self._progress = Progress(here if start is None else start)
         # Without a state nor a vote a joiner needs nothing from anybody: its step is the boundary at which it comes in.
         told = bool(state) or vote or start is not None
         self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress} if told else {}
@@ -286,6 +288,7 @@ class Replica:
         if self._vote or (self._counts and group.settings.ranks_per_replica > 1):
             self._poll = Poll(group)
         self._leaving = Leaving(group).__enter__()
+        group.ready()
         self._fresh = group.fresh
         if self._entries and self._vote and not self._fresh and group.step == 0:
             check_alike(group, self._entries)
@@ -308,6 +311,8 @@ class Replica:
             self._joiner = Joiner(group, self._shared, view, boundary)
             if self._shared:
                 self._progress.take(self._joiner.agree(PROGRESS))
+            else:
+                self._progress.step = boundary - group.lag
         if self._joiner is not None:
             self._joiner.at_boundary(boundary, view)
         group.lag = boundary - self.step

@@ -44,7 +44,7 @@ def status(launcher: Launcher) -> r.Status:
         op_timeout=options.timeouts.op,
         replicas=[_replica(launcher, replica) for replica in launcher.replicas],
         last=launcher.last_said,
-        network="" if launcher.network is None else _path(launcher.network.hub),
+        network=_path(launcher.network.hub) if launcher.network is not None and launcher.network.cut_by_kernel else "",
     )
 
 
@@ -63,6 +63,7 @@ def _replica(launcher: Launcher, replica: Replica) -> r.ReplicaStatus:
         host=replica.host,
         network="" if launcher.network is None else _path(launcher.network.hosts[number]),
         effective=launcher.effective.get(number),
+        joining=replica.joining,
     )
 
 

@@ -34,7 +34,7 @@ def show(seen: r.Status, console: Console) -> None:
     for name in ("replica", "state", "in the job", "step", "effective", "starts", "pids"):
         shown.add_column(name, justify="left" if name in ("state", "in the job") else "right")
     for replica in seen.replicas:
-        place = "contributes" if replica.contributes else "catches up" if replica.member else "-"
+        place = "contributes" if replica.contributes else "catches up" if replica.member else replica.joining or "-"
         step = str(replica.step) if replica.step >= 0 else "-"
         pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
         effective = "-" if replica.effective is None else f"{replica.effective:.0%}"

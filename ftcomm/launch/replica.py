@@ -58,6 +58,7 @@ class Replica:
         self.started = 0.0  # time.monotonic()
         self.death: Death | None = None
         self.asked_to_end = False  # by the launcher, so its death is no failure
+        self.joining = ""  # into a running job, and not in yet: "prepares", and then "joins"
         self.joined = False  # was in a view since it started
         self.contributed = False  # in some view since it started, so it held the state of the training
         self.said_finished = False  # since it started
@@ -82,6 +83,7 @@ class Replica:
         self.started = time.monotonic()
         self.death = None
         self.asked_to_end = False
+        self.joining = ""
         self.joined = False
         self.contributed = False
         self.said_finished = False

@@ -77,6 +77,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     host: str  # the address that its ranks listen on
     network: str = ""  # path of its network namespace, "" without one of its own
     effective: float | None = None  # effective training time ratio of its step loop; None if it has told none
+    joining: str = ""  # of one that is no member yet: "prepares" while its script does, then "joins"
 
 
 class Status(Answer, frozen=True, tag="status"):

@@ -57,4 +57,4 @@ def restart(job: Remote, number: int, seconds: float, tell: Callable[[str], None
 def _how_far(before: r.ReplicaStatus, now: r.ReplicaStatus) -> str:
     if now.starts == before.starts:
         return "leaves at a coming step"
-    return "catches up" if now.member else "starts"
+    return "catches up" if now.member else now.joining or "starts"

@@ -185,7 +185,8 @@ class Faults:
     def _leave(self, replica: Replica) -> None:
         self._touch(replica, "asked to leave")
         for rank in replica.ranks:
-            if rank.alive and not rank.gone and not rank.frozen and rank.node.view is not None:
+            known = rank.node.view is not None or rank.node.machine.preview is not None
+            if rank.alive and not rank.gone and not rank.frozen and known:
                 rank._do(rank.node.tell(m.Leave()))
 
     def _partition(self, kind: str, replica: Replica) -> None:

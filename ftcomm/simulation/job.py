@@ -288,7 +288,8 @@ class Job:
             machine = self.coordinator.machine
             lines.append(
                 f"coordinator: view {machine.view and described(machine.view)}, installed {sorted(machine.installed)}, "
-                f"proposal {machine.proposal}, waiting {sorted(machine.waiting)}, "
+                f"proposal {machine.proposal}, waiting {sorted(machine.joiners.waiting)}, "
+                f"preparing {sorted(machine.joiners.preparing)}, "
                 f"links {sorted(link.replica for link in machine.links.values())}"
             )
         return "\n".join(lines)

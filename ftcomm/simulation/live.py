@@ -28,8 +28,8 @@ from ftcomm.transport.segment import ASLEEP, POSTED, SLOTS, TAKEN
 _OF_STREAM = {  # constant, or derived from the view, or saved in another way
     *("view", "memories", "_low", "_high", "_segment", "_own", "_peers", "_words", "_tokens", "_lanes", "_readers"),
     *("_contributors", "_sole", "_contributes", "_pair", "_mine_first", "_waiter", "_reducer", "_alarm"),
-    "_carrier",
-    *("_pause", "_on_lost", "unposted", "_ring", "stages", "seen"),
+    *("_carrier", "_around", "_left", "_far", "_straight", "_place", "_detail", "_last"),
+    *("_lines", "_on_lost", "unposted", "_ring", "stages", "seen"),
 }
 _OF_OPERATION = {"array", "dtype", "op", "count", "call", "elements", "itemsize", "atomic", "_latch"}
 _OF_ALARM = {"_own", "_words", "_all_taken", "_on_divergence"}
@@ -349,7 +349,6 @@ class Live:
             {replica: self.memories[replica] for replica in view.replicas if replica != self.replica},  # type: ignore[misc]
             self._waiter,
             self._reducer,
-            lambda replica: None,
             lambda *args: None,
             self._diverged if self.group.verify else None,
         )

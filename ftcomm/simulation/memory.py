@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.transport.segment import HEADER, REDUCED, SLOTS, Memory
+from ftcomm.transport.segment import HEADER, POSTED, SLOTS, Memory
 
 CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a shard of it in two-shot
 
@@ -29,7 +29,7 @@ class TinyMemory(Memory):
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
 
     def offset(self, region: int, slot: int) -> int:
-        return ((region == REDUCED) * SLOTS + slot) * self.chunk
+        return ((region != POSTED) * SLOTS + slot) * self.chunk
 
     def quiet(self) -> None:
         pass

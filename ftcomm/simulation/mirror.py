@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.network import Connection
-from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, descriptor
+from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, PUBLISHED, SLOTS, TAKEN, descriptor
 
 if TYPE_CHECKING:
     from ftcomm.simulation.rank import Rank
@@ -21,7 +21,7 @@ class Mirror(TinyMemory):
         super().__init__(replica)
         self._reader, self._epoch, self._connection = reader, epoch, connection
         self._quiet = False
-        for word in (POSTED, REDUCED, TAKEN):
+        for word in PUBLISHED:
             self.words[word] = epoch << 32
         connection.receive[0] = self._apply
         connection.closed[0] = self._closed
@@ -61,10 +61,16 @@ class Feed:
         self.replica, self.epoch = replica, epoch
         self._connection = connection
 
-    def send(self, word: int, value: int, start: int, payload: Any, belongs: Any, pause: Any) -> None:
+    def send(self, word: int, value: int, start: int, payload: Any, belongs: Any) -> None:
         if not self._connection.open[1]:
             raise ConnectionError("broken")
         self._connection.send(1, (word, value, start, bytes(payload), belongs))
+
+    def flush(self) -> bool:
+        return True
+
+    def told(self, word: int, value: int) -> bool:
+        return True
 
     def close(self) -> None:
         self._connection.close(1)

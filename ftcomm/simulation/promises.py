@@ -8,6 +8,7 @@
 4 no ghost writes    the bytes in 1 and 2
 5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
                      epochs are never used twice, no view is heard of that was not written down first
+catch-up             `persisted`: nobody is in a view, and so waited for, before its script is ready
 6 a clear word       `returned`: calls that differ are an error that is the same everywhere
 blame                `removed`: nobody is removed whom no fault has touched; `failed`: the job is lost only with the
                      last holder of the training's state
@@ -54,6 +55,8 @@ class Promises:
         self.returns = 0
         self.mismatches = 0
         self.copies = 0  # chunks that were copied after a view change
+        self._ready: set[tuple[str, int]] = set()  # (incarnation, rank) of scripts that may be waited for
+        self._members: set[str] = set()  # incarnations that were in some view
         self._entered: dict[int, View] = {}
         self._told: dict[tuple[int, int, int], m.Progress] = {}
         self._outcomes: dict[tuple[int, int], object] = {}
@@ -66,6 +69,7 @@ class Promises:
         last = self.last
         if last is not None and view.epoch <= last.epoch:
             raise Broken(f"epoch {view.epoch} is decided after epoch {last.epoch}")
+        self._waited_for(view)
         self.views[view.epoch] = view
         self.last = view
         if last is not None and view.proposal == 0:
@@ -73,6 +77,18 @@ class Promises:
             for member in last.members:
                 if here.get(member.replica) != member.incarnation:
                     self.removed(member.replica, member.contributing, view)
+
+    def _waited_for(self, view: View) -> None:
+        for member in view.members:
+            life = member.incarnation
+            missing = [rank for rank in range(len(member.ranks)) if (life, rank) not in self._ready]
+            if missing and self.last is not None and life not in self._members:
+                raise Broken(f"{life} is in view {view.epoch}, and the scripts of its ranks {missing} are not ready")
+            self._members.add(life)
+
+    def ready(self, rank: Rank) -> None:
+        """The script of a rank that joins a running job says that it is."""
+        self._ready.add((rank.incarnation, rank.index))
 
     def removed(self, replica: int, contributed: bool, view: View) -> None:
         if replica not in self.touched and contributed:

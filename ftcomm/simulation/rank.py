@@ -99,7 +99,7 @@ class Rank(Process):
         self.watchers: dict[Rank, None] = {}
         # The script.
         self.script: Generator[Any, Any, None] | None = None
-        self._awaits: Any = "join"
+        self._awaits: Any = "known"
         self.serves: Callable[[Connection, dict[str, Any]], bool] = lambda connection, fields: False
 
     def start(self) -> None:
@@ -179,9 +179,13 @@ class Rank(Process):
                 stall = None if self._stopping else self._watch.waiting(self.timeouts.beat)
                 op, waiting_on = (0, ()) if stall is None else (stall.op, stall.waiting_on)
                 self._do(self.node.waits(op, waiting_on))
+            elif kind is n.Known:
+                self._wake("known", None)
             elif kind is n.Passed:
                 self.left = action.left  # type: ignore[union-attr]
                 self._wake("boundary", action.view)  # type: ignore[union-attr]
+                if self.left:
+                    self._wake("join", None)  # sent away before it was in any view
             elif kind is n.Acked:
                 self._wake("ack", True)
             elif kind is n.Failed:
@@ -374,7 +378,6 @@ class Rank(Process):
             peers,  # type: ignore[arg-type]
             self._waiter,
             _reducer,
-            lambda replica: None,
             self.data_lost,
         )
         first = self.stream is None
@@ -397,6 +400,7 @@ class Rank(Process):
             stream.welcome(reader)
         self._do(self.node.resumed(view))
         if first:
+            self._wake("known", view)
             self._wake("join", view)
         self.kick()
 

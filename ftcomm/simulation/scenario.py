@@ -66,6 +66,7 @@ def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> 
         atomic=tuple(rng.random() < 0.3 for _ in range(ops)),
         compute=rng.choice((0.0005, 0.005, 0.05)),
         ahead=rng.choice((1, 2, 3)),
+        prepare=rng.choice((0.0, 0.0, 0.01, 0.3)),
         blocks=rng.choice((1, 5, 12)),
     )
     lossy = topology != "one" and rng.random() < 0.25
@@ -81,7 +82,9 @@ def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> 
     restart_pause = rng.choice((0.002, 0.02, 0.2))
     if kind == "growth":  # a step takes about as long as a message
         pace, restart_pause = 0.00002, 0.002
-        work = dataclasses.replace(work, compute=weather.latency * rng.choice((2, 8, 30)), counts=(1,), ahead=1)
+        compute = weather.latency * rng.choice((2, 8, 30))
+        prepare = weather.latency * rng.choice((0, 1, 10))
+        work = dataclasses.replace(work, compute=compute, counts=(1,), ahead=1, prepare=prepare)
     length = steps * (work.compute + 10 * ops * pace) + 0.01
     drains = kind in ("calm", "kills", "storm", "coordinator") and rng.random() < 0.15
     if drains:  # it goes on until it is told to end

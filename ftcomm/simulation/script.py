@@ -34,6 +34,7 @@ class Work:
     atomic: tuple[bool, ...]
     compute: float  # s a step
     ahead: int  # ops in flight
+    prepare: float  # s from joining a running job to the first step
     blocks: int  # of a state that is fetched
 
 
@@ -50,7 +51,13 @@ class Script:
 
     def train(self) -> Generator[Any, Any, None]:
         rank, work, promises = self.rank, self.work, self.rank.promises
-        view: View = yield "join"
+        view: View | None = yield "known"
+        if view is None:
+            view = yield from self._enter()
+            if view is None:
+                rank.say("is sent away")
+                rank.finishing = True
+                return
         rank.say("has joined")
         step = view.step or 0
         fresh = rank.replica not in view.contributing
@@ -115,6 +122,18 @@ class Script:
             rank.after(0.05, rank._wake, "ack", False)
             acked = (yield "ack") or acked
         rank.say("has finished")
+
+    def _enter(self) -> Generator[Any, Any, View | None]:
+        """Prepare to join a running job, and join it; None: it never will be in it."""
+        rank = self.rank
+        rank.say("prepares")
+        yield self.work.prepare * (0.5 + rank.world.random.random())
+        if rank.left:
+            return None
+        rank.promises.ready(rank)
+        rank._do(rank.node.tell(m.Ready()))
+        view: View | None = yield "join"
+        return view
 
     def _ops(self, step: int) -> Generator[Operation, None, None]:
         """Calls the ops of a step, `ahead` of them in flight. Yields one to wait for it, again when it is done."""

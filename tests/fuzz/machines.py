@@ -96,7 +96,7 @@ class Coordinated:
                 sendable(action.message)
                 if isinstance(action.message, m.Prepare):
                     self.seen.append(action.message.proposal)
-        assert len(self.machine.waiting) <= len(self.machine.links), "somebody waits who has no connection"
+        assert len(self.machine.joiners) <= len(self.machine.links), "somebody waits who has no connection"
 
 
 class Ranked:
@@ -135,7 +135,8 @@ class Ranked:
             self.check(node.from_rank(choices.number() % 2, told, self.now))
         elif what == 8:
             self.check(node.from_up(m.Welcome("a0")))
-            self.check(node.from_up(m.NewView(self.view())))
+            told = m.Registered(self.view()) if choices.number() % 4 == 0 else m.NewView(self.view())
+            self.check(node.from_up(told))
         elif what == 9:
             self.check(node.boundary(choices.pick(tuple(s for s in self.seen if s < 1 << 32))))
         elif what == 10 and self.freeze is not None:
@@ -164,6 +165,8 @@ class Ranked:
                 assert self.freeze is None or action.view.epoch > self.freeze.epoch, "back to an older view"
                 self.freeze = action.view
                 self.seen.append(action.view.epoch)
+            elif isinstance(action, n.Known):
+                assert self.freeze is None or self.node.machine.phase == "joining", "a member is told to prepare"
             elif isinstance(action, n.Resume):
                 assert set(action.progress) == set(action.view.replicas)
                 self.resume = action.view

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from ftcomm import subgroup
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.links import serve_messages
@@ -32,7 +33,8 @@ from ftcomm.launch.output import LineSplitter
 from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
 from ftcomm.messages.parcels import WHOLE, Receive, Send
 from ftcomm.messages.post import Post
-from ftcomm.transport.segment import HEADER, POSTED, REDUCED, TAKEN
+from ftcomm.transport import nixl_frames, nixl_hello
+from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
@@ -201,7 +203,9 @@ def data_frames() -> list[bytes]:
     for word, payload in ((POSTED, b"x" * 64), (REDUCED, b"y" * 64), (TAKEN, b"")):
         near, far = _tcp_pair()
         with far:
-            Reader(near, 7, EPOCH).send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9, 0), lambda replica: None)
+            reader = Reader(near, 7, EPOCH)
+            reader.send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9, 0))
+            reader.flush()
             made.append(far.recv(1 << 16))
         near.close()
     return [*made, b"".join(made)]
@@ -252,12 +256,12 @@ def skeletons() -> list[bytes]:
 
 
 def member(data: bytes) -> None:
-    """What another member of a group says, over one of three connections, of which the first byte chooses one."""
-    ways = (_pair, _sender, _receiver)
+    """What another member of a group says, over one of four connections, of which the first byte chooses one."""
+    ways = (_pair, _sender, _receiver, _asked)
     near, far = socket.socketpair()
     with far:
         far.settimeout(DEADLINE)
-        ways[data[0] % 3 if data else 0](near, far, data[1:65536])
+        ways[data[0] % 4 if data else 0](near, far, data[1:65536])
 
 
 def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
@@ -323,6 +327,16 @@ def _receiver(near: socket.socket, far: socket.socket, data: bytes) -> None:
     post.close(RuntimeError("the end"))
 
 
+def _asked(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    """Where it stands, or an error of the connection."""
+    far.sendall(data)
+    far.shutdown(socket.SHUT_WR)
+    with near, contextlib.suppress(OSError, msgspec.DecodeError):
+        account = subgroup.hear(near, lambda: True)
+        assert account is not None
+        assert msgspec.msgpack.decode(subgroup.encode(account)[4:], type=subgroup.Account) == account
+
+
 def _nobody(peer: int) -> socket.socket:
     raise ConnectionRefusedError
 
@@ -339,6 +353,7 @@ def member_seeds() -> list[bytes]:
         b"\x01" + b"".join(letters[1:3]),
         b"\x01" + letters[1] + letters[3] + letters[0],
         b"\x02" + b"".join(answers),
+        b"\x03" + subgroup.encode(subgroup.Account(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
     ]
 
 
@@ -403,6 +418,44 @@ def noise() -> list[bytes]:
     return [bytes(range(256)), b"\x08" * 40]
 
 
+def notifications(data: bytes) -> None:
+    """What an agent of NIXL may be told, one after the other: frames of one channel, in any order."""
+    order = nixl_frames.InOrder()
+    words = dict.fromkeys(nixl_frames.WORDS, EPOCH << 32)
+    for part in _parts(data):
+        try:
+            for frame in order.arrive(nixl_frames.unpack(part)):
+                nixl_frames.check(frame, words.get(frame.word, 0), EPOCH, CHUNK)
+                assert frame.value >> 32 == EPOCH
+                assert frame.start + frame.nbytes <= CHUNK
+                assert len(frame.payload) in (0, frame.nbytes)
+                words[frame.word] = frame.value
+        except ValueError:
+            return
+
+
+def notification_seeds() -> list[bytes]:
+    def frame(word: int, number: int, count: int, piece: int = 0, pieces: int = 1, nbytes: int = 8) -> bytes:
+        payload = b"" if pieces else b"x" * nbytes
+        value = EPOCH << 32 | count
+        shown = nixl_frames.Frame(word, 7, number, piece, pieces, value, 64, nbytes, (1, 2, 3), payload)
+        return nixl_frames.pack(shown)
+
+    whole = [frame(POSTED, 0, 1, pieces=0), frame(REDUCED, 1, 1), frame(TAKEN, 2, 1, pieces=0, nbytes=0)]
+    return [framed(*whole), framed(*whole[::-1]), framed(frame(POSTED, 0, 1, 1, 2), frame(POSTED, 0, 1, 0, 2))]
+
+
+def nixl_hellos(data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        nixl_hello.decode(data)
+
+
+def nixl_hello_seeds() -> list[bytes]:
+    kind = nixl_hello.Kind(1, 4, CHUNK, "1.5.1", "all")
+    said = [nixl_hello.Wanted(kind, 5, 4096, 1 << 20, 9, (("0.0.a.0", b"x"),)), nixl_hello.Answer(kind, True, "no")]
+    return [msgspec.msgpack.encode(message) for message in said]
+
+
 TARGETS = {
     "messages": Target(messages, lambda: [m.encode(message) for message in all_messages()]),
     "connection": Target(connection, lambda: [framed(*[m.encode(message) for message in all_messages()[:4]])]),
@@ -410,6 +463,8 @@ TARGETS = {
     "client": Target(client, handshakes),
     "opening": Target(opening, lambda: [next(_parts(seed)) for seed in handshakes()]),
     "mirror": Target(mirror, data_frames),
+    "notifications": Target(notifications, notification_seeds),
+    "nixl_hellos": Target(nixl_hellos, nixl_hello_seeds),
     "state_frames": Target(state_frames, state_seeds),
     "skeleton": Target(skeleton, skeletons),
     "member": Target(member, member_seeds),

@@ -2,6 +2,8 @@
 
 point       is just before                                                       of whom
 connected   it says to the coordinator that it joins                             a joiner
+known       it reads that the job knows it, and that its script may prepare      a joiner
+ready       it says that its script is ready to be waited for                    a joiner
 queued      it reads that it has to wait                                         a joiner
 asked       it hears of a proposal                                               a member
 standing    it tells its leader that it stands at the boundary of a proposal     a member
@@ -39,6 +41,7 @@ from typing import Any
 
 from ftcomm.collective.stream import Stream
 from ftcomm.control import messages as m
+from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
 from ftcomm.control.node import Node
 from ftcomm.engine import Engine
@@ -51,7 +54,7 @@ from ftcomm.transport.segment import POSTED, TAKEN
 from . import inside
 from .job import DEADLINE
 
-JOINING = ("connected", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
+JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
 CHANGING = ("asked", "standing", "word", "changed", "told", "resuming", "resumed")
 CATCHING_UP = ("op", "taken", "fetching", "loading", "replaying", "caught_up", "said", *CHANGING[:4])
 
@@ -120,6 +123,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
     before(Node, "up_opened", "connected")
     before(Node, "from_up", _heard)
+    before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(Leader, "_at_boundary", "standing")
     before(Leader, "from_leader", "word")
     before(Node, "quiesced", "told")
@@ -143,7 +147,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
 def _heard(self: Node, message: m.Message) -> str | None:
     if isinstance(message, m.NewView):
         return "viewed" if self.view is None else "changed"
-    return {m.Queued: "queued", m.Prepare: "asked"}.get(type(message))
+    return {m.Registered: "known", m.Queued: "queued", m.Prepare: "asked"}.get(type(message))
 
 
 def _has_promised(group: Group, step: int) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+import ftcomm
 from ftcomm.control.server import ServerError
 from ftcomm.control.timeouts import Timeouts
 
-from .job import Job, fewer
+from .job import DEADLINE, Job, Notes, fewer
 from .points import CATCHING_UP, CHANGING, JOINING, Points, watch_points
 from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
@@ -32,8 +33,8 @@ JOINER = 2
 
 
 def job(folder: Path, replicas: int = 3, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(steps=ENDLESS, pace=0.002, prepare=watch_points, transport="shm")
-    return Job(folder, replicas=replicas, body=train, **{**arguments, **settings})
+    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.002, prepare=watch_points, transport="shm")
+    return Job(folder, replicas=replicas, **{**arguments, **settings})
 
 
 def begin(running: Job) -> None:
@@ -334,11 +335,107 @@ def test_a_join_waits_for_a_step_that_is_longer_than_the_heartbeat_timeout(tmp_p
         assert not [e for e in running.events[seen:] if "lost" in e.get("why", "")]
 
 
+# -- a script that takes its time ------------------------------------------------------------------------------------
+
+
+def prepare_slowly(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """`train`, but a joiner builds its model for as long as `go` is not there; of two ranks one after the other."""
+    if group.fresh:
+        notes.write(
+            kind="builds", roster=list(group.roster), members=list(group.members), contributes=group.contributes
+        )
+        marks = Path(arguments["marks"])
+        wait_for(marks / f"go-{group.rank}")
+        if (marks / f"leave-{group.replica}").exists():
+            (marks / f"leave-{group.replica}").unlink()
+            group.leave()
+    train(group, notes, arguments)
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + DEADLINE
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def builds(running: Job, replica: int) -> list[dict[str, Any]]:
+    return [note for r, _, note in running.notes() if r == replica and note["kind"] == "builds"]
+
+
+def start_building(running: Job) -> int:
+    """A joiner whose ranks all build their models; returns how many events there were before."""
+    seen = len(running.events)
+    running.start(JOINER)
+    for _ in _until(lambda: len(builds(running, JOINER)) == running.ranks, "the joiner does not come to its script"):
+        pass
+    return seen
+
+
+def views_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == "view"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nobody_waits_for_a_joiner_that_builds_its_model(tmp_path: Path, ranks: int) -> None:
+    """From `init` to its first boundary it is in no view: the others train on as if it were not there, also through a
+    loss and with a new coordinator. Of its ranks the slowest counts."""
+    with job(tmp_path, body=prepare_slowly, ranks=ranks) as running:
+        begin(running)
+        lose(running, JOINER)
+        seen = start_building(running)
+        assert all(note["roster"] == note["members"] == [0, 1, 2] for note in builds(running, JOINER))
+        assert not any(note["contributes"] for note in builds(running, JOINER))
+        go_on(running, {0, 1}, fewer(100))
+        lose(running, 1)
+        since = len(running.events)
+        restart_coordinator(running)
+        running.wait_event("word of who it is", lambda events: _joined(events[since:], JOINER))
+        for rank in range(ranks):
+            go_on(running, {0}, fewer(50))
+            assert not [event for event in running.events[seen:] if event["kind"] == "ready"]
+            (tmp_path / f"go-{rank}").touch()
+        running.start(1)
+        finish(running, ALL)
+        kinds = [event["kind"] for event in running.events]
+        early = views_of(running.events[seen : kinds.index("ready")])
+        assert [_members(event) for event in early] == [[0]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["dies", "leaves", "drain"])
+def test_a_joiner_that_goes_while_it_builds_its_model(tmp_path: Path, how: str) -> None:
+    """Nobody notices; and but for the first way it ends without an error, after a loop of no steps."""
+    with job(tmp_path, body=prepare_slowly) as running:
+        begin(running)
+        lose(running, JOINER)
+        seen = start_building(running)
+        if how == "dies":
+            running.kill(JOINER)
+            assert running.join(JOINER) == [-signal.SIGKILL]
+        elif how == "leaves":
+            (tmp_path / f"leave-{JOINER}").touch()
+            (tmp_path / "go-0").touch()
+            assert running.join(JOINER) == [0], running.errors()
+        else:
+            running.drain()
+            assert running.join(0) == running.join(1) == [0], running.errors()
+            (tmp_path / "go-0").touch()
+            assert running.join(JOINER) == [0], running.errors()
+            assert [note["drained"] for r, _, note in running.notes() if note["kind"] == "final"] == [True] * 3
+            return
+        go_on(running, {0, 1}, fewer(20))
+        assert not views_of(running.events[seen:])
+        (tmp_path / "go-0").touch()
+        running.start(JOINER)
+        finish(running, ALL)
+
+
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", ["connected", "queued", "viewed", "resuming", "agreeing", "fetching", "said"])
+@pytest.mark.parametrize("point", ["connected", "known", "ready", "queued", "viewed", "resuming", "agreeing", "said"])
 def test_a_drain_while_a_replica_joins(tmp_path: Path, point: str) -> None:
     """Who is not in the job yet is turned away; all others leave at one boundary, with no step lost."""
     points = Points(tmp_path)

@@ -222,6 +222,46 @@ def test_a_rolling_restart_loses_no_step(here: Path, ranks: int) -> None:
     check_steps(here, ranks)
 
 
+# A joiner takes its time, and gets SIGTERM in its loop on the way into the job.
+PREPARES = """
+import os, signal
+while group.fresh and not os.path.exists("go"):
+    time.sleep(0.01)
+ready = group.ready
+def told_to_leave():
+    group.ready = ready
+    signal.raise_signal(signal.SIGTERM)
+    ready()
+if group.fresh:
+    group.ready = told_to_leave
+"""
+
+
+def test_one_that_builds_its_model_is_seen_and_may_be_told_to_leave(here: Path) -> None:
+    """`ftcomm status` says that it prepares; others train on. SIGTERM when its loop waits to be let in: it leaves."""
+    job = Job(here, TRAIN.replace("notes = open(", PREPARES + "notes = open("), replicas=2)
+    shown: list[str] = []
+
+    async def plan() -> None:
+        await job.until(lambda: job.steps() > 3)
+        os.kill(job.launcher.pids()[1, 0], signal.SIGKILL)
+        await job.until(lambda: job.launcher.replicas[1].joining == "prepares")
+        step = job.steps()
+        await job.until(lambda: job.steps() > step + 20)
+        shown.append((await asyncio.to_thread(CliRunner().invoke, commands, ["status"])).output)
+        (here / "go").touch()
+        await job.until(lambda: job.launcher.states()[1] is State.LEFT)
+        job.launcher.drain()
+
+    assert job.run(plan) == run.DRAINED, (job.said, job.lines)
+    (line,) = [line for line in shown[0].splitlines() if "prepares" in line]
+    assert line.split()[1] == "1"
+    assert [event["replica"] for event in job.of("dismissed")] == [1]
+    assert job.starts() == [1, 2]
+    assert not any(member["replica"] == 1 for view in job.of("view")[1:] for member in view["members"])
+    check_steps(here, 1)
+
+
 # -- the socket ------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ class Rank:
     epoch: int = 0  # of the view that its exchange runs in; 0 while frozen or never run
     view: View | None = None
     step: int = 0
-    state: str = "init"  # init, boundary, op, done, left, failed
+    state: str = "init"  # init, preparing, ready, boundary, op, done, left, failed
     issued: int = 0
     returned: int = 0
     freezing: int = 0
@@ -67,6 +67,7 @@ class Cluster:
         self.channels: dict[tuple[str, str], deque[Callable[[], None]]] = {}
         self.done = ""
         self.ran: dict[int, View] = {}  # epoch -> the view that was run in it
+        self.ready: dict[str, set[int]] = {}  # incarnation -> ranks whose scripts may be waited for
         self.results: dict[int, tuple[int, tuple[int, ...]]] = {}  # step -> (epoch, members) where it returned first
         for number in range(replicas):
             self.start(number)
@@ -189,7 +190,7 @@ class Cluster:
         self._to_coordinator(replica, join)
 
     def _can_move(self, rank: Rank) -> bool:
-        if not rank.alive or rank.state in ("done", "left", "failed", "boundary"):
+        if not rank.alive or rank.state in ("done", "left", "failed", "boundary", "ready"):
             return rank.alive and rank.freezing > 0
         return True
 
@@ -202,7 +203,11 @@ class Cluster:
             progress = m.Progress(rank.returned, tuple(m.OpProgress(n, ()) for n in range(rank.returned, rank.issued)))
             self._do_member(replica, index, rank.machine.quiesced(epoch, progress))
             return
-        if rank.state == "run":
+        if rank.state == "preparing" and self.random.random() < 0.2:
+            rank.state = "ready"
+            self.ready.setdefault(replica.incarnation, set()).add(index)
+            self._do_member(replica, index, [mem.ToLeader(m.Ready())])
+        elif rank.state == "run":
             if rank.step >= self.steps:
                 rank.state = "done"
                 self._do_member(replica, index, [mem.ToLeader(m.Finished())])
@@ -266,6 +271,7 @@ class Cluster:
             if isinstance(action, c.Persist):
                 self._log(f"view {action.view.epoch} step {action.view.step}: {self._described(action.view)}")
                 assert not self.views or action.view.epoch > self.views[-1].epoch, "an epoch was reused"
+                self._check_ready(action.view)
                 self.views.append(action.view)
             elif isinstance(action, c.Send):
                 replica = next((r for r in self.replicas.values() if r.conn == action.conn), None)
@@ -337,6 +343,9 @@ class Cluster:
             elif isinstance(action, mem.Passed):
                 if rank.state == "boundary":
                     rank.state = "op"
+            elif isinstance(action, mem.Known):
+                if rank.state == "init":
+                    rank.state = "preparing"
             elif isinstance(action, mem.Left):
                 rank.state = "left"
                 self._do_member(replica, index, [mem.ToLeader(m.Finished())])
@@ -359,6 +368,13 @@ class Cluster:
         assert max(returned, default=0) - min(returned, default=0) <= 1, f"members apart: {action.progress}"
         rank.view, rank.epoch = view, view.epoch
         self._do_member(replica, index, rank.machine.resumed(view.epoch))
+
+    def _check_ready(self, view: View) -> None:
+        """Nobody is waited for before its script has said that it is ready, but in the first view, which all form."""
+        earlier = {member.incarnation for known in self.views for member in known.members}
+        for member in view.members if self.views else ():
+            ready = self.ready.get(member.incarnation, set())
+            assert member.incarnation in earlier or len(ready) == self.w, f"{member.incarnation} is not ready: {ready}"
 
     def _check_op(self, step: int, index: int, view: View) -> None:
         if view.step is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 import ftcomm.collective.flight
@@ -14,7 +15,9 @@ import ftcomm.collective.operation
 from ftcomm.collective.resume import all_reduce
 from ftcomm.collective.stream import Stream, _Lane
 from ftcomm.control import coordinator as c
+from ftcomm.control import messages as m
 from ftcomm.control.growth import Proposal, contributing
+from ftcomm.control.leader import Leader
 from ftcomm.control.member import Machine
 from ftcomm.control.node import Node
 from ftcomm.kernels.host.reduce import operand
@@ -134,6 +137,28 @@ def contributes_at_once(patch: Patch) -> None:
     patch.setattr(Proposal, "applied", spoiled)
 
 
+def waits_for_who_prepares(patch: Patch) -> None:
+    """A joiner is taken in before its script is ready."""
+    register = c.Coordinator._register
+    patch.setattr(
+        c.Coordinator,
+        "_register",
+        lambda self, conn, join: register(self, conn, msgspec.structs.replace(join, ready=True)),
+    )
+
+
+def ready_by_one_rank(patch: Patch) -> None:
+    """A replica says that it is ready when the first of its ranks is."""
+    from_rank = Leader.from_rank
+
+    def hasty(self: Leader, rank: int, message: m.Message) -> Any:
+        if isinstance(message, m.Ready):
+            self._told["Ready"].update(range(self.ranks))
+        return from_rank(self, rank, message)
+
+    patch.setattr(Leader, "from_rank", hasty)
+
+
 def skips_a_kept_step(patch: Patch) -> None:
     """Of the steps that a joiner keeps the last is not applied."""
     at_boundary = Joiner.at_boundary
@@ -164,6 +189,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str | None, int]] = {
     "tells-no-view-again": (tells_no_view_again, "coordinator", 400),
     "progress-once": (progress_once, "storm", 1000),
     "contributes-at-once": (contributes_at_once, "kills", 400),
+    "waits-for-who-prepares": (waits_for_who_prepares, "kills", 100),
+    "ready-by-one-rank": (ready_by_one_rank, "kills", 400),
     "skips-a-kept-step": (skips_a_kept_step, "growth", 2000),
     "finished-once": (finished_once, "quiet", 100),
 }

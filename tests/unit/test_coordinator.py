@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from ftcomm.control import messages as m
@@ -19,7 +20,7 @@ class Script:
     def __init__(self, replicas: int) -> None:
         self.coordinator = Coordinator(replicas, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
         self.views: list[View] = []
-        self.sent: dict[int, list[m.Message]] = {}
+        self.sent: dict[int, list[m.Message]] = collections.defaultdict(list)
         self.done: list[str] = []
         for replica in range(replicas):
             self.join(replica)
@@ -30,16 +31,20 @@ class Script:
             if isinstance(action, Persist):
                 self.views.append(action.view)
             elif isinstance(action, Send):
-                self.sent.setdefault(action.conn, []).append(action.message)
+                self.sent[action.conn].append(action.message)
             elif isinstance(action, Done):
                 self.done.append(action.failed)
 
     def tell(self, conn: int, message: m.Message) -> None:
         self.do(self.coordinator.receive(conn, message, now=1.0))
 
-    def join(self, conn: int) -> None:
+    def join(self, conn: int, **more: bool) -> None:
         address = Address("h", 1, "b", conn, 3, "n")
-        self.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), epoch=0, step=-1, timeouts=CHAIN))
+        self.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), epoch=0, step=-1, timeouts=CHAIN, **more))
+
+    def join_ready(self, conn: int) -> None:
+        self.join(conn)
+        self.tell(conn, m.Ready())
 
     def install(self, *conns: int) -> None:
         for conn in conns:
@@ -56,7 +61,7 @@ class Script:
 
     def rejoin(self, replica: int, others: list[int]) -> None:
         """A second life of a lost replica is taken in, catching up."""
-        self.join(10 + replica)
+        self.join_ready(10 + replica)
         self.promise(*others)
         self.install(*others, 10 + replica)
 
@@ -82,6 +87,99 @@ def test_a_joiner_comes_in_catching_up_and_contributes_when_it_says_so() -> None
     script.tell(11, m.CaughtUp(5))
     script.promise(0, 11)
     assert script.newest == ((0, 1), {0, 1})
+
+
+def test_a_joiner_is_in_no_view_before_its_script_is_ready() -> None:
+    """It is told who is there once somebody has passed a boundary, and nobody is asked for anything on its behalf."""
+    script = Script(3)
+    script.lose(1)
+    script.install(0, 2)
+    script.join(11)
+    assert isinstance(script.sent[11][-1], m.Queued)
+    script.tell(0, m.Heartbeat(0))
+    (told,) = [message for message in script.sent[11] if isinstance(message, m.Registered)]
+    assert (told.view.replicas, told.view.contributing) == ((0, 1, 2), {0, 2})
+    script.tell(0, m.Heartbeat(7))
+    script.lose(2)
+    script.install(0)
+    assert script.newest == ((0,), {0})
+    assert not any(isinstance(message, m.Prepare | m.NewView) for message in script.sent[11])
+    assert not any(isinstance(message, m.Prepare) for message in script.sent[0])
+    script.tell(11, m.Ready())
+    script.promise(0)
+    assert script.newest == ((0, 1), {0})
+    assert sum(isinstance(message, m.Registered) for message in script.sent[11]) == 1
+
+
+def test_one_that_prepares_says_to_a_new_coordinator_whether_it_is_ready() -> None:
+    script = Script(3)
+    script.lose(1)
+    script.lose(2)
+    for ready in (False, True):
+        script.coordinator = Coordinator(3, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2 + ready)
+        script.sent.clear()
+        address = Address("h", 1, "b", 0, 3, "n")
+        script.tell(0, m.Join(0, "life-0", (address,), script.views[-1].epoch, 4, CHAIN))
+        script.join(11, ready=ready)
+        assert any(isinstance(message, m.Prepare) for message in script.sent[0]) == ready
+        assert any(isinstance(message, m.Registered) for message in script.sent[11]) != ready
+    script.promise(0)
+    assert script.newest == ((0, 1), {0})
+
+
+def test_one_that_leaves_before_it_was_in_is_sent_away_and_no_boundary_waits_for_it() -> None:
+    for ready in (False, True):
+        script = Script(3)
+        script.lose(1)
+        script.install(0, 2)
+        script.tell(0, m.Heartbeat(3))
+        script.join(11)
+        if ready:
+            script.tell(11, m.Ready())
+        script.tell(11, m.Leave())
+        assert isinstance(script.sent[11][-1], m.Dismissed)
+        assert isinstance(script.sent[0][-1], m.Cancel) == ready
+        script.tell(11, m.Ready())
+        script.promise(*[0, 2] * ready)  # of the proposal that is given up
+        assert script.newest == ((0, 2), {0, 2})
+    script.join(21, leaving=True, ready=True)  # as it says to a coordinator that has not heard it
+    assert isinstance(script.sent[21][-1], m.Dismissed)
+
+
+def test_a_drain_sends_away_who_prepares_and_refuses_who_comes_later() -> None:
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.tell(0, m.Heartbeat(3))
+    script.join(11)
+    script.do(script.coordinator.drain())
+    assert isinstance(script.sent[11][-1], m.Dismissed)
+    script.tell(11, m.Ready())
+    script.lose(11)
+    script.join(21)
+    assert isinstance(script.sent[21][-1], m.Expelled)
+    script.promise(0)
+    assert script.newest == ((), frozenset())
+
+
+def test_one_that_dies_or_falls_silent_while_it_prepares_is_forgotten() -> None:
+    script = Script(3)
+    script.lose(1)
+    script.install(0, 2)
+    script.tell(0, m.Heartbeat(3))
+    views = len(script.views)
+    script.join(11)
+    script.lose(11)
+    script.join(21)
+    assert script.coordinator.joiners.preparing[1].incarnation == "life-21"
+    now = 1.0
+    while now < 1.0 + TIMEOUTS.heartbeat:
+        now += TIMEOUTS.beat
+        for replica in (0, 2):
+            script.do(script.coordinator.receive(replica, m.Heartbeat(4), now))
+        script.do(script.coordinator.tick(now))
+    assert not script.coordinator.joiners
+    assert len(script.views) == views
 
 
 def test_one_that_has_caught_up_carries_the_job_on_alone() -> None:
@@ -137,7 +235,7 @@ def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
     script = Script(3)
     script.lose(2)
     script.install(0, 1)
-    script.join(12)
+    script.join_ready(12)
     script.promise(0)
     script.lose(1)
     assert script.newest == ((0,), {0})
@@ -147,7 +245,7 @@ def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
 
 def test_a_second_life_that_comes_before_the_end_of_the_first_is_seen_is_not_expelled() -> None:
     script = Script(2)
-    script.join(11)
+    script.join_ready(11)
     assert script.newest == ((0,), {0})
     assert not any(isinstance(message, m.Expelled) for message in script.sent[11])
     script.install(0)

@@ -94,7 +94,7 @@ def test_a_connection_speaks_for_one_life_of_one_replica() -> None:
     for replica in range(2):
         told.joined(0, replica)
     assert not told.machine.links
-    assert not told.machine.waiting
+    assert not told.machine.joiners
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_a_rank_without_its_leader_is_expelled() -> None:
 
 def test_a_leader_without_its_coordinator_trains_on() -> None:
     node = running()
+    node.boundary(0)
     assert node.up_lost("gone") == []
     assert node.boundary(1) == [n.Passed(node.view, False)]  # type: ignore[arg-type]
 
@@ -159,6 +160,64 @@ def test_reports_while_the_coordinator_is_away_are_said_when_it_is_back() -> Non
     assert isinstance(said(actions, m.Join)[0], m.Join)
     assert actions[-1] == n.Up(m.Report("divergence", {"op": 3}))
     assert node.tell(m.Report("divergence", {"op": 4})) == [n.Up(m.Report("divergence", {"op": 4}))]
+
+
+def registered(ranks: int, rank: int = 0) -> n.Node:
+    """Replica 0 joins a running job, which knows it: its scripts prepare."""
+    node = n.Node(0, rank, ranks, "life-0", address(0, rank), TIMEOUTS)
+    node.start()
+    node.up_opened()
+    if rank == 0:
+        for other in range(1, ranks):
+            node.from_rank(other, m.Hello(other, address(0, other)), 0.0)
+    seen = view(5, (0, 1, 2), ranks)
+    assert n.Known(seen) in node.from_up(m.Registered(seen))
+    return node
+
+
+def test_a_replica_is_ready_when_the_scripts_of_all_its_ranks_are_and_says_so_to_a_new_coordinator() -> None:
+    node = registered(ranks=3)
+    waits = [a.message for a in node.from_rank(2, m.Ready(), 0.0) if isinstance(a, n.Down) and a.rank == 2]
+    assert isinstance(waits[0], m.Queued)
+    assert waits[0].reason.endswith("missing: 0, 1")
+    assert not said(node.tell(m.Ready()), m.Ready)
+    assert not said(node.tell(m.Ready()), m.Ready)
+    assert [join.ready for join in said(node.up_opened(), m.Join)] == [False]  # type: ignore[attr-defined]
+    assert said(node.from_rank(1, m.Ready(), 0.0), m.Ready) == [m.Ready()]
+    assert [join.ready for join in said(node.up_opened(), m.Join)] == [True]  # type: ignore[attr-defined]
+
+
+def test_who_prepares_is_told_once_who_is_there() -> None:
+    """All ranks of a replica have got the first word of it, and a new coordinator says another."""
+    node = registered(ranks=1)
+    assert node.from_up(m.Registered(view(6, (0, 1)))) == []
+    assert node.machine.preview == view(5, (0, 1, 2))
+
+
+def test_who_is_dismissed_has_left_and_does_not_join_again() -> None:
+    node = registered(ranks=2)
+    actions = node.from_up(m.Dismissed("the job is being drained"))
+    assert n.Passed(view(5, (0, 1, 2), 2), left=True) in actions
+    assert n.Down(1, m.Dismissed("the job is being drained")) in actions
+    assert not said(node.up_opened(), m.Join)
+    assert node.from_up(m.Expelled("later")) == [n.Down(1, m.Expelled("later"))]
+
+
+def test_who_is_in_no_view_and_was_told_of_none_fails_when_it_is_dismissed() -> None:
+    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
+    node.start()
+    assert node.from_up(m.Dismissed("the job is being drained")) == [n.Failed("the job is being drained")]
+
+
+def test_a_rank_that_prepares_without_its_leader_is_expelled() -> None:
+    assert registered(ranks=2, rank=1).up_lost("gone") == [n.Failed("gone")]
+
+
+def test_the_first_boundary_is_told_to_the_coordinator_at_once() -> None:
+    """Who joins waits for it; later ones go with the signs of life."""
+    node = running()
+    assert node.boundary(0) == [n.Passed(node.view, False), n.Up(m.Heartbeat(0))]  # type: ignore[arg-type]
+    assert node.boundary(1) == [n.Passed(node.view, False)]  # type: ignore[arg-type]
 
 
 def test_a_joiner_waits_for_everybody_to_come_to_its_boundary_and_accuses_nobody() -> None:
