@@ -17,6 +17,7 @@ import ctypes
 import itertools
 import os
 import platform
+import select
 import sys
 
 ORDERED = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
@@ -57,8 +58,28 @@ def wake(address: int, *, private: bool = False) -> None:
     _wake(_NUMBER, address, _FUTEX_WAKE | _PRIVATE * private, 0x7FFFFFFF, None, None, 0)
 
 
+class Bell:
+    """A descriptor that becomes readable when it is rung. Stays open as long as somebody has it: a number that was
+    closed may mean another file before the last thread rings it."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def silence(self) -> None:
+        os.eventfd_read(self._fd)
+
+
 class Waiter:
-    """How one engine waits. `until` is for the one thread that drives the engine, `poke` for all others.
+    """How one engine waits. `until` and `doze` are for the one thread that drives the engine, `poke` for all others.
 
     `own` are the words of the engine's own segment, `asleep` the index in it of the word that tells the others on what
     this engine sleeps. `rounds` is how often it polls and yields before it sleeps.
@@ -70,6 +91,8 @@ class Waiter:
         self._own = own
         self._asleep = asleep
         self._address = 0  # of the word it sleeps on
+        self._bell: Bell | None = None
+        self._dozes = False
 
     def until(self, words: memoryview, index: int, address: int, target: int, limit: int, token: int) -> bool:
         """Wait for `target <= words[index] < limit`; the word lies at `address`, `token` is what `asleep` is set to.
@@ -96,8 +119,24 @@ class Waiter:
             self._address = 0
         return target <= words[index] < limit
 
+    def doze(self, poll: select.poll, seconds: float) -> list[int]:
+        """Sleep until one of the descriptors of `poll` is ready, a poke, or so long; which are ready."""
+        if self._bell is None:
+            self._bell = Bell()
+        bell = self._bell.fileno()
+        poll.register(bell, select.POLLIN)
+        self._dozes = True
+        try:
+            ready = [] if self.poked else [fd for fd, _ in poll.poll(seconds * 1e3)]
+        finally:
+            self._dozes = False
+        if bell in ready:
+            self._bell.silence()
+            ready.remove(bell)
+        return ready
+
     def poke(self) -> None:
-        """Let `until` return soon (at once if it spins or sleeps already, else within `SLEEP`)."""
+        """Let `until` and `doze` return soon (at once if it spins or sleeps already, else within `SLEEP`)."""
         self.poked = True
         self.nudge()
 
@@ -106,6 +145,8 @@ class Waiter:
         address = self._address
         if address:
             wake(address)
+        elif self._dozes and self._bell is not None:
+            self._bell.ring()
 
 
 def cores() -> int:

@@ -54,7 +54,8 @@ class Member:
 
 
 class Rig:
-    """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed")."""
+    """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed"); or large
+    all-reduces go around a "ring" of TCP, or a "mixed ring". "loopback" is TCP between members of one host."""
 
     def __init__(
         self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE, verify: bool = False
@@ -84,14 +85,18 @@ class Rig:
                 exchange.nudge()
         progress = {m: self.members[m].exchange.progress() for m in members}
         for m in members:
-            view = GroupView(self.epoch, m, members, counted, one_host=self.how == "shm")
+            view = GroupView(self.epoch, m, members, counted, self.how in ("shm", "loopback"), self.ring(m, members))
             self.members[m].exchange.resume(view, self.peers(m, members), progress)
+
+    def ring(self, me: int, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Not in the order of the numbers."""
+        return tuple(sorted(members, key=lambda m: (m % 2, m))) if "ring" in self.how else ()
 
     def peers(self, me: int, members: tuple[int, ...]) -> dict[int, Peer]:
         return {m: self.connect(me, m) for m in members if m != me}
 
     def connect(self, me: int, other: int) -> Peer:
-        tcp = self.how == "tcp" or (self.how == "mixed" and (me + other) % 2)
+        tcp = self.how in ("tcp", "ring", "loopback") or (self.how in ("mixed", "mixed ring") and (me + other) % 2)
         if not tcp:
             segment = self.members[other].segment
             return ShmPeer(other, os.getpid(), segment.fd, segment.nonce)

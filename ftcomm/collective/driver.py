@@ -231,12 +231,9 @@ class Driver(Standing):
             more = bool(self._flight.ops)
         if failed is not None:
             self._on_failed(failed)
-        try:
-            for reader in readers:
-                assert stream is not None
-                stream.welcome(reader)
-        except Interrupted:
-            pass  # the poke that caused it is still to be looked at
+        for reader in readers:
+            assert stream is not None
+            stream.welcome(reader)
         return more
 
     def _send_failed(self, replica: int, epoch: int, reason: str) -> None:
@@ -245,14 +242,6 @@ class Driver(Standing):
             replaced = self._lobby.holds(replica, epoch)
         if not replaced:
             self._on_lost(replica, epoch, reason)
-
-    def _blocked_send(self, replica: int) -> None:
-        """The driver cannot get rid of a frame for `replica`."""
-        if self._frozen or self._error is not None:
-            self._waiter.poked = True
-            raise Interrupted
-        assert self._stream is not None
-        self._stalled(self._stream, self._flight.ops[0], (replica,))
 
     def _diverged(self, divergence: Divergence) -> None:
         """The results of a chunk differ. The majority goes on; the others fail before they return the op."""
@@ -276,13 +265,13 @@ class Driver(Standing):
     def _abandon(self) -> None:
         """End every op in flight with the engine's error. With the mutex, and no memory operation under way."""
         assert self._error is not None
+        if self._stream is not None:
+            self._stream.close()  # first: what it sends may lie in the arrays of the ops
         self._flight.abandon(self._error)
         for peer in self._peers.values():
             peer.close()
         self._lobby.close()
         self._watch.wait = None
-        if self._stream is not None:
-            self._stream.close()
 
     def _stalled(self, stream: Stream, op: Operation, missing: tuple[int, ...]) -> None:
         """A wait for the replicas `missing` has ended without progress."""

@@ -23,8 +23,11 @@ from ftcomm.collective.stream import Stream
 from ftcomm.control.messages import Progress
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.wait import cores
+from ftcomm.transport.lines import Lines
+from ftcomm.transport.nixl import NixlPeer
+from ftcomm.transport.nixl_lines import NixlLines
 from ftcomm.transport.segment import Peer
-from ftcomm.transport.tcp import Reader
+from ftcomm.transport.tcp import Reader, TcpPeer
 
 # Rounds of polling and yielding before a sleep. A sleeping member takes 26 us to answer, a polling one 1 us. Without
 # the yield two members that share a core wait for each other until the polls are used up (1 KB: 160 us, not 5 us).
@@ -121,10 +124,13 @@ class Exchange(Driver):
         May come before `resume` for that epoch, or long after; the member gets what it missed. Replaces the connection
         that it had in this epoch.
         """
-        reader = Reader(sock, replica, epoch)
+        self.admit(Reader(sock, replica, epoch))
+
+    def admit(self, reader: Reader) -> None:
+        """Likewise for a member that reads this one in another way, by NIXL."""
         with self._mutex:
             current = 0 if self._stream is None else self._stream.view.epoch
-            if self._error is not None or epoch < current:
+            if self._error is not None or reader.epoch < current:
                 reader.close()
                 return
             self._lobby.add(reader)
@@ -151,9 +157,9 @@ class Exchange(Driver):
                 self._peers,
                 self._waiter,
                 self._reducer,
-                self._blocked_send,
                 self._send_failed,
                 self._diverged if self._on_divergence is not None else None,
+                self._lines(),
             )
             if self._stream is None:
                 self._flight.number_from(progress)
@@ -191,9 +197,21 @@ class Exchange(Driver):
             self._end(error)
         self._waiter.poke()
 
+    def _lines(self) -> Lines | None:
+        """The connections that the driver serves. It cannot sleep on those and on words in shared memory at once, so
+        where there are both, the threads of the peers receive, and wake it."""
+        peers = list(self._peers.values())
+        if all(peer.how == "shm" for peer in peers):
+            return None
+        by_nixl = [peer for peer in peers if isinstance(peer, NixlPeer)]
+        if len(by_nixl) == len(peers):
+            return NixlLines(by_nixl, self._waiter)
+        by_tcp = [peer for peer in peers if isinstance(peer, TcpPeer)]
+        return Lines(by_tcp if len(by_tcp) == len(peers) else (), self._waiter)
+
     def _rounds(self) -> int:
         """How long to poll before a sleep."""
-        if any(peer.how == "tcp" for peer in self._peers.values()):
+        if any(peer.how != "shm" for peer in self._peers.values()):
             return 0  # a poll holds the interpreter lock, which the receiving threads need
         here = self._ranks_per_replica * (1 + len(self._peers))
         return _ROUNDS if here <= cores() else _ROUNDS_CROWDED

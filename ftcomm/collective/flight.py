@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors, pack
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.resume import REDUCE, ProtocolError, base, failure
+from ftcomm.collective.resume import REDUCE, ProtocolError, Task, base, failure
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
 
@@ -20,6 +20,7 @@ class Resumed(NamedTuple):
     ops: int  # in flight
     copied: int  # chunks that this member gets from one that holds them FINAL
     reduced: int  # chunks that are reduced again
+    again: int = 0  # of both, chunks that this member had posted before; not counted of scripted ops
 
 
 class Flight:
@@ -103,14 +104,16 @@ class Flight:
             if op.error is None and None in op.finals:
                 raise ProtocolError(f"op {op.number} was returned elsewhere, but is not FINAL here")
             self.return_first()
-        copied = reduced = 0
+        copied = reduced = again = 0
         for op in self.ops:
+            posted = {task.chunk for task in op.tasks[: op.next] if isinstance(task, Task)}
             op.next, op.end, op.verified = 0, -1, False
             self._fail_as_elsewhere(op, progress)
             tasks = op.resume(progress, contributors)
             copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in tasks)
             reduced += sum(task.holder == REDUCE for task in tasks)
-        return Resumed(count, copied, reduced)
+            again += sum(task.chunk in posted for task in tasks)
+        return Resumed(count, copied, reduced, again)
 
     @staticmethod
     def _fail_as_elsewhere(op: Operation, progress: Mapping[int, Progress]) -> None:

@@ -49,6 +49,7 @@ class Operation:
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it will fail with this, as soon as all have called it
     two_shot = False
+    around = False  # the ring
     _kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _spare: Bytes | None = None  # where it lies
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted

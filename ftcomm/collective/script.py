@@ -48,6 +48,7 @@ KINDS = (
     "scatter",
     "barrier",
 )
+AROUND = 1 << 8  # the detail of an all-reduce where large ones go around a ring
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _ALIGN = 64  # bytes; what lies side by side in a slot begins on cache lines
@@ -255,6 +256,8 @@ def explained(detail: int) -> tuple[str, str]:
     code, root, sizes = detail & 0xFF, detail >> 8 & 0xFF_FFFF, detail >> 32
     kind = KINDS[code] if code < len(KINDS) else f"collective {code}"
     said = [f"root={root - 1}"] if root else []
+    if kind == "allreduce" and detail == AROUND:
+        said = ["FTCOMM_ALGORITHM=ring"]
     return kind, ", ".join([*said, f"members and sizes {sizes:08x}"] if sizes else said)
 
 

@@ -1,6 +1,7 @@
 """The memory through which a rank speaks to its group, and its layout, the same in a segment and in a mirror of one.
 
-    bytes 0..4095         words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives
+    bytes 0..4095         words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
+                          levels of the ring
     SLOTS x CHUNK bytes   region POSTED:  the owner's input of a chunk, for the others to read
     SLOTS x CHUNK bytes   region REDUCED: the owner's shard of a reduced chunk
 
@@ -44,6 +45,8 @@ TAKEN = 3 * _LINE
 ASLEEP = 4 * _LINE
 _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
+_LEVELS = 32 * _LINE
+LEVELS = 2 * 16 - 2  # of the ring of the largest group, see ftcomm.collective.ring
 LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
 FINGERPRINT = 2  # see ftcomm.collective.divergence
 DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.script
@@ -73,6 +76,19 @@ def descriptor(slot: int) -> int:
     return _DESCRIPTORS + slot * _LINE
 
 
+def level(reached: int) -> int:
+    """Index of the word that counts the tasks which have reached this level of the ring, from 1 on."""
+    return _LEVELS + (reached - 1) * _LINE
+
+
+def reached_at(word: int) -> int:
+    """The level whose word it is."""
+    return (word - _LEVELS) // _LINE + 1
+
+
+PUBLISHED = (POSTED, REDUCED, TAKEN, *map(level, range(1, LEVELS + 1)))  # words that count tasks
+
+
 def life(reader: int) -> int:
     """Index of the mutex that the owner holds while it lives, for `reader` to watch; see ftcomm.kernels.life."""
     return _LIVES + reader % LIVES * _LINE
@@ -100,8 +116,8 @@ class Memory:
         return self._bytes[base : base + count * carrier.itemsize].view(carrier)
 
     def offset(self, region: int, slot: int) -> int:
-        """Where in the memory the chunk of `slot` starts."""
-        return HEADER + ((region == REDUCED) * SLOTS + slot) * self.chunk
+        """Where in the memory the chunk of `slot` starts; `region` may be the word that announces what lies there."""
+        return HEADER + ((region != POSTED) * SLOTS + slot) * self.chunk
 
 
 class Segment(Memory):

@@ -125,6 +125,8 @@ def jobs() -> Iterator[list[Job]]:
         *[("tcp", 4, 16, False, seed) for seed in range(14, 18)],
         *[("shm", 4, 64, True, seed) for seed in range(18, 21)],
         *[("tcp", 4, 16, True, seed) for seed in range(24, 26)],
+        *[("ring", 4, 16, False, seed) for seed in range(34, 36)],
+        ("ring", 4, 16, True, 38),
     ],
 )
 def test_survivors_of_sigkill_return_the_same_bytes(

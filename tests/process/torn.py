@@ -1,12 +1,13 @@
 """A rank that stops itself (SIGSTOP) in the middle of a put, at a named place: what it was doing goes on when it wakes.
 
 place     is reached                                                   transport
-copy      half of its input is copied into its staging                 both
+copy      half of its input is copied into its staging                 shm
 posted    its input lies in its staging, and the word does not say so  both
 reduced   the same for its shard of the reduced chunk                  both
 read      some shards of the others are copied into its result         both
 taken     the last of the result is there, and the word does not say so both
 frame     half of a frame is in the socket                             tcp
+put       a put is under way, and nobody looks for its end             nixl
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import ftcomm
 from ftcomm.collective import stream
-from ftcomm.transport import tcp
+from ftcomm.transport import nixl_agent, tcp
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 
 from . import inside
@@ -27,7 +28,7 @@ from .bodies import reduce_forever
 from .job import Notes
 
 SHARED = ("copy", "posted", "reduced", "read", "taken")
-TCP = ("copy", "frame", "posted", "taken")
+TCP = ("read", "frame", "posted", "taken")
 _WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
 
 
@@ -78,6 +79,15 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
             send(self, word, value, start, payload, *rest)
 
         tcp.Reader.send = send_torn  # type: ignore[method-assign, assignment]
+    elif place == "put":
+        put = nixl_agent.Endpoint.put
+
+        def put_and_stop(self: nixl_agent.Endpoint, remote: Any, rail: int, payload: memoryview, *rest: Any) -> None:
+            put(self, remote, rail, payload, *rest)
+            if len(payload) > 1000 and now():
+                stop()
+
+        nixl_agent.Endpoint.put = put_and_stop  # type: ignore[method-assign, assignment]
     elif place in _WORDS:
         publish = stream.Stream._publish
 
@@ -139,9 +149,10 @@ class TornList(_Once):
 
 class TornSocket(_Once):
     def sendmsg(self, buffers: Sequence[memoryview], *rest: Any) -> int:
-        if not self._first():
+        largest = max(range(len(buffers)), key=lambda number: len(buffers[number]))
+        if len(buffers[largest]) <= 1000 or not self._first():
             return self._real.sendmsg(buffers, *rest)
-        header, payload = buffers
-        sent = self._real.sendmsg([header, payload[: len(payload) // 2]], *rest)
+        half = buffers[largest][: len(buffers[largest]) // 2]
+        sent = self._real.sendmsg([*buffers[:largest], half], *rest)
         self._stop()
         return sent

@@ -218,7 +218,7 @@ def test_a_member_that_was_left_behind_takes_no_later_epoch_for_a_divergence() -
         view = GroupView(1, 0, (0, 1), frozenset((0, 1)))
         peers = rig.peers(0, (0, 1))
         nothing: Any = lambda *args: None  # noqa: E731
-        stream = Stream(view, left.segment, peers, left.exchange._waiter, Reducer(), nothing, nothing, found.append)
+        stream = Stream(view, left.segment, peers, left.exchange._waiter, Reducer(), nothing, found.append)
         alarm, op = stream._alarm, Operation(np.ones(4, np.float32), "float32", "sum")
         assert alarm is not None
         alarm.taken(0, op, 0, op.array)

@@ -35,7 +35,7 @@ from ftcomm.transport.segment import POSTED, Peer
 from ftcomm.transport.tcp import TcpPeer
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines, socket_pair
 
-HOWS = ("shm", "tcp", "mixed")
+HOWS = ("shm", "tcp", "mixed", "ring", "mixed ring")
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_the_input_of_a_member_that_catches_up_does_not_count(count: int, contri
             assert {who for _, _, who in op.spans()} <= {tuple(sorted(contributing))}
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS, "loopback"])
 @pytest.mark.parametrize("seed", range(8))
 def test_view_changes_at_random_moments(seed: int, how: str) -> None:
     chance = random.Random(seed)
@@ -220,8 +220,9 @@ def test_different_calls_are_an_error_on_all_members_and_the_group_goes_on(
             assert set(after[m].array.tolist()) == {3.0}
         message = str(ops[0].error)
         assert "atomic" not in message
-        assert "replicas 0, 2: op 0, allreduce(op='sum') of 4 x float32" in message
-        assert f"replica 1: op 0, allreduce(op={other[2]!r}) of {other[0]} x {other[1]}" in message
+        ring = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ""
+        assert f"replicas 0, 2: op 0, allreduce(op='sum'{ring}) of 4 x float32" in message
+        assert f"replica 1: op 0, allreduce(op={other[2]!r}{ring}) of {other[0]} x {other[1]}" in message
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
@@ -250,6 +251,18 @@ def test_an_atomic_op_gives_its_copy_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert not spare._idle  # more than what may lie idle
         rig.members[0].exchange.run(Operation(np.ones(65_536), "float64", "sum", atomic=True))
         assert not spare._idle  # one chunk: there was none
+
+
+def test_members_that_disagree_on_the_ring_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "ring", lambda self, me, members: members if me == 1 else ())
+    with Rig(range(3), "tcp") as rig:
+        rig.view(range(3))
+        ops = {m: ones(200_000) for m in rig.members}
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
+            caller.join()
+        for op in ops.values():
+            assert isinstance(op.error, MismatchError)
+            assert "replica 1: op 0, allreduce(op='sum', FTCOMM_ALGORITHM=ring) of" in str(op.error)
 
 
 def test_who_waits_for_whom_can_be_asked_at_any_time() -> None:

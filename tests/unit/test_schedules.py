@@ -61,6 +61,8 @@ class World:
         self.segments = segments
         self.count = self.random.choice((2, 2, 3, 3, 4, 5))
         self.nodes = {m: Node(m, segments[m]) for m in range(self.count)}
+        self.one_host = self.random.random() < 0.5  # else always two-shot, and as far ahead as there are slots
+        self.rings = self.random.random() < 0.5
         self.views: list[GroupView | None] = [None]
         self.progress: dict[int, dict[int, Progress]] = {}
         self.total = self.random.randint(2, 6)
@@ -81,7 +83,8 @@ class World:
         self.view(tuple(self.nodes), contributing)
 
     def view(self, members: tuple[int, ...], contributing: frozenset[int]) -> None:
-        self.views.append(GroupView(len(self.views), members[0], members, contributing))
+        ring = tuple(self.random.sample(members, len(members))) if self.rings else ()
+        self.views.append(GroupView(len(self.views), members[0], members, contributing, self.one_host, ring))
         self.progress[len(self.views) - 1] = {}
 
     @property
@@ -94,7 +97,9 @@ class World:
         # Sums of such numbers depend on the order, and every combination of contributors is told from every other.
         if (replica, number) not in self.inputs:
             size = self.sizes[number] + ((replica, number) in self.wrong)
-            self.inputs[replica, number] = np.random.default_rng((replica, number)).standard_normal(size, np.float32)
+            chance = np.random.default_rng((replica, number))
+            drawn = chance.integers(0, 1 << 20, size).astype(np.float32) if self.rings else None  # in any order
+            self.inputs[replica, number] = chance.standard_normal(size, np.float32) if drawn is None else drawn
         return self.inputs[replica, number]
 
     def roster(self, number: int) -> tuple[int, ...]:
@@ -256,7 +261,6 @@ class World:
             peers,
             Waiter(node.segment.words, ASLEEP, 0),
             Reducer(),
-            lambda replica: None,
             lambda *args: None,
             self.diverged,
         )

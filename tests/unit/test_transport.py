@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import socket
 import struct
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import CHUNK, DETAIL, POSTED, REDUCED, SIZE, TAKEN, Segment, descriptor
+from ftcomm.transport.segment import CHUNK, DETAIL, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Segment, descriptor
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Reader, TcpPeer
 from tests.exchange_rig import DEADLINE, socket_pair
@@ -40,17 +42,14 @@ class Wire:
             assert end < DEADLINE * 100
 
 
-def never(replica: int) -> None:
-    raise AssertionError("the socket is full")
-
-
 def test_a_frame_fills_the_mirror() -> None:
     wire = Wire()
     reader = Reader(wire.far, 1, EPOCH)
     assert wire.peer.words[TAKEN] == EPOCH << 32
     payload = np.arange(1000, dtype=np.uint16)
-    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99, 7), never)
-    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0), never)
+    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99, 7))
+    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
+    assert reader.flush()
     wire.wait(TAKEN, EPOCH << 32 | 1)
     assert wire.peer.words[POSTED] == EPOCH << 32 | 2
     said = [wire.peer.words[descriptor(1) + word] for word in (0, 1, DETAIL)]
@@ -96,24 +95,69 @@ def test_a_connection_that_ends_is_reported_once_and_not_when_quiet() -> None:
         quiet.lost.get(timeout=0.05)
 
 
-def test_a_full_socket_asks_whether_to_go_on() -> None:
+def test_a_full_socket_leaves_the_rest_to_flush_and_nothing_is_torn() -> None:
+    wire = Wire()
+    wire.peer.drive()  # its thread does not receive
+    reader = Reader(wire.far, 5, EPOCH)
+    wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    payloads = [np.random.default_rng(number).bytes(CHUNK) for number in range(SLOTS)]
+    for number, payload in enumerate(payloads):
+        reader.send(POSTED, EPOCH << 32 | number + 1, 0, memoryview(payload), (number, 0, 0))
+    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
+    assert not reader.flush()
+    end = time.monotonic() + DEADLINE
+    while wire.peer.words[TAKEN] != EPOCH << 32 | 1 and time.monotonic() < end:
+        reader.flush()
+        wire.peer.pump()
+    assert reader.flush()
+    for number, payload in enumerate(payloads):
+        assert wire.peer.carve(POSTED, number, 0, CHUNK, np.dtype(np.uint8)).tobytes() == payload
+    wire.peer.close()
+    reader.close()
+
+
+def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    frames, content = b"", {}
+    for count in range(1, SLOTS + 1):
+        for word in (POSTED, REDUCED, TAKEN):
+            payload = chance.randbytes(0 if word == TAKEN else chance.choice((0, 1, 300, 3000, 4096, 9000, 70_000)))
+            frames += (
+                FRAME.pack(MAGIC, word, EPOCH << 32 | count, 0 if word == TAKEN else 8, len(payload), count, 2, 3)
+                + payload
+            )
+            content[word, count - 1] = payload
+    wire = Wire()
+    wire.peer.drive()
+    while frames:
+        size = chance.choice((1, 20, 56, 100, 5000, 100_000))
+        wire.far.sendall(frames[:size])
+        frames = frames[size:]
+        for _ in range(chance.choice((0, 1, 3))):
+            wire.peer.pump()
+    end = time.monotonic() + DEADLINE
+    while wire.peer.words[TAKEN] != EPOCH << 32 | SLOTS and time.monotonic() < end:
+        wire.peer.pump()
+    assert wire.peer.words[TAKEN] == EPOCH << 32 | SLOTS
+    for (word, slot), payload in content.items():
+        if word != TAKEN:
+            there = wire.peer.carve(word, slot, 8, len(payload), np.dtype(np.uint8))
+            assert there.tobytes() == payload
+            assert wire.peer.words[descriptor(slot)] == slot + 1
+    wire.peer.close()
+    wire.far.close()
+
+
+def test_more_than_the_slots_hold_is_never_on_its_way_to_a_reader() -> None:
     near, far = socket_pair()
     reader = Reader(far, 5, EPOCH)
-    asked = []
-
-    def give_up(replica: int) -> None:
-        asked.append(replica)
-        raise InterruptedError
-
-    payload = memoryview(bytes(CHUNK))
-
-    def fill() -> None:
-        for count in range(1, 1000):
-            reader.send(POSTED, EPOCH << 32 | count, 0, payload, (0, 0, 0), give_up)
-
-    with pytest.raises(InterruptedError):
-        fill()
-    assert asked == [5]
+    chunk = memoryview(bytes(CHUNK))
+    for count in range(1, SLOTS + 1):
+        reader.send(POSTED, EPOCH << 32 | count, 0, chunk, (0, 0, 0))
+    with pytest.raises(AssertionError, match="on their way to replica 5"):
+        reader.send(REDUCED, EPOCH << 32 | 1, 64, chunk[:1], (0, 0, 0))
     near.close()
     reader.close()
 
