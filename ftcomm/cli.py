@@ -13,6 +13,7 @@ import click
 
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
+from ftcomm.launch.network import parse_delay, parse_rate
 from ftcomm.settings import TRANSPORTS
 
 
@@ -23,6 +24,7 @@ class LazyGroup(click.Group):
         "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
         "chaos": ("ftcomm.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
+        "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
         "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
         "simulate": ("ftcomm.simulation.simulate_cli:simulate", "Run the protocol in virtual time, all going wrong."),
         "status": ("ftcomm.launch.commands:status", "Show a running job: who is in it, and at which step."),
@@ -157,6 +159,18 @@ def commands() -> None:
     show_default=True,
     help="The network of the replicas: this host's, or a namespace of its own for each, as if they were on several "
     "hosts without a way out; for ftcomm chaos. Needs root and pyroute2.",
+)
+@click.option(
+    "--rate",
+    metavar="RATE",
+    callback=lambda context, option, text: None if text is None else parse_rate(text),
+    help="With --hosts netns: what each host's network carries, as 1gbit or 200mbit.",
+)
+@click.option(
+    "--delay",
+    metavar="TIME",
+    callback=lambda context, option, text: 0.0 if text is None else parse_delay(text),
+    help="With --hosts netns: how long a packet is under way between two hosts, as 5ms; a round trip takes two.",
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

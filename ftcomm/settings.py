@@ -10,9 +10,10 @@ from typing import overload
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 
-TRANSPORTS = ("auto", "shm", "tcp")
+TRANSPORTS = ("auto", "shm", "nixl", "tcp")
 ENGINES = ("host", "interpret", "cuda")
 STAGINGS = ("auto", "device", "host")
+ALGORITHMS = ("direct", "ring")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,13 @@ class Settings:
     leader: str = ""
     leader_fd: int | None = None
     transport: str = "auto"
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # an address or interface to listen on; "": as the way to the coordinator has it
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
     init_timeout: float = 120.0
     verify: bool = False  # compare the results of all members after every op
     engine: str = "host"  # what runs the ops: this process, a kernel in Triton's interpreter, or one on a GPU
     sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
+    algorithm: str = "direct"  # of large all-reduces between hosts: each with each, or around a ring
     staging: str = "auto"  # of the cuda engine: in GPU memory, pinned host memory, or as the GPUs can reach each other
 
     @classmethod
@@ -54,7 +56,7 @@ class Settings:
             leader=env.get("FTCOMM_LEADER", ""),
             leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
             transport=env.get("FTCOMM_TRANSPORT", "auto"),
-            host=env.get("FTCOMM_HOST", "127.0.0.1"),
+            host=env.get("FTCOMM_HOST", ""),
             timeouts=chain(
                 _seconds(env, "FTCOMM_OP_TIMEOUT", Timeouts.derive().op),
                 _seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", None),
@@ -66,6 +68,7 @@ class Settings:
             engine=env.get("FTCOMM_ENGINE", "host"),
             sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
             staging=env.get("FTCOMM_STAGING", "auto"),
+            algorithm=env.get("FTCOMM_ALGORITHM", "direct"),
         )
         settings.check()
         return settings
@@ -79,10 +82,10 @@ class Settings:
             raise SettingsError(f"FTCOMM_TRANSPORT={self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
         if self.engine not in ENGINES:
             raise SettingsError(f"FTCOMM_ENGINE={self.engine!r}; expected one of {', '.join(ENGINES)}.")
-        if self.engine != "host" and self.transport == "tcp":
+        if self.engine != "host" and self.transport in ("tcp", "nixl"):
             raise SettingsError(
-                f"FTCOMM_TRANSPORT=tcp with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of the others "
-                "directly; set FTCOMM_TRANSPORT=auto or shm, or FTCOMM_ENGINE=host."
+                f"FTCOMM_TRANSPORT={self.transport} with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of "
+                "the others directly; set FTCOMM_TRANSPORT=auto or shm, or FTCOMM_ENGINE=host."
             )
         if self.engine != "host" and self.verify:
             raise SettingsError(
@@ -91,6 +94,13 @@ class Settings:
             )
         if self.staging not in STAGINGS:
             raise SettingsError(f"FTCOMM_STAGING={self.staging!r}; expected one of {', '.join(STAGINGS)}.")
+        if self.algorithm not in ALGORITHMS:
+            raise SettingsError(f"FTCOMM_ALGORITHM={self.algorithm!r}; expected one of {', '.join(ALGORITHMS)}.")
+        if self.engine != "host" and self.algorithm != "direct":
+            raise SettingsError(
+                f"FTCOMM_ALGORITHM={self.algorithm} with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of "
+                "all others; unset FTCOMM_ALGORITHM, or set FTCOMM_ENGINE=host."
+            )
         if self.sms is not None and self.sms < 1:
             raise SettingsError(f"FTCOMM_SMS={self.sms}; expected at least 1, or unset it for as many as pay.")
         if self.replicas < 1 or self.replica < 0:

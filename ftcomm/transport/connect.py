@@ -1,21 +1,37 @@
-"""Which transport reaches a peer: shared memory where its segment can be opened, else TCP."""
+"""Which transport reaches a peer: shared memory where its segment can be opened, else NIXL if there is RDMA, else TCP.
+
+The rules, and both ends of a connection.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.wait import ORDERED
+from ftcomm.transport import nixl
 from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer
 from ftcomm.transport.shm import ShmPeer
-from ftcomm.transport.tcp import Lost, TcpPeer
+from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 
 log = logging.getLogger("ftcomm.transport")
 
 Dial = Callable[[Address, str, Mapping[str, int]], socket.socket]  # (where, purpose, fields of the handshake)
+
+
+TCP, NIXL = CONNECTIONS = "data", "nixl"  # what a connection is for
+
+
+class Exchange(Protocol):
+    """See `ftcomm.collective.exchange.Exchange`."""
+
+    def attach(self, sock: socket.socket, replica: int, epoch: int) -> None: ...
+
+    def admit(self, reader: Reader) -> None: ...
 
 
 def connect(
@@ -32,15 +48,16 @@ def connect(
 ) -> Peer:
     """Reach the segment of `replica`, which listens `there`, from replica `me`, for `epoch`. Blocks while dialling.
 
-    `mode` is "auto", "shm" or "tcp". With "auto" shared memory is used if the peer's segment can be opened: the kernels
-    are the same, and so are process ids, which they are not between two containers of one host. A TCP connection serves
-    one epoch, shared memory any number. `dial(there, "data", {"replica": me, "epoch": epoch})` returns a blocking
-    socket; at the other end `Exchange.attach` gets it. `on_lost` is described at `TcpPeer`.
+    `mode` is "auto", "shm", "nixl" or "tcp". With "auto" shared memory is used if the peer's segment can be opened: the
+    kernels are the same, and so are process ids, which they are not between two containers of one host. Else NIXL where
+    this host has RDMA and the peer can do it, too. A connection serves one epoch, shared memory any number.
+    `dial(there, what, {"replica": me, "epoch": epoch})` returns a blocking socket, `what` is one of `CONNECTIONS`; at
+    the other end `accept` gets it. `on_lost` is described at `TcpPeer`.
 
-    Raises `TransportError` if the mode is "shm" and the segment cannot be opened, `OtherEngine` if it has not this
-    `layout`, or what `dial` raises.
+    Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or "nixl" and nothing comes through,
+    `OtherEngine` if it has not this `layout`, or what `dial` raises.
     """
-    if mode != "tcp":
+    if mode in ("auto", "shm"):
         reason = _not_shared(here, there)
         if reason is None:
             try:
@@ -56,7 +73,28 @@ def connect(
             )
         log.debug("replica %d is not reachable through shared memory: %s", replica, reason)
     fields = {"replica": me, "epoch": epoch}
-    return TcpPeer(replica, epoch, dial(there, "data", fields), on_lost)
+    if mode == "nixl" or (mode == "auto" and nixl.pays()):
+        try:
+            return nixl.way().connect(replica, epoch, there.nonce, dial(there, NIXL, fields), on_lost)
+        except (TransportError, OSError) as error:
+            if mode == "nixl":
+                raise TransportError(f"replica {replica} cannot be reached by NIXL: {error}") from error
+            log.warning("replica %d is not reached by NIXL, so by TCP: %s", replica, error)
+    return TcpPeer(replica, epoch, dial(there, TCP, fields), on_lost)
+
+
+def accept(
+    exchange: Exchange, what: str, sock: socket.socket, replica: int, epoch: int, on_lost: Lost = lambda *lost: None
+) -> None:
+    """The other end of a connection of `connect`: `replica` reads the segment of this one. Blocks while the two say
+    what they are. `on_lost` hears if a put fails; what `Exchange.attach` says holds."""
+    if what == TCP:
+        exchange.attach(sock, replica, epoch)
+        return
+    try:
+        exchange.admit(nixl.way().accept(replica, epoch, sock, on_lost))
+    except (TransportError, OSError) as error:
+        log.warning("replica %d cannot read this one by NIXL: %s", replica, error)
 
 
 def _not_shared(here: Address, there: Address) -> str | None:

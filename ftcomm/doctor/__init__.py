@@ -1,0 +1,1 @@
+"""`ftcomm doctor`: what of ftcomm can work on this machine, what cannot, and what mends it."""

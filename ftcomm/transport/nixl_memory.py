@@ -1,0 +1,199 @@
+"""Memory that NIXL may touch: what is registered and for how long, and the mirrors that others write into.
+
+A registration costs from half a millisecond up, so it is kept for as long as the memory lives, up to a number of bytes,
+and whoever has a put under way holds a lease on it. The segments of this process are such memory, and memory of a GPU
+may be. The arrays of a caller are not: a put to a peer that was stopped may read its source for hours, and a caller
+may free what it likes as soon as the op has returned. What is sent from there is copied beside, into a `Shadow`.
+
+A mirror is written by one incarnation of one rank, and its addresses are never used again for anything else: a put that
+was under way when its writer was stopped may end at any time, hours later, and not every transport of UCX asks whether
+that memory is still registered (TCP and CMA do not). So a mirror that is given up keeps its addresses, and gives back
+only what lies behind them. Addresses cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import secrets
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+DRAM, VRAM = "DRAM", "VRAM"
+KEPT = 256 << 20  # bytes that stay registered without a lease
+
+_quarantine: list[object] = []  # for ever
+
+
+def keep(memory: object) -> None:
+    """For as long as this process lives: something that nobody can stop may still use it."""
+    _quarantine.append(memory)
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Private, as shared ones are not given back by what gives back pages."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def address_of(buffer: Any) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Memory that is registered, with each rail. `leases` are the puts under way that need it."""
+
+    address: int
+    nbytes: int
+    kind: str
+    device: int
+    handles: list[Any]
+    leases: int = 0
+
+
+class Registrations:
+    """What this process has registered. Guarded by the lock of the endpoint, but for `_gone`.
+
+    `register(address, nbytes, kind, device)` returns what `deregister` gets; `on_forgotten(region)` is called before.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[int, int, str, int], list[Any]],
+        deregister: Callable[[list[Any]], None],
+        on_forgotten: Callable[[Region], None] = lambda region: None,
+        kept: int = KEPT,
+    ) -> None:
+        self._register, self._deregister, self._on_forgotten = register, deregister, on_forgotten
+        self._kept = kept
+        self._regions: OrderedDict[tuple[int, int], Region] = OrderedDict()  # the least recently used first
+        self._gone: deque[Region] = deque()  # whose owner is gone: told by finalizers, in whatever thread they run
+
+    def lease(self, owner: Any, address: int, nbytes: int, kind: str = DRAM, device: int = 0) -> Region:
+        """The region of `owner`, which is registered from `address` on for so many bytes, if it is not yet. To be given
+        back by `release`. Memory whose owner dies is forgotten: the same addresses may then be other memory."""
+        self._bury()
+        key = (id(owner), address)
+        region = self._regions.get(key)
+        if region is not None and region.nbytes < nbytes:
+            self._gone.append(region)
+            self._bury()
+            region = None
+        fresh = region is None
+        if region is None:
+            region = Region(address, nbytes, kind, device, self._register(address, nbytes, kind, device))
+            self._regions[key] = region
+            weakref.finalize(owner, self._gone.append, region).atexit = False
+        self._regions.move_to_end(key)
+        region.leases += 1
+        if fresh:
+            self._evict()
+        return region
+
+    def lease_map(self, memory: mmap.mmap) -> Region:
+        """A lease on all of it."""
+        return self.lease(memory, address_of(memory), len(memory))
+
+    def release(self, region: Region) -> None:
+        region.leases -= 1
+        if region.leases < 0:
+            raise AssertionError("a region was given back more often than it was lent")
+        self._bury()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values())
+
+    def _bury(self) -> None:
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            self._regions = OrderedDict((key, known) for key, known in self._regions.items() if known is not region)
+            if region.leases:
+                self._gone.append(region)  # a put still reads it
+            elif region.handles:
+                self._on_forgotten(region)
+                self._deregister(region.handles)
+                region.handles = []
+
+    def _evict(self) -> None:
+        total = self.nbytes
+        for region in self._regions.values():
+            if total <= self._kept:
+                break
+            if not region.leases:
+                total -= region.nbytes
+                self._gone.append(region)
+        self._bury()
+
+
+class Shadow:
+    """Memory of ours for what is put from elsewhere, laid out like the mirror that it goes to: what lies at an offset
+    is not overwritten before the reader has taken it, or the put has ended, by the same rules as there."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = _pages(nbytes)
+        self._bytes = memoryview(self.memory)
+
+    def hold(self, payload: memoryview, offset: int) -> memoryview:
+        copy = self._bytes[offset : offset + len(payload)]
+        copy[:] = payload
+        return copy
+
+
+class Mirror:
+    """Where one incarnation of a rank writes what it publishes. `token` names it between the two."""
+
+    def __init__(self, nbytes: int, register: Callable[[int, int, str, int], list[Any]]) -> None:
+        self.token = secrets.randbits(63)
+        self.memory = _pages(nbytes)
+        self.nbytes = nbytes
+        np.frombuffer(self.memory, np.uint8)[:] = 0  # a first touch in the middle of a put costs a page fault
+        self.address = address_of(self.memory)
+        self.handles = register(self.address, nbytes, DRAM, 0)
+        self.users = 0
+
+    def retire(self, deregister: Callable[[list[Any]], None]) -> None:
+        """Nobody reads it any more. Its addresses stay taken, see above."""
+        deregister(self.handles)
+        self.handles = []
+        keep(self.memory)
+        self.memory.madvise(mmap.MADV_DONTNEED)
+
+
+class Mirrors:
+    """The mirror of each incarnation that this process reads, by the nonce of its segment. Guarded as above.
+
+    It serves in all epochs of the two, one after the other: who enters an epoch has stopped to read in the one before,
+    and tells so before anybody puts something of the new one.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        register: Callable[[int, int, str, int], list[Any]],
+        deregister: Callable[[list[Any]], None],
+    ) -> None:
+        self._nbytes, self._register, self._deregister = nbytes, register, deregister
+        self._mirrors: dict[str, Mirror] = {}
+
+    def use(self, nonce: str) -> Mirror:
+        mirror = self._mirrors.get(nonce)
+        if mirror is None:
+            mirror = self._mirrors[nonce] = Mirror(self._nbytes, self._register)
+        mirror.users += 1
+        return mirror
+
+    def leave(self, mirror: Mirror) -> None:
+        mirror.users -= 1
+        if not mirror.users:
+            self._mirrors = {nonce: known for nonce, known in self._mirrors.items() if known is not mirror}
+            mirror.retire(self._deregister)
+
+    def renew(self, nonce: str, mirror: Mirror) -> None:
+        """A put into it may be under way of which nobody knows: the next `use` gets another one."""
+        if self._mirrors.get(nonce) is mirror:
+            del self._mirrors[nonce]

@@ -1,0 +1,391 @@
+"""What the transport by NIXL decides by itself: frames and their order, windows, registrations, mirrors, greetings."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcomm.bench.nixl import LIBRARIES, Request, rows
+from ftcomm.bench.wire_rank import Block, Task
+from ftcomm.doctor import rdma
+from ftcomm.doctor.check import Finding
+from ftcomm.errors import SettingsError
+from ftcomm.transport import nixl_frames as frames
+from ftcomm.transport import nixl_hello as hello
+from ftcomm.transport.nixl import rails, rdma_devices
+from ftcomm.transport.nixl_frames import Frame, InOrder, pack, unpack
+from ftcomm.transport.nixl_library import link_rate, parse_lanes
+from ftcomm.transport.nixl_memory import Mirrors, Region, Registrations, Shadow
+from ftcomm.transport.nixl_window import ALIGN, LEAST, Window, cut, spread
+from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, TAKEN
+
+EPOCH = 3
+BEGUN = EPOCH << 32
+
+
+def frame(number: int = 0, piece: int = 0, pieces: int = 1, **other: Any) -> Frame:
+    return Frame(POSTED, 5, number, piece, pieces, BEGUN | (number + 1), 64, 8, (1, 2, 3))._replace(**other)
+
+
+# -- frames ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_comes_out_as_it_went_in() -> None:
+    inline = frame(pieces=0, payload=b"12345678", belongs=(1 << 63, 0, 7))
+    assert unpack(pack(inline)) == inline
+    assert unpack(pack(frame(3, 1, 2))) == frame(3, 1, 2)
+
+
+MALFORMED = {
+    "empty": b"",
+    "short": pack(frame())[:-1],
+    "magic": b"x" + pack(frame())[1:],
+    "payload that should follow": pack(frame(pieces=0)),
+    "payload that should not": pack(frame()) + b"12345678",
+    "piece beyond": pack(frame(piece=2, pieces=2)),
+    "piece of nothing": pack(frame(piece=1, pieces=0, payload=b"12345678")),
+    "too many pieces": pack(frame(pieces=17)),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_frame(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"notification|piece"):
+        unpack(message)
+
+
+WRONG = {
+    "word": dict(word=1),
+    "greeting": dict(word=frames.GREETING),
+    "other epoch": dict(value=(EPOCH + 1) << 32 | 1),
+    "old epoch": dict(value=(EPOCH - 1) << 32 | 1),
+    "no increase": dict(value=BEGUN),
+    "beyond the chunk": dict(start=CHUNK - 4),
+    "payload of nothing": dict(word=TAKEN),
+}
+
+
+@pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG)
+def test_a_frame_that_cannot_be(fields: dict[str, int]) -> None:
+    frames.check(frame(), BEGUN, EPOCH, CHUNK)
+    with pytest.raises(ValueError, match=r"cannot be|payload"):
+        frames.check(frame(**fields), BEGUN, EPOCH, CHUNK)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_count_in_their_order(seed: int) -> None:
+    rng = random.Random(seed)
+    sent = [frame(number, piece, pieces) for number in range(40) for pieces in [rng.randrange(4)]
+            for piece in range(max(1, pieces))]  # fmt: skip
+    # Whatever comes is at most EARLY frames ahead of what is awaited: sort by number plus a bounded delay.
+    came = sorted(sent, key=lambda one: one.number + rng.uniform(0, frames.EARLY / 2))
+    order = InOrder()
+    counted = []
+    complete: dict[int, int] = {}
+    for one in came:
+        complete[one.number] = complete.get(one.number, 0) + 1
+        for ready in order.arrive(one):
+            assert complete[ready.number] == max(1, ready.pieces), "before all of its pieces"
+            counted.append(ready.number)
+    assert counted == list(range(40)), f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        frame(0, 0, 2),
+        frame(0, 1, 3),
+        frame(0, 1, 2, word=REDUCED),
+        frame(0, 1, 2, value=BEGUN | 9),
+        frame(frames.EARLY),
+    ],
+    ids=["twice", "other pieces", "other word", "other value", "too early"],
+)
+def test_a_frame_that_cannot_come_now(second: Frame) -> None:
+    order = InOrder()
+    assert order.arrive(frame(0, 0, 2)) == []
+    with pytest.raises(ValueError, match="frame"):
+        order.arrive(second)
+
+
+def test_a_frame_that_was_counted_does_not_come_again() -> None:
+    order = InOrder()
+    assert order.arrive(frame(0)) == [frame(0)]
+    with pytest.raises(ValueError, match="while 1 is awaited"):
+        order.arrive(frame(0))
+
+
+# -- windows and rails -----------------------------------------------------------------------------------------------
+
+
+def test_a_window_is_never_above_its_size() -> None:
+    window = Window(100)
+    window.open(60)
+    assert window.fits(40)
+    assert not window.fits(41)
+    with pytest.raises(AssertionError, match="expected at most 100"):
+        window.open(41)
+    window.close(101)
+    with pytest.raises(AssertionError, match="were on their way"):
+        window.close(1)
+
+
+@pytest.mark.parametrize("nbytes", [1, LEAST, 2 * LEAST - 1, 2 * LEAST, CHUNK - 4, CHUNK])
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_pieces_are_the_whole(nbytes: int, count: int) -> None:
+    pieces = cut(nbytes, count)
+    assert 1 <= len(pieces) <= count
+    assert [offset for offset, _ in pieces] == [0, *itertools.accumulate(size for _, size in pieces[:-1])]
+    assert sum(size for _, size in pieces) == nbytes
+    assert all(offset % ALIGN == 0 and size > 0 for offset, size in pieces)
+    assert len(pieces) == 1 or max(size for _, size in pieces) - min(size for _, size in pieces) <= 2 * ALIGN
+
+
+def test_a_slow_rail_gets_less() -> None:
+    windows = [Window(100), Window(100)]
+    windows[0].open(70)  # which have not arrived yet
+    assert spread([(0, 20), (20, 20)], windows) == [1, 1]
+    assert spread([(0, 50), (50, 60)], windows) is None
+    assert [window.bytes for window in windows] == [70, 0]
+    assert rails("mlx5_0:1; mlx5_1:1") == ("mlx5_0:1", "mlx5_1:1")
+    assert rails("") == ("",)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Card:
+    """What registers, and refuses what a device would not forgive."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, tuple[int, int, str, int]] = {}
+        self.forgotten: list[Region] = []
+        self._number = 0
+
+    def register(self, address: int, nbytes: int, kind: str, device: int) -> list[Any]:
+        self._number += 1
+        self.registered[self._number] = address, nbytes, kind, device
+        return [self._number]
+
+    def deregister(self, handles: list[Any]) -> None:
+        for handle in handles:
+            del self.registered[handle]
+
+
+@pytest.fixture
+def card() -> Card:
+    return Card()
+
+
+def test_memory_is_registered_once_and_as_long_as_it_lives(card: Card) -> None:
+    cache = Registrations(card.register, card.deregister, card.forgotten.append)
+    memory = mmap.mmap(-1, 8192)
+    first = cache.lease_map(memory)
+    assert cache.lease_map(memory) is first
+    assert len(card.registered) == 1
+    cache.release(first)
+    cache.release(first)
+    assert card.registered, "it may be needed again"
+    with pytest.raises(AssertionError, match="more often"):
+        cache.release(first)
+    first.leases = 0
+    del memory
+    gc.collect()
+    other = mmap.mmap(-1, 8192)  # often at the same address
+    assert cache.lease_map(other) is not first
+    assert len(card.registered) == 1, "the memory that is gone is registered still"
+    assert card.forgotten == [first]
+
+
+def test_a_lease_outlives_the_owner(card: Card) -> None:
+    cache = Registrations(card.register, card.deregister)
+    memory = mmap.mmap(-1, 4096)
+    region = cache.lease_map(memory)
+    del memory
+    gc.collect()
+    cache.release(cache.lease_map(mmap.mmap(-1, 4096)))
+    assert region.handles[0] in card.registered, "a put reads it"
+    cache.release(region)
+    assert not region.handles
+
+
+def test_what_nobody_leases_makes_room(card: Card) -> None:
+    cache = Registrations(card.register, card.deregister, kept=3 * 4096)
+    memories = [mmap.mmap(-1, 4096) for _ in range(6)]
+    held = cache.lease_map(memories[0])
+    for memory in memories[1:]:
+        cache.release(cache.lease_map(memory))
+    assert cache.nbytes == 3 * 4096
+    kept = {registered[0] for registered in card.registered.values()}
+    assert held.address in kept, "leased"
+    assert cache.lease_map(memories[-1]).address in kept, "the last that was used"
+
+
+def test_memory_of_a_gpu_is_registered_as_such(card: Card) -> None:
+    class Array:
+        pass
+
+    cache = Registrations(card.register, card.deregister)
+    array = Array()
+    region = cache.lease(array, 0x7F0000000000, 1 << 20, "VRAM", 3)
+    assert list(card.registered.values()) == [(0x7F0000000000, 1 << 20, "VRAM", 3)]
+    assert cache.lease(array, 0x7F0000000000, 1 << 19, "VRAM", 3) is region
+
+
+def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
+    mirrors = Mirrors(8192, card.register, card.deregister)
+    taken = set()
+    for life in range(50):
+        mirror = mirrors.use(f"life {life}")
+        assert mirrors.use(f"life {life}") is mirror, "the next epoch of the same two"
+        assert mirror.address not in taken, "a put of an earlier life may still write there"
+        taken.add(mirror.address)
+        mirror.memory[:4] = b"late"
+        mirrors.leave(mirror)
+        assert card.registered, "one of the epochs is left"
+        mirrors.leave(mirror)
+        assert not card.registered
+        assert mirror.memory[:4] == bytes(4), "its pages are given back"
+        mirror.memory[:4] = b"late"  # does no harm
+
+
+def test_a_mirror_in_doubt_is_not_used_again(card: Card) -> None:
+    mirrors = Mirrors(8192, card.register, card.deregister)
+    doubtful = mirrors.use("a")
+    mirrors.renew("a", doubtful)
+    fresh = mirrors.use("a")
+    assert fresh is not doubtful
+    assert fresh.token != doubtful.token
+    mirrors.leave(doubtful)
+    assert mirrors.use("a") is fresh
+
+
+def test_a_shadow_is_a_copy() -> None:
+    shadow = Shadow(8192)
+    array = bytearray(b"abcd")
+    held = shadow.hold(memoryview(array), 4096)
+    array[:] = b"wxyz"
+    assert bytes(held) == b"abcd" == shadow.memory[4096:4100]
+    assert held.obj is shadow.memory
+
+
+# -- what the two say to each other, and what the library and the kernel say ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (dict(slots=8), "slots (S) 8 there, 4 here"),
+        (dict(chunk=1 << 20), f"bytes of a chunk (C) {1 << 20} there, {CHUNK} here"),
+        (dict(version=2), "version of the NIXL transport 2 there, 1 here"),
+    ],
+)
+def test_members_that_differ_are_told_both_values(other: dict[str, int], said: str) -> None:
+    fields: dict[str, Any] = dict(version=1, slots=4, chunk=CHUNK)
+    here = hello.Kind(**fields)
+    assert hello.differ(here, hello.Kind(**fields, nixl="9.9", devices="eth7"), "replica 3") == ""
+    text = hello.differ(here, hello.Kind(**{**fields, **other}), "replica 3")
+    assert text.startswith("replica 3 differs: ")
+    assert said in text
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa5other", b"\xff" * 40])
+def test_what_is_no_hello(data: bytes) -> None:
+    with pytest.raises(ConnectionError, match="no message of the NIXL transport"):
+        hello.decode(data)
+
+
+def test_what_ucx_says_of_its_way() -> None:
+    path = parse_lanes("inter-node", "rma(rc_mlx5/mlx5_0:1)  amo(rc_mlx5/mlx5_0:1)  am(dc_mlx5/mlx5_0:1)  ka(tcp/eth0)")
+    assert str(path) == "puts by rc_mlx5/mlx5_0:1, messages by dc_mlx5/mlx5_0:1"
+    assert str(parse_lanes("intra-node", "rma_am(tcp/lo)  am(tcp/lo cma/memory)")) == (
+        "puts by tcp/lo, messages by tcp/lo cma/memory"
+    )
+
+
+@pytest.fixture
+def sys_class(tmp_path: Path) -> Path:
+    """A host with two RDMA devices, one of them up, and a slow interface."""
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / "infiniband" / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
+    for name, speed in (("eth0", "1000"), ("docker0", "-1")):
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "speed").write_text(speed)
+    return tmp_path
+
+
+def test_devices(sys_class: Path) -> None:
+    assert rdma_devices(sys_class / "infiniband") == ["mlx5_0"]
+    assert [link_rate(name, sys_class) for name in ("mlx5_0", "eth0", "docker0", "eth9")] == [
+        "100 Gb/sec (4X EDR)",
+        "1000 Mb/s",
+        "",
+        "",
+    ]
+    up, down = rdma.devices(sys_class / "infiniband")
+    assert (up.verdict, down.verdict) == ("ok", "note")
+    assert "mlx5_1" in down.said
+    assert "DOWN" in down.said
+    [none] = rdma.devices(sys_class / "nothing")
+    assert none.verdict == "note"
+
+
+def test_a_small_limit_of_locked_memory_is_wrong_where_there_is_rdma() -> None:
+    [found] = rdma.locked_memory(8 << 20, rdma=True)
+    assert (found.verdict, "8192 KB" in found.said, "ulimit -l unlimited" in found.mend) == ("wrong", True, True)
+    assert [rdma.locked_memory(*case)[0].verdict for case in ((8 << 20, False), (1 << 30, True), (-1, True))] == [
+        "note",
+        "ok",
+        "ok",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "verdicts"),
+    [
+        ({}, []),
+        ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, ["ok", "ok"]),
+        ({"UCX_NET_DEVICES": "mlx5_7:1"}, ["wrong"]),
+        ({"UCX_NET_DEVICES": "docker0", "FTCOMM_HOST": "10.0.0.7"}, ["wrong"]),
+        ({"UCX_NET_DEVICES": "docker0", "FTCOMM_HOST": "127.0.0.1"}, ["ok"]),
+        ({"FTCOMM_NIXL_DEVICES": "mlx5_0:1;eth9"}, ["ok", "wrong"]),
+    ],
+)
+def test_the_interfaces_that_are_named(sys_class: Path, env: dict[str, str], verdicts: list[str]) -> None:
+    found = rdma.interface(env, sys_class)
+    assert [one.verdict for one in found] == verdicts
+    assert all(
+        "eth0" in one.mend or one.verdict == "ok" or "interface" in one.mend or "these" in one.mend for one in found
+    )
+
+
+def test_what_is_wrong_has_a_mend() -> None:
+    with pytest.raises(ValueError, match="how to mend"):
+        Finding("x", "wrong", "broken")
+
+
+def test_shares_are_of_puts_in_the_same_round() -> None:
+    """A machine that is half as fast in the second round changes no share; the slowest rank counts."""
+    task = Task(2, (1 << 20,), 3, 2, LIBRARIES, "")
+    times = {"puts": 100_000, "one way": 50_000, "ftcomm": 125_000}
+    blocks = [
+        Block(rank, 1 << 20, number, library, [time * (1 + number) - 10_000 * rank] * 3)
+        for rank in range(2)
+        for number in range(2)
+        for library, time in times.items()
+    ]
+    puts, one_way, reduced = rows(blocks, task, 1 << 20)
+    assert [row.of_puts for row in (puts, one_way, reduced)] == pytest.approx([1.0, 2.0, 0.8])
+    assert reduced.round_us == [125.0, 250.0]
+    assert puts.rate_gbps == pytest.approx((1 << 20) / 150e-6 / 1e9)
+    with pytest.raises(SettingsError, match="even number"):
+        Request(ranks=3).check()

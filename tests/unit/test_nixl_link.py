@@ -1,0 +1,368 @@
+"""Two endpoints of NIXL in one process: real agents, real puts, and what each side makes of trouble."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcomm.control.views import Address
+from ftcomm.errors import TransportError
+from ftcomm.transport import connect, nixl, nixl_agent
+from ftcomm.transport import nixl_frames as frames
+from ftcomm.transport import nixl_hello as hello
+from ftcomm.transport.nixl import Nixl, NixlPeer, NixlReader
+from ftcomm.transport.segment import CHUNK, DETAIL, FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, Segment, descriptor
+from tests.exchange_rig import DEADLINE, socket_pair
+
+pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
+
+EPOCH = 3
+BEGUN = EPOCH << 32
+NONCE = "ab" * 16  # of the writer's segment
+
+
+class Link:
+    """A writer and a reader, each with an endpoint of its own, and connections between them."""
+
+    def __init__(self, rails: int) -> None:
+        self.writer, self.reader = (Nixl(name, ("lo",) * rails) for name in ("writer", "reader"))
+        self.segment = Segment()
+        self.lost: list[tuple[int, int, str]] = []
+        self.heard: list[tuple[int, int, str]] = []  # by the writer, of puts that have failed
+
+    def connect(self, epoch: int = EPOCH) -> tuple[NixlReader, NixlPeer]:
+        near, far = socket_pair()
+        ends: list[Any] = [None, None]
+
+        def accept() -> None:
+            try:
+                ends[0] = self.writer.accept(1, epoch, far, lambda *args: self.heard.append(args))
+            except (TransportError, OSError) as error:
+                ends[0] = error
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            ends[1] = self.reader.connect(0, epoch, NONCE, near, lambda *args: self.lost.append(args))
+        except (TransportError, OSError) as error:
+            ends[1] = error
+        thread.join(DEADLINE)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise ExceptionPair(*ends)
+        return ends[0], ends[1]
+
+    def staged(self, word: int, slot: int, start: int, data: bytes) -> memoryview:
+        base = self.segment.offset(word, slot) + start
+        self.segment.buffer[base : base + len(data)] = data
+        return self.segment.buffer[base : base + len(data)]
+
+
+class ExceptionPair(Exception):
+    """What the writer and the reader have raised or returned."""
+
+
+@pytest.fixture(params=[1, 2], ids=["one rail", "two rails"], scope="module")
+def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    made = Link(request.param)
+    yield made
+    made.writer.close()
+    made.reader.close()
+    made.segment.close()
+
+
+@pytest.fixture
+def pair(link: Link) -> Iterator[tuple[NixlReader, NixlPeer]]:
+    link.lost.clear()
+    link.heard.clear()
+    reader, peer = link.connect()
+    yield reader, peer
+    reader.close()
+    peer.close()
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not reached():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
+
+
+def wait(peer: NixlPeer, word: int, count: int) -> None:
+    until(lambda: peer.words[word] == BEGUN | count, f"word {word} is {peer.words[word]:#x}, not {count}")
+
+
+def test_frames_fill_the_mirror(link: Link, pair: tuple[NixlReader, NixlPeer]) -> None:
+    reader, peer = pair
+    assert [peer.words[word] for word in frames.WORDS] == [BEGUN] * len(frames.WORDS)
+    rng = np.random.default_rng(7)
+    large, odd, small = (rng.bytes(nbytes) for nbytes in (CHUNK, 200_001, 100))
+    reader.send(POSTED, BEGUN | 1, 0, link.staged(POSTED, 0, 0, large), (41, 99, 7))
+    reader.send(POSTED, BEGUN | 2, 64, memoryview(odd), (42, 99, 7))  # from memory of the caller
+    reader.send(REDUCED, BEGUN | 1, 128, link.staged(REDUCED, 0, 128, small), (41, 99, 7))
+    reader.send(TAKEN, BEGUN | 1, 0, memoryview(b""), (1 << 63, 0, 0))
+    until(reader.flush, "no room")
+    wait(peer, TAKEN, 1)  # the last that was sent
+    assert (peer.words[POSTED], peer.words[REDUCED]) == (BEGUN | 2, BEGUN | 1)
+    at = descriptor(1)
+    assert [peer.words[at + word] for word in (0, 1, DETAIL)] == [42, 99, 7]
+    assert peer.words[descriptor(0) + FINGERPRINT] == 1 << 63
+    assert peer.carve(POSTED, 0, 0, CHUNK, np.dtype(np.uint8)).tobytes() == large
+    assert peer.carve(POSTED, 1, 64, len(odd), np.dtype(np.uint8)).tobytes() == odd
+    assert peer.carve(REDUCED, 0, 128, 100, np.dtype(np.uint8)).tobytes() == small
+    assert not link.lost
+
+
+def test_never_more_than_all_slots_under_way(link: Link, pair: tuple[NixlReader, NixlPeer]) -> None:
+    """Nobody takes anything in: what does not fit is left, and goes when there is room."""
+    reader, peer = pair
+    remote = reader._remote
+    total = 3 * SLOTS
+    payload = memoryview(bytes(CHUNK))
+    for count in range(1, total + 1):
+        reader.send(POSTED, BEGUN | count, 0, payload, (count, 0, 0))
+        assert sum(window.bytes for window in remote.windows) <= SLOTS * CHUNK
+    until(reader.flush, "no room")
+    assert reader.told(POSTED, BEGUN | total)
+    wait(peer, POSTED, total)
+    until(lambda: not any(window.bytes for window in remote.windows), "puts that do not end")
+
+
+def test_puts_are_prepared_once(link: Link, pair: tuple[NixlReader, NixlPeer]) -> None:
+    reader, peer = pair
+    remote = reader._remote
+    payload = link.staged(POSTED, 0, 0, bytes(100_000))
+    made = []
+    for count in range(1, 2 * SLOTS, SLOTS):  # the same slot
+        reader.send(POSTED, BEGUN | count, 0, payload, (count, 0, 0))
+        wait(peer, POSTED, count)
+        until(lambda: not any(window.bytes for window in remote.windows), "puts that do not end")
+        made.append(sorted(id(put) for puts in remote.idle.values() for put in puts))
+    assert made[0] == made[1] != []
+
+
+def test_the_mirror_stays_over_epochs(link: Link, pair: tuple[NixlReader, NixlPeer]) -> None:
+    """What comes late of the epoch before raises no word of the next one."""
+    reader, peer = pair
+    later, next_peer = link.connect(EPOCH + 1)
+    assert next_peer.mirror is peer.mirror
+    assert later._remote is reader._remote
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    wait(peer, POSTED, 1)
+    assert next_peer.words[POSTED] == (EPOCH + 1) << 32
+    later.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(b"new"), (1, 0, 0))
+    until(lambda: next_peer.words[POSTED] == (EPOCH + 1) << 32 | 1, "no word")
+    assert next_peer.carve(POSTED, 0, 0, 3, np.dtype(np.uint8)).tobytes() == b"new"
+    later.close()
+    next_peer.close()
+
+
+def test_what_is_under_way_when_the_epoch_ends_is_not_announced(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fence: the staging is used again, so it may bring anything. NIXL notifies when the end of a put is looked
+    for, so nobody looks; before the first put of the next epoch somebody does."""
+    reader, _ = pair
+    later, next_peer = link.connect(EPOCH + 1)
+    endpoint = link.writer.endpoint()
+    state, looked, put = "PROC", 0, 0
+
+    def look(handle: Any) -> str:
+        nonlocal looked
+        looked += 1
+        return state
+
+    def post(handle: Any, message: bytes) -> str:
+        nonlocal put
+        put += 1
+        return state
+
+    for agent in endpoint._agents:
+        monkeypatch.setattr(agent, "transfer", post)
+        monkeypatch.setattr(agent, "check_xfer_state", look)
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    assert put == len(endpoint._agents)
+    until(lambda: looked > 0, "nobody looks")
+    reader.close()
+    looked = put = 0
+    for _ in range(10):
+        endpoint.poll()
+    assert not looked, "its notification would have gone"
+    later.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(b"small enough to go without a put"), (1, 0, 0))
+    assert not later.flush()
+    assert not later.told(POSTED, (EPOCH + 1) << 32 | 1), "it was sent while a put of the epoch before was under way"
+    state = "DONE"
+    assert later.flush()
+    assert not put
+    later.close()
+    next_peer.close()
+
+
+@pytest.mark.parametrize("long_ago", [False, True])
+def test_a_put_that_fails_is_told_and_its_mirror_is_left(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch, long_ago: bool
+) -> None:
+    reader, peer = pair
+    endpoint = link.writer.endpoint()
+    error = next(each for each in endpoint.library.errors if each.__name__ == "nixlRemoteDisconnectError")
+
+    def fails(handle: Any) -> str:
+        raise error("gone")
+
+    for each in endpoint._agents:
+        monkeypatch.setattr(each, "transfer", lambda handle, message: "PROC")
+        monkeypatch.setattr(each, "check_xfer_state", fails)
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    until(lambda: bool(link.heard), "nobody is told")
+    assert link.heard[0][:2] == (1, EPOCH)
+    assert "nixlRemoteDisconnectError" in link.heard[0][2]
+    with pytest.raises(ConnectionError, match="nixlRemoteDisconnectError"):
+        reader.send(POSTED, BEGUN | 2, 0, memoryview(b"more"), (2, 0, 0))
+    monkeypatch.undo()
+    reader.close()
+    if long_ago:
+        with endpoint.lock:
+            endpoint._look_around(time.monotonic() + 60)
+        assert not endpoint._remotes
+    again, fresh = link.connect(EPOCH + 1)
+    assert fresh.mirror is not peer.mirror, "a put of which nobody knows may still write there"
+    again.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    until(lambda: fresh.words[POSTED] == (EPOCH + 1) << 32 | 1, "no word")
+    again.close()
+    fresh.close()
+
+
+def test_a_put_that_never_ends_has_a_deadline(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, _ = pair
+    endpoint = link.writer.endpoint()
+    for each in endpoint._agents:
+        monkeypatch.setattr(each, "transfer", lambda handle, message: "PROC")
+        monkeypatch.setattr(each, "check_xfer_state", lambda handle: "PROC")
+    monkeypatch.setattr(endpoint, "_patience", 0.01)
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    until(lambda: bool(link.heard), "nobody is told")
+    assert "is at PROC after" in link.heard[0][2]
+
+
+@pytest.mark.parametrize("wrong", [dict(value=(EPOCH + 1) << 32 | 1), dict(number=frames.EARLY + 1), dict(word=TAKEN)])
+def test_a_wrong_frame_changes_nothing_and_ends_the_connection(
+    link: Link, pair: tuple[NixlReader, NixlPeer], wrong: dict[str, int]
+) -> None:
+    reader, peer = pair
+    before = peer.words.tobytes()
+    shown = frames.Frame(POSTED, peer.channel, 1, 0, 0, BEGUN | 1, 0, 4, (1, 1, 1), b"evil")._replace(**wrong)
+    with link.writer.endpoint().lock:
+        link.writer.endpoint().tell(reader._remote, frames.pack(shown))
+    until(lambda: bool(link.lost), "nobody is told")
+    assert link.lost[0][:2] == (0, EPOCH)
+    assert peer.words.tobytes() == before
+
+
+def test_a_connection_that_ends_is_told_once_and_not_when_quiet(link: Link) -> None:
+    link.lost.clear()
+    reader, peer = link.connect()
+    other, quiet = link.connect(EPOCH + 1)
+    quiet.quiet()
+    other.close()
+    reader.close()
+    until(lambda: bool(link.lost), "nobody is told")
+    assert link.lost == [(0, EPOCH, "connection for data: closed by the other side")]
+    peer.close()
+    quiet.close()
+    assert len(link.lost) == 1
+
+
+def test_another_chunk_size_is_said_on_both_sides(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = nixl._kind
+    monkeypatch.setattr(
+        nixl, "_kind", lambda endpoint: hello.Kind(1, 4, CHUNK if endpoint is link.writer._endpoint else 4096)
+    )
+    with pytest.raises(ExceptionPair) as caught:
+        link.connect()
+    monkeypatch.setattr(nixl, "_kind", kind)
+    there, here = caught.value.args
+    assert f"replica 1 differs: bytes of a chunk (C) 4096 there, {CHUNK} here" in str(there)
+    assert f"bytes of a chunk (C) 4096 there, {CHUNK} here" in str(here)
+
+
+def test_nobody_gets_through(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way by NIXL is cut, as with interfaces of two networks: said within the time, with both sides' devices."""
+    monkeypatch.setattr(hello, "PATIENCE", 0.3)
+    monkeypatch.setattr(nixl_agent.Endpoint, "greet", lambda *args: None)
+    with pytest.raises(ExceptionPair) as caught:
+        link.connect()
+    text = str(caught.value.args[1])
+    assert "nothing that replica 0 puts gets here within 0.3 s" in text
+    assert text.count("lo") >= 2
+    assert "UCX_NET_DEVICES" in text
+
+
+def test_who_says_nothing_is_not_waited_for(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "PATIENCE", 0.2)
+    near, far = socket.socketpair()
+    with pytest.raises((TimeoutError, OSError)):
+        link.reader.connect(0, EPOCH, NONCE, near, lambda *args: None)
+    far.close()
+
+
+class Asked:
+    """What `connect` dials and what becomes of it: the other side as `accept` makes it, or one that has no NIXL."""
+
+    def __init__(self, link: Link, refuses: bool) -> None:
+        self.link, self.refuses = link, refuses
+        self.asked: list[str] = []
+
+    def dial(self, there: Address, what: str, fields: Any) -> socket.socket:
+        near, far = socket_pair()
+        self.asked.append(what)
+        if what == connect.NIXL:
+            accept = self.refuse if self.refuses else self.accept
+            threading.Thread(target=accept, args=(far,), daemon=True).start()
+        return near
+
+    def accept(self, sock: socket.socket) -> None:
+        self.link.writer.accept(1, EPOCH, sock, lambda *args: None)
+
+    def refuse(self, sock: socket.socket) -> None:
+        end = time.monotonic() + DEADLINE
+        hello.receive(sock, end)
+        hello.send(sock, hello.Answer(hello.Kind(1, SLOTS, CHUNK), problem="NIXL is not installed. Install it"), end)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rdma", "refuses", "how"),
+    [
+        ("nixl", False, False, "nixl"),
+        ("auto", True, False, "nixl"),
+        ("auto", True, True, "tcp"),
+        ("auto", False, False, "tcp"),
+        ("tcp", True, False, "tcp"),
+    ],
+)
+def test_which_way_is_taken(
+    link: Link, monkeypatch: pytest.MonkeyPatch, mode: str, rdma: bool, refuses: bool, how: str
+) -> None:
+    monkeypatch.setattr(nixl, "pays", lambda: rdma)
+    monkeypatch.setattr(nixl, "way", lambda: link.reader)
+    asked = Asked(link, refuses)
+    here, there = (Address("127.0.0.1", 1, boot, 1, 1, NONCE) for boot in ("a", "b"))
+    peer = connect.connect(1, here, 0, there, epoch=EPOCH, mode=mode, dial=asked.dial, on_lost=lambda *args: None)
+    assert peer.how == how
+    assert asked.asked == (["nixl"] if how == "nixl" else ["nixl", "data"] if refuses else ["data"])
+    peer.close()
+
+
+def test_who_wants_nixl_is_told_why_not(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "way", lambda: link.reader)
+    asked = Asked(link, refuses=True)
+    here, there = (Address("127.0.0.1", 1, boot, 1, 1, NONCE) for boot in ("a", "b"))
+    with pytest.raises(TransportError, match=r"replica 0 cannot be reached by NIXL: .* NIXL is not installed"):
+        connect.connect(1, here, 0, there, epoch=EPOCH, mode="nixl", dial=asked.dial, on_lost=lambda *args: None)
