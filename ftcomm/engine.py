@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ftcomm.collective.flight import Resumed
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, ring_order
 from ftcomm.collective.stall import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
@@ -45,10 +45,11 @@ class Engine:
 
     Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
     `on_died(replica, epoch)` is called, in a thread of its own, when the process of a member of this host has died.
-    `layout` is that of the segments of all members; `on_reached(peer)` makes the memory of a device reachable that a
+    `algorithm` is that of large all-reduces, as FTCOMM_ALGORITHM says it. `layout` is that of the segments of all
+    members; `on_reached(peer)` makes the memory of a device reachable that a
     segment tells of, and may raise `TransportError`; `on_left(peer)` says that no view needs it any more, be it that
     none was entered which did. `on_view(view)` is told of every view that is entered, `on_failed` of the error with
-    which this rank ends.
+    which this rank ends. `on_waits(seconds)` says of other groups of this rank what `waiting` says of the exchange.
     """
 
     def __init__(
@@ -62,15 +63,18 @@ class Engine:
         on_lost: Lost,
         on_died: Callable[[int, int], None],
         layout: Layout = HOST,
+        algorithm: str = "direct",
         on_reached: Callable[[Peer], object] = lambda peer: None,
         on_left: Callable[[Peer], object] = lambda peer: None,
         on_view: Callable[[View], object] = lambda view: None,
         on_failed: Callable[[FtcommError], object] = lambda error: None,
+        on_waits: Callable[[float], tuple[int, tuple[int, ...]] | None] = lambda seconds: None,
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
+        self._algorithm = algorithm
         self._layout, self._on_reached, self._on_left = layout, on_reached, on_left
-        self._on_view, self._on_failed = on_view, on_failed
+        self._on_view, self._on_failed, self._on_waits = on_view, on_failed, on_waits
         self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._epoch = -1  # resumed
@@ -88,7 +92,7 @@ class Engine:
     def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
         """The op in flight and the replicas that it waits for, if it does for at least `seconds`. Any thread."""
         stall = self._exchange.waiting(seconds)
-        return None if stall is None else (stall.op, stall.waiting_on)
+        return self._on_waits(seconds) if stall is None else (stall.op, stall.waiting_on)
 
     def progress(self) -> m.Progress:
         return self._exchange.progress()
@@ -165,7 +169,10 @@ class Engine:
         for peer in gone:
             self._on_left(peer)
         one_host = all(there.boot == self._here.boot for there in addresses.values())
-        plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host)
+        ring: tuple[int, ...] = ()
+        if self._algorithm == "ring":
+            ring = ring_order({replica: there.boot for replica, there in addresses.items()})
+        plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host, ring)
         self._on_view(view)
         return self._exchange.resume(plan, peers, progress)._asdict()
 

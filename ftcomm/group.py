@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import functools
 import logging
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ftcomm.address import open_port, own_address
 from ftcomm.calls import Calls
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
@@ -29,11 +32,14 @@ from ftcomm.kernels.life import hold
 from ftcomm.kernels.urgent import urgent
 from ftcomm.messages.p2p import JobPost, Messages
 from ftcomm.settings import Settings, split_endpoint
+from ftcomm.transport import nixl
+from ftcomm.transport.connect import CONNECTIONS, accept
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
     from ftcomm.device.exchange import DeviceExchange
     from ftcomm.device.slots import DeviceSlots
+    from ftcomm.subgroup import Subgroup
 
 log = logging.getLogger("ftcomm")
 
@@ -41,11 +47,15 @@ log = logging.getLogger("ftcomm")
 class Group(Calls, Messages):
     """The ranks with this rank's index in all replicas of the job. Thread-safe but for `boundary`.
 
-    `step` is the boundary to pass next, `fresh` is True in a process that joined a running job, until it has caught up.
+    `fresh` is True in a process that joins a running job, until it has caught up; `outside`, until it has passed its
+    first boundary. Such a one is in no view, and nobody waits for it, before `ready`, which the first boundary or op
+    calls. Till then `roster`, `givers` and `view` say who was there when it came, and this replica with them.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        coordinator = split_endpoint(settings.coordinator, "FTCOMM_COORDINATOR")
+        host = own_address(settings.host, coordinator, "FTCOMM_COORDINATOR", settings.init_timeout)
+        self.settings = settings = dataclasses.replace(settings, host=host)
         self.replica, self.rank = settings.replica, settings.rank
         self.me, self._sms = settings.replica, settings.sms
         # In rank order, alike on all members and changed at boundaries alone: who is there, and who of them
@@ -53,8 +63,13 @@ class Group(Calls, Messages):
         self.roster: tuple[int, ...] = ()
         self.givers: tuple[int, ...] = ()
         self.drained = False
-        self.fresh = False
-        sock = _listen(settings.host)
+        self.fresh = self.outside = False
+        self._runs = False  # in a view
+        self._entering = threading.Lock()  # guards the way into the first one; never held across a wait
+        way = nixl.way(f"{self.replica}.{self.rank}")
+        if settings.transport == "nixl":
+            way.endpoint()
+        sock = open_port(settings.host)
         self._segment, self._device = open_device(settings.engine, settings.staging)
         self._exchange = self._make_exchange()
         self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call), self._make_slots())
@@ -69,15 +84,18 @@ class Group(Calls, Messages):
             dial=self._dial_address,
             on_lost=self._lost,
             layout=self._segment.layout,
+            algorithm=settings.algorithm,
             on_reached=lambda peer: None if self._device is None else self._device.reach(peer),
             on_left=lambda peer: None if self._device is None else self._device.leave(peer),
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
             on_view=self._entered,
-            on_failed=self._post.fail,
+            on_failed=self._ended,
+            on_waits=self._subgroup_waits,
         )
+        self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may go through it
         self._agent = Agent(
             self._engine,
-            coordinator=split_endpoint(settings.coordinator, "FTCOMM_COORDINATOR"),
+            coordinator=coordinator,
             token=settings.token,
             replica=settings.replica,
             rank=settings.rank,
@@ -89,13 +107,14 @@ class Group(Calls, Messages):
             timeouts=settings.timeouts,
             on_start=self._alive,
         )
-        self._agent.serve("data", self._attach)
+        for what in CONNECTIONS if self._device is None else ():
+            self._agent.serve(what, functools.partial(self._attach, what))
         self._agent.serve("p2p", self._post.incoming)
         self.port: int = port
         self.switchboard = Switchboard(self._agent)  # for fixed groups
         self._open = True
         self._stall: Stall | None = None  # the last that was reported
-        self.step = 0
+        self._step = 0
         self.lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
         self.on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
@@ -133,12 +152,30 @@ class Group(Calls, Messages):
             self._device.warm()
         self._agent.start()
         try:
-            view = self._agent.join(self.settings.init_timeout)
+            runs = self._agent.register(self.settings.init_timeout)
         except JoinError as error:
             self.close()
-            raise InitError(f"replica {self.replica} rank {self.rank} could not join the job: {error}") from None
-        self.step = view.step or 0
-        self._exchange.stand(self.step - 1)
+            raise self._not_joined(error) from None
+        if runs:
+            self.ready()
+        else:
+            self.roster, self.givers = self.view.replicas, tuple(sorted(self.view.contributing))
+            self.fresh = True
+            log.info("replica %d rank %d: joins a running job when its script is ready", self.replica, self.rank)
+        self.outside = self.fresh
+
+    def _say_where(self) -> None:
+        how = "contributing" if self.contributes else "catching up"
+        who = ", ".join(map(str, self.members))
+        log.info("replica %d rank %d: in epoch %d with replicas %s (%s)", self.replica, self.rank, self.epoch, who, how)
+
+    def _not_joined(self, error: JoinError) -> InitError:
+        return InitError(f"replica {self.replica} rank {self.rank} could not join the job: {error}")
+
+    def _begin(self, view: View) -> None:
+        """This rank runs in its first view."""
+        self._step = view.step or 0
+        self._exchange.stand(self._step - 1)
         self._use(self._exchange.roster(NONE if view.step is None else view.step))
         self.fresh = self.replica not in view.contributing
 
@@ -148,10 +185,12 @@ class Group(Calls, Messages):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _may_call(self) -> None:
+        self.ready()
         if self.drained:
+            where = "before it had joined" if self.outside else f"at the boundary of step {self._step - 1}"
             raise ExpelledError(
-                f"replica {self.replica} has left the job at the boundary of step {self.step - 1}; look at "
-                "Group.drained before a collective that follows the step loop"
+                f"replica {self.replica} has left the job {where}; look at Group.drained before a collective that "
+                "follows the step loop"
             )
 
     def _patience(self) -> float:
@@ -176,9 +215,16 @@ class Group(Calls, Messages):
 
     @property
     def view(self) -> View:
-        """The view in force."""
-        assert self._agent.view is not None
-        return self._agent.view
+        """The view in force; before `ready` in a replica that joins a running job what it may become."""
+        view = self._agent.view or self._agent.preview
+        assert view is not None
+        return view
+
+    @property
+    def step(self) -> int:
+        """The boundary to pass next. A replica that joins a running job is told when it is in: this calls `ready`."""
+        self.ready()
+        return self._step
 
     @property
     def epoch(self) -> int:
@@ -199,44 +245,79 @@ class Group(Calls, Messages):
         """Whether the input of this replica counts; False while it catches up."""
         return self.replica in self.view.contributing
 
+    def ready(self) -> None:
+        """The script of this rank has prepared: from now on the others may wait for it. The first boundary, the first
+        op and the first look at `step` call this, so no script need to. Does nothing in a replica that runs in a view.
+
+        In a replica that joins a running job it blocks until all its ranks have called this and the job, at one of its
+        next step boundaries, has taken it in; or until it never will, `drained`. Thread-safe. Raises `ExpelledError` if
+        the job has ended, `InitError` if the coordinator is away for FTCOMM_INIT_TIMEOUT.
+        """
+        if self._runs or self.drained:
+            return
+        try:
+            view = self._agent.enter(self.settings.init_timeout)
+        except Gone as error:
+            raise ExpelledError(str(error)) from None
+        except JoinError as error:
+            raise self._not_joined(error) from None
+        with self._entering:
+            if not self._runs and not self._agent.left:
+                self._begin(view)
+                self._say_where()
+            self._runs, self.drained = not self._agent.left, self._agent.left
+        if self._runs:
+            for subgroup in self._subgroups:
+                subgroup.follow(view, self.settings.timeouts.give_up)
+
     def boundary(self, step: int, timeout: float | None = None) -> View:
         """Stand between step `step` - 1 and `step`: replicas join, begin to contribute and leave here, nowhere else.
 
         Call it from one thread, with increasing steps, the same on all replicas. Waits for the ops in flight; returns
         the view in force. Without a change under way it costs microseconds and asks nobody. `drained` is True
         afterwards if this replica has left the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a
-        CUDA graph failed with.
+        CUDA graph failed with. The first one of a replica that joins is `step` of this group, see `ready`.
         """
+        self.ready()
         if self.drained:
             return self.view
         try:
-            self._exchange.drain(timeout)
+            for group in (self._exchange, *self._subgroups):
+                group.drain(timeout)
             view = self._agent.boundary(step, self.settings.timeouts.give_up if timeout is None else timeout)
-            self._exchange.common(reset=True)
+            for group in (self._exchange, *self._subgroups):
+                group.common(reset=True)
         except Gone as error:
             raise ExpelledError(str(error)) from None
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.rank}: {error}") from None
-        self.step = step + 1
+        self._step = step + 1
+        self.outside = False
         self.drained = self._agent.left
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
+            for subgroup in self._subgroups:
+                subgroup.follow(view, self.settings.timeouts.give_up)
         return view
 
     def contributed(self) -> tuple[int, ...]:
         """The replicas whose input is in every chunk of every all-reduce since the boundary; the same on all members.
 
+        Subgroups of all replicas (the world of torch is one, if replicas have several ranks) count too, others do not.
         Waits for the ops in flight; then it costs nothing and asks nobody. A replica that was lost in mid-op is in some
         chunks of it perhaps, but not in all, and so is left out. Raises `FtcommError` if nothing was reduced.
         """
-        self._exchange.drain()
-        common = self._exchange.common()
-        if common is None:
+        told = []
+        for group in (self._exchange, *(subgroup for subgroup in self._subgroups if subgroup.of_all)):
+            group.drain(None)
+            told.append(group.common())
+        sets = [who for who in told if who is not None]
+        if not sets:
             raise FtcommError(
-                f"replica {self.replica}, step {self.step - 1}: nothing was reduced since the step boundary, so nobody "
-                "has contributed; call contributed(), or commit() of a sampler, after the gradients are reduced"
+                f"replica {self.replica}, step {self._step - 1}: nothing was reduced since the step boundary, so "
+                "nobody has contributed; call contributed(), or commit() of a sampler, after the gradients are reduced"
             )
-        return common
+        return tuple(replica for replica in sets[0] if all(replica in who for who in sets))
 
     def caught_up(self, step: int) -> None:
         """This rank holds the state of everybody as of `step`: let its replica contribute from a next boundary on."""
@@ -244,7 +325,7 @@ class Group(Calls, Messages):
         self._agent.tell(m.CaughtUp(step))
 
     def leave(self) -> None:
-        """Ask to leave at a next boundary; `drained` becomes True there. Does not block."""
+        """Ask to leave at a next boundary; `drained` becomes True there, and in `ready`. Does not block."""
         self._agent.tell(m.Leave())
 
     def report(self, kind: str = "report", **fields: str | int | float | bool | None) -> None:
@@ -271,6 +352,39 @@ class Group(Calls, Messages):
         there = member.ranks[rank]
         return self._agent.dial_address((there.host, there.port), purpose, fields, timeout)
 
+    def subgroup(self, name: str, replicas: Collection[int]) -> Subgroup:
+        """A group of this rank with its likes in `replicas`, which outlives losses as this one does; see `Subgroup`.
+
+        name: the same on all members, and of no other group that they have.
+
+        Call it on all members, in a replica that comes back too, and there before its first boundary: others wait for
+        it then. Blocks until all have come that are in the view in force; in a replica that joins a running job, and is
+        in none yet, not at all. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
+        """
+        from ftcomm.subgroup import Subgroup
+
+        made = Subgroup(
+            self,
+            name,
+            replicas,
+            dial=self._agent.dial_address,
+            on_suspect=self._lost,
+            on_stall=self._subgroup_stalled,
+            on_failed=lambda error: self._agent.failed(str(error)),
+            on_divergence=self._diverged if self.settings.verify else None,
+        )
+        self._subgroups = (*self._subgroups, made)
+        try:
+            made.begin(self._agent.view, self.settings.init_timeout)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def left(self, subgroup: Subgroup) -> None:
+        """It was closed."""
+        self._subgroups = tuple(other for other in self._subgroups if other is not subgroup)
+
     def serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, str | int]], None]) -> None:
         """Hand every incoming connection of `purpose` to `handler(socket, fields)`, in a thread of its own."""
         self._agent.serve(purpose, handler)
@@ -280,6 +394,8 @@ class Group(Calls, Messages):
         if not self._open:
             return
         self._open = False
+        for subgroup in self._subgroups:
+            subgroup.close()
         self._post.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
         if finished and self._agent.view is not None:
             self._agent.finish(timeout=2.0)
@@ -302,12 +418,27 @@ class Group(Calls, Messages):
     def _dial_address(self, there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
         return self._agent.dial_address((there.host, there.port), purpose, dict(fields))
 
-    def _attach(self, sock: socket.socket, fields: dict[str, str | int]) -> None:
-        self._exchange.attach(sock, number(fields, "replica"), number(fields, "epoch"))
+    def _attach(self, what: str, sock: socket.socket, fields: dict[str, str | int]) -> None:
+        assert isinstance(self._exchange, Exchange)
+        accept(self._exchange, what, sock, number(fields, "replica"), number(fields, "epoch"), self._lost)
 
     def _entered(self, view: View) -> None:
         self._post.enter(view)
         self.switchboard.entered(view)
+
+    def _ended(self, error: FtcommError) -> None:
+        self._post.fail(error)
+        for subgroup in self._subgroups:
+            subgroup.fail(error)
+
+    def _subgroup_waits(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        waits = (subgroup.waiting(seconds) for subgroup in self._subgroups)
+        return next((wait for wait in waits if wait is not None), None)
+
+    def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
+        """A rank has one stall at a time for the coordinator: that of this group, if there is one."""
+        if self._exchange.waiting(0) is None:
+            self._agent.stalled(epoch, op, waiting_on)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
         self._agent.suspect(replica, epoch, reason, proof=False)
@@ -325,15 +456,6 @@ class Group(Calls, Messages):
             who = f"replica {self.replica} rank {self.rank}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
         self._agent.stalled(stall.epoch, stall.op, tuple(stall.waiting_on))
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        return listen(host, 0)
-    except OSError as error:
-        raise InitError(
-            f"cannot listen on FTCOMM_HOST={host}: {error.strerror or error}; set it to an address of this host"
-        ) from None
 
 
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
@@ -362,29 +484,20 @@ _default: Group | None = None
 def init(settings: Settings | None = None) -> Group:
     """Join the job that the environment names (see `ftcomm run`) and return the default group.
 
-    Blocks until this rank runs in a view: until all replicas of a new job are here, or, in a running job, until the
-    next step boundary. Call it once. Raises `SettingsError`, `InitError`, `TransportError`.
+    Blocks until all replicas of a new job are here, or, in a running job, until that knows this one (and has passed its
+    first step boundary). In the latter case nobody waits for this replica before its own first boundary or op, so the
+    script may take its time until then; see `Group.ready`. Call it once. Raises `SettingsError`, `InitError`,
+    `TransportError`.
     """
     global _default
     if _default is not None:
         raise InitError("ftcomm.init() was called before in this process; use ftcomm.default_group()")
     settings = Settings.from_env() if settings is None else settings
     _configure_log()
-    started = time.monotonic()
     group = Group(settings)
     group._join()
     _default = group
     atexit.register(_at_exit)
-    how = "contributing" if group.contributes else "catching up"
-    log.info(
-        "replica %d rank %d: in epoch %d with replicas %s (%s) after %.1f s",
-        group.replica,
-        group.rank,
-        group.epoch,
-        ", ".join(map(str, group.members)),
-        how,
-        time.monotonic() - started,
-    )
     return group
 
 

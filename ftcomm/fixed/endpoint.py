@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from ftcomm.address import resolved
 from ftcomm.control import wire
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import Listener, hand_over, listen
@@ -33,6 +34,8 @@ Dial = Callable[[str, wire.Fields, float], socket.socket]  # (purpose, fields, t
 
 PURPOSE = "fixed"  # of every connection between members of a fixed group
 LINK = "link"  # what the first one is for; it may come before the group
+ASK = "ask"  # the same between members of a group that follows the views of a job (ftcomm.subgroup)
+EARLY = (LINK, ASK)
 MAX_PARKED = 256  # connections that came before their group; the oldest makes room for a newer one
 
 _HANDLE = re.compile(r"ftcomm://(?P<host>[^/]{1,200}):(?P<port>[0-9]{1,5})/(?P<token>[0-9A-Za-z_-]{1,128})")
@@ -74,11 +77,12 @@ class Endpoint:
     token: what callers have to prove that they hold; None: a random one, which the handle carries. Whoever has the
         handle may call, so keep it among the members.
 
-    Several may live in one process, one for each rank. Raises `TransportError` if it cannot listen.
+    Several may live in one process, one for each rank. Raises `TransportError` if it cannot listen, and
+    `SettingsError` if `host` is nothing that this host knows.
     """
 
     def __init__(self, host: str | None = None, token: str | None = None) -> None:
-        self.host = host = os.environ.get("FTCOMM_HOST", "127.0.0.1") if host is None else host
+        self.host = host = resolved(os.environ.get("FTCOMM_HOST", "127.0.0.1") if host is None else host)
         self.token = secrets.token_urlsafe(24) if token is None else token
         try:
             sock = listen(host, 0)
@@ -141,13 +145,14 @@ class Endpoint:
 
 class Call(NamedTuple):
     """A connection from `member` of the group `group`, which is for `what`. `life` tells that group of others which had
-    its name before."""
+    its name before, `epoch` is that of a group which has several."""
 
     group: str
     what: str
     member: int
     life: str
     sock: socket.socket
+    epoch: int = 0
 
 
 class Taker(Protocol):
@@ -211,8 +216,9 @@ class Switchboard:
 
     def _incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
         group, what = wire.text(fields, "group"), wire.text(fields, "what")
-        life = wire.text(fields, "life") if what != LINK else ""
-        self._deal(Call(group, what, wire.number(fields, "member"), life, sock))
+        life = wire.text(fields, "life") if what not in EARLY else ""
+        epoch = wire.number(fields, "epoch") if "epoch" in fields else 0
+        self._deal(Call(group, what, wire.number(fields, "member"), life, sock, epoch))
 
     def _deal(self, call: Call) -> None:
         refused: Taker | None = None
@@ -220,7 +226,7 @@ class Switchboard:
             with self._lock:
                 taker = self._takers.get(call.group)
                 if taker is None or taker is refused:
-                    gone = self._park(call) if call.what == LINK else [call]
+                    gone = self._park(call) if call.what in EARLY else [call]
                     break
             if taker.take(call):
                 return

@@ -44,7 +44,7 @@ from ftcomm.kernels.life import hold, release
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.messages.p2p import Messages
 from ftcomm.messages.post import Post
-from ftcomm.transport.connect import connect
+from ftcomm.transport.connect import CONNECTIONS, accept, connect
 from ftcomm.transport.segment import LIVES, Peer, Segment, life
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class FixedGroup(Calls, Messages):
 
     def _reach(self, here: Address, member: int, there: Address, transport: str, deadline: float) -> Peer:
         def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
-            return self._dial(member, "data", max(0.001, deadline - time.monotonic()))
+            return self._dial(member, purpose, max(0.001, deadline - time.monotonic()))
 
         return connect(self.me, here, member, there, epoch=EPOCH, mode=transport, dial=dial, on_lost=self._doubt)
 
@@ -322,8 +322,8 @@ class FixedGroup(Calls, Messages):
                 self._events.put(call)
         elif call.life != self._segment.nonce or call.member not in self.roster:
             call.sock.close()
-        elif call.what == "data":
-            self._exchange.attach(call.sock, call.member, EPOCH)
+        elif call.what in CONNECTIONS:
+            accept(self._exchange, call.what, call.sock, call.member, EPOCH, self._doubt)
         elif call.what == "post":
             self._post.accept(call.sock, call.member)
         else:

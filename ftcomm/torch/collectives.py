@@ -57,8 +57,9 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
         self._alive()
         if isinstance(self._calls, Grid):
-            self._calls.allreduce(bucket, average_of=True)
-            return self._work("all_reduce", [], [bucket], opts)
+            return self._work(
+                "all_reduce", [self._calls.allreduce(bucket, async_op=True, average_of=True)], [bucket], opts
+            )
         part, size = self._calls.allreduce(bucket, async_op=True), self.size()
         finish = lambda: rescale(bucket, part.contributors, size)  # noqa: E731
         return self._work("all_reduce", [part], [bucket], opts, finish)

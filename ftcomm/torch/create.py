@@ -1,17 +1,22 @@
 """Which group stands behind a process group that torch asks for.
 
-ranks                                    group
-all, of replicas with one rank           across replicas: survives a loss
-all, of replicas with several            a grid of both kinds: survives a loss
-the same place in all replicas           across replicas: survives a loss
-any other                                a fixed group: a loss ends it
+ranks                                      group                                   a loss
+one place, in all replicas                 of the job                              is survived
+one place, in some replicas                of the job, restricted to those         is survived
+several places, in all or some replicas    a grid: one of these for each place,    is survived
+                                           and a fixed group in each replica
+in one replica, which lives and dies as    a fixed group                           ends it
+one, or in no such pattern
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import ftcomm.group
 from ftcomm.errors import ArgumentError, SettingsError
@@ -50,25 +55,55 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
     return FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end))
 
 
+def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: str | None) -> FtProcessGroup | None:
+    """The group of `ranks` of `parent`; None if this is none of them. All of them call it."""
+    worlds = {rank: world for world, rank in c10d._world.pg_group_ranks.get(parent, {}).items()}
+    unknown = [rank for rank in ranks if rank not in worlds]
+    if unknown or not ranks:
+        raise ArgumentError(
+            f"split_group of the ranks {list(ranks)} of process group {parent.group_name!r}; expected at least one of "
+            f"{sorted(worlds)}. dist.new_group(ranks) makes a group of ranks of the world."
+        )
+    wanted = [worlds[rank] for rank in ranks]
+    if dist.get_rank() not in wanted:
+        return None
+    group = ftcomm.group.default_group()
+    _check(timeout, group)
+    name = f"{parent.group_name} split {wanted}" if name is None else name
+    calls, end = _beneath(group, wanted, None, f"torch {name}", timeout)
+    return FtProcessGroup(calls, timeout, name=name, end=end)
+
+
 def _beneath(
     group: Any, ranks: list[int], dimension: Dimension | None, name: str, timeout: float
 ) -> tuple[Any, Callable[[], None]]:
     """The calls for the group of `ranks`, all of them if empty, and what to do at its end."""
-    shards: int = group.settings.ranks_per_replica
-    across = Replicas(group)
-    everybody = list(range(len(group.roster) * shards))
     if dimension is Dimension.REPLICATE:
-        return across, _nothing
-    if dimension is None and (not ranks or ranks == everybody):
-        if shards == 1:
-            return across, _nothing
-        inside = FixedGroup.in_job(group, name, [(group.replica, rank) for rank in range(shards)])
-        return Grid(across, inside), inside.close
-    if dimension is None and ranks == everybody[group.rank :: shards]:
-        return across, _nothing
-    members = [(group.roster[rank // shards], rank % shards) for rank in ranks]
-    fixed = FixedGroup.in_job(group, name, members, op_timeout=timeout)
-    return fixed, fixed.close
+        return Replicas(group), _nothing
+    shards: int = group.settings.ranks_per_replica
+    members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
+    replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})
+    product = [(replica, place) for replica in replicas for place in places]
+    in_one = dimension is Dimension.SHARD or len(replicas) == 1 < len(group.roster)
+    if in_one or members != product:
+        fixed = FixedGroup.in_job(group, name, members, op_timeout=timeout)
+        return fixed, fixed.close
+    everybody = tuple(replicas) == group.roster
+    if everybody and len(places) == 1:
+        return Replicas(group), _nothing
+    # All that there may ever be: a replica that is away now, and comes back, is in it again.
+    across = group.subgroup(name, range(group.settings.replicas) if everybody else replicas)
+    if len(places) == 1:
+        return Replicas(across), across.close
+    inside = FixedGroup.in_job(group, f"{name}, inside", [(group.replica, place) for place in places])
+    grid = Grid(Replicas(across), inside)
+
+    def end() -> None:
+        inside.close()
+        across.close()
+        grid.close()
+
+    return grid, end
 
 
 def _leaving(end: Callable[[], None]) -> Callable[[], None]:

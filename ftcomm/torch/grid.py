@@ -7,32 +7,69 @@
 
 An op is one inside the replica and one across: an all-reduce is a reduce-scatter inside, an all-reduce of the own part
 across and an all-gather inside. So a lost replica does here what it does across: a sum goes on without it, and what
-needs its data fails, on all survivors. These are calls of a program as a whole (a loss to print, a barrier, an object
-from rank 0); the heavy ones of a training run on the two dimensions of the mesh themselves. So they are simple, and run
-in the caller's thread even with `async_op`, which keeps their order among the calls on the dimensions.
+needs its data fails, on all survivors.
+
+The steps of an op need the thread of somebody, so the ops of a grid run in one of its own, in the order of the calls,
+and both groups are the grid's own: what its thread calls there stands in no order to what the script calls elsewhere.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ftcomm.errors import ArgumentError, LostError
-from ftcomm.torch.replicas import Done, Replicas
+from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError
+from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import rescale
+
+
+class Turn:
+    """An op of a grid that was called: what `async_op=True` returns. Methods may be called from any thread."""
+
+    def __init__(self, op: Callable[[], None]) -> None:
+        self._op: Callable[[], None] | None = op
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """In the thread of the grid, once."""
+        assert self._op is not None
+        try:
+            self._op()
+        except BaseException as error:
+            self._error = error
+        self._op = None  # nobody's buffers are kept
+        self._over.set()
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self._over.wait(timeout):
+            raise CollectiveTimeout(
+                f"an op over all ranks of all replicas has not ended within {timeout:g} s; it goes on"
+            )
+        if self._error is not None:
+            raise self._error
 
 
 class Grid:
     """The calls of a group, for torch tensors, over all ranks of all replicas, those of a replica one after the other.
 
-    `across` is the group of this rank with its likes in all replicas, `inside` that of the ranks of this replica.
+    `across` is a group of this rank with its likes in all replicas, `inside` one of the ranks of this replica; nobody
+    else calls anything on them. Results do not depend on whether an op is called with `async_op`, errors come from its
+    `wait`.
     """
 
     def __init__(self, across: Replicas, inside: Any) -> None:
         self._across, self._inside = across, inside
         self._shards: int = len(inside.roster)
+        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # started with the first op
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -42,15 +79,49 @@ class Grid:
     def me(self) -> int:
         return self._across.roster.index(self._across.me) * self._shards + int(self._inside.me)
 
+    def forgives(self, error: Exception) -> bool:
+        return self._across.forgives(error)
+
+    def close(self) -> None:
+        """After both groups were closed, so that no op goes on for long; idempotent. Does not block."""
+        if self._thread is not None:
+            self._turns.put(None)
+
+    def _in_turn(self, async_op: bool, op: Callable[[], None]) -> Turn | None:
+        """After all that was called before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
+            self._thread.start()
+        turn = Turn(op)
+        self._turns.put(turn)
+        if async_op:
+            return turn
+        turn.wait()
+        return None
+
+    def _run(self) -> None:
+        while (turn := self._turns.get()) is not None:
+            turn.run()
+            del turn
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
         """See `Replicas`. Each rank takes it from its likes, after the ranks of each replica have made theirs alike."""
         replica, shard = divmod(root, self._shards)
-        self._inside.broadcast(x, shard)
-        self._across.broadcast_state(x, replica)
+
+        def op() -> None:
+            self._inside.broadcast(x, shard)
+            self._across.broadcast_state(x, replica)
+
+        self._in_turn(False, op)
 
     def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False, average_of: bool = False) -> Any:
         """`average_of`: `x` is divided by the number of ranks already; the sum is to be the average of those who
         contributed."""
+        return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of))
+
+    def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False) -> None:
         flat = x.detach().contiguous().view(-1)
         inner = "sum" if op == "avg" else op
         if flat.numel() % self._shards or not flat.numel():
@@ -65,7 +136,6 @@ class Grid:
             flat.copy_(flat / self._shards if x.is_floating_point() else flat // self._shards)
         if flat.data_ptr() != x.data_ptr():
             x.detach().copy_(flat.view(x.shape))
-        return _ended(async_op)
 
     def _over(self, part: torch.Tensor, op: str, average_of: bool) -> None:
         work = self._across.allreduce(part, op, async_op=True)
@@ -74,46 +144,57 @@ class Grid:
             rescale(part, work.contributors, len(self._across.roster))
 
     def reduce(self, x: torch.Tensor, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
-        y = x.detach().clone()
-        self.allreduce(y, op)
-        if self.me == root:
-            x.detach().copy_(y)
-        return _ended(async_op)
+        def reduce() -> None:
+            y = x.detach().clone()
+            self._allreduce(y, op)
+            if self.me == root:
+                x.detach().copy_(y)
+
+        return self._in_turn(async_op, reduce)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        replicas = len(self._across.roster)
-        by_shard = x.detach().reshape(replicas, self._shards, -1).transpose(0, 1).contiguous()
-        part = torch.empty(replicas * out.numel(), dtype=x.dtype, device=x.device)
-        self._inside.reduce_scatter(part, by_shard.view(-1), "sum" if op == "avg" else op)
-        y = torch.empty(out.numel(), dtype=x.dtype, device=x.device)
-        self._across.reduce_scatter(y, part, op)
-        if op == "avg":
-            y.copy_(y / self._shards if x.is_floating_point() else y // self._shards)
-        out.detach().copy_(y.view(out.shape))
-        return _ended(async_op)
+        def reduce() -> None:
+            replicas = len(self._across.roster)
+            by_shard = x.detach().reshape(replicas, self._shards, -1).transpose(0, 1).contiguous()
+            part = torch.empty(replicas * out.numel(), dtype=x.dtype, device=x.device)
+            self._inside.reduce_scatter(part, by_shard.view(-1), "sum" if op == "avg" else op)
+            y = torch.empty(out.numel(), dtype=x.dtype, device=x.device)
+            self._across.reduce_scatter(y, part, op)
+            if op == "avg":
+                y.copy_(y / self._shards if x.is_floating_point() else y // self._shards)
+            out.detach().copy_(y.view(out.shape))
+
+        return self._in_turn(async_op, reduce)
 
     def broadcast(self, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
+        return self._in_turn(async_op, lambda: self._broadcast(x, root))
+
+    def _broadcast(self, x: torch.Tensor, root: int) -> None:
         replica, shard = divmod(root, self._shards)
         if self.me // self._shards == replica:
             self._inside.broadcast(x, shard)
         self._agree("broadcast", lambda: self._across.broadcast(x, replica))
-        return _ended(async_op)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
+        return self._in_turn(async_op, lambda: self._all_gather(out, x))
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         block = torch.empty(self._shards * x.numel(), dtype=x.dtype, device=x.device)
         self._inside.all_gather(block, x)
         self._agree("all_gather", lambda: self._across.all_gather(out, block))
-        return _ended(async_op)
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         everything = torch.empty(len(self.roster) * x.numel(), dtype=x.dtype, device=x.device) if out is None else out
         return self.all_gather(everything, x, async_op=async_op)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int, *, async_op: bool = False) -> Any:
-        everything = x if x is not None else torch.empty(len(self.roster) * out.numel(), dtype=out.dtype)
-        self.broadcast(everything, root)
-        out.detach().copy_(everything.reshape(len(self.roster), -1)[self.me].view(out.shape))
-        return _ended(async_op)
+        def scatter() -> None:
+            size = len(self.roster) * out.numel()
+            everything = x if x is not None else torch.empty(size, dtype=out.dtype, device=out.device)
+            self._broadcast(everything, root)
+            out.detach().copy_(everything.reshape(len(self.roster), -1)[self.me].view(out.shape))
+
+        return self._in_turn(async_op, scatter)
 
     def all_to_all(
         self,
@@ -124,30 +205,61 @@ class Grid:
         *,
         async_op: bool = False,
     ) -> Any:
-        """Everybody gets everything and takes its own, so it moves as many times more as there are ranks."""
+        return self._in_turn(async_op, lambda: self._all_to_all(out, x, out_counts, in_counts))
+
+    def _all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
+    ) -> None:
+        """What is for rank `p` of any replica goes to rank `p` of this one, and from there across: an element moves at
+        most twice. `counts[i][j]` elements go from rank `i` to rank `j`."""
+        size, me, shards = len(self.roster), self.me, self._shards
+        replicas, here = range(size // shards), me % shards
+        own = range(me - here, me - here + shards)  # the ranks of this replica
+        counts = self._counts(out, x, out_counts, in_counts)
+        pieces = x.detach().reshape(-1).split(counts[me])
+        first = [pieces[r * shards + p] for p in range(shards) for r in replicas]
+        given = [sum(counts[me][r * shards + p] for r in replicas) for p in range(shards)]
+        taken = [[counts[i][r * shards + here] for r in replicas] for i in own]
+        there = torch.empty(sum(map(sum, taken)), dtype=x.dtype, device=x.device)
+        self._inside.all_to_all(there, torch.cat(first), list(map(sum, taken)), given)
+        parts = there.split([count for row in taken for count in row])  # of each rank, for each replica
+        second = torch.cat([parts[p * len(replicas) + r] for r in replicas for p in range(shards)])
+        given = [sum(row[r] for row in taken) for r in replicas]
+        came = [sum(counts[r * shards + p][me] for p in range(shards)) for r in replicas]
+        y = torch.empty(out.numel(), dtype=x.dtype, device=x.device)
+        self._agree("all_to_all", lambda: self._across.all_to_all(y, second, came, given))
+        out.detach().copy_(y.view(out.shape))
+
+    def _counts(
+        self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
+    ) -> list[list[int]]:
+        """Elements from each rank to each: as many to all, or as all have said."""
         size, me = len(self.roster), self.me
+        if not in_counts and not out_counts and x.numel() == out.numel() and not x.numel() % size:
+            return [[x.numel() // size] * size] * size
         mine = torch.tensor(in_counts if in_counts else [x.numel() // size] * size)
-        counts = torch.empty(size * size, dtype=mine.dtype)
-        self.all_gather(counts, mine)
-        counts = counts.view(size, size)
+        told = torch.empty(size * size, dtype=mine.dtype)
+        self._all_gather(told, mine)
+        counts = told.view(size, size)
         expected = list(out_counts) if out_counts else [out.numel() // size] * size
-        if counts[:, me].tolist() != expected:
+        fits = torch.tensor([int(counts[:, me].tolist() == expected)])
+        everybody = fits.clone()
+        self._allreduce(everybody, "min")
+        if not fits.item():
             raise ArgumentError(f"all_to_all: rank {me} expects {expected} elements, and gets {counts[:, me].tolist()}")
-        most = int(counts.sum(1).max())
-        padded = torch.zeros(most, dtype=x.dtype, device=x.device)
-        padded[: x.numel()] = x.detach().reshape(-1)
-        everything = torch.empty(size * most, dtype=x.dtype, device=x.device)
-        self.all_gather(everything, padded)
-        starts = counts.cumsum(1) - counts
-        rows = zip(everything.view(size, most), starts[:, me].tolist(), expected, strict=True)
-        out.detach().copy_(torch.cat([row[start : start + count] for row, start, count in rows]).view(out.shape))
-        return _ended(async_op)
+        if not everybody.item():
+            raise ArgumentError(
+                "all_to_all: another rank expects other numbers of elements than it gets; it says which"
+            )
+        return counts.tolist()  # type: ignore[no-any-return]
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        self._inside.barrier()
-        self._across.barrier()
-        self._inside.barrier()  # every rank has met its likes
-        return _ended(async_op)
+        def barrier() -> None:
+            self._inside.barrier()
+            self._across.barrier()
+            self._inside.barrier()  # every rank has met its likes
+
+        return self._in_turn(async_op, barrier)
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Any:
         group, rank = self._way(dst)
@@ -183,7 +295,3 @@ class Grid:
         self._inside.allreduce(failed, "max")
         if failed.item():
             raise lost or LostError(f"{call}: a replica was lost whose data another rank of this replica still needed")
-
-
-def _ended(async_op: bool) -> Done | None:
-    return Done() if async_op else None

@@ -8,7 +8,6 @@ MASTER_ADDR, RANK, ...          torch meets as ever (torchrun, mp.spawn); rank 0
 
 from __future__ import annotations
 
-import importlib
 import os
 import secrets
 import socket
@@ -20,6 +19,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from ftcomm.address import own_address
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.settings import Settings
@@ -71,7 +71,6 @@ def joined() -> Group:
     import ftcomm.group
 
     if ftcomm.group._default is None:
-        _import_slowly()
         _ours = ftcomm.group.init()
     return ftcomm.group.default_group()
 
@@ -101,7 +100,6 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
 
         token = secrets.token_hex(16)
         store.set(WHERE, f"{start(size // shards, shards, token, host)} {token}")
-    _import_slowly()
     endpoint, token = store.get(WHERE).decode().split()
     leader = ""
     if shards > 1:
@@ -129,12 +127,6 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     return _ours
 
 
-def _import_slowly() -> None:
-    """What the first optimizer of a process imports, for a second or two. A replica that joins a running job is waited
-    for from then on, so it does that before."""
-    importlib.import_module("torch._dynamo")
-
-
 def _shards(size: int) -> int:
     text = os.environ.get("FTCOMM_RANKS_PER_REPLICA", "1")
     if not text.isdigit() or int(text) < 1 or size % int(text):
@@ -147,13 +139,5 @@ def _shards(size: int) -> int:
 
 def _host() -> str:
     """The address of this host by which the others reach it: that of the way to torch's store."""
-    if "FTCOMM_HOST" in os.environ:
-        return os.environ["FTCOMM_HOST"]
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(address)  # sends nothing; the kernel chooses the address of this host
-            return str(way.getsockname()[0])
-    except OSError as error:
-        raise SettingsError(f"MASTER_ADDR={master!r}: {error}; set FTCOMM_HOST to an address of this host.") from None
+    master, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
+    return own_address(os.environ.get("FTCOMM_HOST", ""), (master, port), "MASTER_ADDR")

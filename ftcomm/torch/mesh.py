@@ -24,11 +24,12 @@ def init_device_mesh(
 
     mesh_shape: (replicas, ranks of each) of the job, or None for what the job has.
 
-    The mesh keeps the shape that it has at the start, the group of its first dimension follows the job:
-    `mesh.get_group("replicate").size()` is the number of replicas in the step, and gradients are averaged over those
-    that have contributed. (FSDP itself divides those that it reduces in float16 or float64, by the number of the
-    boundary, also in a step in which a replica is lost or catches up.) All ranks call it; a replica that joins a job
-    which is running calls it too, and waits for nobody then.
+    The mesh keeps the shape that it has at the start (`mesh.shape`, `mesh.size(0)`: torch has it fixed), the group of
+    its first dimension follows the job: `mesh.get_group("replicate").size()` is the number of replicas in the step.
+    That is what FSDP asks at each step, and gradients are averaged over those that have contributed. (FSDP itself
+    divides those that it reduces in float16 or float64, by the number of the boundary, also in a step in which a
+    replica is lost or catches up.) All ranks call it; a replica that joins a job which is running calls it too, and
+    waits for nobody then.
 
     Raises `ArgumentError` if the world is not replicas x ranks of that shape.
     """

@@ -6,11 +6,13 @@ of the group beneath at every call, and change at step boundaries when its roste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ftcomm.errors import FtcommError
 from ftcomm.torch.collectives import Collectives
@@ -26,8 +28,9 @@ class FtProcessGroup(Collectives):
     """
 
     supports_reconfigure = False
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
+    options = None  # of a group that is split off: there are none
 
     def __init__(self, calls: Any, timeout: float, *, name: str, end: Callable[[], None] = lambda: None) -> None:
         self._calls, self._end = calls, end
@@ -87,6 +90,40 @@ class FtProcessGroup(Collectives):
     @property
     def _device_types(self) -> list[torch.device]:
         return device_types()
+
+    # -- groups of it ------------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> FtProcessGroup | None:
+        """Of `dist.split_group`: the group of `ranks` of this one, as `dist.new_group` makes it; None for others."""
+        from ftcomm.torch.create import split
+
+        self._alive()
+        made = split(self, ranks, self._timeout if timeout is None else timeout.total_seconds(), group_name)
+        if made is not None and group_desc is not None:
+            made._set_group_desc(group_desc)
+        return made
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Of `dist.new_group` on ranks that are not in it: nobody waits for them."""
+
+    def get_group_store(self) -> dist.Store:
+        """torch keeps a store for each group; nothing of ours goes through it."""
+        return c10d._get_default_store()
+
+    def merge_remote_group(self, *args: Any, **more: Any) -> Any:
+        raise FtcommError(
+            f"process group {self._name!r} cannot be merged with another (merge_remote_group): who takes part is what "
+            "its job says. Start the processes as replicas of one job (ftcomm run --replicas); they come and go while "
+            "the others train."
+        )
 
     # -- how long ----------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class ReconfigurableGroup(FtProcessGroup):
     """Do not make one: `dist.init_process_group("ftcomm", ..., enable_reconfigure=True)` does."""
 
     supports_reconfigure = True
+    supports_splitting = False
     supports_abort_hooks = True
 
     def __init__(self, rank: int, size: int, timeout: float, *, name: str) -> None:
@@ -114,6 +115,12 @@ class ReconfigurableGroup(FtProcessGroup):
 
     def unregister_abort_hook(self, hook_id: int) -> None:
         self._hooks.pop(hook_id, None)
+
+    def split_group(self, *args: Any, **more: Any) -> Any:
+        raise FtcommError(
+            f"process group {self._name!r} was made with enable_reconfigure=True and cannot be split: its ranks are "
+            "those of the last handles. Make another such group, of the handles of the ranks in question."
+        )
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -36,7 +36,6 @@ class Replicas:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._joins_at = group.step if group.fresh else None
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -49,9 +48,7 @@ class Replicas:
     @property
     def alone(self) -> bool:
         """Is this a replica that has joined a running job and has not come to its first boundary?"""
-        if self._joins_at is not None and self.group.step != self._joins_at:
-            self._joins_at = None
-        return self._joins_at is not None
+        return self.group.outside  # type: ignore[no-any-return]
 
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
         """`x` of `root`, which all should hold alike, to all. It may be lost, or be catching up and have nothing to

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ftcomm.errors import ArgumentError
+from ftcomm.torch.versions import premultiplied_by
 
 _Type = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -30,7 +31,7 @@ def reduction(op: Any) -> tuple[str, Any]:
     name = _NAMES.get(kind)
     if name is None:
         raise ArgumentError(f"{op} is not known; use one of dist.ReduceOp.{', '.join(kind.name for kind in _NAMES)}.")
-    return name, op.factor if kind == _Type.PREMUL_SUM else None
+    return name, premultiplied_by(op) if kind == _Type.PREMUL_SUM else None
 
 
 def reals(x: torch.Tensor, op: str) -> torch.Tensor:

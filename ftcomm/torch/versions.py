@@ -3,6 +3,8 @@ not its version number: the newest that we know is not the newest that there wil
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed import distributed_c10d as c10d
 
@@ -11,6 +13,11 @@ RECONFIGURE = hasattr(c10d, "_reconfigure")
 
 # The flight recorder is attached to every group that names devices, and fails for one that is no C++ backend (2.15).
 _RECORDER = hasattr(c10d, "_maybe_attach_flight_recorder")
+
+
+def premultiplied_by(op: Any) -> Any:
+    """The factor of a ReduceOp PREMUL_SUM: a number, or a tensor of one. It has no name before 2.13."""
+    return op.factor if hasattr(op, "factor") else op.__getstate__()[1]
 
 
 def device_types() -> list[torch.device]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from ftcomm.collective.stream import Stream
 from ftcomm.hsdp.state import digest
 from ftcomm.transport.segment import POSTED
 
-from ..process.job import Notes
+from ..process.job import DEADLINE, Notes
 
 STEPS = 4
 
@@ -127,6 +129,14 @@ class Counting(nn.Module):
         return self.out(self.into(x * (1 + 1 / self.calls)).tanh())
 
 
+def wait_for_go(notes: Notes, arguments: dict[str, Any]) -> None:
+    """A joiner has come to the end of what it does before its loop."""
+    notes.write(kind="wrapped")
+    end = time.monotonic() + DEADLINE
+    while not (Path(arguments["marks"]) / "go").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def train_with_ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """A script as people write them: a replica that joins runs it from the top."""
     torch.set_num_threads(1)
@@ -140,6 +150,8 @@ def train_with_ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     dist.all_gather_object(said, "ready")
     assert said == ["ready"] * dist.get_world_size()
     dist.barrier()
+    if group.fresh:
+        wait_for_go(notes, arguments)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     for step in ftcomm.steps(arguments["steps"], state):

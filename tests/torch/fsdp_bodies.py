@@ -18,6 +18,7 @@ from ftcomm.hsdp.state import digest
 from ftcomm.torch.mesh import init_device_mesh
 
 from ..process.job import Notes
+from .ddp_bodies import wait_for_go
 
 
 def network() -> nn.Sequential:
@@ -98,6 +99,8 @@ def hsdp_with_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
         model.load_state_dict(nn.Sequential(*(m for i, m in enumerate(network()) if i not in (2, 3))).state_dict())
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
+    if group.fresh:
+        wait_for_go(notes, arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     for step in ftcomm.steps(arguments["steps"], state):

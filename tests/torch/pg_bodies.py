@@ -236,6 +236,7 @@ def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
             messages(pg)
         notes.write(kind="done", group=name)
     mistakes()
+    goes_on(Path(arguments["marks"]) / "went-on")
     dist.destroy_process_group(all_but_one)
     if all_but_one is not dist.GroupMember.NON_GROUP_MEMBER:
         try:
@@ -248,6 +249,62 @@ def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     before = world._get_sequence_number_for_group()
     dist.barrier()
     assert world._get_sequence_number_for_group() == before + 1
+    dist.destroy_process_group()
+
+
+def when_all_are_here(arguments: dict[str, Any], me: int, all_of_us: range) -> None:
+    marks = Path(arguments["marks"])
+    (marks / f"here-{me}").touch()
+    while not all((marks / f"here-{each}").exists() for each in all_of_us):
+        time.sleep(0.005)
+
+
+def goes_on(mark: Path) -> None:
+    """With `async_op` the caller does, whatever stands behind the group: the others come when it says so."""
+    x = torch.ones(3)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert not work.is_completed()
+        mark.touch()
+    else:
+        while not mark.exists():
+            time.sleep(0.005)
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    equal(x, torch.full((3,), float(dist.get_world_size())), "all_reduce, of which one went on")
+
+
+def some_replicas(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Groups of two of three replicas, of which one is lost: in each step three all-reduces at once in each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    world = dist.group.WORLD
+    assert world is not None
+    shards = group.settings.ranks_per_replica
+    pgs = {"world": world}
+    for name, ranks in (("row", list(range(2 * shards))), ("column", list(range(group.rank, 2 * shards, shards)))):
+        made = world.split_group(ranks) if arguments["split"] else dist.new_group(ranks)
+        assert (made is None or made is dist.GroupMember.NON_GROUP_MEMBER) == (group.replica == 2)
+        if group.replica != 2:
+            pgs[name] = made
+    for step in ftcomm.steps(arguments["steps"]):
+        if step == 1 and group.replica == 1:  # when both ranks have done all of the step before
+            when_all_are_here(arguments, group.rank, range(shards))
+            os.kill(os.getpid(), signal.SIGKILL)
+        xs = [torch.full((5,), 2.0 ** (shards * group.replica + group.rank)) for _ in range(3 * len(pgs))]
+        opts = dist.AllreduceOptions()
+        opts.asyncOp = True
+        works = [pg.allreduce([x], opts) for x, pg in zip(xs, 3 * list(pgs.values()), strict=True)]
+        for work in works:
+            work.wait()
+        said = {}
+        for i, (name, pg) in enumerate(pgs.items()):
+            values = {x[0].item() for x in xs[i :: len(pgs)]}
+            assert len(values) == 1
+            said[name] = [values.pop(), pg.rank(), pg.size()]
+        notes.write(kind="did", step=step, said=said, contributed=group.contributed())
+    with pytest.raises(FtcommError, match="cannot be merged with another"):
+        world.merge_remote_group(dist.HashStore(), 2)
     dist.destroy_process_group()
 
 
@@ -291,8 +348,10 @@ def lost_root(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
     """The root of a broadcast is gone: all others get the same error, and go on, in the next step with other ranks."""
     dist.init_process_group("ftcomm")
     for step in ftcomm.steps(4):
-        if step == 1 and group.replica == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 1:  # all have passed the boundary
+            when_all_are_here(arguments, group.replica, range(3))
+            if group.replica == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
         try:
             x = torch.full((3,), float(group.replica))
             dist.broadcast(x, src=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ..process.job import Job
+from ..process.job import DEADLINE, Job
 from . import ddp_bodies as bodies
 from .test_steps import ENDLESS, end_together, stepped
 
@@ -49,6 +51,27 @@ def test_the_average_is_of_those_who_contributed(tmp_path: Path, victim: int) ->
         assert note["rank"] == (replica if note["step"] <= 2 else survivors.index(replica))
 
 
+def start_and_wrap(job: Job, joiner: int, others: set[int]) -> None:
+    """The others train on while the joiner wraps its model and stands before its loop, and are in no view with it."""
+    go = job.folder / "go"
+    go.unlink(missing_ok=True)
+    job.wait_event("loss", lambda events: all(x["replica"] != joiner for x in newest(events)))
+    wrapped = len([note for _, _, note in job.notes() if note["kind"] == "wrapped"])
+    job.start(joiner)
+    deadline = time.monotonic() + DEADLINE
+    while len([note for _, _, note in job.notes() if note["kind"] == "wrapped"]) < wrapped + job.ranks:
+        assert time.monotonic() < deadline, job.stacks()
+        time.sleep(0.02)
+    stepped(job, 10, others)
+    assert {x["replica"] for x in newest(job.events)} == others
+    go.touch()
+
+
+def newest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The members of the newest view."""
+    return [event for event in events if event["kind"] == "view"][-1]["members"]  # type: ignore[no-any-return]
+
+
 def test_a_replica_comes_back_into_a_training_with_ddp(tmp_path: Path) -> None:
     """It wraps its model, gathers objects and waits at a barrier while the others train; then it has their bits. Also
     as rank 0, from which DDP takes buffers; and its buckets are theirs in its first iteration."""
@@ -58,7 +81,7 @@ def test_a_replica_comes_back_into_a_training_with_ddp(tmp_path: Path) -> None:
             stepped(job, 5, {0, 1, 2})
             seen = len(job.events)
             job.kill(victim)
-            job.start(victim)
+            start_and_wrap(job, victim, {0, 1, 2} - {victim})
             job.wait_contributing({0, 1, 2}, since=seen)
         stepped(job, 5, {0, 1, 2})
         end_together(job, {0, 1, 2})

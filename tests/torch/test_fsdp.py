@@ -9,6 +9,7 @@ import torch
 
 from ..process.job import Job
 from . import fsdp_bodies as bodies
+from .test_ddp import start_and_wrap
 from .test_steps import ENDLESS, end_together, stepped
 
 STEPS, DIES_AT, VICTIM = 5, 2, 1
@@ -66,7 +67,7 @@ def test_a_replica_comes_back_into_hsdp(tmp_path: Path) -> None:
                 "loss",
                 lambda events, seen=seen: any(e["kind"] == "view" for e in events[seen:]),
             )
-            job.start(victim)
+            start_and_wrap(job, victim, {1 - victim})
             job.wait_contributing({0, 1}, since=seen)
         stepped(job, 4, {0, 1})
         end_together(job, {0, 1})

@@ -63,6 +63,29 @@ def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_bounda
     assert sums == {(0, 3.0), (1, 2.0), (2, 2.0), (3, 2.0)}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_some_replicas_live_on(tmp_path: Path, ranks: int) -> None:
+    """Of two of three replicas, in a row with all their ranks, or in a column with one of each; split off, or new."""
+    with Job(tmp_path, replicas=3, ranks=ranks, body=bodies.some_replicas, split=ranks == 2, steps=4) as job:
+        for replica in (0, 2):
+            assert job.join(replica) == [0] * ranks, "\n".join(map(str, job.errors()))
+    did = [(replica, rank, note) for replica, rank, note in job.notes() if note["kind"] == "did" and replica != 1]
+    assert len(did) == 2 * ranks * 4
+    for replica, rank, note in did:
+        step = note["step"]
+        alive = (0, 2) if step else (0, 1, 2)
+        assert note["contributed"] == list(alive), (replica, note)
+        seats = (0, 1, 2) if step < 2 else (0, 2)  # a loss changes ranks at the next boundary
+        for name, (value, place, size) in note["said"].items():
+            among = (0, 1, 2) if name == "world" else (0, 1)
+            own = [rank] if name == "column" else list(range(ranks))
+            assert value == sum(2.0 ** (ranks * r + s) for r in alive if r in among for s in own), (replica, note)
+            if step != 1:  # whose boundary may have been passed before or after the loss was known
+                there = [(r, s) for r in seats if r in among for s in own]
+                assert (place, size) == (there.index((replica, rank)), len(there)), (replica, note)
+    assert {name for replica, _, note in did for name in note["said"] if replica == 0} == {"world", "row", "column"}
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("ftcomm")

@@ -1,0 +1,504 @@
+"""Groups of some replicas of a job, which survive as the group of all does.
+
+    view of the job     epoch 7: 0 1 2 3       the group of 0, 1 and 3 runs in     epoch 7: 0 1 3
+    1 is lost           epoch 8: 0   2 3                                           epoch 8: 0   3
+    1 comes back        epoch 9: 0 1 2 3                                           epoch 9: 0 1 3
+
+It is an exchange of its own, with a segment and a stream of its own. Nobody decides on its views: they are those of the
+job, restricted to its replicas, so they are in order and alike on all members without a word. To enter one a member
+does what the control plane does for the group of all. It stops, and asks the others of that view where they stand:
+
+    member i                                   member j
+      dial("fixed", name, "ask", epoch) --->   kept until j has stopped for that epoch; parked until j has this group
+                                        <---   Account(segment, progress)
+      with all accounts: connect, resume
+
+Being made is the same again: a first view, in which nobody has called anything. So a loss while a group is being made
+is a loss like others, and a replica that comes back makes it as it did in its first life, and is numbered on.
+
+The thread of a group does all that, one view after the other, so that no view is resumed after a newer one has stopped
+the exchange. What it waits for ends when a newer view comes, or the group does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ftcomm.calls import Calls
+from ftcomm.collective.chunks import Contributors
+from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.stall import Stall
+from ftcomm.control import bounds as b
+from ftcomm.control import wire
+from ftcomm.control.blame import CHANGE
+from ftcomm.control.dropped import drop
+from ftcomm.control.messages import Progress
+from ftcomm.control.timeouts import REPORT
+from ftcomm.control.unpack import unpack
+from ftcomm.control.views import Address, Member, View
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
+from ftcomm.fixed.endpoint import ASK, PURPOSE, Call
+from ftcomm.messages.p2p import JobPost, Messages
+from ftcomm.transport.connect import CONNECTIONS, accept, connect
+from ftcomm.transport.segment import Peer, Segment
+from ftcomm.transport.tcp import Lost
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+log = logging.getLogger("ftcomm")
+
+_LOOK = 0.05  # s between two looks at whether an answer is still wanted
+_DIAL = 5.0  # s for one attempt to reach a member
+_PAUSE = 0.02  # s before the next
+_NUDGE = 0.001  # s between wake-ups of a driver that sleeps on a word of a dead peer
+_SEND = 2.0  # s for an answer to be taken
+_PARTING = 2.0  # s that an op may take to notice that the group is closed
+
+Dial = Callable[[tuple[str, int], str, wire.Fields, float], socket.socket]
+
+
+class Account(msgspec.Struct, frozen=True, tag=True):
+    """Where a member stands before `epoch`, and where its segment lies."""
+
+    epoch: b.Epoch
+    address: Address
+    progress: Progress
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Account)
+
+
+def encode(account: Account) -> bytes:
+    """A frame."""
+    data = _encoder.encode(account)
+    return len(data).to_bytes(4, "big") + data
+
+
+def hear(sock: socket.socket, wanted: Callable[[], bool]) -> Account | None:
+    """One frame; None as soon as it is not `wanted` any more. Raises `OSError` and `msgspec.DecodeError`."""
+    data, length = bytearray(), 4
+    sock.settimeout(_LOOK)
+    while len(data) < length:
+        if not wanted():
+            return None
+        try:
+            part = sock.recv(length - len(data))
+        except TimeoutError:
+            continue
+        if not part:
+            raise ConnectionError("closed by the other side")
+        data += part
+        if len(data) == 4:
+            length += int.from_bytes(data, "big")
+            if length > wire.MAX_MESSAGE:
+                raise ConnectionError(f"a frame of {length} bytes, at most {wire.MAX_MESSAGE} are allowed")
+    account: Account = unpack(_decoder, data[4:])
+    return account
+
+
+class Subgroup(Calls, Messages):
+    """This rank's likes in some replicas of its job. Do not make one: `Group.subgroup` does, on all members.
+
+    The calls are those of `Group`, thread-safe. Ranks are places in `roster`, which is that of the group of all, in so
+    far as it belongs to this one, and so changes at step boundaries alone. A member that catches up contributes
+    nothing, unless all members do.
+
+    Arrays on a GPU go through host memory, whatever FTCOMM_ENGINE is.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        name: str,
+        replicas: Collection[int],
+        *,
+        dial: Dial,
+        on_suspect: Callable[[int, int, str], None],
+        on_stall: Callable[[int, int, tuple[int, ...]], None],
+        on_failed: Callable[[BaseException], None],
+        on_divergence: Callable[[Divergence], None] | None,
+    ) -> None:
+        """See `Group.subgroup`. `on_suspect(replica, epoch, why)`: it cannot be reached. `on_stall(epoch, op, waiting
+        on)`, every second. `on_failed`: this rank cannot go on."""
+        settings = group.settings
+        if group.replica not in replicas or len(set(replicas)) != len(replicas):
+            raise ArgumentError(
+                f"group {name!r} of replicas {list(replicas)} at replica {group.replica}; expected this one among "
+                "them, and each once"
+            )
+        self.name, self._group = name, group
+        self.me = self.replica = group.replica
+        self._among = frozenset(replicas)
+        self._device = None
+        self._dial, self._on_suspect, self._on_stall = dial, on_suspect, on_stall
+        self._missing: tuple[int, ...] = ()  # whose account is still to come; replaced as a whole
+        self._lock = threading.Lock()  # guards the next six; never held across a wait
+        self._changed = threading.Condition(self._lock)
+        self._view: View | None = None  # the newest of the job
+        self._epoch = 0  # that the exchange runs in
+        self._account: Account | None = None  # of the newest epoch for which it has stopped
+        self._asked: dict[int, Call] = {}  # members that are ahead of us
+        self._waiting = 0  # threads of the user that wait for a view
+        self._error: BaseException | None = None  # why it is over
+        self._peers: dict[int, tuple[str, Peer]] = {}  # replica -> nonce of its segment, and the way to it
+        self._segment = Segment()
+        self._here = Address(settings.host, group.port, boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
+        self._exchange = Exchange(
+            self.replica,
+            self._segment,
+            deadline_floor=settings.timeouts.op_floor,
+            deadline_ceiling=settings.timeouts.op,
+            give_up=settings.timeouts.give_up,
+            on_stall=self._stalled,
+            on_failed=on_failed,
+            on_divergence=on_divergence,
+            ranks_per_replica=settings.ranks_per_replica,
+        )
+        self._post = JobPost(self.replica, settings.rank, self._dial_post)
+        self._on_failed = on_failed
+        self._thread = threading.Thread(target=self._follow, name=f"ftcomm-subgroup-{name}", daemon=True)
+
+    def begin(self, view: View | None, timeout: float) -> None:
+        """Once: enter `view`, which is in force; blocks until its members have come. Raises `TransportError`. Without a
+        view, in a replica that joins, `entered` and `follow` are to come."""
+        self._group.switchboard.open(self.name, self)
+        self._thread.start()
+        if view is None:
+            return
+        self.entered(view)
+        try:
+            self._wait_for(view.epoch, timeout, "all that live have made this group")
+        except CollectiveTimeout as error:
+            raise TransportError(f"{error}. Do they run, and make it too (Group.subgroup, dist.new_group)?") from None
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, replica {self.replica}"
+
+    # -- what the calls ask ------------------------------------------------------------------------------------------
+
+    def _may_call(self) -> None:
+        self._group._may_call()
+        if self._error is not None:
+            raise self._error
+
+    def _patience(self) -> float:
+        return self._group.settings.timeouts.give_up
+
+    @property
+    def roster(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(replica for replica in self._group.roster if replica in self._among)
+
+    @property
+    def givers(self) -> tuple[int, ...]:
+        """Who contributes, of these."""
+        return tuple(replica for replica in self._group.givers if replica in self._among) or self.roster
+
+    @property
+    def outside(self) -> bool:
+        """In a replica that joins a running job, until it has passed its first boundary."""
+        return self._group.outside
+
+    @property
+    def on_step_error(self) -> Callable[[Exception], None] | None:
+        return self._group.on_step_error
+
+    # -- with the group of all: these are called by it ---------------------------------------------------------------
+
+    def drain(self, timeout: float | None) -> None:
+        """Before a boundary: block until nothing is in flight. Raises `CollectiveTimeout`."""
+        self._exchange.drain(timeout)
+
+    def common(self, *, reset: bool = False) -> Contributors | None:
+        """After `drain`: see `Exchange.common`."""
+        return self._exchange.common(reset=reset)
+
+    @property
+    def of_all(self) -> bool:
+        """Whether all who are there now are in it."""
+        return self._among.issuperset(self._group.roster)
+
+    def follow(self, view: View, timeout: float) -> None:
+        """At a boundary that was passed in `view`: block until this group runs in it too, so that it has all who are in
+        the roster from now on. Takes an exchange of messages if the view is new, else nothing. Raises
+        `CollectiveTimeout`."""
+        if self._error is None:
+            self._wait_for(view.epoch, timeout, f"they have come to the view of epoch {view.epoch}")
+
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """On whom this group waits, as `Engine.waiting` says it. Any thread."""
+        stall = self._exchange.waiting(seconds)
+        if stall is not None:
+            return stall.op, stall.waiting_on
+        missing = self._missing
+        return (CHANGE, missing) if missing and self._needed() else None
+
+    def entered(self, view: View) -> None:
+        """A view of the job is in force. Does not block."""
+        with self._changed:
+            if self._error is not None or (self._view is not None and view.epoch <= self._view.epoch):
+                return
+            self._view = view
+            self._post.enter(view)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The end: every op and every later one fails with `error`. Does not block; the first counts."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            asked, self._asked = self._asked, {}
+            self._changed.notify_all()
+        for call in asked.values():
+            call.sock.close()
+        self._exchange.fail(error)
+        self._post.fail(error)
+        self._group.switchboard.forget(self.name, self)
+
+    def close(self) -> None:
+        """Leave the group; idempotent. Ops in flight fail. Blocks until what was sent is received, for 2 seconds."""
+        error = FtcommError(f"{self} was closed; make a new one before any op")
+        if self._error is None:
+            self._post.close(error)
+        self.fail(error)
+        with contextlib.suppress(CollectiveTimeout):
+            self._exchange.drain(_PARTING)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._segment.close()
+        self._group.left(self)
+
+    def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
+        with self._changed:
+            self._waiting += 1
+            try:
+                there = self._changed.wait_for(lambda: self._epoch >= epoch or self._error is not None, timeout)
+            finally:
+                self._waiting -= 1
+            missing, error = self._missing, self._error
+        if error is not None:
+            raise error
+        if not there:
+            raise CollectiveTimeout(
+                f"{self} has waited {timeout:g} s for replicas {', '.join(map(str, missing))}, until {until}"
+            )
+
+    # -- its thread: from view to view -------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        try:
+            while (view := self._next()) is not None:
+                self._enter(view)
+        except Exception as error:
+            if self._error is None:  # else it is that one
+                drop("internal", f"{self}: {error!r}", error=error)
+                self.fail(FtcommError(f"{self}: internal error: {error!r}; please report it"))
+                self._on_failed(error)
+        finally:
+            for _, peer in self._peers.values():
+                peer.close()
+
+    def _next(self) -> View | None:
+        """The newest view that was not entered, as soon as there is one; None at the end."""
+        with self._changed:
+            tried = 0 if self._account is None else self._account.epoch
+            while self._error is None and (self._view is None or self._view.epoch <= tried):
+                self._changed.wait()
+            return None if self._error is not None else self._view
+
+    def _wanted(self, view: View) -> bool:
+        return self._view is view and self._error is None
+
+    def _pause(self, view: View, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted(view), seconds)
+
+    def _enter(self, view: View) -> None:
+        """Into `view`, unless a newer one comes."""
+        members = [member for member in view.members if member.replica in self._among]
+        account = Account(view.epoch, self._here, self._quiesce())
+        self._tell(account)
+        accounts = self._ask(view, [member for member in members if member.replica != self.replica])
+        if accounts is None:
+            return
+        peers = self._reach(view, accounts)
+        if peers is None:
+            return
+        replicas = tuple(member.replica for member in members)
+        contributing = frozenset(member.replica for member in members if member.contributing) or frozenset(replicas)
+        one_host = all(told.address.boot == self._here.boot for told in accounts.values())
+        plan = GroupView(view.epoch, self.replica, replicas, contributing, one_host)
+        progress = {replica: told.progress for replica, told in accounts.items()} | {self.replica: account.progress}
+        self._exchange.resume(plan, peers, progress)
+        with self._changed:
+            self._epoch = view.epoch
+            self._changed.notify_all()
+
+    def _quiesce(self) -> Progress:
+        still = threading.Event()
+        self._exchange.freeze(still.set)
+        while not still.wait(_NUDGE) and self._error is None:
+            self._exchange.nudge()
+        return self._exchange.progress()
+
+    def _tell(self, account: Account) -> None:
+        """All who have asked for it, and who will."""
+        with self._lock:
+            self._account = account
+            due = [call for call in self._asked.values() if call.epoch <= account.epoch]
+            self._asked = {member: call for member, call in self._asked.items() if call.epoch > account.epoch}
+        for call in due:
+            self._answer(call, account)
+
+    def _answer(self, call: Call, account: Account) -> None:
+        """Who asks for an epoch that is over here gets no answer: it hears of a newer one as we have."""
+        with contextlib.suppress(OSError), call.sock as sock:
+            if call.epoch == account.epoch:
+                sock.settimeout(_SEND)
+                sock.sendall(encode(account))
+
+    def _ask(self, view: View, others: list[Member]) -> dict[int, Account] | None:
+        """The accounts of `others`, each of whom is asked until it answers; None if `view` is wanted no more."""
+        answers: queue.SimpleQueue[tuple[int, Account]] = queue.SimpleQueue()
+        for member in others:
+            name = f"ftcomm-ask-{member.replica}"
+            threading.Thread(target=self._ask_one, args=(view, member, answers), name=name, daemon=True).start()
+        accounts: dict[int, Account] = {}
+        begun = said = time.monotonic()
+        try:
+            while missing := tuple(member.replica for member in others if member.replica not in accounts):
+                self._missing = missing
+                try:
+                    replica, account = answers.get(timeout=_LOOK)
+                    accounts[replica] = account
+                except queue.Empty:
+                    if not self._wanted(view):
+                        return None
+                    now = time.monotonic()
+                    if now - said >= REPORT and now - begun > self._deadline(view) and self._needed():
+                        if said == begun:
+                            who = ", ".join(map(str, missing))
+                            log.warning("%s: replicas %s have not made it; a script makes its groups anew", self, who)
+                        said = now
+                        self._on_stall(view.epoch, CHANGE, missing)
+            return accounts
+        finally:
+            self._missing = ()
+
+    def _deadline(self, view: View) -> float:
+        """Of a view without a lost member all hear at once. Otherwise one waits for somebody's script, and when the
+        group is made, or by one that has just come, as long as that takes."""
+        if not self._epoch:
+            return float("inf")
+        timeouts = self._group.settings.timeouts
+        return timeouts.op if view.proposal else timeouts.op_floor
+
+    def _needed(self) -> bool:
+        """Whether somebody waits for this group: a script may have closed it elsewhere, and be about to do so here."""
+        with contextlib.suppress(CollectiveTimeout):
+            self._exchange.drain(0)
+            return self._waiting > 0
+        return True
+
+    def _ask_one(self, view: View, member: Member, answers: queue.SimpleQueue[tuple[int, Account]]) -> None:
+        there = member.ranks[self._group.rank]
+        fields: wire.Fields = {"group": self.name, "what": ASK, "member": self.replica, "epoch": view.epoch}
+        while self._wanted(view):
+            try:
+                with self._dial((there.host, there.port), PURPOSE, fields, _DIAL) as sock:
+                    account = hear(sock, lambda: self._wanted(view))
+                if account is None:
+                    return
+                if account.epoch == view.epoch:
+                    answers.put((member.replica, account))
+                    return
+            except (OSError, msgspec.DecodeError):  # not there yet, or gone, of which the next view will tell
+                pass
+            self._pause(view, _PAUSE)
+
+    def _reach(self, view: View, accounts: Mapping[int, Account]) -> dict[int, Peer] | None:
+        """The memory of the members; None if `view` is wanted no more. Shared memory serves as long as it is theirs."""
+        peers: dict[int, tuple[str, Peer]] = {}
+        for replica, account in accounts.items():
+            there = account.address
+            nonce, known = self._peers.get(replica, ("", None))
+            if known is not None and known.how == "shm" and nonce == there.nonce:
+                peers[replica] = nonce, known
+                continue
+            while replica not in peers:
+                try:
+                    peers[replica] = there.nonce, self._connect(view.epoch, replica, there)
+                except (OSError, TransportError) as error:
+                    self._on_suspect(replica, view.epoch, f"its memory cannot be reached: {error}")
+                    self._pause(view, self._group.settings.timeouts.beat)
+                if not self._wanted(view):
+                    kept = {id(peer) for _, peer in self._peers.values()}
+                    for _, peer in peers.values():
+                        if id(peer) not in kept:
+                            peer.close()
+                    return None
+        self._peers = peers
+        return {replica: peer for replica, (_, peer) in peers.items()}
+
+    def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
+        """Blocks while dialling. A connection that ends is no news here: a script closes its groups one by one, of a
+        death the job's view tells, and if anybody waits in vain, a stall does."""
+
+        def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+            ours: wire.Fields = {"group": self.name, "what": purpose, "member": self.replica, "life": there.nonce}
+            return self._dial((there.host, there.port), PURPOSE, {**ours, "epoch": epoch}, _DIAL)
+
+        mode = self._group.settings.transport
+        on_lost: Lost = lambda replica, epoch, reason: None  # noqa: E731
+        return connect(self.replica, self._here, replica, there, epoch=epoch, mode=mode, dial=dial, on_lost=on_lost)
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def take(self, call: Call) -> bool:
+        """A connection to this group, from the switchboard."""
+        if call.what == ASK:
+            with self._lock:
+                account = self._account
+                keep = self._error is None and (account is None or call.epoch > account.epoch)
+                before = self._asked.get(call.member) if keep else None
+                if keep:
+                    self._asked[call.member] = call
+            if before is not None:
+                before.sock.close()
+            if not keep and account is not None:
+                self._answer(call, account)
+            elif not keep:
+                call.sock.close()
+        elif call.what in CONNECTIONS and call.life == self._segment.nonce and call.member in self._among:
+            accept(self._exchange, call.what, call.sock, call.member, call.epoch)
+        elif call.what == "post" and call.member in self._among:
+            self._post.incoming(call.sock, {"replica": call.member, "life": call.life})
+        else:
+            call.sock.close()
+        return True
+
+    def _dial_post(self, replica: int, purpose: str, fields: wire.Fields) -> socket.socket:
+        ours: wire.Fields = {"group": self.name, "what": "post", "member": self.replica, "life": fields["life"]}
+        return self._group.dial_rank(replica, self._group.rank, PURPOSE, ours, _DIAL)
+
+    def _stalled(self, stall: Stall) -> None:
+        self._on_stall(stall.epoch, stall.op, tuple(stall.waiting_on))
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
