@@ -51,7 +51,6 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     dataset = Text()
 
-    # Build first, join then: from here on the others wait for this replica's steps.
     dist.init_process_group("ftcomm")  # all that it needs comes from `ftcomm run`
     parallel = DistributedDataParallel(model)
     batches = Loader(dataset, Batches(len(dataset), BATCH))

@@ -275,7 +275,7 @@ def possible(status: r.Status, kinds: Sequence[str], say: Callable[[str], None])
     if cut and not status.network:
         raise FtcommError(
             f"--kinds {','.join(cut)}: the replicas share this host's network, which cannot be cut; start the job as "
-            "root with: ftcomm run --hosts netns ..."
+            "root with: ftcomm run --hosts netns ... (and without --rate and --delay)"
         )
     netem = [kind for kind in kinds if kind in NETEM]
     if not netem or has_netem(status):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,29 @@ PREFIX = 16
 MOST = 250 * 250
 
 
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # as tc has them
+_TIME = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_rate(text: str) -> float:
+    """ "1gbit" -> bits a second. Raises `SettingsError`."""
+    return _parse(text, _RATE, "a rate", "1gbit")
+
+
+def parse_delay(text: str) -> float:
+    """ "5ms" -> seconds. Raises `SettingsError`."""
+    return _parse(text, _TIME, "a time", "5ms")
+
+
+def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units or not float(match[1]):
+        raise SettingsError(
+            f"{text!r} is not {what} in {', '.join(units)}; expected a number with one of these, as {example}."
+        )
+    return float(match[1]) * units[match[2]]
+
+
 def address(replica: int) -> str:
     return f"10.77.{1 + replica // 250}.{1 + replica % 250}"
 
@@ -41,6 +65,8 @@ def port(replica: int) -> str:
 
 class Network:
     """A hub and `replicas` hosts. `hub` and `hosts` are descriptors of their namespaces."""
+
+    cut_by_kernel = True  # by links and tables of neighbours, see ftcomm.chaos.cut
 
     def __init__(self, replicas: int) -> None:
         """Takes some 20 ms a host. Raises `SettingsError` if this user or kernel cannot do it."""
@@ -89,11 +115,11 @@ def inside(namespace: int) -> Iterator[None]:
     """Sockets that this thread makes, and processes that it starts, are in `namespace`. Raises `PermissionError`."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _call("setns", namespace, CLONE_NEWNET)
+        call("setns", namespace, CLONE_NEWNET)
         try:
             yield
         finally:
-            _call("setns", home, CLONE_NEWNET)
+            call("setns", home, CLONE_NEWNET)
     finally:
         os.close(home)
 
@@ -116,7 +142,7 @@ def _new_namespace() -> int:
     made: list[int] = []
 
     def make() -> None:
-        _call("unshare", CLONE_NEWNET)
+        call("unshare", CLONE_NEWNET)
         made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
 
     _in_thread(make)
@@ -140,7 +166,7 @@ def _in_thread(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def _call(name: str, *arguments: int) -> None:
+def call(name: str, *arguments: int) -> None:
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))  # PermissionError, say

@@ -34,6 +34,8 @@ class RunOptions:
     transport: str = "auto"
     host: str = "127.0.0.1"
     hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see network.py
+    rate: float | None = None  # of the network between them, bits a second; None: what the kernel can
+    delay: float = 0.0  # s, of a packet from one to another
     heartbeat_timeout: float | None = None  # derived from op_timeout, like the next but one
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
@@ -61,6 +63,8 @@ class RunOptions:
             raise SettingsError(f"--hosts {self.hosts}: expected one of {', '.join(HOSTS)}.")
         if self.hosts == "netns" and self.replicas > network.MOST:
             raise SettingsError(f"--replicas {self.replicas}: --hosts netns has addresses for {network.MOST}.")
+        if self.hosts == "shared" and (self.rate is not None or self.delay):
+            raise SettingsError("--rate and --delay are of a network between hosts; add --hosts netns.")
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
         for name in ("grace", "backoff", "backoff_limit"):

@@ -15,6 +15,7 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch import network
 from ftcomm.launch.answers import answer
 from ftcomm.launch.embedded import Embedded
+from ftcomm.launch.hosts import SlowNetwork
 from ftcomm.launch.network import Network
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import (
@@ -99,7 +100,7 @@ class Launcher:
             self.run_id = run_dir.run
             host = self.options.host
             if self.options.hosts == "netns":
-                self.network = await asyncio.to_thread(Network, self.options.replicas)
+                self.network = await asyncio.to_thread(_network, self.options)
                 stack.callback(self.network.close)
                 # The coordinator is at the hub, now and after a restart; a replica goes to its own place to start.
                 stack.enter_context(network.inside(self.network.hub))
@@ -456,11 +457,13 @@ class Launcher:
                 # A view of a loss has no step; of who finished we hear before.
                 gone = replica.joined and replica.number not in contributing and not replica.said_finished
                 replica.left |= gone and event["step"] is not None
-                replica.joined |= replica.number in contributing
+                if replica.number in contributing:
+                    replica.joined, replica.joining = True, ""
                 if contributing.get(replica.number):
                     replica.contributed, replica.failed_at_end = True, False
         for replica in self._replicas:
-            replica.said_finished |= kind == "finished" and replica.number == event["replica"]
+            if replica.number == event.get("replica"):
+                self._of_replica(replica, kind)
         if isinstance(step := event.get("step"), int) and isinstance(replica := event.get("replica"), int):
             self.steps[replica] = step
             if kind == "metrics":
@@ -471,6 +474,16 @@ class Launcher:
         if kind == "failed" and not (self._draining or self._over.done()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
 
+    def _of_replica(self, replica: Replica, kind: str) -> None:
+        if kind == "finished":
+            replica.said_finished = True
+        elif kind == "dismissed":  # it has left in order, though it was in no view that it could have left
+            replica.left = True
+        elif kind == "joined" and self._has_views:
+            replica.joining = "prepares"
+        elif kind == "ready":
+            replica.joining = "joins"
+
     def _happened(self, event: Event) -> None:
         if self._door is not None:
             self._door.tell(event)
@@ -479,6 +492,12 @@ class Launcher:
     def _hold_output(self, held: bool) -> None:
         for replica in self._replicas:
             replica.hold(held)
+
+
+def _network(options: RunOptions) -> Network:
+    if options.rate is None and not options.delay:
+        return Network(options.replicas)
+    return SlowNetwork(options.replicas, rate=options.rate, delay=options.delay)
 
 
 def _are(numbers: list[int]) -> str:

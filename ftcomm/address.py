@@ -1,0 +1,116 @@
+"""By which address of this host the others reach it, and a port to listen on there.
+
+FTCOMM_HOST says it: an address, a name, or an interface ("ib0"). Without it, it is the one from which packets to the
+coordinator leave, since the others are where that is, or beyond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+import time
+
+from ftcomm.control.links import listen
+from ftcomm.control.wire import no_ports
+from ftcomm.errors import InitError, SettingsError
+
+SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # <linux/sockios.h>
+PAUSE = 0.5  # s between two looks at a name that is not known yet
+
+
+def interfaces() -> dict[str, str]:
+    """Name -> IPv4 address, of those that have one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("16s24x", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def mtu(name: str) -> int:
+    """Of an interface, in bytes. Raises `OSError`. (/sys would tell that of the network in which it was mounted.)"""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock, SIOCGIFMTU, struct.pack("16s24x", name.encode()))
+        return int(struct.unpack_from("16xi", answer)[0])
+
+
+def listed() -> str:
+    """The interfaces for an error message."""
+    return ", ".join(f"{name} {address}" for name, address in interfaces().items())
+
+
+def source(towards: tuple[str, int]) -> tuple[str, str]:
+    """The address from which packets to `towards` leave, and the address of that. Sends nothing. Raises `OSError`."""
+    family, _, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect(address)
+        return str(way.getsockname()[0]), str(address[0])
+
+
+def own_address(asked: str, towards: tuple[str, int], name: str, timeout: float = 0.0) -> str:
+    """What FTCOMM_HOST=`asked` ("" if it is not set) comes to; `towards` is what the variable `name` says.
+
+    Blocks for `timeout` seconds at most if the name of `towards` is not known yet, as that of a pod that is starting.
+    Raises `SettingsError` on what others cannot reach.
+    """
+    if asked and not _is_loopback(asked):
+        return resolved(asked)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            from_here, there = source(towards)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SettingsError(
+                    f"{name}={towards[0]}:{towards[1]}: there is no way to it from this host, which has {listed()} "
+                    f"({error.strerror or error}). Mend the name or the network."
+                ) from None
+        time.sleep(PAUSE)
+    if asked and from_here != there and not _is_loopback(from_here):
+        raise SettingsError(
+            f"FTCOMM_HOST={asked} is reached from this host alone, and {name}={towards[0]}:{towards[1]} is on another "
+            f"one; the way there leaves from {from_here}. Unset FTCOMM_HOST, or set it to an address or an interface "
+            f"that the others reach; this host has {listed()}."
+        )
+    return asked or from_here
+
+
+def open_port(host: str) -> socket.socket:
+    """A listening socket at a free port of `host`, what `own_address` has said. Raises `InitError`."""
+    try:
+        return listen(host, 0)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InitError(f"cannot listen on {host}: {no_ports()}.") from None
+        raise InitError(
+            f"cannot listen on FTCOMM_HOST={host}: {error.strerror or error}; set it to an address of this host, which "
+            f"has {listed()}, or unset it."
+        ) from None
+
+
+def resolved(asked: str) -> str:
+    """The address of an interface or a name; an address stays as it is. Raises `SettingsError`."""
+    here = interfaces()
+    if asked in here:
+        return here[asked]
+    if asked in (name for _, name in socket.if_nameindex()):
+        raise SettingsError(f"FTCOMM_HOST={asked}: this interface has no IPv4 address; this host has {listed()}.")
+    try:
+        return str(socket.getaddrinfo(asked, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise SettingsError(
+            f"FTCOMM_HOST={asked} is neither an address nor an interface of this host, which has {listed()} ({error})."
+        ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

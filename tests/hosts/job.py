@@ -1,0 +1,114 @@
+"""A job whose replicas are on hosts of their own, and the faults of a network between them.
+
+Each rank process goes to its host before it joins: the network namespace, and a boot id of its own, so that nothing but
+the network tells it of the others. The coordinator is at the hub, in a thread of the test.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ftcomm.chaos.cut import Misled, Shaped, Unplugged
+from ftcomm.chaos.hit import Wound
+from ftcomm.control.server import CoordinatorServer
+from ftcomm.launch import network
+from ftcomm.launch import requests as r
+from ftcomm.launch.hosts import SlowNetwork, settle
+from ftcomm.settings import Settings
+from tests.process.job import Body, Job
+
+
+class HostJob(Job):
+    """`with HostJob(tmp_path, Network(4), body=...) as job:`; a replica a host."""
+
+    def __init__(self, folder: Path, hosts: network.Network, *, body: Body, transport: str = "auto", **settings: Any):
+        self.network = hosts
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in hosts.hosts]
+        super().__init__(
+            folder,
+            replicas=len(hosts.hosts),
+            body=body,
+            transport=transport,
+            engine="host",
+            prepare=go_to_host,
+            hosts=paths,
+            **settings,
+        )
+
+    def host(self, replica: int) -> str:
+        return network.address(replica)
+
+    def _server(self, port: int, **other: Any) -> CoordinatorServer:
+        async def go_to_hub() -> None:
+            network.call("setns", self.network.hub, network.CLONE_NEWNET)
+
+        self.do(go_to_hub())  # the thread that the coordinator runs in, for good
+        return super()._server(port, host=network.HUB_ADDRESS, **other)
+
+    # -- faults; each lasts until it is closed ---------------------------------------------------------------------
+
+    def unplug(self, replica: int) -> Wound:
+        """The cable of its host is pulled: nobody hears of anybody's end."""
+        if isinstance(self.network, SlowNetwork):
+            return Both(
+                Cut(self.network, [replica], self.network.places), Cut(self.network, self.network.places, [replica])
+            )
+        return Unplugged(self._status(), replica)
+
+    def mislead(self, sender: int, receiver: int) -> Wound:
+        """What one host sends to the other gets lost; the way back is open."""
+        if isinstance(self.network, SlowNetwork):
+            return Cut(self.network, [sender], [receiver])
+        return Misled(self._status(), [sender], [receiver])
+
+    def slow(self, replica: int, rate: float) -> Wound:
+        """Bits a second that its host sends."""
+        if isinstance(self.network, SlowNetwork):
+            return Slow(self.network, replica, rate)
+        return Shaped(self._status(), replica, "tbf", rate=int(rate / 8), burst=100_000, latency="300ms")
+
+    def _status(self) -> r.Status:
+        replicas = [
+            r.ReplicaStatus(n, "running", 1, {}, True, True, 0, self.host(n), f"/proc/self/fd/{fd}")
+            for n, fd in enumerate(self.network.hosts)
+        ]
+        hub = f"/proc/self/fd/{self.network.hub}"
+        return r.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=hub)
+
+
+def go_to_host(settings: Settings, arguments: dict[str, Any]) -> None:
+    fd = os.open(arguments["hosts"][settings.replica], os.O_RDONLY | os.O_CLOEXEC)
+    network.call("setns", fd, network.CLONE_NEWNET)
+    os.close(fd)
+    settle(f"host-{settings.replica}")
+
+
+class Cut(Wound):
+    """Of a network that has a relay."""
+
+    def __init__(self, hosts: SlowNetwork, senders: Any, receivers: Any) -> None:
+        self._hosts = hosts
+        self._before = hosts.change(senders, receivers, up=False)
+
+    def close(self) -> None:
+        self._hosts.restore(self._before)
+
+
+class Slow(Wound):
+    def __init__(self, hosts: SlowNetwork, place: int, rate: float) -> None:
+        self._hosts, self._place = hosts, place
+        hosts.slow(place, rate)
+
+    def close(self) -> None:
+        self._hosts.slow(self._place, None)
+
+
+class Both(Wound):
+    def __init__(self, *wounds: Wound) -> None:
+        self._wounds = wounds
+
+    def close(self) -> None:
+        for wound in reversed(self._wounds):
+            wound.close()
