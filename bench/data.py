@@ -57,15 +57,18 @@ class Pattern:
 
     def fill(self, x: torch.Tensor, rank: int) -> None:
         """Write the input of `rank` into `x` (count,), without memory of its own."""
-        row = self._tensor(self.row(rank))
+        row = self.tensor(self.row(rank)).to(x.device)
         whole = x.numel() // PERIOD * PERIOD
         x[:whole].view(-1, PERIOD).copy_(row)
         x[whole:].copy_(row[: x.numel() - whole])
 
-    def wrong(self, x: torch.Tensor, ops: int) -> int:
-        """How many elements of `x` (count,) are not what `ops` all-reduces give; exact where the arithmetic is."""
-        row = self._tensor(self.result(ops))
-        tolerance = torch.zeros(PERIOD, dtype=torch.float64)
+    def wrong(self, x: torch.Tensor, ops: int, start: int = 0) -> int:
+        """How many elements of `x` (count,) are not what `ops` all-reduces give; exact where the arithmetic is.
+
+        `start` is the place of its first element in the whole array.
+        """
+        row = self.tensor(self.result(ops)).to(x.device).roll(-(start % PERIOD))
+        tolerance = torch.zeros(PERIOD, dtype=torch.float64, device=x.device)
         exact = self.dtype not in _EPSILON or (ops == 1 and self.redop != "avg")
         if not exact:
             tolerance = row.double().abs() * (_EPSILON[self.dtype] * self.ranks * ops)
@@ -91,5 +94,9 @@ class Pattern:
         how = {"min": np.minimum, "max": np.maximum, "product": np.multiply}[self.redop]
         return how.reduce(rows)
 
-    def _tensor(self, row: np.ndarray) -> torch.Tensor:
+    def tensor(self, row: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(row).to(getattr(torch, self.dtype))
+
+
+def item_size(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else int(dtype.lstrip("uintfloa")) // 8

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ftcomm.bench.detection_rank import WIDTH, Task
-from ftcomm.bench.header import available_memory
 from ftcomm.bench.job import Job
+from ftcomm.bench.limits import check_at_least_one, check_memory, check_replicas
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, percentile
 from ftcomm.errors import FtcommError, SettingsError
@@ -41,12 +41,9 @@ class Request:
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
-        if not 2 <= self.replicas <= 16:
-            raise SettingsError(f"--replicas {self.replicas}: expected 2 to 16.")
-        if self.ranks_per_replica < 1:
-            raise SettingsError(f"--ranks-per-replica {self.ranks_per_replica}: expected at least 1.")
-        if self.kills < 1:
-            raise SettingsError(f"--kills {self.kills}: expected at least 1.")
+        check_replicas(self.replicas)
+        check_at_least_one("--ranks-per-replica", self.ranks_per_replica)
+        check_at_least_one("--kills", self.kills)
         if self.compute_ms < 0:
             raise SettingsError(f"--compute {self.compute_ms}: expected 0 (all-reduces back to back) or more.")
         if not 4 * WIDTH * WIDTH <= self.size <= self.memory:
@@ -56,11 +53,7 @@ class Request:
             )
         ranks = self.replicas * self.ranks_per_replica
         need = ranks * (RANK_MEMORY + self.memory + self.size)
-        if need > available_memory():
-            raise SettingsError(
-                f"{ranks} ranks of {format_size(self.memory)} need about {need / 1e9:.1f} GB, "
-                f"{available_memory() / 1e9:.1f} GB are free; lower --replicas or --memory."
-            )
+        check_memory(f"{ranks} ranks of {format_size(self.memory)}", need, "--replicas or --memory")
 
 
 class Event(msgspec.Struct, frozen=True):

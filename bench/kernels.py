@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftcomm.bench.allreduce import item_size
+from ftcomm.bench.data import item_size
 from ftcomm.bench.stats import percentile
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.check import MOST_SOURCES

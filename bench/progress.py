@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 class Watch:
     """A bar on standard error while it is a terminal, nothing otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "starting the ranks") -> None:
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -26,7 +26,7 @@ class Watch:
             redirect_stderr=False,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("starting the ranks", total=1.0)
+        self._task = self._bar.add_task(first, total=1.0)
 
     def __enter__(self) -> Watch:
         self._bar.start()

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ftcomm.bench.header import available_memory
 from ftcomm.bench.job import Job, Tail
+from ftcomm.bench.limits import check_memory, check_replicas
 from ftcomm.bench.rejoin_rank import WIDTH, Step, Task, layers_for
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
@@ -36,18 +36,13 @@ class Request:
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
-        if not 2 <= self.replicas <= 16:
-            raise SettingsError(f"--replicas {self.replicas}: expected 2 to 16.")
+        check_replicas(self.replicas)
         if self.rejoins < 1 or self.batch < 1:
             raise SettingsError(f"--rejoins {self.rejoins}, --batch {self.batch}: expected at least 1.")
         if self.size < 12 * WIDTH * WIDTH:
             raise SettingsError(f"--size {format_size(self.size)}: expected at least {12 * WIDTH * WIDTH} bytes.")
         need = self.replicas * (400_000_000 + 3 * self.size)  # state, gradients and buckets, a snapshot or kept ones
-        if need > available_memory():
-            raise SettingsError(
-                f"{self.replicas} replicas with a state of {format_size(self.size)} need about {need / 1e9:.1f} GB, "
-                f"{available_memory() / 1e9:.1f} GB are free; lower --replicas or --size."
-            )
+        check_memory(f"{self.replicas} replicas with a state of {format_size(self.size)}", need, "--replicas or --size")
 
 
 class Rejoin(msgspec.Struct, frozen=True):

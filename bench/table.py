@@ -5,33 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcomm.bench import detection, kernels
-from ftcomm.bench.allreduce import Row
-from ftcomm.bench.recovery import Event, Summary
+from ftcomm.bench.collective import Row
+from ftcomm.bench.recovery import Event, Summary, good
+
+PLACES = ((False, "out of place"), (True, "in place"))
 
 
-def heading(peers: Sequence[str]) -> list[str]:
-    first = f"#{'':>47} {_middle('ftcomm', 43)}"
-    second = f"#{'size':>10} {'count':>11} {'type':>9} {'op':>8} {'ranks':>5}" + _columns(
-        "p50", "p99", "algbw", "busbw"
-    )
-    units = f"#{'(B)':>10} {'(elements)':>11} {'':>24}" + _columns("(us)", "(us)", "(GB/s)", "(GB/s)")
-    for peer in peers:
-        first += f"   {_middle(peer, 32)}   {_middle(f'{peer} / ftcomm', 21)}"
-        second += f"  {_columns('p50', 'p99', 'busbw')}   {'ratio':>7} {'over rounds':>13}"
-        units += f"  {_columns('(us)', '(us)', '(GB/s)')}   {'':>21}"
-    return [first, f"{second} {'#wrong':>8}", units.rstrip()]
+def heading(places: Sequence[bool]) -> list[str]:
+    """Columns of nccl-tests, a line for each library; `places`: whether in place, in the order of their columns."""
+    left = f"#{'size':>10} {'count':>11} {'type':>9} {'op':>7} {'root':>4} {'ranks':>5} {'library':>14}"
+    units = f"#{'(B)':>10} {'(elements)':>11} {'':>43}"
+    first = f"#{'':>{len(left) - 1}}"
+    for place in places:
+        first += f"  {_middle(dict(PLACES)[place], 56)}"
+        left += f"  {'p50':>9} {'p99':>9} {'algbw':>7} {'busbw':>7} {'%limit':>6} {'x':>6} {'#wrong':>6}"
+        units += f"  {'(us)':>9} {'(us)':>9} {'(GB/s)':>7} {'(GB/s)':>7} {'':>20}"
+    return [first, left, units.rstrip()]
 
 
-def line(rows: Sequence[Row]) -> str:
-    """The rows of one size, ftcomm first."""
-    own = rows[0]
-    text = f" {own.bytes:>10} {own.count:>11} {own.dtype:>9} {own.redop:>8} {own.ranks:>5}"
-    text += _columns(*map(_figure, (own.time_us_p50, own.time_us_p99, own.algbw_gbps, own.busbw_gbps)))
-    for peer in rows[1:]:
-        spread = f"{min(peer.round_ratio):.1f}-{max(peer.round_ratio):.1f}"
-        text += f"  {_columns(*map(_figure, (peer.time_us_p50, peer.time_us_p99, peer.busbw_gbps)))}"
-        text += f"   {f'{peer.ratio:.1f}x':>7} {spread:>13}"
-    return f"{text} {sum(row.wrong for row in rows):>8}"
+def lines(rows: Sequence[Row], places: Sequence[bool]) -> list[str]:
+    """The rows of one size and number of ranks: all libraries, in one place or both."""
+    found = []
+    for who in dict.fromkeys(label(row) for row in rows):
+        mine = {row.in_place: row for row in rows if label(row) == who}
+        one = next(iter(mine.values()))
+        text = f" {one.bytes:>10} {one.count:>11} {one.dtype:>9} {one.redop:>7} {one.root:>4} {one.ranks:>5} {who:>14}"
+        for place in places:
+            row = mine[place]
+            if row.time_us_p50 is None or row.time_us_p99 is None or row.algbw_gbps is None or row.busbw_gbps is None:
+                text += f"  {row.error[:56]:<56}"
+                continue
+            times = f"{_figure(row.time_us_p50):>9} {_figure(row.time_us_p99):>9}"
+            rates = f"{row.algbw_gbps:>7.2f} {row.busbw_gbps:>7.2f}"
+            limit = "-" if row.limit_pct is None else f"{row.limit_pct:.1f}"
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+            text += f"  {times} {rates} {limit:>6} {ratio:>6} {row.wrong:>6}"
+        found.append(text.rstrip())
+    return found
+
+
+def label(row: Row) -> str:
+    """A library with what distinguishes it from itself."""
+    own = row.library in ("ftcomm", "atomic")
+    via = f":{row.transport}" if own and row.transport != "auto" else ""
+    return f"{row.library}{via}" + (f"/{row.sms}" if row.sms is not None else "")
 
 
 def footer(wrong: int) -> str:
@@ -39,29 +56,38 @@ def footer(wrong: int) -> str:
 
 
 def event_heading() -> list[str]:
-    names = f"#{'kill':>5} {'replica':>8} {'in step':>8}" + _columns("detect", "stall", "usual op", "rejoin")
-    return [f"{names} {'bytes':>9} {'#wrong':>7}", f"#{'':>23}" + _columns("(ms)", "(ms)", "(ms)", "(ms)")]
+    names = f"#{'library':>9} {'fault':>5} {'no':>4} {'replica':>8} {'in step':>8}"
+    times = ("detect", "view", "resume", "stall", "usual op", "rejoin", "resent")
+    units = f"#{'':>38}" + _columns(*["(ms)"] * 6, "(MB)")
+    return [f"{names}{_columns(*times)} {'lost':>5} {'bytes':>9} {'#wrong':>7}", units]
 
 
 def event_line(event: Event) -> str:
-    times = _columns(*map(_maybe, (event.detect_ms, event.stall_ms, event.usual_ms, event.rejoin_ms)))
-    verdict = "equal" if event.equal else "NOT EQUAL"
-    return f" {event.number + 1:>5} {event.victim:>8} {event.step:>8}{times} {verdict:>9} {event.wrong:>7}"
+    times = (event.detect_ms, event.view_ms, event.resume_ms, event.stall_ms, event.usual_ms, event.rejoin_ms)
+    resent = None if event.bytes_resent is None else event.bytes_resent / 1e6
+    verdict = "-" if event.library != "ftcomm" else "equal" if event.equal else "NOT EQUAL"
+    text = f" {event.library:>9} {event.fault:>5} {event.number + 1:>4} {event.victim:>8} {event.step:>8}"
+    return f"{text}{_columns(*map(_maybe, (*times, resent)))} {event.steps_lost:>5} {verdict:>9} {event.wrong:>7}"
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    lines = []
-    for name in ("p50", "p99", "max"):
-        spreads = (summary.detect_ms, summary.stall_ms, summary.usual_ms, summary.rejoin_ms)
-        lines.append(f"#{name:>5} {'':>17}" + _columns(*(_maybe(spread.get(name)) for spread in spreads)))
-    good = summary.completed == summary.equal == summary.kills and summary.wrong == 0
-    said = (
-        f"ops that survived: {summary.completed} of {summary.kills}",
-        f"equal bytes on all survivors: {summary.equal} of {summary.kills}",
-        f"wrong elements: {summary.wrong}",
-        f"steps lost: {summary.steps_lost} {'OK' if good else 'FAILED'}",
-    )
-    return [*lines, f"# {'; '.join(said)}"]
+    spreads = (summary.detect_ms, summary.view_ms, summary.resume_ms, summary.stall_ms, summary.usual_ms)
+    spreads += (summary.rejoin_ms, {name: value / 1e6 for name, value in summary.bytes_resent.items()})
+    lines = [
+        f"#{summary.library:>9} {summary.fault:>5} {name:>4} {'':>17}"
+        + _columns(*(_maybe(s.get(name)) for s in spreads))
+        for name in ("p50", "p99", "max")
+    ]
+    said = [f"ops that survived: {summary.completed} of {summary.kills}"]
+    if summary.library == "ftcomm":
+        said += [
+            f"equal bytes on all survivors: {summary.equal} of {summary.kills}",
+            f"wrong elements: {summary.wrong}",
+            f"steps lost: {summary.steps_lost} {'OK' if good(summary) else 'FAILED'}",
+        ]
+    else:
+        said.append(f"steps lost: {summary.steps_lost}")
+    return [*lines, f"# {summary.library}, {summary.fault}: {'; '.join(said)}"]
 
 
 def detection_heading() -> list[str]:

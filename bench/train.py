@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ftcomm.bench.header import available_memory
 from ftcomm.bench.job import Job, Tail
+from ftcomm.bench.limits import check_memory, check_replicas
 from ftcomm.bench.stats import median, percentile, slowest
 from ftcomm.bench.train_rank import Step, Task, Timed
 from ftcomm.errors import FtcommError, SettingsError
@@ -26,7 +26,7 @@ RANK_MEMORY = 500 << 20  # bytes of a rank without its model
 COPIES = 7  # of the weights, at most: gradients and buckets of three libraries, the optimizer's, a snapshot
 PATIENCE = 120.0  # s without a step that was done, after which the measurement gives up
 SETTLED = 3  # steps that all replicas have done together before anything is measured
-PEERS = ("gloo", "torchft")
+PEERS = ("gloo", "torchft", "restart")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +52,13 @@ class Request:
             raise SettingsError("--width has to be a multiple of 8, --layers, --batch, -n and --kill-every at least 1.")
         if min(self.rounds, self.steps) < 0 or self.rounds + self.steps == 0:
             raise SettingsError("--rounds and --steps have to be at least 0, and one of them more.")
-        if not 2 <= self.replicas <= 16:
-            raise SettingsError(f"--replicas {self.replicas}: expected 2 to 16.")
+        check_replicas(self.replicas)
         if unknown := set(self.compare) - set(PEERS):
-            raise SettingsError(f"--compare {', '.join(sorted(unknown))}: expected {' or '.join(PEERS)}.")
+            raise SettingsError(f"--compare {', '.join(sorted(unknown))}: expected of {', '.join(PEERS)}.")
         need = self.replicas * (RANK_MEMORY + COPIES * 4 * self.parameters)
-        if need > available_memory():
-            raise SettingsError(
-                f"{self.replicas} replicas of {self.parameters / 1e6:.1f} M parameters need about {need / 1e9:.1f} GB, "
-                f"{available_memory() / 1e9:.1f} GB are free; lower --replicas or --width."
-            )
+        check_memory(
+            f"{self.replicas} replicas of {self.parameters / 1e6:.1f} M parameters", need, "--replicas or --width"
+        )
 
     def task(self, folder: str, **other: Any) -> Task:
         return Task(self.width, self.layers, self.batch, folder, **other)
@@ -315,6 +312,10 @@ async def measure(
             from ftcomm.bench.train_torchft import kill_torchft
 
             runs.append(kill_torchft)
+        if "restart" in request.compare:
+            from ftcomm.bench.train_restart import kill_restart
+
+            runs.append(kill_restart)
         for run in runs:
             on_kills(await run(request, progress))
 

@@ -1,26 +1,21 @@
-"""torchft under the kills of `ftcomm bench train`: its lighthouse, and replicas that are started again when they die.
-
-As a program of its own this is the lighthouse, which writes more than a terminal should show.
-"""
+"""torchft under the kills of `ftcomm bench train`: a lighthouse, and replicas that are started again when they die."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from ftcomm.bench.lighthouse import lighthouse
 from ftcomm.bench.train import KillRow, Request, measure_kills
 from ftcomm.errors import FtcommError
-
-JOIN_TIMEOUT = 1000  # ms that the lighthouse waits for replicas that are alive and have not come to a quorum
 
 
 async def kill_torchft(request: Request, progress: Callable[[str, float], None]) -> KillRow:
@@ -28,28 +23,12 @@ async def kill_torchft(request: Request, progress: Callable[[str, float], None])
     with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
         path = Path(folder) / "task.json"
         path.write_bytes(msgspec.json.encode(request.task(folder)))
-        with (Path(folder) / "log").open("w") as log, _lighthouse(log) as address:
+        with (Path(folder) / "log").open("w") as log, lighthouse(log) as address:
             replicas = _Replicas(path, request.replicas, address, log)
             try:
                 return await measure_kills("torchft", request, replicas, folder, progress)
             finally:
                 replicas.end()
-
-
-@contextlib.contextmanager
-def _lighthouse(log: IO[str]) -> Iterator[str]:
-    """Its address."""
-    command = [sys.executable, "-m", "ftcomm.bench.train_torchft"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        if not address:
-            raise FtcommError(f"torchft's lighthouse did not start; look at {log.name}")
-        yield address
-    finally:
-        process.kill()
-        process.wait(30)
 
 
 class _Replicas:
@@ -88,15 +67,3 @@ class _Replicas:
         }
         command = [sys.executable, "-m", "ftcomm.bench.train_torchft_rank", str(self._task)]
         return subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log)
-
-
-def main() -> None:
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=JOIN_TIMEOUT)
-    print(server.address(), flush=True)
-    sys.stdin.read()  # until whoever started it is gone
-
-
-if __name__ == "__main__":
-    main()

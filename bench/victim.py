@@ -1,4 +1,4 @@
-"""Killing a rank at a known place: in the middle of an op, which its own shared words tell."""
+"""Hitting a rank at a known place: in the middle of an op, which its own shared words tell."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ftcomm.transport.segment import POSTED, TAKEN
 TRIES = 2000
 
 
-async def kill_inside_op(pid: int, op_seconds: float, chance: random.Random) -> float:
-    """SIGKILL `pid` while it has chunks posted that it has not taken, at a random point of an op.
+async def stop_inside_op(pid: int, op_seconds: float, chance: random.Random) -> float:
+    """Stop `pid` while it has chunks posted that it has not taken, at a random point of an op; it stays stopped.
 
-    Stopped first, looked at, and let go on if it was between two ops: what was seen still holds when the kill comes.
-    Returns `time.monotonic()` of the kill.
+    Stopped, looked at, and let go on if it was between two ops: what was seen holds for as long as it is stopped.
+    Returns `time.monotonic()` of the moment in which that was seen.
     """
     try:
         words = open_words(pid)
@@ -29,8 +29,6 @@ async def kill_inside_op(pid: int, op_seconds: float, chance: random.Random) -> 
         await asyncio.sleep(chance.uniform(0, op_seconds))
         stop(pid)
         if words[POSTED] > words[TAKEN]:
-            killed = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-            return killed
+            return time.monotonic()
         os.kill(pid, signal.SIGCONT)
     raise FtcommError(f"process {pid} was never inside an op in {TRIES} looks at it")

@@ -89,13 +89,14 @@ class Member:
                         m,
                         there,
                         epoch=epoch,
-                        mode=self.mode,
+                        mode="tcp" if self.mode == "ring" else self.mode,
                         dial=self.dial,
                         on_lost=lambda *args: self.send("lost", *args),
                     )
                 except OSError:  # it was killed meanwhile; the next view is on its way
                     return
-        view = GroupView(epoch, self.replica, tuple(members), frozenset(members), one_host=self.mode == "shm")
+        ring = tuple(reversed(members)) if self.mode == "ring" else ()
+        view = GroupView(epoch, self.replica, tuple(members), frozenset(members), self.mode == "shm", ring)
         self.exchange.resume(view, peers, held)
 
     def reduce(self, count: int, atomic: bool) -> None:

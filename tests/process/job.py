@@ -118,8 +118,8 @@ class Job:
         settings and them before a rank joins. Skips the test if the engine cannot do what it asks for."""
         if verify:
             only_on_host("FTCOMM_VERIFY=1", engine)
-        if transport == "tcp":
-            only_on_host("TCP", engine)
+        if transport in ("tcp", "nixl"):
+            only_on_host(transport.upper(), engine)
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
         if "elements" in arguments:
             arguments["elements"] = min(arguments["elements"], MOST)
@@ -208,10 +208,14 @@ class Job:
 
     # -- processes -----------------------------------------------------------------------------------------------
 
+    def host(self, replica: int) -> str:
+        """The address that its ranks listen on."""
+        return "127.0.0.1"
+
     def start(self, replica: int) -> None:
         self._lives += 1
-        listener = socket.create_server(("127.0.0.1", 0)) if self.ranks > 1 else None
-        leader = f"127.0.0.1:{listener.getsockname()[1]}" if listener else ""
+        listener = socket.create_server((self.host(replica), 0)) if self.ranks > 1 else None
+        leader = f"{self.host(replica)}:{listener.getsockname()[1]}" if listener else ""
         if listener:
             listener.close()  # the port is free again for a moment; nothing else on this machine asks for it
         for rank in range(self.ranks):
@@ -223,6 +227,7 @@ class Job:
                 rank=rank,
                 ranks_per_replica=self.ranks,
                 leader=leader,
+                host=self.host(replica),
                 init_timeout=DEADLINE,
                 **self._settings,
             )

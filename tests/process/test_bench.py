@@ -12,10 +12,26 @@ from pathlib import Path
 
 import pytest
 
+from ftcomm.bench.peers import missing
+from ftcomm.transport.segment import CHUNK
+
 ROW = {
-    *("op", "library", "device", "transport", "ranks", "dtype", "redop", "bytes", "count", "rounds", "iterations"),
-    *("time_us_p50", "time_us_p99", "time_us_mean", "algbw_gbps", "busbw_gbps", "wrong", "round_us", "ratio"),
-    "round_ratio",
+    *(
+        "op",
+        "library",
+        "device",
+        "transport",
+        "ranks",
+        "dtype",
+        "redop",
+        "root",
+        "in_place",
+        "bytes",
+        "count",
+        "rounds",
+    ),
+    *("iterations", "time_us_p50", "time_us_p99", "time_us_mean", "algbw_gbps", "busbw_gbps", "limit_pct", "wrong"),
+    *("round_us", "ratio", "round_ratio", "sms", "wire", "error"),
 }
 
 
@@ -27,24 +43,73 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=110)
 
 
-def test_allreduce_beside_gloo(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    done = run("allreduce", "--smoke", "--compare", "gloo", "--ranks", "2,3", "--json", str(path))
+def test_allreduce_beside_its_peers(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
+    peers = ["gloo", *(["mpi"] if missing("mpi", "cpu", 2) is None else [])]
+    done = run(
+        *("allreduce", "--smoke", "--compare", "gloo,mpi,nccl"),
+        *(part for option in zip(("--json", "--csv", "--plot"), map(str, files), strict=True) for part in option),
+    )
     assert done.returncode == 0, done.stderr
     assert "# Wrong elements: 0 OK" in done.stdout
-    result = json.loads(path.read_text())
+    assert "# nccl moves what is on GPUs (--device cuda); left out" in done.stdout
+    result = json.loads(files[0].read_text())
     assert {"command", "date", "cpu", "cores", "ftcomm", "torch", "numpy", "python", "schema"} <= result[
         "header"
     ].keys()
     assert all(row.keys() == ROW for row in result["rows"])
-    seen = [(row["ranks"], row["bytes"], row["library"]) for row in result["rows"]]
-    assert seen == [(n, size, lib) for n in (2, 3) for size in (1 << 10, 1 << 20) for lib in ("ftcomm", "gloo")]
+    seen = [(row["bytes"], row["in_place"], row["library"]) for row in result["rows"]]
+    assert seen == [
+        (size, place, library)
+        for size in (1 << 10, 1 << 20)
+        for place in (False, True)
+        for library in ("ftcomm", *peers)
+    ]
     for row in result["rows"]:
-        assert row["wrong"] == 0
+        assert (row["wrong"], row["error"]) == (0, "")
         assert 0 < row["time_us_p50"] <= row["time_us_p99"]
+        assert row["limit_pct"] > 0
         assert (row["ratio"] is None) == (row["library"] == "ftcomm")
-    # One line a size, between the header and the footer, and nothing else.
-    assert sum(not line.startswith("#") for line in done.stdout.splitlines()) == 4
+    # A line for each library at each size, between the header and the footer, and nothing else.
+    assert sum(not line.startswith("#") for line in done.stdout.splitlines()) == 2 * (1 + len(peers))
+    assert len(files[1].read_text().splitlines()) == 1 + len(result["rows"])
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in files[2].with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
+def test_other_collectives(name: str) -> None:
+    """Three ranks, sizes that no chunk divides. What is right is tested for all of them in tests/unit/test_bench.py."""
+    done = run(name, "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo")
+    assert done.returncode == 0, done.stderr
+    assert "# Wrong elements: 0 OK" in done.stdout
+    assert "gloo:" not in done.stdout
+
+
+def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ("allreduce", "--sizes", "1K,2K,4K", "-n", "3", "--rounds", "1", "--compare", "gloo")
+    with subprocess.Popen(
+        command(*arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith("#"):
+                break
+        peers = ranks(process.pid, b"gloo")
+        os.kill(peers[0], signal.SIGKILL)
+        said, complaint = process.communicate(timeout=100)
+    assert process.returncode == 0, complaint
+    rows = json.loads(path.read_text())["rows"]
+    assert not [row for row in rows if row["library"] == "ftcomm" and row["error"]]
+    assert {(row["bytes"], row["in_place"]) for row in rows if row["library"] == "ftcomm"} == {
+        (size << 10, place) for size in (1, 2, 4) for place in (False, True)
+    }
+    last = [row for row in rows if row["library"] == "gloo"][-1]
+    assert "signal SIGKILL" in last["error"]
+    assert last["time_us_p50"] is None
+    assert "# gloo: rank 0 ended with signal SIGKILL" in said
+    assert not _children_of_the_run(process.pid)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +130,7 @@ def test_allreduce_kinds(arguments: tuple[str, ...]) -> None:
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     arguments = ("allreduce", "--sizes", "1K,1M,2M", "-n", "5", "--rounds", "1", "--json", str(path))
-    endless = (*arguments[:2], "1K" + ",1M" * 5000, *arguments[3:])
+    endless = (*arguments[:2], "1K" + ",1M" * 3000, *arguments[3:])
     with subprocess.Popen(command(*endless), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -80,22 +145,38 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not _children_of_the_run(process.pid)
 
 
-def test_recovery(tmp_path: Path) -> None:
+def test_recovery_beside_gloo(tmp_path: Path) -> None:
+    """ftcomm's op returns on all survivors; gloo's never does, and all of its ranks are started again."""
     path = tmp_path / "out.json"
-    done = run("recovery", "--smoke", "--json", str(path))
+    arguments = ("--replicas", "3", "--size", "4M", "--kills", "1", "--compare", "gloo")
+    done = run("recovery", *arguments, "--json", str(path), "--plot", str(tmp_path / "out.png"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ops that survived: 2 of 2; equal bytes on all survivors: 2 of 2; wrong elements: 0" in done.stdout
+    assert "ops that survived: 1 of 1; equal bytes on all survivors: 1 of 1; wrong elements: 0" in done.stdout
     result = json.loads(path.read_text())
-    assert [event["victim"] for event in result["events"]] == [0, 1]
-    for event in result["events"]:
-        assert event["completed"]
-        assert event["equal"]
-        assert event["detect_ms"] > 0
-        assert event["stall_ms"] == max(event["survivor_ms"].values())
-        assert len(event["survivor_ms"]) == 2
-        assert event["rejoin_ms"] > event["detect_ms"]
-    assert result["summary"]["steps_lost"] == 0
-    assert set(result["summary"]["stall_ms"]) == {"p50", "p99", "max"}
+    event, gloo = result["events"]
+    assert (event["library"], event["victim"], event["completed"], event["equal"]) == ("ftcomm", 0, True, True)
+    assert 0 < event["detect_ms"] <= event["view_ms"] < event["rejoin_ms"]
+    assert event["resume_ms"] > 0
+    assert event["stall_ms"] == max(event["survivor_ms"].values())
+    assert len(event["survivor_ms"]) == 2
+    assert event["steps_lost"] == 0
+    assert event["bytes_resent"] % CHUNK == 0
+    assert event["bytes_resent"] <= 2 * (4 << 20)  # what the two survivors have given of an op at most
+    assert (gloo["library"], gloo["completed"], gloo["stall_ms"], gloo["steps_lost"]) == ("gloo", False, None, 1)
+    assert 0 < gloo["detect_ms"] < gloo["rejoin_ms"]
+    assert [summary["library"] for summary in result["summary"]] == ["ftcomm", "gloo"]
+    assert set(result["summary"][0]["stall_ms"]) == {"p50", "p99", "max"}
+    assert (tmp_path / "out.svg").exists()
+
+
+def test_overhead(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("overhead", "--smoke", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    costs = json.loads(path.read_text())["costs"]
+    assert [cost["level"] for cost in costs] == ["off", "stability", "ftcomm", "verify"]
+    assert all(cost["wrong"] == 0 and cost["time_us_p50"] > 0 for cost in costs)
+    assert "fault tolerance on against off" in done.stdout
 
 
 def test_detection(tmp_path: Path) -> None:
@@ -111,6 +192,21 @@ def test_detection(tmp_path: Path) -> None:
     assert result["summary"]["detect_ms"].keys() == {"p50", "p90", "p99", "max"}
 
 
+def ranks(command_pid: int, job: bytes) -> list[int]:
+    """Processes that measure for this command, of one library, in the order in which they were started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == command_pid and b"ftcomm.bench.collective_rank" in words and words[-2] == job:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
 def _children_of_the_run(pid: int) -> list[str]:
     """Ranks of a run carry the pid of their launcher nowhere, but are its children; orphans go to 1 or a reaper."""
     deadline = time.monotonic() + 10
@@ -122,7 +218,7 @@ def _children_of_the_run(pid: int) -> list[str]:
                     words = (entry / "cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if b"ftcomm.bench.allreduce_rank" in words:
+                if b"ftcomm.bench.collective_rank" in words:
                     alive.append(entry.name)
         if not alive or time.monotonic() > deadline:
             return alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import random
 from pathlib import Path
@@ -11,15 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench import table
-from ftcomm.bench.allreduce import Request, Row, item_size, rows
-from ftcomm.bench.allreduce_rank import Block
-from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern
+from ftcomm.bench import overhead, table
+from ftcomm.bench.collective import Contestant, Request, Row, rows
+from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, Case
+from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern, item_size
 from ftcomm.bench.header import header, header_lines
 from ftcomm.bench.job import Tail
-from ftcomm.bench.recovery import Event, summarize
+from ftcomm.bench.overhead import LEVELS, costs
+from ftcomm.bench.peers import missing, theirs
+from ftcomm.bench.recovery import Event, good, summaries, summarize
+from ftcomm.bench.recovery import Request as RecoveryRequest
+from ftcomm.bench.recovery_plot import draw as draw_recovery
+from ftcomm.bench.recovery_plot import spans
 from ftcomm.bench.sizes import format_size, parse_size, sweep
-from ftcomm.bench.stats import busbw_factor, median, percentile, slowest
+from ftcomm.bench.stats import median, percentile, slowest
+from ftcomm.bench.turns import Block, Gone, Hello, Refused, Seat, Turn, Turns
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 
@@ -151,7 +158,28 @@ def test_percentiles() -> None:
 
 
 def test_busbw_is_that_of_nccl_tests() -> None:
-    assert [busbw_factor(n) for n in (2, 4, 8)] == [1, 1.5, 1.75]
+    assert [COLLECTIVES["allreduce"].busbw(n) for n in (2, 4, 8)] == [1, 1.5, 1.75]
+    assert [COLLECTIVES[name].busbw(4) for name in ("all_gather", "reduce_scatter", "all_to_all")] == [0.75] * 3
+    assert [COLLECTIVES[name].busbw(4) for name in ("broadcast", "reduce")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "bytes_"),
+    [
+        ("allreduce", OUT, 8),  # each of four reads its input once, and writes its result once
+        ("allreduce", IN, 8),
+        ("all_gather", OUT, 1 + 4),
+        ("all_gather", IN, 1 + 3),  # a quarter of each result is there
+        ("reduce_scatter", IN, 4 + 1),
+        ("broadcast", IN, 1 + 3),
+        ("reduce", IN, 4 + 1),
+        ("all_to_all", OUT, 8),
+        ("gather", OUT, 2),
+        ("scatter", OUT, 2),
+    ],
+)
+def test_bytes_that_have_to_move(name: str, place: str, bytes_: int) -> None:
+    assert COLLECTIVES[name].bytes_moved(4, place) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -161,37 +189,189 @@ def test_item_size(dtype: str, size: int) -> None:
     assert item_size(dtype) == size
 
 
+def blocks(times: list[tuple[list[int], list[int]]]) -> list[list[Block]]:
+    return [[Block(rank, ranks[rank], sum(ranks[rank]), rank) for rank in range(2)] for ranks in times]
+
+
 def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
-    request = Request([4096], [2], rounds=2, iterations=2, compare=("gloo",))
+    request = Request([4096], [2], rounds=2, iterations=2, compare=("gloo", "mpi"))
     task = request.task(2, "/nowhere")
+    copy, ours, gloo, mpi = request.contestants()
+    assert [who.library for who in (copy, ours, gloo, mpi)] == ["copy", "ftcomm", "gloo", "mpi"]
     times = {
-        ("ftcomm", 0): ([1000, 3000], [2000, 1000]),  # slowest 2000, 3000: median 2.5 us
-        ("ftcomm", 1): ([1000, 1000], [1000, 1000]),  # the machine is faster in this round
-        ("gloo", 0): ([10_000, 10_000], [25_000, 25_000]),
-        ("gloo", 1): ([9000, 9000], [9000, 9000]),
+        copy: blocks([([500, 500], [500, 500]), ([1000, 1000], [250, 250])]),
+        # slowest 2000, 3000: median 2.5 us; in the second round the machine is faster
+        ours: blocks([([1000, 3000], [2000, 1000]), ([1000, 1000], [1000, 1000])]),
+        gloo: blocks([([10_000, 10_000], [25_000, 25_000]), ([9000, 9000], [9000, 9000])]),
     }
-    blocks = [
-        Block(rank, 4096, number, library, ranks[rank], sum(ranks[rank]), rank)
-        for (library, number), ranks in times.items()
-        for rank in range(2)
-    ]
-    own, peer = rows(blocks, task, task.sizes[0], "shm")
+    own, peer, dead = rows(times, {mpi: "mpirun ended with signal SIGKILL"}, task, task.sizes[0], IN)
     assert own.round_us == [2.5, 1.0]
     assert own.time_us_p50 == 1.75
     assert own.time_us_mean == pytest.approx((2.0 + 1.0) / 2)
     assert own.algbw_gbps == own.busbw_gbps == pytest.approx(4096 / 1.75e-6 / 1e9)
+    assert own.limit_pct == pytest.approx((100 * 0.5 / 2.5 + 100 * 1.0 / 1.0) / 2)  # as many bytes as a copy of all
     assert own.ratio is None
     assert peer.round_ratio == [10.0, 9.0]
     assert peer.ratio == 9.5
     assert (own.wrong, peer.wrong) == (2, 2)
+    assert (dead.time_us_p50, dead.ratio, dead.wrong) == (None, None, 0)
     assert msgspec.json.decode(msgspec.json.encode(own), type=Row) == own
-    text = table.line([own, peer])
-    assert "9.5x" in text
-    assert "9.0-10.0" in text
-    assert text.endswith(" 4")
-    assert len(table.heading(["gloo"])[1]) == len(text)
+    first, second, third = table.lines([own, peer, dead], [True])
+    assert "9.50" in second
+    assert first.endswith(" 2")
+    assert third.endswith("mpirun ended with signal SIGKILL")
+    assert len(table.heading([True])[1]) == len(first) == len(second)
     assert "OK" in table.footer(0)
     assert "FAILED" in table.footer(1)
+
+
+def test_the_bound_of_a_broadcast_counts_what_it_has_to_move() -> None:
+    request = Request([4096], [2], rounds=1, iterations=1, collective="broadcast")
+    task = request.task(2, "/nowhere")
+    copy, ours = request.contestants()
+    times = {copy: blocks([([1000], [1000])]), ours: blocks([([1000], [1000])])}
+    (row,) = rows(times, {}, task, task.sizes[0], IN)
+    assert row.limit_pct == pytest.approx(100 * (1 + 1) / 4)  # read once, written once; the copies moved 4 sizes
+    assert (row.root, row.redop, row.in_place) == (0, "none", True)
+
+
+def test_transports_and_blocks_are_contestants_of_their_own() -> None:
+    request = Request([64], [2], transports=("shm", "tcp"), compare=("atomic", "gloo"))
+    found = [(who.library, who.transport, who.job) for who in request.contestants()]
+    assert found == [
+        ("copy", "memory", "ftcomm-shm"),
+        ("ftcomm", "shm", "ftcomm-shm"),
+        ("atomic", "shm", "ftcomm-shm"),
+        ("ftcomm", "tcp", "ftcomm-tcp"),
+        ("atomic", "tcp", "ftcomm-tcp"),
+        ("gloo", "tcp", "gloo"),
+    ]
+    sms = Request([64], [2], device="cuda", sms=(2, 4)).contestants()
+    assert [dict(who.env) for who in sms[1:]] == [{"FTCOMM_ENGINE": "cuda", "FTCOMM_SMS": n} for n in ("2", "4")]
+    assert sms[0].env == sms[1].env  # the bound runs in the same processes
+    assert isinstance(sms[0], Contestant)
+
+
+# ---- every collective, among arrays of one process ------------------------------------------------------------------
+
+
+def by_hand(name: str, cases: list[Case]) -> None:
+    """What the collective does, of the inputs of all, in plain torch."""
+    inputs = [None if case.x is None else case.x.clone() for case in cases]
+    n = len(cases)
+    for rank, case in enumerate(cases):
+        if case.out is None or (name == "reduce" and rank):
+            continue
+        if name in ("allreduce", "reduce", "reduce_scatter"):
+            total = reduced([x for x in inputs if x is not None], case.pattern.redop)
+            case.out.copy_(total if name != "reduce_scatter" else total.split(case.part)[rank])
+        elif name in ("all_gather", "gather"):
+            case.out.copy_(torch.cat([x for x in inputs if x is not None]))
+        elif name == "all_to_all":
+            case.out.copy_(torch.cat([x.split(case.part)[rank] for x in inputs if x is not None]))
+        else:
+            root = inputs[0]
+            assert root is not None
+            case.out.copy_(root if name == "broadcast" else root.split(case.part)[rank])
+    assert n == cases[0].ranks
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("dtype", "redop"), [("float32", "sum"), ("int16", "max"), ("bfloat16", "avg")])
+def test_a_case_knows_the_right_result_and_a_wrong_one(name: str, dtype: str, redop: str) -> None:
+    kind, ranks = COLLECTIVES[name], 3
+    for place in kind.places:
+        for part in (1, 7, 4 * PERIOD + 9):
+            count = part * ranks
+            cases = [Case(kind, Pattern(ranks, dtype, redop), rank, count, place) for rank in range(ranks)]
+            for case in cases:
+                case.fill()
+            holders = [case for case in cases if case.out is not None and not (name == "reduce" and case.rank)]
+            receivers = [case for case in holders if not (name == "broadcast" and case.rank == 0)]
+            if part > PERIOD:  # in a small one the input may happen to be the result
+                assert all(case.wrong(1) for case in receivers), "nothing has been done yet"
+            by_hand(name, cases)
+            assert [case.wrong(1) for case in cases] == [0] * ranks
+            for case in receivers:
+                assert case.out is not None
+                case.out[-1] += 1
+                assert case.wrong(1) == 1
+
+
+# ---- turns ----------------------------------------------------------------------------------------------------------
+
+
+def play(path: str, job: str, rank: int, answers: list[Block | None]) -> None:
+    """A rank that answers so, and leaves at None."""
+    seat = Seat(path, job, rank)
+    for _, answer in zip(seat.turns(), answers, strict=False):
+        if answer is None:
+            return
+        seat.answer(answer)
+
+
+def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+    ranks = [
+        [Block(0, [1], 1), Block(0, error="no such op", refused=True), Block(0, [2], 2), Block(0, error="it broke")],
+        [Block(1, [3], 3), Block(1, error="no such op", refused=True), Block(1, [4], 4)],
+    ]
+
+    async def command() -> None:
+        async with Turns(path) as turns:
+            process: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            players = [asyncio.to_thread(play, str(path), "peer", rank, [*said]) for rank, said in enumerate(ranks)]
+            playing = asyncio.gather(*players)
+            await turns.expect("peer", 2, process)
+            turn = Turn("peer", 0)
+            assert [b.times for b in await turns.turn("peer", turn, 10, process)] == [[1], [3]]
+            with pytest.raises(Refused, match="no such op"):
+                await turns.turn("peer", turn, 10, process)
+            assert [b.times for b in await turns.turn("peer", turn, 10, process)] == [[2], [4]]
+            with pytest.raises(Gone, match="it broke"):  # though the other rank never answers
+                await turns.turn("peer", turn, 10, process)
+            with pytest.raises(Gone, match="was not done"):
+                await turns.turn("peer", turn, 0.05, process)
+            process.set_result("rank 1 ended with signal SIGKILL")
+            with pytest.raises(Gone, match="SIGKILL"):
+                await turns.turn("peer", turn, 10, process)
+        await playing
+
+    asyncio.run(command())
+
+
+def test_ranks_that_cannot_measure_say_why_and_those_that_never_come_are_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+
+    async def command() -> None:
+        async with Turns(path) as turns:
+            process: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            seat = await asyncio.to_thread(Seat, str(path), "peer", 0, "ImportError: no peer")
+            with pytest.raises(Gone, match="rank 0: ImportError: no peer"):
+                await turns.expect("peer", 2, process)
+            process.set_result("rank 0 ended with exit code 1")
+            with pytest.raises(Gone, match="exit code 1"):
+                await turns.expect("other", 2, process)
+            assert Hello("peer", 0)
+            assert seat
+
+    asyncio.run(command())
+
+
+def test_a_peer_that_ends_says_how(tmp_path: Path) -> None:
+    async def start() -> str:
+        async with theirs("gloo", 2, "this.is.no.module", (), str(tmp_path)) as ended:
+            return await asyncio.wait_for(ended, 60)
+
+    said = asyncio.run(start())
+    assert "ended with exit code 1; it said last:" in said
+    assert "this" in said
+
+
+def test_a_peer_that_cannot_be_measured_is_named() -> None:
+    assert "--device cuda" in str(missing("nccl", "cpu", 2))
+    assert missing("gloo", "cpu", 2) is None
+    assert "CPU alone" in str(missing("mpi", "cuda", 2)) or "pip install" in str(missing("mpi", "cuda", 2))
 
 
 def test_task_keeps_small_floats_in_range() -> None:
@@ -223,15 +403,84 @@ def test_tail_leaves_half_a_line(tmp_path: Path) -> None:
 
 
 def test_summary_counts_what_did_not_happen() -> None:
-    good = Event(0, 1, 5, 2.0, 40.0, {0: 39.0, 2: 40.0}, 30.0, True, True, 0, 2000.0)
-    bad = msgspec.structs.replace(good, number=1, completed=False, equal=False, stall_ms=None, rejoin_ms=None)
-    summary = summarize([good, bad])
+    good_one = Event(0, 1, 5, 2.0, 40.0, {0: 39.0, 2: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=1 << 20)
+    lost = {"completed": False, "equal": False, "stall_ms": None, "rejoin_ms": None, "steps_lost": 1}
+    bad = msgspec.structs.replace(good_one, number=1, **lost)
+    summary = summarize([good_one, bad])
     assert (summary.kills, summary.completed, summary.equal, summary.steps_lost) == (2, 1, 1, 1)
     assert summary.stall_ms == {"p50": 40.0, "p99": 40.0, "max": 40.0}
     assert "FAILED" in table.summary_lines(summary)[-1]
-    assert "OK" in table.summary_lines(summarize([good]))[-1]
+    assert "OK" in table.summary_lines(summarize([good_one]))[-1]
     assert "never" in table.event_line(bad)
     assert "NOT EQUAL" in table.event_line(bad)
+    assert "1.05" in table.event_line(good_one)
+    assert not good(summary)
+    assert good(summarize([good_one]))
+    peer = msgspec.structs.replace(bad, library="gloo")
+    assert [(one.library, one.fault, one.kills) for one in summaries([good_one, bad, peer])] == [
+        ("ftcomm", "kill", 2),
+        ("gloo", "kill", 1),
+    ]
+    assert good(summarize([peer]))  # nobody asks that of gloo
+    assert len(table.event_line(good_one)) == len(table.event_heading()[0])
+
+
+def test_parts_of_a_stall_follow_each_other_and_end_with_it() -> None:
+    event = Event(0, 1, 5, 2.0, 40.0, {}, 30.0, True, True, 0, None, view_ms=5.0, resume_ms=10.0)
+    assert spans(event) == [2.0, 5.0, 15.0, 40.0]
+    unknown = msgspec.structs.replace(event, detect_ms=None, view_ms=None, resume_ms=None)
+    assert spans(unknown) == [0.0, 0.0, 0.0, 40.0]
+    late = msgspec.structs.replace(event, detect_ms=9.0, resume_ms=90.0)  # told later than decided, and than returned
+    assert spans(late) == [9.0, 9.0, 40.0, 40.0]
+
+
+def test_the_picture_of_recoveries_that_end_and_of_those_that_do_not(tmp_path: Path) -> None:
+    one = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, view_ms=5.0, resume_ms=10.0)
+    stop = msgspec.structs.replace(one, fault="stop", stall_ms=4000.0, detect_ms=2000.0, view_ms=3900.0)
+    never = msgspec.structs.replace(one, library="gloo", stall_ms=None, completed=False, steps_lost=1)
+    draw_recovery([one, stop, never], RecoveryRequest(), header(), tmp_path / "x.svg")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    draw_recovery([never], RecoveryRequest(), header(), tmp_path / "y.png")
+
+
+# ---- overhead -------------------------------------------------------------------------------------------------------
+
+
+def level_rows(size: int, **round_us: list[float]) -> list[Row]:
+    kind = ("allreduce", "", "cpu", "shm", 2, "float32", "sum", -1, True, size, size // 4, 3, 3)
+    made = Row(*kind, 0, 0, 0, 0, 0, 0, 0, [], None, [])
+    return [
+        msgspec.structs.replace(made, library=level, round_us=times, time_us_p50=median(times))
+        for level, times in round_us.items()
+    ]
+
+
+def test_what_fault_tolerance_costs_is_the_median_of_differences_within_rounds() -> None:
+    off, stability, ours = [100.0, 400.0, 200.0], [101.0, 404.0, 199.0], [104.0, 410.0, 202.0]
+    rows_ = level_rows(1 << 20, off=off, stability=stability, ftcomm=ours, verify=[150.0] * 3)
+    found = {cost.level: cost for cost in costs(rows_)}
+    assert list(found) == list(LEVELS)
+    assert found["off"].over_off_us is None
+    assert found["ftcomm"].round_over_off_us == [4.0, 10.0, 2.0]
+    assert found["ftcomm"].over_off_us == 4.0
+    assert found["ftcomm"].over_off_pct == pytest.approx(2.5)  # of 4, 2.5 and 1
+    assert found["ftcomm"].good
+    assert not msgspec.structs.replace(found["ftcomm"], over_off_pct=3.1).good
+    assert msgspec.structs.replace(found["verify"], over_off_pct=30.0).good
+    small = msgspec.structs.replace(found["ftcomm"], bytes=1 << 10, over_off_us=1.1)
+    assert not small.good
+    assert msgspec.structs.replace(small, bytes=64 << 10).good
+    assert "missed at 1024 bytes" in overhead.footer([small])
+    assert overhead.footer([found["ftcomm"]]).endswith("OK")
+    assert len(overhead.line(small)) == len(overhead.heading()[0])
+
+
+def test_a_level_that_failed_is_an_error() -> None:
+    rows_ = level_rows(1024, off=[1.0], stability=[1.0], ftcomm=[1.0], verify=[1.0])
+    rows_[3] = msgspec.structs.replace(rows_[3], time_us_p50=None, error="it broke")
+    with pytest.raises(ValueError, match="verify: it broke"):
+        costs(rows_)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -250,13 +499,24 @@ def test_summary_counts_what_did_not_happen() -> None:
         ("allreduce -o median", "expected one of sum"),
         ("allreduce -o avg -d int8", "only of floats"),
         ("allreduce -o avg --compare gloo", "gloo has no avg"),
-        ("allreduce --compare carrier-pigeon", "is not one of 'gloo', 'atomic'"),
+        ("allreduce --compare carrier-pigeon", "is not one of 'gloo', 'mpi', 'torchft', 'nccl', 'atomic'"),
+        ("all_gather --compare atomic", "only an all-reduce can be atomic"),
+        ("all_gather --sizes 4 --ranks 2", "one element of float32 for each rank"),
+        ("allreduce --wire bf16", "--wire bf16"),
+        ("allreduce -G", "add --device cuda"),
+        ("allreduce --sms 4", "add --device cuda"),
+        ("allreduce --device cuda --sms 0", "needs at least 1"),
+        ("broadcast --device cuda", "have no broadcast yet"),
+        ("allreduce -c 2", "not in the range"),
+        ("allreduce --plot /nonexistent/x.png", "no folder /nonexistent"),
+        ("allreduce --plot x.gif", ".png or .svg"),
+        ("allreduce --csv /nonexistent/x.csv", "choose a file that you can write to"),
         ("allreduce --ranks 1", "expected 2 to 16"),
         ("allreduce --ranks 2,many", "not a valid integer"),
         ("allreduce -e 4000G -f 1000", "are free; lower"),
         ("allreduce -n 0", "at least 1"),
         ("allreduce --rounds 0", "at least 1"),
-        ("allreduce --transport pigeon", "'auto', 'shm', 'tcp'"),
+        ("allreduce --transport pigeon", "is not one of 'auto', 'shm'"),
         ("allreduce --json /nonexistent/x.json", "choose a file that you can write to"),
         ("recovery --replicas 1", "expected 2 to 16"),
         ("recovery --kills 0", "at least 1"),
@@ -267,6 +527,12 @@ def test_summary_counts_what_did_not_happen() -> None:
         ("detection --size 1K", "expected at least 256K"),
         ("detection --size 4M --memory 2M", "no more than --memory"),
         ("detection --memory 4000G", "are free; lower"),
+        ("recovery --faults pull", "is not one of 'kill', 'stop', 'cut'"),
+        ("recovery --faults cut --transport shm", "no network to cut"),
+        ("recovery --compare nccl", "is not one of 'gloo', 'torchft'"),
+        ("recovery --plot x.jpg", ".png or .svg"),
+        ("overhead --ranks 1", "expected 2 to 16"),
+        ("overhead --sizes 2", "less than one element"),
         ("recovery --size 12", "at least"),
         ("recovery --size 4000G", "are free; lower"),
     ],

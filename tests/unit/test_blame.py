@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ftcomm.control.blame import Blame
+from ftcomm.control.blame import WORDS, Blame
 
 
 def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, str]:
@@ -21,6 +21,14 @@ def test_of_equals_the_higher_replica_goes() -> None:
     blame.complaint(0, 3, now=0.0)
     blame.complaint(3, 0, now=0.0)
     assert list(culprit(blame, 0.6)) == [3]
+
+
+def test_what_each_says_of_the_other_is_told() -> None:
+    blame = Blame(0.5, 5.0)
+    blame.complaint(0, 1, now=0.0, why="refused at 10.0.0.2:5")
+    assert culprit(blame, 0.6) == {1: "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"}
+    blame.complaint(1, 0, now=0.0, why="x" * 1000)
+    assert culprit(blame, 0.6)[1].endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * WORDS})")
 
 
 def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:

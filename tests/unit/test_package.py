@@ -88,7 +88,18 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "rich",
         "click",
     }
-    assert set(declared.get_all("Provides-Extra", [])) == {"cuda12", "cuda13", "plot", "chaos", "jax", "torchft", "dev"}
+    assert set(declared.get_all("Provides-Extra", [])) == {
+        "bench",
+        "peers",
+        "cuda12",
+        "cuda13",
+        "rdma",
+        "plot",
+        "chaos",
+        "jax",
+        "torchft",
+        "dev",
+    }
     assert set(declared["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
 
 

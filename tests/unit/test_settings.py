@@ -18,7 +18,7 @@ GOOD = {
 
 def test_the_least_that_is_needed() -> None:
     settings = Settings.from_env(GOOD)
-    assert settings == Settings(coordinator="127.0.0.1:29400", token="secret", replica=2, replicas=4)
+    assert settings == Settings(coordinator="127.0.0.1:29400", token="secret", replica=2, replicas=4, host="")
     assert (settings.rank, settings.ranks_per_replica, settings.leader_fd, settings.transport) == (0, 1, None, "auto")
 
 
@@ -46,6 +46,8 @@ def test_everything() -> None:
     ("change", "said"),
     [
         ({"FTCOMM_COORDINATOR": None}, "ftcomm run --replicas 4"),
+        ({"FTCOMM_ALGORITHM": "tree"}, "FTCOMM_ALGORITHM='tree'; expected one of direct, ring"),
+        ({"FTCOMM_ALGORITHM": "ring", "FTCOMM_ENGINE": "interpret"}, "FTCOMM_ENGINE=interpret, whose kernels read"),
         ({"FTCOMM_COORDINATOR": "nowhere"}, "FTCOMM_COORDINATOR='nowhere'; expected host:port"),
         ({"FTCOMM_COORDINATOR": "host:0"}, "expected host:port"),
         ({"FTCOMM_COORDINATOR": "host:65536"}, "expected host:port"),
@@ -64,7 +66,7 @@ def test_everything() -> None:
         ({"FTCOMM_SMS": "0"}, "FTCOMM_SMS=0; expected at least 1"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),
-        ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, tcp"),
+        ({"FTCOMM_TRANSPORT": "pigeon"}, "expected one of auto, shm, nixl, tcp"),
         ({"FTCOMM_OP_TIMEOUT": "0"}, "FTCOMM_OP_TIMEOUT='0'; expected a positive number of seconds"),
         ({"FTCOMM_OP_TIMEOUT": "soon"}, "expected a positive number of seconds"),
         ({"FTCOMM_OP_TIMEOUT": "inf"}, "expected a positive number of seconds"),

@@ -146,3 +146,12 @@ def test_every_message_survives_the_wire() -> None:
     progress = m.Progress(3, (m.OpProgress(3, (m.Final((0, 2), b"\x05"),)),), (m.FailedOp(2, "why"),))
     message = m.MemberProgress(1, "abc", 7, progress)
     assert m.decode(m.encode(message)) == message
+
+
+def test_a_connection_tries_again_soon_after_an_outage() -> None:
+    """TCP would double its patience each time, beyond a heartbeat timeout."""
+    with socket.socket() as sock:
+        wire.tune(sock)
+        assert sock.getsockopt(socket.IPPROTO_TCP, wire._THIN_LINEAR_TIMEOUTS) == 1
+        with contextlib.suppress(OSError):  # a kernel before 6.15
+            assert sock.getsockopt(socket.IPPROTO_TCP, wire._RTO_MAX_MS) == 1000

@@ -1,0 +1,299 @@
+"""`ftcomm bench page`: docs/performance.md from the JSON results that are kept, and from nothing else.
+
+A section for each kind of result, by its newest file. What was not measured says by which command it would be. The page
+is committed; a test renders it again and compares, so a figure in it cannot drift away from its measurement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ftcomm.bench.sizes import format_size
+from ftcomm.bench.stats import median
+from ftcomm.errors import SettingsError
+
+RESULTS = Path(__file__).parent / "results"
+NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+)-cpu\.json")
+
+METHOD = """
+# Performance
+
+Made by `ftcomm bench page` from the JSON files in [bench/results](../bench/results); do not edit it by hand. Each
+section names its file, which has every figure, the command, the machine and the versions.
+
+**Method.** A machine shared with others changes its speed for minutes at a time, by up to four times. So libraries take
+turns within each round, a second or less each, a figure is compared with the one of the same round only, and the median
+of these ratios is what counts. The time of an op is that of its slowest rank. All results are checked, element by
+element. The load of the machine before the run is in the file.
+
+**Limits.** Everything here was measured on the CPU of one machine: shared memory and loopback, no network between hosts
+and no GPU. More ranks than cores share those. Figures of a library that is compared with are those of its defaults on
+this machine, not of what it was made for. Where a fault was injected, it was by us, on a quiet network.
+"""
+
+
+class Result(NamedTuple):
+    file: str
+    data: Mapping[str, Any]
+
+    @property
+    def machine(self) -> str:
+        header = self.data["header"]
+        return (
+            f"{header['date'][:10]}, {header['cpu']}, {header['cores']} cores, load {header['load']} before, torch "
+            f"{header['torch']}: [{self.file}](../bench/results/{self.file}), by `{_command(header['command'])}`."
+        )
+
+
+Section = Callable[[Result], list[str]]
+
+
+def load(folder: Path = RESULTS) -> dict[str, Result]:
+    """Kind -> its newest result; files of other names are of other pages. Raises `SettingsError` on what is no JSON."""
+    found: dict[str, Result] = {}
+    for path in sorted(folder.glob("*.json")):
+        match = NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            found[match[2]] = Result(path.name, msgspec.json.decode(path.read_bytes()))
+        except msgspec.DecodeError as error:
+            raise SettingsError(f"{path} is no JSON: {error}; measure it again.") from None
+    return found
+
+
+def render(results: Mapping[str, Result]) -> str:
+    """The page. Pure."""
+    lines = METHOD.strip().splitlines()
+    for kind, (title, command, section) in SECTIONS.items():
+        lines += ["", f"## {title}", ""]
+        if kind in results:
+            lines += [*section(results[kind]), "", results[kind].machine]
+        else:
+            lines.append(f"Not measured yet; `{command}` does.")
+    return "\n".join(lines) + "\n"
+
+
+def pictures(results: Mapping[str, Result], folder: Path) -> list[Path]:
+    """Draw what the page shows, from the same files, as PNG and SVG. Needs matplotlib."""
+    from ftcomm.bench import collective, collective_plot, fleet, fleet_plot, recovery, recovery_plot
+
+    drawn = []
+    if "allreduce" in results and _has_places(results["allreduce"]):
+        data, path = results["allreduce"].data, folder / "performance-allreduce.png"
+        collective_plot.draw(msgspec.convert(data["rows"], list[collective.Row]), data["header"], path)
+        drawn.append(path)
+    if "recovery" in results and _has_faults(results["recovery"]):
+        data, path = results["recovery"].data, folder / "performance-recovery.png"
+        events = msgspec.convert(data["events"], list[recovery.Event])
+        recovery_plot.draw(events, recovery.Request(**data["request"]), data["header"], path)
+        drawn.append(path)
+    if "fleet" in results:
+        path = folder / "performance-fleet.png"
+        fleet_plot.draw(msgspec.convert(results["fleet"].data["rows"], list[fleet.Row]), path)
+        drawn.append(path)
+    return drawn
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _allreduce(result: Result) -> list[str]:
+    rows = [row for row in result.data["rows"] if row.get("in_place", True) and not row.get("error")]
+    names = list(dict.fromkeys(_who(row) for row in rows))
+    peers = [name for name in names if name != names[0]]
+    lines = [
+        f"In place, float32, {max(row['rounds'] for row in rows)} rounds. A peer's column is how many times longer it "
+        "takes than ftcomm, and in brackets the least and the most of the rounds: the spread of the machine.",
+        "",
+        *_heading("ranks", "size", "ftcomm p50 (us)", "p99 (us)", "busbw (GB/s)", "of the copy limit", *peers),
+    ]
+    for ranks, size in dict.fromkeys((row["ranks"], row["bytes"]) for row in rows):
+        by = {_who(row): row for row in rows if (row["ranks"], row["bytes"]) == (ranks, size)}
+        own = by[names[0]]
+        limit = own.get("limit_pct")
+        cells = [str(ranks), format_size(size), *(f"{own[name]:.1f}" for name in ("time_us_p50", "time_us_p99"))]
+        cells += [f"{own['busbw_gbps']:.2f}", "-" if limit is None else f"{limit:.0f}%"]
+        for peer in peers:
+            row = by.get(peer)
+            ratios = row["round_ratio"] if row else []
+            cells.append(f"{row['ratio']:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if row and ratios else "-")
+        lines.append(_line(*cells))
+    if _has_places(result):
+        lines += ["", "![Time and bandwidth by size](performance-allreduce.png)"]
+    return lines
+
+
+def _recovery(result: Result) -> list[str]:
+    request, events = result.data["request"], result.data["events"]
+    lines = [
+        f"{request['replicas']} replicas run all-reduces of {format_size(request['size'])} back to back; one is hit in "
+        "the middle of one. Milliseconds after that, median and p99: until the coordinator has heard of it, has "
+        "decided on the view without it, and until that very op has returned on all survivors. gloo can only end with "
+        "an error, and is then started again as a whole.",
+        "",
+        *_heading("", "fault", "heard of", "view", "stall", "an op without", "all back", "sent again", "steps lost"),
+    ]
+    for library, fault in dict.fromkeys((e.get("library", "ftcomm"), e.get("fault", "kill")) for e in events):
+        mine = [e for e in events if (e.get("library", "ftcomm"), e.get("fault", "kill")) == (library, fault)]
+        times = [_spread(mine, name) for name in ("detect_ms", "view_ms", "stall_ms", "usual_ms", "rejoin_ms")]
+        again = [e["bytes_resent"] / 1e6 for e in mine if e.get("bytes_resent") is not None]
+        lost = sum(e.get("steps_lost", int(not e["completed"])) for e in mine)
+        resent = f"{median(again):.1f} MB" if again else "-"
+        lines.append(_line(library, f"{len(mine)} x {fault}", *times, resent, f"{lost} of {len(mine)}"))
+    if _has_faults(result):
+        lines += ["", "![What each stall is made of](performance-recovery.png)"]
+    return lines
+
+
+def _overhead(result: Result) -> list[str]:
+    lines = [
+        "The same engine with fault tolerance taken out, and put back: `stability` waits until all hold a result, "
+        "`ftcomm` also watches for who is silent or slow, `verify` also compares results. Over `off`, in the same "
+        "round.",
+        "",
+        *_heading("ranks", "size", "level", "p50 (us)", "over off (us)", "over off"),
+    ]
+    for cost in result.data["costs"]:
+        over = ["", ""]
+        if cost["over_off_us"] is not None:
+            over = [f"{cost['over_off_us']:.2f}", f"{cost['over_off_pct']:.1f}%"]
+        cells = (str(cost["ranks"]), format_size(cost["bytes"]), cost["level"], f"{cost['time_us_p50']:.1f}")
+        lines.append(_line(*cells, *over))
+    return lines
+
+
+def _fleet(result: Result) -> list[str]:
+    data = result.data
+    lines = ["The two figures of the paper, from its constants, by the same events as all that follows:", ""]
+    lines += [*_heading("", "paper", "here", "with failures at random")]
+    for check in data["checks"]:
+        cells = (f"{check[name]:.1%}" for name in ("found", "at_random"))
+        lines.append(_line(check["pipeline"], f"{check['paper']:.0%}", *cells))
+    names = list(dict.fromkeys(row["pipeline"] for row in data["rows"]))
+    lines += ["", "Share of time that a fleet trains, failures at random, with 95 % intervals:", ""]
+    lines += [*_heading("GPUs", *names)]
+    for gpus in dict.fromkeys(row["gpus"] for row in data["rows"]):
+        shares = [row for row in data["rows"] if row["gpus"] == gpus]
+        cells = (f"{row['effective']:.1%} ({row['low']:.1%} to {row['high']:.1%})" for row in shares)
+        lines.append(_line(f"{gpus:,}", *cells))
+    lines += ["", "Constants, at the largest size:", "", *_heading("pipeline", "what", "seconds", "from")]
+    for pipeline in data["pipelines"]:
+        for part in (*pipeline["stall"], *pipeline["away"], *pipeline["rejoin"]):
+            lines.append(_line(pipeline["name"], part["name"], f"{part['value']:.3f}", part["source"]))
+        if pipeline["stalls"]:
+            drawn = f"{min(pipeline['stalls']):.3f} to {max(pipeline['stalls']):.3f}"
+            lines.append(_line(pipeline["name"], "from death to the op's return", drawn, "drawn from `bench recovery`"))
+            found = f"{pipeline['silent_share']:.0%} of failures are silent"
+            lines.append(_line(pipeline["name"], found, f"{pipeline['silence']:.3f}", "the heartbeat timeout"))
+    return [*lines, "", "![Effective time by size and by stall](performance-fleet.png)"]
+
+
+def _train(result: Result) -> list[str]:
+    lines = []
+    if result.data["steps"]:
+        lines += [
+            "Whole steps of DDP on two ranks, libraries in turn:",
+            "",
+            *_heading("", "p50 (ms)", "p99 (ms)", "over ftcomm"),
+        ]
+        for row in result.data["steps"]:
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}x"
+            lines.append(_line(row["library"], f"{row['step_ms_p50']:.1f}", f"{row['step_ms_p99']:.1f}", ratio))
+        lines.append("")
+    if result.data["kills"]:
+        head = ("", "replicas", "kills", "steps a minute", "under kills", "share", "steps lost", "longest gap (ms)")
+        lines += ["Useful steps, undisturbed and with a SIGKILL every so many steps:", "", *_heading(*head)]
+        for row in result.data["kills"]:
+            rates = (f"{row[name]:.1f}" for name in ("steps_per_minute", "steps_per_minute_killed"))
+            cells = (row["library"], str(row["replicas"]), str(row["kills"]), *rates, f"{row['share']:.1%}")
+            lines.append(_line(*cells, str(row["lost"]), f"{row['longest_gap_ms']:.0f}"))
+    return lines
+
+
+def _rejoin(result: Result) -> list[str]:
+    lines = [
+        "A killed replica comes back and fetches its state while the others train. `stall` is for how long the loop of "
+        "the most stalled healthy replica stood still for the copy that it serves.",
+        "",
+        *_heading("state (MB)", "transfer (s)", "MB/s", "stall (ms)", "of a step", "back after (s)"),
+    ]
+    for one in result.data["rejoins"]:
+        mb, stall = one["nbytes"] / 1e6, max(one["stalls"].values(), default=0.0)
+        cells = (f"{mb:.0f}", f"{one['transfer']:.2f}", f"{mb / one['transfer']:.0f}", f"{1e3 * stall:.2f}")
+        lines.append(_line(*cells, f"{stall / one['step']:.2%}", f"{one['back']:.1f}"))
+    return lines
+
+
+def _detection(result: Result) -> list[str]:
+    summary = result.data["summary"]
+    lines = [
+        f"{summary['kills']} SIGKILLs anywhere in a step, of a training that computes on all cores; milliseconds from "
+        "the call of kill(2):",
+        "",
+        *_heading("", "p50", "p90", "p99", "max"),
+    ]
+    for name, said in (("detect_ms", "heard of by the coordinator"), ("view_ms", "view decided and on the disk")):
+        lines.append(_line(said, *(f"{summary[name][q]:.1f}" for q in ("p50", "p90", "p99", "max"))))
+    return lines
+
+
+def _micro(result: Result) -> list[str]:
+    lines = [*_heading("part", "median (us)", "least (us)", "rounds")]
+    for one in result.data["benchmarks"]:
+        stats = one["stats"]
+        cells = (f"{1e6 * stats['median']:.2f}", f"{1e6 * stats['min']:.2f}", str(stats["rounds"]))
+        lines.append(_line(one["name"].removeprefix("test_").replace("_", " "), *cells))
+    return lines
+
+
+SECTIONS: dict[str, tuple[str, str, Section]] = {
+    "allreduce": ("All-reduce beside its peers", "ftcomm bench allreduce --compare gloo,mpi --ranks 2,4", _allreduce),
+    "recovery": ("A replica is lost inside an all-reduce", "ftcomm bench recovery --compare gloo", _recovery),
+    "recovery-torchft": ("The same, beside torchft", "ftcomm bench recovery --compare torchft", _recovery),
+    "detection": ("Until a death is known", "ftcomm bench detection", _detection),
+    "overhead": ("What fault tolerance costs while nothing fails", "ftcomm bench overhead", _overhead),
+    "train": ("Steps of a training, and kills", "ftcomm bench train", _train),
+    "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
+    "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),
+    "fleet": ("A fleet of 1,000 to 131,072 GPUs, reckoned", "ftcomm bench fleet", _fleet),
+    "micro": ("Parts", "make bench-micro", _micro),
+}
+
+
+def _has_places(result: Result) -> bool:
+    return any("in_place" in row for row in result.data["rows"])
+
+
+def _has_faults(result: Result) -> bool:
+    return any("fault" in event for event in result.data["events"])
+
+
+def _who(row: Mapping[str, Any]) -> str:
+    own = row["library"] in ("ftcomm", "atomic")
+    return row["library"] + (f" ({row['transport']})" if own and row["transport"] != "auto" else "")
+
+
+def _spread(events: Sequence[Mapping[str, Any]], name: str) -> str:
+    from ftcomm.bench.stats import percentile
+
+    values = [event[name] for event in events if event.get(name) is not None]
+    return f"{median(values):.1f}, {percentile(values, 99):.1f}" if values else "-" if name == "view_ms" else "never"
+
+
+def _heading(*names: str) -> list[str]:
+    return [_line(*names), "|" + "---|" * len(names)]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _command(command: str) -> str:
+    """Without where the result was written to."""
+    return re.sub(r" --(json|csv|plot) \S+", "", command)

@@ -1,0 +1,143 @@
+"""What the parts cost one by one, by pytest-benchmark: `make bench-micro` runs, saves and compares with the run before.
+
+The name keeps this out of `pytest tests`; test_micro.py there runs each once, without timing. Processes and cores that
+interfere are not here: that is what `ftcomm bench` is for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ftcomm import kernels
+from ftcomm.collective import script
+from ftcomm.collective.resume import resume_tasks
+from ftcomm.control import messages as m
+from ftcomm.control.coordinator import Action, Coordinator, Persist, Send
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Address
+from ftcomm.kernels.wait import Waiter, wake
+
+MEMBERS = 16
+CHUNKS = 128  # of 64 MB
+ALL = tuple(range(MEMBERS))
+
+
+def progress() -> dict[int, m.Progress]:
+    """Of an op that broke off halfway, one chunk further at every second member."""
+    final = [(m.Final(ALL, ((1 << (CHUNKS // 2 + member % 2)) - 1).to_bytes(CHUNKS // 8, "little")),) for member in ALL]
+    return {member: m.Progress(7, (m.OpProgress(7, final[member]),)) for member in ALL[1:]}
+
+
+def test_message_encode(benchmark: Any) -> None:
+    message = m.MemberProgress(3, "life", 1, progress()[1])
+    assert benchmark(m.encode, message) == m.encode(message)
+
+
+def test_message_decode(benchmark: Any) -> None:
+    message = m.MemberProgress(3, "life", 1, progress()[1])
+    assert benchmark(m.decode, m.encode(message)) == message
+
+
+def test_plan_of_what_is_left(benchmark: Any) -> None:
+    """Of 64 MB among 15 survivors."""
+    tasks = benchmark(resume_tasks, 7, CHUNKS, progress())
+    assert len(tasks) == CHUNKS // 2
+
+
+def test_plan_of_an_all_gather(benchmark: Any) -> None:
+    """Of 64 MB among 16; made anew with every call."""
+    plan = benchmark(script.all_gather, 4 << 20, ALL, 0, False, 512 << 10, 1)
+    assert plan
+
+
+def test_view_change(benchmark: Any) -> None:
+    """What the coordinator does when one of 16 is lost: decide, and tell 15 others, encoded."""
+
+    def lose(coordinator: Coordinator) -> int:
+        actions = coordinator.disconnected(0, 1.0)
+        return sum(bool(m.encode(action.message)) for action in actions if isinstance(action, Send))
+
+    told = benchmark.pedantic(lose, setup=lambda: ((formed(),), {}), rounds=200, warmup_rounds=5)
+    assert told == MEMBERS - 1
+
+
+def formed() -> Coordinator:
+    """All members are in their first view."""
+    timeouts = Timeouts.derive()
+    coordinator = Coordinator(MEMBERS, 1, timeouts, views=[], now=0.0, lifetime=1)
+    actions: list[Action] = []
+    for member in ALL:
+        address = Address("h", 1, "b", member, 3, "n")
+        chain = (timeouts.heartbeat, timeouts.op_floor, timeouts.op)
+        join = m.Join(member, f"life-{member}", (address,), epoch=0, step=-1, timeouts=chain)
+        actions += coordinator.receive(member, join, now=0.0)
+    (view,) = (action.view for action in actions if isinstance(action, Persist))
+    for member in ALL:
+        coordinator.receive(member, m.Installed(view.epoch), now=0.0)
+    return coordinator
+
+
+@pytest.fixture
+def words() -> memoryview:
+    return memoryview(mmap.mmap(-1, 4096)).cast("Q")
+
+
+def test_wait_for_a_word_that_is_there(benchmark: Any, words: memoryview) -> None:
+    waiter = Waiter(words, 8, 2)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(words))
+    words[0] = 5
+    assert benchmark(waiter.until, words, 0, address, 5, 6, 1)
+
+
+def test_wake_nobody(benchmark: Any, words: memoryview) -> None:
+    """The call of the kernel that a waiting peer costs the writer of a word."""
+    benchmark(wake, ctypes.addressof(ctypes.c_char.from_buffer(words)))
+
+
+def test_wait_asleep(benchmark: Any) -> None:
+    """There and back between two processes that sleep: a byte through a pipe each way, the floor of any wake-up."""
+    here, there = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            while os.read(here[0], 1) == b"x":
+                os.write(there[1], b"x")
+        finally:
+            os._exit(0)
+
+    def back_and_forth() -> None:
+        os.write(here[1], b"x")
+        os.read(there[0], 1)
+
+    try:
+        benchmark(back_and_forth)
+    finally:
+        os.write(here[1], b"q")
+        os.waitpid(child, 0)
+        for fd in (*here, *there):
+            os.close(fd)
+
+
+@pytest.mark.parametrize("elements", [256, 128 << 10], ids=["1K", "512K"])
+def test_reduce_on_the_host(benchmark: Any, elements: int) -> None:
+    sources = [torch.ones(elements) for _ in range(2)]
+    out = torch.empty(elements)
+    benchmark(kernels.reduce, sources, out)
+    assert np.all(out.numpy() == 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a launch needs a CUDA device")
+def test_kernel_launch(benchmark: Any) -> None:
+    """Until the launch has returned; the GPU is waited for outside of it."""
+    source, out = torch.ones(256, device="cuda"), torch.empty(256, device="cuda")
+    benchmark.pedantic(
+        kernels.copy, (source, out), rounds=500, warmup_rounds=20, setup=lambda: torch.cuda.synchronize()
+    )
