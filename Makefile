@@ -6,12 +6,13 @@ TORCH_LATEST := torch>=2.14,<2.16
 VENV   := .venv
 LATEST := .venv-latest
 EXTRAS := dev,jax
+ROUNDS := 20
 ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help demo test test-kernels test-latest bench setup setup-latest lint types format clean
+.PHONY: help demo test test-kernels test-hosts test-latest bench bench-micro setup setup-latest lint types format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -20,19 +21,35 @@ help: ## this list
 demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
+# Tests that start no processes run on two cores at once; those that kill and time processes have the machine for
+# themselves. A selection may be empty on one side (pytest's exit code 5).
+ALONE    := tests/unit tests/kernels tests/simulation
+TOGETHER := tests/process tests/torch tests/gpu
+define RUN_TESTS
+	$(1)/bin/python -m pytest $(ALONE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
+	$(1)/bin/python -m pytest $(TOGETHER) -q $(2) $(ARGS) || test $$? -eq 5
+endef
+
 test: setup lint types ## lint, type check and every test, on the pinned torch
-	$(VENV)/bin/python -m pytest tests -q $(ARGS)
+	$(call RUN_TESTS,$(VENV))
 
 test-kernels: setup ## the kernels, and the whole protocol suite with the engine that runs them (in Triton's interpreter)
-	$(VENV)/bin/python -m pytest tests/kernels -q $(ARGS)
+	$(VENV)/bin/python -m pytest tests/kernels -q -n 2 $(ARGS)
 	FTCOMM_ENGINE=interpret $(VENV)/bin/python -m pytest tests/process -q -m protocol $(ARGS)
 
+test-hosts: setup ## jobs on hosts of their own, whose network fails again and again (root; ROUNDS=20)
+	FTCOMM_HOST_ROUNDS=$(ROUNDS) $(VENV)/bin/python -m pytest tests/hosts -q $(ARGS)
+
 test-latest: setup-latest ## every test that depends on torch, on the newest
-	$(LATEST)/bin/python -m pytest tests -q -m "not protocol" $(ARGS)
+	$(call RUN_TESTS,$(LATEST),-m "not protocol")
 
 bench: setup ## all-reduce beside gloo, then recovery after a kill
 	$(VENV)/bin/ftcomm bench allreduce --ranks 2,4 --sizes 1K,1M,64M --compare gloo
 	$(VENV)/bin/ftcomm bench recovery
+
+bench-micro: setup ## what the parts cost one by one, saved and compared with the last time
+	$(VENV)/bin/python -m pytest tests/micro/bench_parts.py -q --benchmark-autosave --benchmark-compare \
+		--benchmark-group-by=name --benchmark-columns=median,min,iqr,rounds $(ARGS)
 
 setup: $(VENV)/.ready ## build .venv (PYTHON=... names the interpreter)
 
