@@ -20,6 +20,7 @@ class Address(msgspec.Struct, frozen=True):
     pid: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
     segment: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # file descriptor of the segment in process `pid`
     nonce: b.Hex  # hex; proves that an opened segment is the right one
+    layout: b.Name = ""  # of the segment, in words; members of a group have it alike
 
 
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]  # of a replica's ranks, in order

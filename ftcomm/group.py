@@ -33,7 +33,7 @@ from ftcomm.kernels.urgent import urgent
 from ftcomm.messages.p2p import JobPost, Messages
 from ftcomm.settings import Settings, split_endpoint
 from ftcomm.transport import nixl
-from ftcomm.transport.connect import CONNECTIONS, accept
+from ftcomm.transport.connect import CONNECTIONS, accept, here_is
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Group(Calls, Messages):
         self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call), self._make_slots())
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        address = Address(settings.host, port, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
+        address = here_is(settings.host, port, self._segment)
         self._engine = Engine(
             settings.rank,
             self._exchange,
@@ -469,11 +469,6 @@ def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket
             f"rank 0 cannot listen on FTCOMM_LEADER={settings.leader}: {error.strerror or error}; give each replica a "
             "free port on the host of its rank 0"
         ) from None
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 # -- the default group -----------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import socket
 import threading
@@ -51,7 +50,7 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
 from ftcomm.fixed.endpoint import ASK, PURPOSE, Call
 from ftcomm.messages.p2p import JobPost, Messages
-from ftcomm.transport.connect import CONNECTIONS, accept, connect
+from ftcomm.transport.connect import CONNECTIONS, accept, connect, here_is
 from ftcomm.transport.segment import Peer, Segment
 from ftcomm.transport.tcp import Lost
 
@@ -156,7 +155,7 @@ class Subgroup(Calls, Messages):
         self._error: BaseException | None = None  # why it is over
         self._peers: dict[int, tuple[str, Peer]] = {}  # replica -> nonce of its segment, and the way to it
         self._segment = Segment()
-        self._here = Address(settings.host, group.port, boot_id(), os.getpid(), self._segment.fd, self._segment.nonce)
+        self._here = here_is(settings.host, group.port, self._segment)
         self._exchange = Exchange(
             self.replica,
             self._segment,
@@ -497,8 +496,3 @@ class Subgroup(Calls, Messages):
 
     def _stalled(self, stall: Stall) -> None:
         self._on_stall(stall.epoch, stall.op, tuple(stall.waiting_on))
-
-
-def boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
 import queue
 import sys
 import threading
@@ -44,7 +43,7 @@ from ftcomm.kernels.life import hold, release
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.messages.p2p import Messages
 from ftcomm.messages.post import Post
-from ftcomm.transport.connect import CONNECTIONS, accept, connect
+from ftcomm.transport.connect import CONNECTIONS, accept, connect, here_is
 from ftcomm.transport.segment import LIVES, Peer, Segment, life
 
 if TYPE_CHECKING:
@@ -135,9 +134,7 @@ class FixedGroup(Calls, Messages):
             switchboard.open(name, self)
             if job is not None:
                 self.entered(job.view)
-            self._begin(
-                Address(*address, _boot_id(), os.getpid(), self._segment.fd, self._segment.nonce), transport, timeout
-            )
+            self._begin(here_is(*address, self._segment), transport, timeout)
         except BaseException as error:
             self._end(error, Failed(-1, printable(str(error), 1000)))
             raise
@@ -432,8 +429,3 @@ def _position(name: str, members: Sequence[Any], me: Any) -> int:
     if me not in members:
         raise ArgumentError(f"group {name!r}: this rank, {me}, is not among its members {members}")
     return members.index(me)
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()

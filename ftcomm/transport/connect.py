@@ -6,6 +6,7 @@ The rules, and both ends of a connection.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -14,7 +15,7 @@ from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.wait import ORDERED
 from ftcomm.transport import nixl
-from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer
+from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 
@@ -57,6 +58,11 @@ def connect(
     Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or "nixl" and nothing comes through,
     `OtherEngine` if it has not this `layout`, or what `dial` raises.
     """
+    if there.layout and there.layout != str(layout):
+        raise OtherEngine(
+            f"replica {replica} cannot take part: its staging is that of {there.layout}; here it is that of {layout}. "
+            "Set FTCOMM_ENGINE to the same on all ranks, and install one version of ftcomm everywhere"
+        )
     if mode in ("auto", "shm"):
         reason = _not_shared(here, there)
         if reason is None:
@@ -95,6 +101,13 @@ def accept(
         exchange.admit(nixl.way().accept(replica, epoch, sock, on_lost))
     except (TransportError, OSError) as error:
         log.warning("replica %d cannot read this one by NIXL: %s", replica, error)
+
+
+def here_is(host: str, port: int, segment: Segment) -> Address:
+    """What others have to know of this process to reach `segment`; it listens at `port` of `host`."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return Address(host, port, boot, os.getpid(), segment.fd, segment.nonce, str(segment.layout))
 
 
 def _not_shared(here: Address, there: Address) -> str | None:

@@ -65,6 +65,10 @@ class Layout:
     staging_at: int
     size: int
 
+    def __str__(self) -> str:
+        lanes = f" in each of {self.lanes} lanes" if self.lanes > 1 else ""
+        return f"engine {self.engine}, {self.slots} slots of {self.chunk} bytes{lanes}, layout {self.magic & 0xFFFF:#x}"
+
 
 HOST = Layout(MAGIC, "host", SLOTS, CHUNK, 1, HEADER, SIZE)
 

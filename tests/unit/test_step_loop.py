@@ -280,6 +280,7 @@ class Alone:
 
     settings = type("Settings", (), {"replicas": 3, "ranks_per_replica": 1})
     replica = rank = step = lag = 0
+    outside = False
 
 
 @pytest.mark.parametrize(

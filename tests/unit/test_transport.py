@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import random
@@ -10,13 +11,25 @@ import struct
 import time
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import pytest
 
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
-from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import CHUNK, DETAIL, POSTED, REDUCED, SIZE, SLOTS, TAKEN, Segment, descriptor
+from ftcomm.transport.connect import connect, here_is
+from ftcomm.transport.segment import (
+    CHUNK,
+    DETAIL,
+    POSTED,
+    REDUCED,
+    SIZE,
+    SLOTS,
+    TAKEN,
+    OtherEngine,
+    Segment,
+    descriptor,
+)
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Reader, TcpPeer
 from tests.exchange_rig import DEADLINE, socket_pair
@@ -195,6 +208,18 @@ def test_the_transport_that_reaches_the_peer_is_chosen(mode: str, boot: str, non
     assert peer.how == how
     assert isinstance(peer, ShmPeer if how == "shm" else TcpPeer)
     peer.close()
+
+
+@pytest.mark.parametrize("mode", ["shm", "tcp", "nixl"])
+def test_staging_of_another_layout_is_refused_with_both(mode: str) -> None:
+    """Before anything is dialled: through a socket its frames would land in other slots than were meant."""
+    segment = Segment()
+    other = dataclasses.replace(segment.layout, slots=SLOTS + 1, chunk=CHUNK // 2)
+    there = here_is("127.0.0.1", 1, segment)
+    assert there.layout == str(segment.layout)
+    there = msgspec.structs.replace(there, layout=str(other))
+    with pytest.raises(OtherEngine, match=f"{SLOTS + 1} slots of {CHUNK // 2} .* {SLOTS} slots of {CHUNK} "):
+        connect(0, here(segment), 1, there, epoch=EPOCH, mode=mode, dial=ignore, on_lost=ignore)  # type: ignore[arg-type]
 
 
 def test_shared_memory_that_is_demanded_and_cannot_be_had_is_an_error() -> None:
