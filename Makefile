@@ -21,13 +21,12 @@ help: ## this list
 demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
-# Tests that start no processes run on two cores at once; those that kill and time processes have the machine for
-# themselves. A selection may be empty on one side (pytest's exit code 5).
-ALONE    := tests/unit tests/kernels tests/simulation
-TOGETHER := tests/process tests/torch tests/gpu
+# Tests that start no processes run on two cores at once; the others kill and time, and have the machine for themselves.
+# A selection may be empty on one side (pytest's exit code 5).
+PURE := tests/unit tests/kernels tests/simulation
 define RUN_TESTS
-	$(1)/bin/python -m pytest $(ALONE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
-	$(1)/bin/python -m pytest $(TOGETHER) -q $(2) $(ARGS) || test $$? -eq 5
+	$(1)/bin/python -m pytest $(PURE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
+	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
