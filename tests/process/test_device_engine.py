@@ -332,7 +332,8 @@ def test_members_with_other_engines_say_so(tmp_path: Path) -> None:
     with job(tmp_path, 2, elements=ONE_SHOT, prepare=be_another) as running:
         assert running.join(1) == [1]
         running.wait_event("view without 1", lambda events: _newest(events) == [0])
-    for replica, engine in enumerate(("interpret", "host")):
+    for replica, (there, here) in enumerate((("host", "interpret"), ("interpret", "host"))):
         line = (tmp_path / f"log-{replica}").read_text().partition("\n")[0]
-        assert line.startswith(f"replica {replica} rank 0: replica {1 - replica} cannot take part: it has a segment of")
-        assert f"not that of FTCOMM_ENGINE={engine}" in line
+        assert line.startswith(f"replica {replica} rank 0: replica {1 - replica} cannot take part: its staging is")
+        assert f"is that of engine {there}, " in line
+        assert f"here it is that of engine {here}, " in line
