@@ -164,8 +164,8 @@ def test_one_stands_still_before_a_boundary_that_others_stand_at(tmp_path: Path,
         running.start(3)
         wait_there(running, points, 1, "promised")
         why = wait_removed(running, 1, seen)
-        # Had another replica passed that boundary before it could promise, the proposal is withdrawn, and the others go on
-        # to the next op.
+        # Had another replica passed that boundary before it could promise, the proposal is withdrawn, and the others go
+        # on to the next op.
         withdrawn = ": op " in why
         assert withdrawn or "the change of view waits for it" in why or "the step boundary waits for it" in why
         anew = {3} if ranks == 2 and not withdrawn else frozenset[int]()
