@@ -10,7 +10,8 @@ all members before a slot is used again:
 
 Why all fingerprints of task p are there, and none is overwritten, when I am about to post task q = p + SLOTS. There:
 I post q only after I have taken q - AHEAD, for which all had posted q - AHEAD, so all had taken q - 2 * AHEAD = p and
-published that before (in the order of their stores; over TCP, in the order of the frames of one connection). Not
+published that before (in the order of their stores; over TCP, in the order of the frames of one connection). Between
+hosts, where members go further ahead, I post q only after I have seen that all have taken p. Not
 overwritten: whoever takes q has seen that all have posted q, and I have not. When an op is about to return, all have
 taken all tasks up to its last, and the same holds for those that were not compared yet. All of that is within an epoch.
 A member that was left behind in an earlier one may find fingerprints of a later, and may have taken chunks that changed
