@@ -384,8 +384,9 @@ def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
         began = time.monotonic()
         rig.members[0].exchange.run(op)
         assert isinstance(op.error, CollectiveTimeout)
-        assert time.monotonic() - began >= 1.0
-        assert 3 <= len(rig.members[0].stalls) <= 10
+        took = time.monotonic() - began
+        assert took >= 1.0
+        assert 3 <= len(rig.members[0].stalls) <= 1 + (took - 0.5) / 0.05
         assert set(rig.members[0].stalls) == {(1, 0, (1,))}
 
 
