@@ -82,7 +82,8 @@ class Relay:
         self._links = [[Link() for _ in range(count)] for _ in range(count)]
         self._ports = [Port() for _ in range(count)]
         self._free = [0.0] * count  # when the port has sent what it has
-        self._random = random.Random(seed)
+        # For each way of its own: how packets of both ways follow each other is a matter of who computes when.
+        self._random = [[random.Random(f"{seed} {a} {b}") for b in range(count)] for a in range(count)]
         self._due: list[tuple[float, int, int, bytes]] = []  # (when, number, receiver, packet)
         self._counts = Counts()
 
@@ -130,7 +131,7 @@ class Relay:
             link, port = self._links[sender][receiver], self._ports[receiver]
             count, longest, total = sizes(packet)
             # Each of the packets that it is cut into may be the one that is lost; those beside it go with it.
-            lost = link.loss and self._random.random() > (1 - link.loss) ** count
+            lost = link.loss and self._random[sender][receiver].random() > (1 - link.loss) ** count
             if lost or not link.up or longest > link.longest:
                 self._counts.lost += count
                 continue
