@@ -274,7 +274,7 @@ class Agent:
             dict(fields),
             on_open=self._up_opened,
             on_message=lambda message: self._do(self._node.from_up, message),
-            on_down=lambda error: self._up_lost(what, address, error),
+            on_down=lambda error: self._up_lost(what, error),
         )
         while True:
             await asyncio.sleep(self._timeouts.beat)
@@ -284,8 +284,9 @@ class Agent:
         self._refused = None
         self._do(self._node.up_opened)
 
-    def _up_lost(self, what: str, address: tuple[str, int], error: Exception) -> None:
+    def _up_lost(self, what: str, error: Exception) -> None:
         self._refused = error
+        address = self._up.address if self._up is not None else self._coordinator
         self._news = (
             f"the {what} at {address[0]}:{address[1]} cannot be reached ({error}); is it running there, and is the "
             "port open to this host?"
@@ -299,6 +300,8 @@ class Agent:
             await self._serve_member(sock, wire.number(opening.fields, "replica"))
         elif opening.purpose == "rank" and self._node.leader is not None:
             await self._serve_rank(sock, wire.number(opening.fields, "rank", least=1, most=self._node.leader.ranks - 1))
+        elif opening.purpose == "coordinator" and self._node.leader is not None:
+            self._called(sock, opening.fields)
         elif opening.purpose in self._handlers:
             sock.setblocking(True)
             handler = self._handlers[opening.purpose]
@@ -307,6 +310,13 @@ class Agent:
         else:
             drop("purpose", f"a connection for {opening.purpose!r}, which nothing here serves")
             sock.close()
+
+    def _called(self, sock: socket.socket, fields: wire.Fields) -> None:
+        """By a coordinator that has taken the place of another, from where it can be reached."""
+        host, port = fields.get("host", sock.getpeername()[0]), wire.number(fields, "port", least=1, most=65535)
+        sock.close()
+        if self._up is not None:
+            self._up.redirect((str(host), port))
 
     async def _serve_member(self, sock: socket.socket, replica: int) -> None:
         def received(message: m.AnyMessage) -> None:

@@ -107,14 +107,13 @@ class Coordinator:
         self.finished: dict[int, float] = {}
         self._blame = Blame(timeouts.patience, timeouts.grace)
         self.done = False
-        for view in self._in_force():  # restarted: the members have a heartbeat timeout to show up
-            for replica in view.replicas:
-                self.detector.heard(replica, now)
+        self._alone = bool(views)  # restarted, and nobody has come yet
 
     # -- events --------------------------------------------------------------------------------------------------
 
     def receive(self, conn: Conn, message: m.Message, now: float) -> list[Action]:
         if isinstance(message, m.Join):
+            self._met(now)
             return self._join(conn, message, now)
         link = self.links.get(conn)
         if link is None:
@@ -125,6 +124,19 @@ class Coordinator:
         if not self._counts(link.replica, link.incarnation):
             return self._from_joiner(conn, link, message)
         return self._from_member(conn, link, message, now)
+
+    def _met(self, now: float) -> None:
+        """Restarted, the members have a heartbeat timeout to show up, from when the first one does: as long as nobody
+        comes it is we who are cut off, and nobody is served by ending the job for that."""
+        if self._alone:
+            self._alone = False
+            for member in self.awaited():
+                self.detector.heard(member.replica, now)
+
+    def awaited(self) -> list[Member]:
+        """Of a restarted coordinator: members that run, as far as it knows, and have not come to it yet."""
+        here = {link.replica for link in self.links.values()} | set(self.finished)
+        return [member for view in self._in_force() for member in view.members if member.replica not in here]
 
     def _from_joiner(self, conn: Conn, link: _Link, message: m.Message) -> list[Action]:
         replica = link.replica
@@ -401,7 +413,8 @@ class Coordinator:
                 actions.append(Send(conn, m.Expelled(said)))
         why = "; ".join(f"lost {replica}: {reason}" for replica, reason in lost.items()) or "a change was withdrawn"
         if any(member.contributing for member in members):
-            return actions + self._decide(members, step, why)
+            persist, *rest = self._decide(members, step, why)
+            return [persist, *actions, *rest]  # nobody is sent away before that is written down
         if base.contributing & set(self.finished):  # the training is complete; who still catches up may end in peace
             return [*actions, *self._turn_away("the job has finished"), *self._finish()]
         failed = (

@@ -46,12 +46,15 @@ _lock = threading.Lock()
 _tallies: dict[Kind, _Tally] = {}
 
 
-def drop(kind: Kind, text: str, *, error: BaseException | None = None) -> None:
-    """Count it, and say it in one line; `error` adds its traceback. From any thread; does not block."""
+def drop(kind: Kind, text: str, *, error: BaseException | None = None, said: bool = True) -> None:
+    """Count it, and say it in one line, if it is to be `said`; `error` adds its traceback. From any thread; does not
+    block."""
     now = time.monotonic()
     with _lock:
         tally = _tallies.setdefault(kind, _Tally())
         tally.count += 1
+        if not said:
+            return
         if now - tally.since >= WINDOW:
             tally.since, tally.said = now, 0
         if tally.said >= LINES:

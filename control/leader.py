@@ -78,7 +78,7 @@ class Leader:
         self.steps: dict[int, int] = {}
         self.change: _Change | None = None
         self._refused: set[int] = set()  # proposals that we have told another leader we hold nothing of
-        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that has heard our last word
+        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that was told so
         self._installed: dict[int, int] = {}  # rank -> epoch
         self.epoch = 0  # the newest view that all our ranks have installed
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
@@ -248,15 +248,20 @@ class Leader:
         answered = (message.proposal, message.replica) in self._answered or len(self._answered) >= 16 * MANY
         if message.view is not None or answered:
             return []
-        self._answered.add((message.proposal, message.replica))
+        if known is None:
+            self._answered.add((message.proposal, message.replica))
         return [ToLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
 
     def again(self, replica: int) -> list[Action]:
         """The link to another leader was made anew: say once more what may have been lost."""
-        change = self.change
-        if change is None or not (change.said_none or (change.decided and change.commit)):
+        change, view = self.change, self.view
+        if view is None:
             return []
-        return [ToLeader(replica, m.Boundary(self.replica, change.epoch, change.number, change.commit))]
+        answered = [number for number, asker in self._answered if asker == replica]
+        said = {number: m.Boundary(self.replica, view.epoch, number, None) for number in answered}
+        if change is not None and (change.said_none or change.decided):
+            said[change.number] = m.Boundary(self.replica, change.epoch, change.number, change.commit)
+        return [ToLeader(replica, said[number]) for number in sorted(said)]
 
     def waiting(self) -> tuple[int, ...]:
         """Whose word we wait for at a boundary."""
@@ -296,6 +301,7 @@ class Leader:
         if view is not None:
             self.view = view  # the ranks that are still under way ask later
             self._refused.clear()  # nobody asks for a promise of the view before any more
+            self._answered.clear()
             return asked
         freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:

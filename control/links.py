@@ -23,6 +23,7 @@ log = logging.getLogger("ftcomm.control")
 
 HANDSHAKE_TIMEOUT = 5.0  # s
 MAX_HANDSHAKES = 256  # under way at one port; the oldest makes room for a newer one
+CALL_TIMEOUT = 1.0  # s for a call of who has taken the place of another; see `Link.redirect`
 FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to half a second
 
 
@@ -77,14 +78,29 @@ class Link:
         on_down: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.address = address
+        self._addresses = [address]  # the last that we were told, and the one of the start
         self._token, self._purpose, self._fields = token, purpose, fields
         self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
         self._writer: asyncio.StreamWriter | None = None
+        self._opened_at = 0.0
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
             wire.write_frame(self._writer, m.encode(message))
+
+    def redirect(self, address: tuple[str, int]) -> None:
+        """Whom we are to reach is at `address` now, and says that it has no connection of ours; so the one that there
+        is leads to somebody else, unless it is so new that the two have crossed. If `address` cannot be reached, the
+        one of the start is tried in turn with it."""
+        loop = asyncio.get_running_loop()
+        if self._writer is not None and loop.time() - self._opened_at < CALL_TIMEOUT:
+            return
+        self._task.cancel()
+        self._writer = None
+        self.address, self._addresses = address, [address, self._addresses[-1]]
+        self._on_down(ConnectionError(f"who has its place is at {address[0]}:{address[1]}"))
+        self._task = loop.create_task(self._run())
 
     def close(self) -> None:
         """Flush what can be flushed, and end."""
@@ -104,6 +120,8 @@ class Link:
             except Exception as error:
                 drop("internal", f"the connection to {self.address[0]}:{self.address[1]}: {error!r}", error=error)
                 why = ConnectionError(repr(error))
+            if self._writer is None:
+                self.address = self._addresses[self.address == self._addresses[0] and len(self._addresses) > 1]
             self._writer = None
             if loop.time() - begun > 1.0:
                 pause = FIRST_PAUSE  # who is turned away at once must not come back at once
@@ -125,6 +143,7 @@ class Link:
 
     def _opened(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
+        self._opened_at = asyncio.get_running_loop().time()
         self._on_open()
 
 
@@ -205,7 +224,8 @@ class Listener:
             self._known(task)
             await self._on_peer(sock, opening)
         except OSError as error:
-            drop(error.kind if isinstance(error, wire.HandshakeError) else "handshake", f"a connection: {error}")
+            kind = error.kind if isinstance(error, wire.HandshakeError) else "handshake"
+            drop(kind, f"a connection: {error}", said=not isinstance(error, wire.Unspoken))
             sock.close()
         except Exception as error:
             drop("internal", f"a connection: {error!r}", error=error)

@@ -26,7 +26,8 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 # Kinds of events that are the coordinator's word, on which a launcher acts.
 RESERVED = frozenset(
-    {"caught_up", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "suspect", "view"}
+    {"caught_up", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "store", "suspect"}
+    | {"view"}
 )
 
 
@@ -251,7 +252,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]  # ops that returned, with a result or an error
     ops: Annotated[tuple[OpProgress, ...], b.MANY]  # issued and not returned, in order
-    failed: Annotated[tuple[FailedOp, ...], b.MANY] = ()  # returned with an error that must reach everybody
+    failed: Annotated[tuple[FailedOp, ...], b.MANY] = ()  # with an error that must reach everybody, in flight or not
     fresh: bool = False  # a joiner that has run nothing: takes over the numbering of the others
     step: b.Step = -1  # the last boundary that it has passed
     epoch: b.Epoch = 0  # of the view that it comes from

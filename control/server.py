@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.dropped import drop
-from ftcomm.control.links import Listener, listen, serve_messages
-from ftcomm.control.store import StoreError, ViewStore
+from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
+from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Member
+from ftcomm.control.within import within
 
 log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
+
+CALLS = 1.0  # s between two calls to a member that has not come
 
 
 class ServerError(RuntimeError):
@@ -39,21 +45,28 @@ class CoordinatorServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        store: Path | None = None,
+        store: Path | Store | None = None,
         timeouts: Timeouts,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._new = (replicas, ranks_per_replica, timeouts)
         self._token, self._host, self._port = token, host, port
-        self._store = ViewStore(store)
+        self._store = store if isinstance(store, Store) else ViewStore(store)
+        self._store.tell = lambda text: self._log("store", {"text": text})
         self._on_event = on_event
         self._beat = timeouts.beat
         self._machine: c.Coordinator | None = None
         self._writers: dict[c.Conn, asyncio.StreamWriter] = {}
+        self._here: dict[c.Conn, Any] = {}  # who a connection said to be from; its `Join` may be still under way
         self._conns = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Task[None]] = {}  # by replica
+        self._keeper: asyncio.Task[None] | None = None
+        self._waiting: deque[c.Action] = deque()  # for a view before them that is being written down
+        self._writing: asyncio.Future[None] | None = None
         self._done = asyncio.Event()
+        self.ended = False  # the job has; else it goes on, even if we cannot
         self.failed = ""
 
     @property
@@ -61,27 +74,39 @@ class CoordinatorServer:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     @property
+    def store(self) -> str:
+        """Where the views are, in words."""
+        return self._store.name
+
+    @property
     def steps(self) -> dict[int, int]:
         """Replica -> the last step that its heartbeats told; of those that are connected."""
         return {} if self._machine is None else {link.replica: link.step for link in self._machine.links.values()}
 
     async def start(self) -> None:
-        """Raises `ServerError` if the port is taken or another coordinator holds the file of views."""
+        """Waits for another coordinator if the store is to. Raises `ServerError` if the port is taken or the store is
+        of no use, `JobOver` if the other one has ended the job."""
         try:
-            self._store.open()
-        except StoreError as error:
-            raise ServerError(str(error)) from None
+            await self._store.acquire()
+            self._begin()
+        except BaseException as error:
+            await self._store.release()
+            if isinstance(error, StoreError) and not isinstance(error, JobOver):
+                raise ServerError(str(error)) from None
+            raise
+        self._keeper = asyncio.ensure_future(self._keep())
+
+    def _begin(self) -> None:
+        """Serve, from what is in the store. Raises `ServerError`."""
         ranks = {len(member.ranks) for view in self._store.views for member in view.members} - {self._new[1]}
         if ranks:
-            self._store.close()
             raise ServerError(
-                f"{self._store.path} is of a job with {ranks.pop()} ranks a replica, not {self._new[1]}; choose "
+                f"{self._store.name} is of a job with {ranks.pop()} ranks a replica, not {self._new[1]}; choose "
                 "another --store, or the --ranks-per-replica of that job"
             )
         try:
             sock = listen(self._host, self._port)
         except OSError as error:
-            self._store.close()
             raise ServerError(
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; another coordinator may run "
                 "there. Choose another --port, or 0 for any free one"
@@ -93,26 +118,62 @@ class CoordinatorServer:
         self._listener = Listener(sock, self._token, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
 
+    async def _keep(self) -> None:
+        """Who cannot be sure any more to be the only coordinator is as good as dead until it is. Then it knows what is
+        in the store, as if it had been started again."""
+        while True:
+            await self._store.doubt()
+            await self._give_up()
+            try:
+                await self._store.acquire()
+                self._begin()
+            except JobOver as error:
+                self._log("store", {"text": str(error)})
+                self._over("")
+                return
+            except Exception as error:
+                if not isinstance(error, StoreError | ServerError):
+                    log.exception("internal error of the coordinator")
+                self._log("store", {"text": str(error) or repr(error)})
+                self._over(str(error) or repr(error))
+                return
+            self._log("store", {"text": "this coordinator has the job again"})
+
     def drain(self) -> None:
         """All replicas leave at one common step boundary."""
         if self._machine is not None:
             self._do(self._machine.drain())
 
     async def wait_done(self) -> None:
-        """Until all members have finished, or the job has failed (then `failed` says why)."""
+        """Until all members have finished, the job has failed, or this coordinator cannot go on (`failed` says why)."""
         await self._done.wait()
 
+    async def clear(self) -> None:
+        """Remove what is stored: the next job of this name would begin with members that are gone."""
+        await self._store.clear()
+
     async def stop(self) -> None:
-        """Close every connection and the file of views; idempotent. The members do not notice until they need us."""
-        if self._ticker is not None:
-            self._ticker.cancel()
+        """Close every connection and give the store back; idempotent. The members do not notice until they need us."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait({self._keeper})
+            self._keeper = None
+        await self._give_up()
+        await self._store.release()
+
+    async def _give_up(self) -> None:
+        self._machine = None
+        self._waiting.clear()
+        for task in (self._ticker, self._writing, *self._calls.values()):
+            if task is not None:
+                task.cancel()
+        self._ticker = self._writing = None
+        self._calls.clear()
         if self._listener is not None:
             await self._listener.close()
+            self._listener = None
         for writer in self._writers.values():
             writer.close()
-        self._store.close()
-        self._machine = None
-        self._listener = self._ticker = None
 
     async def _peer(self, sock: socket.socket, opening: wire.Opening) -> None:
         if opening.purpose != "leader" or self._machine is None:
@@ -121,6 +182,7 @@ class CoordinatorServer:
             return
         self._conns += 1
         conn = self._conns
+        self._here[conn] = opening.fields.get("replica")
 
         def ready(writer: asyncio.StreamWriter) -> None:
             self._writers[conn] = writer
@@ -129,39 +191,84 @@ class CoordinatorServer:
             if self._machine is not None:
                 self._do(self._machine.receive(conn, message, time.monotonic()))
 
-        await serve_messages(sock, received, ready)
-        self._writers.pop(conn, None)
+        try:
+            await serve_messages(sock, received, ready)
+        finally:
+            self._writers.pop(conn, None)
+            self._here.pop(conn, None)
         if self._machine is not None:
             self._do(self._machine.disconnected(conn, time.monotonic()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._beat / 2)
-            if self._machine is not None:
+            if self._machine is not None and self._store.sure:  # else members may be another one's to call
                 self._do(self._machine.tick(time.monotonic()))
+                for member in self._machine.awaited():
+                    if member.replica not in self._here.values() and member.replica not in self._calls:
+                        self._calls[member.replica] = asyncio.ensure_future(self._call(member))
+
+    async def _call(self, member: Member) -> None:
+        """Tell a member, which may still hang on to a coordinator before us, where we are. It comes, or it is lost."""
+        leader = member.ranks[0]
+        fields: wire.Fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            call = open_socket((leader.host, leader.port), self._token, "coordinator", fields)
+            (await within(CALL_TIMEOUT, call)).close()
+        await asyncio.sleep(CALLS)
+        self._calls.pop(member.replica, None)
+
+    @property
+    def _anywhere(self) -> bool:
+        return self._host in ("", "0.0.0.0", "::")
 
     def _do(self, actions: list[c.Action]) -> None:
-        for action in actions:
-            if isinstance(action, c.Send):
-                writer = self._writers.get(action.conn)
-                if writer is not None:
-                    wire.write_frame(writer, m.encode(action.message))
-            elif isinstance(action, c.Persist):
-                try:
-                    self._store.append(action.view)
-                except OSError as error:  # a view that is not on the disk must not be heard of
-                    reason = f"the views cannot be stored in {self._store.path}: {error.strerror}; free space there"
-                    self._log("failed", {"reason": reason})
-                    self._over(reason)
-                    return
-            elif isinstance(action, c.Close):
-                writer = self._writers.pop(action.conn, None)
-                if writer is not None:
-                    writer.close()
-            elif isinstance(action, c.Log):
-                self._log(action.kind, action.fields)
-            else:
-                self._over(action.failed)
+        """Carry out, in order: nothing that comes after a view before that is written down."""
+        if not self._store.sure:  # `_keep` is about to give all of this up
+            return
+        self._waiting.extend(actions)
+        while self._waiting and self._writing is None:
+            self._carry_out(self._waiting.popleft())
+
+    def _carry_out(self, action: c.Action) -> None:
+        if isinstance(action, c.Send):
+            writer = self._writers.get(action.conn)
+            if writer is not None:
+                wire.write_frame(writer, m.encode(action.message))
+        elif isinstance(action, c.Persist):
+            try:
+                self._writing = self._store.append(action.view)
+            except OSError as error:
+                self._not_written(f"{error.strerror}; free space there")
+            if self._writing is not None:
+                self._writing.add_done_callback(self._written)
+        elif isinstance(action, c.Close):
+            writer = self._writers.pop(action.conn, None)
+            if writer is not None:
+                writer.close()
+        elif isinstance(action, c.Log):
+            self._log(action.kind, action.fields)
+        else:
+            self.ended = True
+            self._over(action.failed)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        if writing.cancelled() or writing is not self._writing:
+            return
+        self._writing = None
+        error = writing.exception()
+        if error is not None:
+            self._not_written(str(error))
+        self._do([])
+
+    def _not_written(self, why: str) -> None:
+        """A view that is not written down must not be heard of."""
+        self._waiting.clear()
+        self._machine = None
+        mend = "Then start this coordinator again with --port and --store as they were"
+        reason = f"the views cannot be stored in {self._store.name}: {why}. {mend}"
+        self._log("failed", {"reason": reason})
+        self._over(reason)
 
     def _over(self, failed: str) -> None:
         self.failed = self.failed or failed

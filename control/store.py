@@ -1,10 +1,17 @@
-"""Durable views: an append-only file of one JSON line a view, locked by the one coordinator that may write it."""
+"""Durable views: what a coordinator must have written down before anybody hears of it.
+
+ViewStore    an append-only file of one JSON line a view, locked by the one coordinator that may write it
+EtcdStore    (`ftcomm.control.etcd_store`) in etcd, for coordinators on different hosts
+"""
 
 from __future__ import annotations
 
+import abc
+import asyncio
 import errno
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,23 +19,71 @@ import msgspec
 from ftcomm.control.unpack import unpack
 from ftcomm.control.views import View
 
-_DECODER = msgspec.json.Decoder(View)
+DECODER = msgspec.json.Decoder(View)
 
 
 class StoreError(RuntimeError):
-    """The file of views cannot be used; the message says why and what to do."""
+    """The views of a job cannot be used; the message says why and what to do."""
 
 
-class ViewStore:
+class JobOver(StoreError):
+    """Another coordinator has ended the job; there is nothing left to decide."""
+
+
+class Store(abc.ABC):
+    """Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
+
+    views: list[View]  # the last two at most
+    name: str  # for messages
+    tell: Callable[[str], None] = staticmethod(lambda text: None)  # hears what somebody should know, in words
+
+    @abc.abstractmethod
+    async def acquire(self) -> None:
+        """Become the only one that decides for the job, and read its views. Raises `StoreError` if it is another."""
+
+    @property
+    def sure(self) -> bool:
+        """Whether no other coordinator can decide for the job at this moment."""
+        return True
+
+    async def doubt(self) -> None:
+        """Returns as soon as `sure` has ended, or never."""
+        await asyncio.Event().wait()
+
+    @abc.abstractmethod
+    def append(self, view: View) -> asyncio.Future[None] | None:
+        """Write `view` down: None if it is, else what to wait for, which takes as long as nobody writes it. Raises
+        `OSError`; what it returns raises `StoreError`, on what will not mend by itself."""
+
+    @abc.abstractmethod
+    async def clear(self) -> None:
+        """The job is over: nothing of it shall be left for the next one of this name."""
+
+    @abc.abstractmethod
+    async def release(self) -> None:
+        """Let others have it; idempotent."""
+
+
+class ViewStore(Store):
     """Keeps the views of a job so that a restarted coordinator never reuses an epoch. With `path` None: memory only.
 
     Not thread-safe. `append` returns when the view is on the disk.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
+        self.path, self.name = path, str(path)
         self._fd: int | None = None
-        self.views: list[View] = []  # the last two at most
+        self.views = []
+
+    async def acquire(self) -> None:
+        self.open()
+
+    async def clear(self) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    async def release(self) -> None:
+        self.close()
 
     def open(self) -> None:
         """Lock the file and read it. Raises `StoreError` if another coordinator holds it or it cannot be read."""
@@ -59,7 +114,7 @@ class ViewStore:
         if rest:  # a power cut in the middle of a write: that view was never sent to anybody
             os.ftruncate(fd, sum(len(line) + 1 for line in whole))
         try:
-            return [unpack(_DECODER, line) for line in whole[-2:]]
+            return [unpack(DECODER, line) for line in whole[-2:]]
         except msgspec.DecodeError as error:
             self.close()
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error

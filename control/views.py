@@ -21,6 +21,9 @@ class Address(msgspec.Struct, frozen=True):
     segment: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # file descriptor of the segment in process `pid`
     nonce: b.Hex  # hex; proves that an opened segment is the right one
     layout: b.Name = ""  # of the segment, in words; members of a group have it alike
+    rack: b.Name = ""  # a label of where the host stands, as FTCOMM_RACK says it
+    tuning: b.Name = ""  # the digest of the switch points, and from where they are; alike as well
+    arithmetic: b.Name = ""  # equal on both sides means the same bits for the same inputs; "" is equal to nothing
 
 
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]  # of a replica's ranks, in order

@@ -36,7 +36,7 @@ from ftcomm.control.dropped import Kind, drop, printable
 from ftcomm.control.unpack import unpack
 from ftcomm.control.within import within
 
-VERSION = 2
+VERSION = 3
 MAX_HANDSHAKE = 4096  # bytes
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; a longer one is refused before it is read
 MAX_UNSENT = 64 << 20  # bytes that wait for a peer that does not read, before it is given up
@@ -57,6 +57,10 @@ class HandshakeError(ConnectionError):
     def __init__(self, text: str, kind: Kind = "handshake") -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class Unspoken(HandshakeError):
+    """The other side hung up before it had said anything, as who only looks whether somebody listens here does."""
 
 
 class Refused(HandshakeError):
@@ -312,6 +316,7 @@ async def handshake(sock: socket.socket, steps: Steps, timeout: float) -> Any:
 async def _drive(sock: socket.socket, steps: Steps) -> Any:
     loop = asyncio.get_running_loop()
     received: bytes | None = None
+    closed: type[HandshakeError] = Unspoken
     while True:
         try:
             data = steps.send(received) if received is not None else next(steps)
@@ -319,18 +324,21 @@ async def _drive(sock: socket.socket, steps: Steps) -> Any:
             return stop.value
         received = None
         if data is None:
-            length = _length(await _receive(loop, sock, 4), MAX_HANDSHAKE)
-            received = await _receive(loop, sock, length)
+            length = _length(await _receive(loop, sock, 4, closed), MAX_HANDSHAKE)
+            closed = HandshakeError
+            received = await _receive(loop, sock, length, closed)
         else:
             await loop.sock_sendall(sock, len(data).to_bytes(4, "big") + data)
 
 
-async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int) -> bytes:
+async def _receive(
+    loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int, closed: type[HandshakeError]
+) -> bytes:
     data = b""
     while len(data) < count:
         part = await loop.sock_recv(sock, count - len(data))
         if not part:
-            raise HandshakeError("the connection was closed during the handshake")
+            raise (HandshakeError if data else closed)("the connection was closed during the handshake")
         data += part
     return data
 

@@ -1,41 +1,63 @@
-"""Readers through TCP between their arrival and the moment at which the stream of their epoch can serve them.
+"""Readers through connections between their arrival and the moment at which the stream of an epoch can serve them.
 
 A reader dials as soon as it hears of a view, and that may be long before this member enters it, or long after.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ftcomm.transport.tcp import Reader
 
 
 class Lobby:
-    """At most one reader of each replica and epoch. Guarded by the mutex of the exchange; nothing here blocks."""
+    """At most one reader of each life of a replica. Guarded by the mutex of the exchange; nothing here blocks."""
 
     def __init__(self) -> None:
         self._readers: list[Reader] = []
 
     def add(self, reader: Reader) -> None:
-        """In place of the one that came before it."""
-        for earlier in self._of(reader.replica, reader.epoch):
-            self._readers.remove(earlier)
-            earlier.close()
+        """In place of the one that came before it; not if that one was dialled for a later epoch."""
+        for known in self._of(reader.replica, reader.life):
+            if known.epoch > reader.epoch:
+                reader.close()
+                return
+            self._readers.remove(known)
+            known.close()
         self._readers.append(reader)
 
-    def take(self, epoch: int) -> list[Reader]:
-        """Those of `epoch` leave the lobby; those of earlier ones, which nobody will serve, are closed."""
+    def bring_back(self, reader: Reader) -> None:
+        """It was served in an epoch that is over. Not in place of one that came after it."""
+        if any(known.epoch == reader.epoch for known in self._of(reader.replica, reader.life)):
+            reader.close()
+        else:
+            self.add(reader)
+
+    def take(self, epoch: int, lives: Mapping[int, str]) -> list[Reader]:
+        """Those that `epoch` can serve leave the lobby; those that no epoch will serve any more are closed. `lives` are
+        those of the other members, replica -> nonce of its segment."""
+        taken, later = [], []
         for reader in self._readers:
-            if reader.epoch < epoch:
+            if reader.epoch > epoch:
+                later.append(reader)
+            elif welcome(reader, epoch, lives):
+                taken.append(reader)
+            else:
                 reader.close()
-        taken = [reader for reader in self._readers if reader.epoch == epoch]
-        self._readers = [reader for reader in self._readers if reader.epoch > epoch]
+        self._readers = later
         return taken
 
-    def holds(self, replica: int, epoch: int) -> bool:
-        return bool(self._of(replica, epoch))
+    def holds(self, replica: int, life: str) -> bool:
+        return bool(self._of(replica, life))
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
 
-    def _of(self, replica: int, epoch: int) -> list[Reader]:
-        return [reader for reader in self._readers if (reader.replica, reader.epoch) == (replica, epoch)]
+    def _of(self, replica: int, life: str) -> list[Reader]:
+        return [reader for reader in self._readers if (reader.replica, reader.life) == (replica, life)]
+
+
+def welcome(reader: Reader, epoch: int, lives: Mapping[int, str]) -> bool:
+    """Whether the stream of `epoch` serves this reader, which was dialled for that epoch or an earlier one."""
+    return reader.serves(epoch) and lives.get(reader.replica) == reader.life

@@ -27,14 +27,15 @@ from ftcomm.transport.segment import ASLEEP, POSTED, SLOTS, TAKEN
 
 _OF_STREAM = {  # constant, or derived from the view, or saved in another way
     *("view", "memories", "_low", "_high", "_segment", "_own", "_peers", "_words", "_tokens", "_lanes", "_readers"),
-    *("_contributors", "_sole", "_contributes", "_pair", "_mine_first", "_waiter", "_reducer", "_alarm"),
-    *("_carrier", "_around", "_left", "_far", "_straight", "_place", "_detail", "_last"),
+    *("contributors", "_express", "_sole", "_contributes", "_pair", "_mine_first", "_waiter", "_reducer", "_alarm"),
+    *("_carrier", "_route", "_awaited", "_looked_at", "_far", "_straight", "_place", "_detail", "_last"),
+    *("_hearsay", "_left", "_right", "_relayed", "_served"),
     *("_lines", "_on_lost", "unposted", "_ring", "stages", "seen"),
 }
 _OF_OPERATION = {"array", "dtype", "op", "count", "call", "elements", "itemsize", "atomic", "_latch"}
 _OF_ALARM = {"_own", "_words", "_all_taken", "_on_divergence"}
 _OF_FLIGHT = {"ops"}
-_OF_SLOT = {"op", "here", "lane"}
+_OF_SLOT = {"op", "here", "lane", "needs"}
 
 MOST_MEMBERS = 8
 MOST_CHUNKS = 100  # of all ops: so many inputs of a member can be told apart
@@ -234,7 +235,8 @@ class Live:
             slot.op = op = by_number[number]
             start = slot.task.chunk * op.elements
             slot.here = op.array[start : start + op.elements]
-            slot.lane = live._lane(op.dtype, len(slot.here), index % SLOTS)
+            slot.needs = ()
+            slot.lane = live.lane(op.dtype, op.wire, len(slot.here), index % SLOTS)
 
     def _operation(self, number: int, content: bytes, others: Any) -> Operation:
         op = self._operations[number]

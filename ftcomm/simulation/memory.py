@@ -31,6 +31,12 @@ class TinyMemory(Memory):
     def offset(self, region: int, slot: int) -> int:
         return ((region != POSTED) * SLOTS + slot) * self.chunk
 
+    def serves(self, epoch: int) -> bool:
+        return True
+
+    def enter(self, epoch: int) -> None:
+        pass
+
     def quiet(self) -> None:
         pass
 

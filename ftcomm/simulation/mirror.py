@@ -13,18 +13,34 @@ if TYPE_CHECKING:
 
 
 class Mirror(TinyMemory):
-    """The memory of a member on another host, as one reader sees it in one epoch."""
+    """The memory of a member on another host, as one reader sees it from one epoch on."""
 
     how = "tcp"
 
     def __init__(self, reader: Rank, replica: int, epoch: int, connection: Connection) -> None:
         super().__init__(replica)
         self._reader, self._epoch, self._connection = reader, epoch, connection
-        self._quiet = False
-        for word in PUBLISHED:
-            self.words[word] = epoch << 32
+        self._quiet, self._untold = False, ""
+        self._newest = 0  # of the words
+        self._begin_epoch(epoch)
         connection.receive[0] = self._apply
         connection.closed[0] = self._closed
+
+    def serves(self, epoch: int) -> bool:
+        return self._connection.open[0]
+
+    def enter(self, epoch: int) -> None:
+        self._epoch, self._quiet = epoch, False
+        self._begin_epoch(epoch)
+        untold, self._untold = self._untold, ""
+        if untold:
+            self._closed(untold)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if epoch > self._newest:
+            self._newest = epoch
+            for word in PUBLISHED:
+                self.words[word] = epoch << 32
 
     def quiet(self) -> None:
         self._quiet = True
@@ -35,12 +51,16 @@ class Mirror(TinyMemory):
 
     def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int, int]]) -> None:
         word, value, start, payload, (number, call, detail) = frame
-        if not self.words[word] < value < (self._epoch + 1) << 32:
+        epoch = value >> 32
+        if epoch == self._newest and value <= self.words[word]:
             raise AssertionError(f"a frame that cannot be: word {word}, value {value:#x}, {self.words[word]:#x} before")
+        self._begin_epoch(epoch)
         slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
         if payload:
             base = self.offset(word, slot) + start
             self.buffer[base : base + len(payload)] = payload
+        if epoch < self._newest:
+            return
         at = descriptor(slot)
         if word == POSTED:
             self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
@@ -50,6 +70,7 @@ class Mirror(TinyMemory):
         self._reader.kick()
 
     def _closed(self, reason: str) -> None:
+        self._untold = reason if self._quiet else ""
         if not self._quiet:
             self._reader.data_lost(self.replica, self._epoch, f"connection for data: {reason}")
 
@@ -57,8 +78,8 @@ class Mirror(TinyMemory):
 class Feed:
     """In place of a `Reader`: a member that reads this one's memory over a connection."""
 
-    def __init__(self, replica: int, epoch: int, connection: Connection) -> None:
-        self.replica, self.epoch = replica, epoch
+    def __init__(self, replica: int, epoch: int, life: str, connection: Connection) -> None:
+        self.replica, self.epoch, self.life = replica, epoch, life
         self._connection = connection
 
     def send(self, word: int, value: int, start: int, payload: Any, belongs: Any) -> None:
@@ -70,6 +91,12 @@ class Feed:
         return True
 
     def told(self, word: int, value: int) -> bool:
+        return True
+
+    def serves(self, epoch: int) -> bool:
+        return epoch >= self.epoch
+
+    def turn(self) -> bool:
         return True
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from ftcomm.collective.flight import Flight
-from ftcomm.collective.lobby import Lobby
+from ftcomm.collective.lobby import Lobby, welcome
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.stall import Due, StallWatch
@@ -83,6 +83,7 @@ class Rank(Process):
         self._waiter = Waiter(self.memory.words, ASLEEP, 0)
         self._watch = StallWatch(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock)
         self._lobby = Lobby()
+        self._lives: dict[int, str] = {}
         self._stopping, self._parked = False, True
         self._parked_since = 0.0
         self._driving = False
@@ -141,7 +142,7 @@ class Rank(Process):
             connection.closed[1] = lambda reason: self._rank_lost(rank, reason)
             return True
         if purpose == "data":
-            self._attach(Feed(fields["replica"], fields["epoch"], connection))
+            self._attach(Feed(fields["replica"], fields["epoch"], fields["nonce"], connection))
             return True
         return purpose == "state" and self.serves(connection, fields)
 
@@ -304,6 +305,9 @@ class Rank(Process):
         self.say("stands still: %s", progress)
         self._do(self.node.quiesced(view.epoch, progress))
 
+    def _nonces(self, view: View) -> set[str]:
+        return {member.ranks[self.index].nonce for member in view.members}
+
     def _reached_of(self, epoch: int) -> dict[int, TinyMemory]:
         return self._reached.setdefault(epoch, {})
 
@@ -312,11 +316,15 @@ class Rank(Process):
         if not self.node.wants(view) or self.gone:
             return
         reached = self._reached_of(view.epoch)
+        nonces = self._nonces(view)
+        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.how == "shm" or nonce in nonces}
         for member in view.members:
             replica, there = member.replica, member.ranks[self.index]
             if replica == self.replica or replica in reached:
                 continue
             known = self._kept.get(there.nonce)
+            if known is not None and known.how != "shm" and (self._epoch < 0 or not known.serves(view.epoch)):
+                known = None
             process = self.network.listeners[there.pid]
             assert isinstance(process, Rank)
             if known is None and process.host == self.host and process.alive:
@@ -331,13 +339,14 @@ class Rank(Process):
             self._enter(view, progress)
 
     def _dial_data(self, view: View, replica: int, there: Address, progress: dict[int, m.Progress]) -> None:
-        fields = {"replica": self.replica, "epoch": view.epoch}
+        fields = {"replica": self.replica, "epoch": view.epoch, "nonce": f"{self.port:032x}"}
 
         def opened(connection: Connection) -> None:
             if view.epoch <= self._epoch or replica in self._reached_of(view.epoch) or self.gone:
                 connection.close(0)
                 return
-            self._reached_of(view.epoch)[replica] = Mirror(self, replica, view.epoch, connection)
+            mirror = Mirror(self, replica, view.epoch, connection)
+            self._reached_of(view.epoch)[replica] = self._kept[there.nonce] = mirror
             self._reach(view, progress)
 
         def failed(reason: str) -> None:
@@ -357,21 +366,23 @@ class Rank(Process):
         self.promises.enters(self, view, progress)
         self._epoch = view.epoch
         peers = self._reached.pop(view.epoch)
-        for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
-            for peer in self._reached.pop(epoch).values():
-                peer.close()
-        for peer in self._peers.values():
+        over = [self._reached.pop(epoch) for epoch in sorted(self._reached) if epoch < view.epoch]
+        for peer in (peer for reached in (*over, self._peers) for peer in reached.values()):
             if all(peer is not kept for kept in peers.values()):
                 peer.close()
+        for peer in peers.values():
+            peer.enter(view.epoch)
         self._peers = peers
-        nonces = {member.ranks[self.index].nonce for member in view.members}
+        self._lives = {member.replica: member.ranks[self.index].nonce for member in view.members}
+        nonces = self._nonces(view)
         self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in nonces}
         one_host = all(member.ranks[self.index].boot == f"boot{self.host}" for member in view.members)
         for member in view.members:
             process = self.network.listeners[member.ranks[self.index].pid]
             if process is not self and isinstance(process, Rank) and peers[member.replica] is process.memory:
                 process.onlookers[self] = None
-        plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, one_host)
+        alike = len(view.members) % 2 == 0  # so that there are views of both kinds
+        plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, one_host, alike=alike)
         stream = Stream(
             plan,
             self.memory,  # type: ignore[arg-type]
@@ -384,7 +395,8 @@ class Rank(Process):
         if first:
             self.flight.number_from(progress)
         elif self.stream is not None:
-            self.stream.close()
+            for reader in self.stream.close(self._lives):
+                self._lobby.bring_back(reader)
         self.stream = stream
         ops = list(self.flight.ops)
         resumed = self.flight.resume(progress, plan.contributors)
@@ -396,7 +408,7 @@ class Rank(Process):
         for op in ops:
             if op.done:
                 self._returned(op)
-        for reader in self._lobby.take(view.epoch):
+        for reader in self._lobby.take(view.epoch, self._lives):
             stream.welcome(reader)
         self._do(self.node.resumed(view))
         if first:
@@ -408,12 +420,12 @@ class Rank(Process):
 
     def _attach(self, feed: Feed) -> None:
         current = 0 if self.stream is None else self.stream.view.epoch
-        if self.gone or feed.epoch < current:
+        if self.gone or (feed.epoch <= current and not welcome(feed, current, self._lives)):  # type: ignore[arg-type]
             feed.close()
             return
         self._lobby.add(feed)  # type: ignore[arg-type]
         if self.stream is not None and not self._stopping:
-            for reader in self._lobby.take(current):
+            for reader in self._lobby.take(current, self._lives):
                 self.stream.welcome(reader)
             self.kick()
 

@@ -24,7 +24,7 @@ def run(seed: int) -> Cluster:
     storm = rng.randint(100, 1500)
     calm = rng.choice((storm, storm + 300))  # a drain may have to stand faults, too
     for turn in range(40_000):
-        if cluster.done:
+        if cluster.done or forgotten(cluster):
             return cluster
         if turn < calm and rng.random() < faults:
             fault(cluster, rng)
@@ -40,6 +40,16 @@ def run(seed: int) -> Cluster:
         else:
             cluster.tick()
     raise AssertionError("the job hangs: " + states(cluster))
+
+
+def forgotten(cluster: Cluster) -> bool:
+    """All have ended, and said so to a coordinator that was restarted then and has forgotten it. As long as nobody
+    comes it takes itself for cut off, and waits for who has started it to end it."""
+    coordinator = cluster.coordinator
+    if coordinator is None or coordinator.view is None:
+        return False
+    awaited = {member.replica for member in coordinator.awaited()}
+    return all(replica.over for replica in cluster.replicas.values()) and awaited >= set(coordinator.view.replicas)
 
 
 def fault(cluster: Cluster, rng: random.Random) -> None:

@@ -302,3 +302,32 @@ def test_a_victim_whose_own_deadline_is_later_is_asked_before_anybody_is_removed
         script.do(script.coordinator.receive(2, m.Stalled(0, 1, 0, (), due=False), now + second))
         script.do(script.coordinator.tick(now + second))
     assert script.newest == ((0, 1), {0, 1})
+
+
+def restarted(views: list[View]) -> Coordinator:
+    return Coordinator(3, 1, TIMEOUTS, views=views, now=0.0, lifetime=2)
+
+
+def test_a_restarted_one_loses_nobody_before_somebody_has_come() -> None:
+    """It may be itself that is cut off. Whoever does not come in time after the first is lost."""
+    script = Script(3)
+    coordinator = restarted(script.views)
+    beats = [TIMEOUTS.silence * n / 4 for n in range(1, 7)]
+    assert not any(coordinator.tick(now) for now in (*beats, *(990.0 + beat for beat in beats)))
+    address = script.views[-1].members[0].ranks[0]
+    script.do(coordinator.receive(7, m.Join(0, "life-0", (address,), 1, 3, CHAIN), now=1000.0))
+    assert [member.replica for member in coordinator.awaited()] == [1, 2]
+    for beat in beats:
+        assert script.newest == (((0, 1, 2), {0, 1, 2}) if beat <= beats[4] else ((0,), {0}))
+        script.do(coordinator.receive(7, m.Heartbeat(3), now=1000.0 + beat))
+        script.do(coordinator.tick(1000.0 + beat))
+    assert script.newest == ((0,), {0})
+    assert coordinator.awaited() == []
+
+
+def test_nobody_is_sent_away_before_that_is_written_down() -> None:
+    script = Script(3)
+    suspect = m.Suspect(1, "life-1", "its process ended", True)
+    actions = script.coordinator.receive(0, suspect, now=1.0)
+    kinds = [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
+    assert kinds.index(Persist) < kinds.index(m.Expelled) < kinds.index(m.NewView)

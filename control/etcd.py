@@ -1,0 +1,308 @@
+"""Requests to etcd over its HTTP gateway: where it is, who we are, what its answers mean. By `etcd3gw` (extra `etcd`).
+
+The address is `etcd://HOST:PORT[,HOST:PORT]/PREFIX`; how to be let in comes by the environment:
+
+    FTCOMM_ETCD_CACERT                   a file: speak TLS, and trust who is certified by that
+    FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY    files: show this certificate
+    FTCOMM_ETCD_USER, FTCOMM_ETCD_PASSWORD
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import etcd3gw
+import msgspec
+import requests
+from etcd3gw.exceptions import Etcd3Exception
+
+from ftcomm.control.store import StoreError
+
+SCHEME = "etcd://"
+EXAMPLE = f"{SCHEME}etcd:2379/my-job"
+ACCESS = {
+    "cacert": "FTCOMM_ETCD_CACERT",
+    "cert": "FTCOMM_ETCD_CERT",
+    "key": "FTCOMM_ETCD_KEY",
+    "user": "FTCOMM_ETCD_USER",
+    "password": "FTCOMM_ETCD_PASSWORD",
+}
+HOPELESS = {3, 7, 9, 12, 16}  # codes of gRPC that trying again does not change: bad arguments, no permission, ...
+UNAUTHENTICATED, NOT_FOUND = 16, 5
+
+Json = dict[str, Any]
+A = TypeVar("A")
+
+
+class Away(Exception):
+    """Nobody has answered, or nobody who can: try again. The request may have been carried out all the same."""
+
+
+class Refused(StoreError):
+    """etcd will not do it, however often it is asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the keys of one job are."""
+
+    endpoints: tuple[tuple[str, int], ...]
+    prefix: str
+    cacert: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = dataclasses.field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{','.join(f'{host}:{port}' for host, port in self.endpoints)}{self.prefix}"
+
+    @classmethod
+    def parse(cls, url: str, env: Mapping[str, str]) -> Place:
+        """Raises `StoreError`, which repeats no password."""
+        names, _, prefix = url.removeprefix(SCHEME).partition("/")
+        if "@" in names:
+            raise StoreError(
+                "--store with a user in it, which everybody on this host can read; set FTCOMM_ETCD_USER and "
+                "FTCOMM_ETCD_PASSWORD instead"
+            )
+        endpoints = []
+        for name in names.split(","):
+            host, _, port = name.rpartition(":")
+            if not host.strip("[]") or not port.isdigit() or not 0 < int(port) < 65536:
+                raise StoreError(f"--store {url}: expected host:port, not {name!r}, as in {EXAMPLE}")
+            endpoints.append((host.strip("[]"), int(port)))
+        if not prefix.strip("/"):
+            raise StoreError(f"--store {url}: the views of each job need a name of their own there, as in {EXAMPLE}")
+        secret = {field: env.get(name, "") for field, name in ACCESS.items()}
+        for field in ("cacert", "cert", "key"):
+            if secret[field] and not Path(secret[field]).is_file():
+                raise StoreError(f"{ACCESS[field]}={secret[field]}: there is no such file")
+        for one, other in (("cert", "key"), ("user", "password")):
+            if bool(secret[one]) != bool(secret[other]):
+                raise StoreError(f"{ACCESS[one]} and {ACCESS[other]}: set both, or none")
+        if secret["cert"] and not secret["cacert"]:
+            raise StoreError("FTCOMM_ETCD_CERT without FTCOMM_ETCD_CACERT, by which TLS is spoken at all; set it, too")
+        return cls(tuple(endpoints), f"/{prefix.strip('/')}", **secret)
+
+
+class Etcd:
+    """Every call blocks, `timeout` seconds for each endpoint at most, and raises `Away` or `Refused`. For one thread at
+    a time. The endpoint that has answered is asked first the next time."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.place, self.timeout = place, timeout
+        self._clients = [
+            etcd3gw.Etcd3Client(
+                host=host,
+                port=port,
+                protocol="https" if place.cacert else "http",
+                cert_cert=place.cert or None,
+                cert_key=place.key or None,
+                timeout=timeout,
+                api_path="/v3/",  # etcd 3.4 and later
+            )
+            for host, port in place.endpoints
+        ]
+        self._first = 0
+        self._token = ""
+
+    def txn(self, compare: list[Json], success: list[Json], failure: list[Json]) -> Txn:
+        return self._ask(Txn, "/kv/txn", {"compare": compare, "success": success, "failure": failure})
+
+    def grant(self, seconds: int) -> tuple[int, int]:
+        """A lease: its number, and how long it lasts, which etcd may have made longer."""
+        lease = self._ask(Lease, "/lease/grant", {"TTL": seconds, "ID": 0})
+        return lease.ID, lease.TTL
+
+    def keep_alive(self, lease: int) -> int:
+        """The seconds that it lasts from now on; 0 if it has ended."""
+        return self._ask(Kept, "/lease/keepalive", {"ID": lease}).result.TTL
+
+    def revoke(self, lease: int) -> None:
+        """Also of one that has ended."""
+        self._ask(Kept, "/lease/revoke", {"ID": lease}, absent=Kept())
+
+    def _ask(self, kind: type[A], path: str, body: Json, absent: A | None = None) -> A:
+        away = []
+        for turn in range(len(self._clients)):
+            index = (self._first + turn) % len(self._clients)
+            client = self._clients[index]
+            where = f"{client.host}:{client.port}"
+            try:
+                answer = self._authenticated(client, kind, path, body)
+            except Failed as failed:
+                if failed.code == NOT_FOUND and absent is not None:
+                    answer = absent
+                elif failed.code in HOPELESS:
+                    raise Refused(f"etcd at {where} refuses: {failed}") from None
+                else:
+                    away.append(f"{where}: {failed}")
+                    continue
+            self._first = index
+            return answer
+        self._first = (self._first + 1) % len(self._clients)
+        raise Away("; ".join(away))
+
+    def _authenticated(self, client: etcd3gw.Etcd3Client, kind: type[A], path: str, body: Json) -> A:
+        if not self.place.user:
+            return self._post(client, kind, path, body)
+        if self._token:
+            try:
+                return self._post(client, kind, path, body)
+            except Failed as failed:  # a token ends after some minutes, and with the etcd that gave it
+                if failed.code != UNAUTHENTICATED:
+                    raise
+        account = {"name": self.place.user, "password": self.place.password}
+        self._token = ""
+        self._token = self._post(client, Account, "/auth/authenticate", account).token
+        return self._post(client, kind, path, body)
+
+    def _post(self, client: etcd3gw.Etcd3Client, kind: type[A], path: str, body: Json) -> A:
+        """Raises `Failed`."""
+        try:
+            headers = {"Authorization": self._token} if self._token else {}
+            trusted = self.place.cacert or True  # said each time: a session's own yields to REQUESTS_CA_BUNDLE
+            return answered(kind, client.post(client.get_url(path), json=body, headers=headers, verify=trusted))
+        except Etcd3Exception as error:
+            raise said(str(error.detail_text)) if error.detail_text else _unheard(str(error)) from None
+        except ValueError as error:  # of requests, a `RequestException` as well: no JSON
+            raise Failed(f"its answer is none of etcd's ({error})", 12) from None
+        except requests.RequestException as error:
+            raise _unheard(str(error)) from None
+
+
+class Failed(Exception):
+    """One endpoint did not do it."""
+
+    def __init__(self, text: str, code: int = 14) -> None:
+        super().__init__(text)
+        self.code = code  # of gRPC
+
+
+def said(text: str) -> Failed:
+    """By etcd itself, or by something between."""
+    try:
+        answer = json.loads(text)
+        code = answer.get("code") or answer.get("grpc_code") or 14
+        return Failed(str(answer.get("message") or answer["error"]), int(code))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        if "not found" in text.lower():
+            return Failed("there is no gRPC gateway of etcd, which is part of etcd 3.4 and later", 12)
+        return _unheard(text)
+
+
+_REASONS = (
+    (r"timed out", "no answer within its time"),
+    (r"CERTIFICATE_VERIFY_FAILED\] [^:]*: ([^(]*[^( ])", "its certificate is not accepted: {}"),
+    (r"WRONG_VERSION_NUMBER|record layer failure", "it does not speak TLS; unset FTCOMM_ETCD_CACERT"),
+    (r"Errno -?\d+\] ([^'\")]*)", "{}"),
+    (
+        r"Remote end closed|Connection aborted|BadStatusLine",
+        "it closes the connection; if it speaks TLS, set FTCOMM_ETCD_CACERT",
+    ),
+)
+
+
+def _unheard(text: str) -> Failed:
+    for pattern, words in _REASONS:
+        found = re.search(pattern, text)
+        if found:
+            return Failed(words.format(*found.groups()))
+    return Failed(text[:300])
+
+
+# -- the JSON of the gateway: keys and values in base64, numbers as strings, what is 0 left out ---------------------
+
+
+class Entry(msgspec.Struct, frozen=True):
+    key: bytes
+    create_revision: int
+    mod_revision: int
+    value: bytes = b""
+
+
+class Range(msgspec.Struct, frozen=True):
+    kvs: tuple[Entry, ...] = ()
+
+
+class Response(msgspec.Struct, frozen=True):
+    response_range: Range = Range()
+
+
+class Header(msgspec.Struct, frozen=True):
+    revision: int
+
+
+class Txn(msgspec.Struct, frozen=True):
+    header: Header
+    succeeded: bool = False
+    responses: tuple[Response, ...] = ()
+
+    @property
+    def revision(self) -> int:
+        """Of all keys that it has put."""
+        return self.header.revision
+
+    def found(self) -> dict[str, Entry]:
+        """By its only range."""
+        entries = [entry for response in self.responses for entry in response.response_range.kvs]
+        return {entry.key.decode(errors="replace"): entry for entry in entries}
+
+
+class Lease(msgspec.Struct, frozen=True):
+    ID: int = 0
+    TTL: int = 0
+
+
+class Kept(msgspec.Struct, frozen=True):
+    result: Lease = Lease()
+
+
+class Account(msgspec.Struct, frozen=True):
+    token: str
+
+
+def answered(kind: type[A], answer: object) -> A:
+    """Raises `Failed`: of a stream, as that of keepalive, an error comes as an answer."""
+    if isinstance(answer, dict) and "error" in answer:
+        raise said(json.dumps(answer["error"]))
+    try:
+        return msgspec.convert(answer, kind, strict=False)
+    except (ValueError, RecursionError) as error:  # a string that is no text is a ValueError as well
+        raise Failed(f"its answer is none of etcd's ({error})", 12) from None
+
+
+def put(key: str, value: bytes, lease: int = 0) -> Json:
+    return {"request_put": {"key": _text(key.encode()), "value": _text(value), "lease": str(lease)}}
+
+
+def get_all(prefix: str) -> Json:
+    return {"request_range": _below(prefix)}
+
+
+def delete(key: str) -> Json:
+    return {"request_delete_range": {"key": _text(key.encode())}}
+
+
+def created(key: str, revision: int) -> Json:
+    """Compare: made at `revision`; 0: it is not there."""
+    return {"key": _text(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+
+
+def modified(key: str, revision: int) -> Json:
+    return {"key": _text(key.encode()), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+
+
+def _below(prefix: str) -> Json:
+    return {"key": _text(f"{prefix}/".encode()), "range_end": _text(f"{prefix}0".encode())}  # "0" comes after "/"
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,292 @@
+"""Views in etcd: one coordinator at a time decides for a job, whichever host it is on, and another can take over.
+
+    PREFIX/owner     who it is, on a lease that it keeps alive: gone within seconds after that one stops
+    PREFIX/term      put anew by whoever becomes the owner, and left by who goes: its revision is the number of a term
+    PREFIX/view/0    the last view of an even epoch, in JSON, and
+    PREFIX/view/1    that of an odd one: written over, so that no job grows
+
+Who is stopped and wakes up when another one has taken over can do no harm, for two reasons:
+
+- A view is written by a transaction that asks whether the owner's key is still that which the writer made, in this term
+  and on this lease, and both views those that it knows. A write that comes late, or a second time, changes nothing.
+- What needs no view (that somebody is refused, say) is decided only while the lease is known to be alive: counted on a
+  clock that goes on in a suspended host, from when it was last asked for, and less a tenth for clocks that differ.
+
+An owner that does not know it any more (`doubt`) gives everything up and asks for a new term. It gets one if nobody had
+the job meanwhile, as after an hour without etcd; else `acquire` raises, with the name of who has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftcomm.control import etcd
+from ftcomm.control.store import DECODER, JobOver, Store, StoreError
+from ftcomm.control.unpack import unpack
+from ftcomm.control.views import View
+
+T = TypeVar("T")
+
+SHORTEST = 2  # s of a lease, as etcd has it
+PATIENCE = 10.0  # s for an etcd that does not answer at the start, or at the end
+PAUSE = 0.25  # s between two attempts
+WORDS, BEATS = 0, 1  # our two threads: nothing keeps the lease waiting
+
+
+def now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A coordinator, as others are told of it."""
+
+    id: str
+    host: str
+    port: int
+    pid: int
+    lease: int  # s
+
+    def __str__(self) -> str:
+        return f"the coordinator on {self.host}, port {self.port} (process {self.pid})"
+
+
+_RECORD = msgspec.json.Decoder(Record)
+
+
+class EtcdStore(Store):
+    """`lease`: seconds after which somebody else may take over from an owner that has stopped. `standby`: wait for
+    that, for as long as it takes. All methods belong to one event loop, which never waits for etcd: requests go out
+    in threads."""
+
+    def __init__(self, place: etcd.Place, port: int, lease: float, standby: bool = False) -> None:
+        self.name, self._standby = str(place), standby
+        self.views = []
+        self._prefix = place.prefix
+        self._owner, self._term = f"{place.prefix}/owner", f"{place.prefix}/term"
+        seconds = max(SHORTEST, round(lease))
+        self._me = Record(secrets.token_hex(8), socket.gethostname(), port, os.getpid(), seconds)
+        self._etcd, self._beats = etcd.Etcd(place, max(0.5, seconds / 4)), etcd.Etcd(place, max(0.5, seconds / 4))
+        self._threads = [concurrent.futures.ThreadPoolExecutor(1, f"ftcomm-etcd-{what}") for what in ("words", "beats")]
+        self._lease = 0
+        self._until = float("-inf")  # until then nobody else can be the owner
+        self._number = self._made = 0  # revisions: of our term, and of our key as the owner
+        self._written = [0, 0]  # revisions of the two views
+        self._doubt = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._unheard: set[int] = set()  # threads whose last request nobody has answered
+
+    # -- to own ------------------------------------------------------------------------------------------------
+
+    @property
+    def sure(self) -> bool:
+        return not self._doubt.is_set() and now() < self._until
+
+    async def doubt(self) -> None:
+        await self._doubt.wait()
+
+    async def acquire(self) -> None:
+        """Returns as the owner. Raises `StoreError`: another one has the job, has taken it over or has ended it, or (at
+        the start) etcd does not answer. Without `standby` an owner that may have died is given the time of its lease.
+        """
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._until = float("-inf")
+        self._unheard = {WORDS} if self._unheard else set()
+        began = now()
+        since = began  # when we met the present owner
+        met: Record | None = None
+        while True:
+            try:
+                there = await self._attempt(met)
+            except etcd.Away as away:
+                if not self._number and met is None and now() - began > PATIENCE:
+                    raise StoreError(f"etcd cannot be used ({away}). {_mend(self.name)}") from None
+                await asyncio.sleep(PAUSE)
+                continue
+            if there is None:
+                break
+            owner, term = there
+            if owner is not None and owner != met:
+                met, since = owner, now()
+                wait = "takes over when it is gone" if self._standby else f"looks for {owner.lease + 1} s if it lives"
+                self.tell(f"{owner} has the job {self._prefix}; this one {wait}")
+            elif owner is None and term is None and met is not None:
+                raise JobOver(f"{met} has ended the job {self._prefix}; there is nothing left to take over")
+            if met is not None and owner == met and not self._standby and now() - since > owner.lease + 1:
+                raise StoreError(
+                    f"{owner} has the job {self._prefix}; two of one job must not run. Stop that one, let this one "
+                    "wait for its end with --standby, or give this job another name in --store"
+                )
+            await asyncio.sleep(PAUSE)
+        self._doubt.clear()
+        self._keeper = asyncio.ensure_future(self._keep())
+
+    async def _attempt(self, met: Record | None) -> tuple[Record | None, Record | None] | None:
+        """None: we are the owner. Else who is, and whose the last term was, if there are such. Raises `StoreError` if
+        it was ours and has become another's."""
+        if self._lease:  # of an earlier term, or of an attempt of which we have not heard the end
+            await self._ask(self._etcd.revoke, self._lease)
+            self._lease = 0
+        number = self._number  # of the last term, as we know it
+        if not number:
+            found = (await self._ask(self._etcd.txn, [], [etcd.get_all(self._prefix)], [])).found()
+            if self._owner in found or (met is not None and self._term not in found):
+                return self._who(found, self._owner), self._who(found, self._term)
+            number = found[self._term].mod_revision if self._term in found else 0
+        asked = now()
+        self._lease, seconds = await self._ask(self._etcd.grant, self._me.lease)
+        record = msgspec.json.encode(self._me)
+        free = [etcd.created(self._owner, 0), etcd.modified(self._term, number)]
+        take = [etcd.put(self._owner, record, self._lease), etcd.put(self._term, record), etcd.get_all(self._prefix)]
+        answer = await self._ask(self._etcd.txn, free, take, [etcd.get_all(self._prefix)])
+        found = answer.found()
+        if answer.succeeded:
+            self._number = self._made = answer.revision
+            self._read(found)
+            self._until = asked + 0.9 * seconds
+            return None
+        owner, term = self._who(found, self._owner), self._who(found, self._term)
+        if term == self._me:  # by an attempt whose answer was lost
+            self._number = found[self._term].mod_revision
+        elif self._number:
+            said = f"etcd has not heard this coordinator for its lease of {self._me.lease} s, and"
+            if owner is None and term is None:
+                raise JobOver(f"{said} the job {self._prefix} was ended by another one")
+            raise StoreError(
+                f"{said} {owner or term} has taken the job {self._prefix} over; this one decides nothing any more"
+            )
+        return owner, term
+
+    def _who(self, found: dict[str, etcd.Entry], key: str) -> Record | None:
+        try:
+            return unpack(_RECORD, found[key].value) if key in found else None
+        except msgspec.DecodeError as error:
+            raise StoreError(f"{key} in etcd is nothing of ftcomm ({error}); choose another name in --store") from None
+
+    def _read(self, found: dict[str, etcd.Entry]) -> None:
+        keys = [f"{self._prefix}/view/{parity}" for parity in (0, 1)]
+        self._written = [found[key].mod_revision if key in found else 0 for key in keys]
+        try:
+            views = [unpack(DECODER, found[key].value) for key in keys if key in found]
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"{self._prefix} in etcd holds no views of this version ({error}); choose another name in --store"
+            ) from None
+        self.views = sorted(views, key=lambda view: view.epoch)
+
+    async def _keep(self) -> None:
+        """Keep the lease alive, until that is in doubt."""
+        while now() < self._until:
+            asked = now()
+            try:
+                seconds = await self._ask(self._beats.keep_alive, self._lease)
+            except (etcd.Away, etcd.Refused):
+                pass
+            else:
+                if not seconds or now() >= self._until:  # not sure for a moment: what was to be said then was not
+                    break
+                self._until = asked + 0.9 * seconds
+            await asyncio.sleep(self._me.lease / 5)
+        self._doubt.set()
+
+    # -- to write ----------------------------------------------------------------------------------------------
+
+    def append(self, view: View) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self._append(view))
+
+    async def _append(self, view: View) -> None:
+        """As long as it takes; who is in doubt meanwhile waits for nothing any more, and has to cancel it."""
+        value, parity = msgspec.json.encode(view), view.epoch % 2
+        key = f"{self._prefix}/view/{parity}"
+        while True:
+            known = [etcd.modified(f"{self._prefix}/view/{each}", self._written[each]) for each in (0, 1)]
+            ours = etcd.created(self._owner, self._made)
+            try:
+                answer = await self._ask(
+                    self._etcd.txn, [ours, *known], [etcd.put(key, value)], [etcd.get_all(self._prefix)]
+                )
+            except etcd.Away:
+                await asyncio.sleep(PAUSE)
+                continue
+            if answer.succeeded:
+                self._written[parity] = answer.revision
+                break
+            found = answer.found()
+            owner, there = found.get(self._owner), found.get(key)
+            if owner is None or owner.create_revision != self._made:
+                self._doubt.set()
+                await asyncio.Event().wait()
+            elif there is None or there.value != value:
+                raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
+            else:  # an earlier attempt has written it, whose answer was lost
+                self._written[parity] = there.mod_revision
+                break
+        self.views = [*self.views[-1:], view]
+
+    async def clear(self) -> None:
+        """Our keys alone: below them may be those of other jobs. Says how to do it by hand if etcd does not answer."""
+        ours = [self._owner, self._term, *(f"{self._prefix}/view/{parity}" for parity in (0, 1))]
+        gone = [etcd.delete(key) for key in ours]
+        await self._last_words(
+            lambda: self._etcd.txn([etcd.modified(self._term, self._number)], gone, []),
+            f"the views of the job that is over are left in {self.name}; remove them with: etcdctl del KEY, for "
+            f"{', '.join(ours)}",
+            PATIENCE,
+        )
+
+    async def release(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+        lease, self._lease = self._lease, 0
+        if lease:
+            otherwise = f"the lease ends in {self._me.lease} s by itself"
+            await self._last_words(lambda: self._etcd.revoke(lease), otherwise, 0)
+        self._doubt.set()
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
+    async def _last_words(self, work: Callable[[], object], otherwise: str, patience: float) -> None:
+        end = now() + patience
+        while True:
+            try:
+                await self._ask(work)
+                return
+            except (etcd.Away, etcd.Refused) as error:
+                if now() > end or isinstance(error, etcd.Refused):
+                    self.tell(f"etcd does not do it ({error}): {otherwise}")
+                    return
+                await asyncio.sleep(PAUSE)
+
+    # -- to ask ------------------------------------------------------------------------------------------------
+
+    async def _ask(self, work: Callable[..., T], *args: Any) -> T:
+        thread = BEATS if work == self._beats.keep_alive else WORDS
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *args)
+        except etcd.Away as away:
+            if not self._unheard:
+                self.tell(
+                    f"etcd cannot be used ({away}): training goes on, and nobody can join or be replaced until it can. "
+                    f"{_mend(self.name)}"
+                )
+            self._unheard.add(thread)
+            raise
+        if thread in self._unheard:
+            self._unheard.remove(thread)
+            if not self._unheard:
+                self.tell("etcd can be used again")
+        return answer
+
+
+def _mend(name: str) -> str:
+    return f"Look whether etcd runs, at the addresses in {name}, and lets this host in"

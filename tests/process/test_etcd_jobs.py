@@ -1,0 +1,333 @@
+"""Jobs whose views are in etcd, while coordinators die, stop, wake up and move, and etcd itself goes and comes.
+
+The ranks know one address, as that of a Service in Kubernetes: behind it is whichever coordinator the test says. New
+lives come by it. Who runs already is called by a coordinator that takes the place of another, from wherever that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcomm.control.etcd import Place
+from ftcomm.control.etcd_store import EtcdStore
+from ftcomm.control.store import ViewStore
+from ftcomm.control.views import View
+from tests.etcd_rig import EtcdServer, etcd_server
+
+from .job import DEADLINE, TOKEN, Job
+from .points import watch_points
+from .test_faults import _members, _until
+from .test_growth import ALL, begin, go_on, hold_at_every_step, lose, wait_without
+from .test_kills import ENDLESS, SEED
+from .training import train
+
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+
+HEARTBEAT = 2.0  # s, and so the lease of a coordinator
+
+
+class Service:
+    """Forwards connections to the port `to`, on one loop."""
+
+    def __init__(self) -> None:
+        self.to, self.port = 0, 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self.to)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+class Process:
+    """`ftcomm coordinator`."""
+
+    def __init__(self, job: EtcdJob, *options: str) -> None:
+        self.log = job.folder / f"coordinator-{len(job.coordinators)}.log"
+        command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--port", "0"]
+        command += ["--replicas", str(job.replicas), "--store", job.etcd.url("job"), "--op-timeout", "60"]
+        command += ["--heartbeat-timeout", str(HEARTBEAT), *options]
+        with self.log.open("w") as log:
+            environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def port(self) -> int:
+        """Waits until it has the job."""
+        return int(self.until(r"coordinator at 127\.0\.0\.1:(\d+)"))
+
+    def until(self, pattern: str) -> str:
+        """Waits until it has said that; returns the first group."""
+        for _ in _until(lambda: re.search(pattern, self.said()) or self.process.poll() is not None, f"no {pattern!r}"):
+            pass
+        found = re.search(pattern, self.said())
+        assert found, self.said()
+        return found.group(found.re.groups and 1)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def epochs(self) -> list[int]:
+        return [int(epoch) for epoch in re.findall(r"ftcomm: view (\d+)", self.said())]
+
+
+class EtcdJob(Job):
+    """With a coordinator in the test, until that is stopped."""
+
+    def __init__(self, folder: Path, etcd: EtcdServer, **settings: Any) -> None:
+        self.etcd = etcd
+        self.service = Service()
+        self.coordinators: list[Process] = []
+        arguments: dict[str, Any] = dict(replicas=3, body=train, steps=ENDLESS, pace=0.002, prepare=watch_points)
+        arguments.update({"heartbeat_timeout": HEARTBEAT, **settings})
+        super().__init__(folder, transport="shm", **arguments)
+        self.do(self.service.start())
+        self.service.to = int(self.server.endpoint.rpartition(":")[2])
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.service.port}"
+
+    def _server(self, port: int, **other: Any) -> Any:
+        store = EtcdStore(Place.parse(self.etcd.url("job"), {}), port, self._settings["timeouts"].heartbeat)
+        return super()._server(port, **{"store": store, **other})
+
+    def start_elsewhere(self) -> None:
+        """The coordinator of the test, at another port."""
+        self.server = self._server(0)
+        self.do(self.server.start())
+        self.service.to = int(self.server.endpoint.rpartition(":")[2])
+
+    def coordinator(self, *options: str) -> Process:
+        process = Process(self, *options)
+        self.coordinators.append(process)
+        return process
+
+    def die(self, replica: int) -> None:
+        self.kill(replica)
+        self.processes[replica, 0].join(10)
+
+    def __exit__(self, *exc: object) -> None:
+        for each in self.coordinators:
+            each.process.kill()
+            each.process.wait(10)
+        super().__exit__(*exc)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path) as server:
+        yield server
+
+
+def end(running: EtcdJob) -> None:
+    for replica in ALL:
+        running.die(replica)
+    hold_at_every_step(running)
+    epochs = [event["epoch"] for event in running.events if event["kind"] == "view"]
+    for each in running.coordinators:
+        epochs += each.epochs()
+    assert len(set(epochs)) == len(epochs), f"an epoch was used twice: {epochs}"
+
+
+def test_a_coordinator_that_is_killed_and_started_elsewhere(tmp_path: Path, etcd: EtcdServer) -> None:
+    with EtcdJob(tmp_path, etcd) as running:
+        begin(running)
+        running.stop_coordinator()
+        first = running.coordinator()
+        first.port()
+        running.die(1)
+        first.until(
+            r"view \d+[^:]*: replicas 0, 2 "
+        )  # the members were called: the address that they know leads nowhere
+        first.process.kill()
+        first.process.wait(10)
+        go_on(running, {0, 2}, 20)
+        second = running.coordinator()
+        running.service.to = second.port()
+        running.start(1)
+        second.until(r"view \d+[^:]*: replicas 0, 1, 2 ")
+        go_on(running, ALL)
+        end(running)
+
+
+def test_a_coordinator_that_is_stopped_is_replaced_and_ends_when_it_wakes_up(tmp_path: Path, etcd: EtcdServer) -> None:
+    """Its connections are there all the while, and whom it takes for dead are alive."""
+    with EtcdJob(tmp_path, etcd) as running:
+        begin(running)
+        running.stop_coordinator()
+        first = running.coordinator()
+        running.service.to = first.port()
+        second = running.coordinator("--standby")
+        second.until("takes over when it is gone")
+        go_on(running, ALL)
+        for _ in _until(lambda: "view" in first.said() or connections(first) >= 3, "not all are there"):
+            pass
+        first.process.send_signal(signal.SIGSTOP)
+        running.die(2)
+        second.until(r"view \d+[^:]*: replicas 0, 1 ")
+        go_on(running, {0, 1})
+        first.process.send_signal(signal.SIGCONT)
+        assert first.process.wait(DEADLINE) == 1
+        assert re.search(r"the coordinator on \S+, port 0 \(process \d+\) has taken the job /job over", first.said())
+        assert not first.epochs()
+        running.service.to = second.port()
+        running.start(2)
+        second.until(r"view \d+[^:]*: replicas 0, 1, 2 ")
+        go_on(running, ALL)
+        end(running)
+
+
+def connections(coordinator: Process) -> int:
+    """Established ones, at the port that it listens on."""
+    port = f":{coordinator.port():04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(line[1].endswith(port) and line[3] == "01" for line in lines)
+
+
+def test_training_goes_on_without_etcd_and_changes_wait_for_it(tmp_path: Path, etcd: EtcdServer) -> None:
+    with EtcdJob(tmp_path, etcd) as running:
+        begin(running)
+        etcd.kill()
+        running.wait_event("word of etcd", lambda events: any("cannot be used" in e.get("text", "") for e in events))
+        go_on(running, ALL, 50)
+        for _ in _until(lambda: running.server._machine is None, "the coordinator has not given up"):
+            pass
+        go_on(running, ALL, 50)
+        seen = len(running.events)
+        running.die(1)
+        etcd.start()
+        wait_without(running, 1, seen)
+        go_on(running, {0, 2})
+        running.start(1)
+        running.wait_contributing(ALL, since=seen)
+        go_on(running, ALL)
+        end(running)
+
+
+def test_a_member_is_lost_while_etcd_is_slow(tmp_path: Path, etcd: EtcdServer) -> None:
+    with EtcdJob(tmp_path, etcd, heartbeat_timeout=30.0) as running:  # so the lease outlives what etcd is slow for
+        begin(running)
+        seen = len(running.events)
+        etcd.signal(signal.SIGSTOP)
+        running.die(1)
+        for _ in _until(lambda: running.server._writing is not None, "no view is written"):
+            pass
+        assert not [event for event in running.events[seen:] if event["kind"] == "view"]
+        etcd.signal(signal.SIGCONT)
+        wait_without(running, 1, seen)
+        go_on(running, {0, 2})
+        running.start(1)
+        running.wait_contributing(ALL, since=seen)
+        end(running)
+
+
+def test_everything_at_random(tmp_path: Path, etcd: EtcdServer) -> None:
+    """Replicas die and come, the coordinator goes and comes at another port, etcd dies and comes, as a seed has it."""
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    away, down, dead = False, False, set[int]()
+
+    def bring_back(replica: int) -> None:
+        running.start(replica)
+        dead.discard(replica)
+
+    with EtcdJob(tmp_path, etcd) as running:
+        begin(running)
+        for _ in range(25):
+            what = rng.choice(["coordinator", "etcd", "replica", "replica", "rest"])
+            if what == "coordinator" and not down:  # one that starts or stops without etcd waits for it
+                (running.start_elsewhere if away else running.stop_coordinator)()
+                away = not away
+            elif what == "etcd":
+                (etcd.start if down else etcd.kill)()
+                down = not down
+            elif what == "replica":
+                replica = rng.choice([1, 2])  # 0 keeps the state of the training
+                (bring_back if replica in dead else running.die)(replica)
+                dead.symmetric_difference_update({replica} if running.processes[replica, 0].exitcode else set())
+            time.sleep(rng.uniform(0.0, 0.3))  # no synchronisation: the moment is what is random
+        if down:
+            etcd.start()
+        if away:
+            running.start_elsewhere()
+
+        def all_are_back() -> bool:
+            for replica in (1, 2):
+                if not running.processes[replica, 0].is_alive():
+                    running.start(replica)
+            views = [event for event in running.events if event["kind"] == "view"]
+            return [x["replica"] for x in views[-1]["members"] if x["contributing"]] == [0, 1, 2]
+
+        for _ in _until(all_are_back, f"seed {SEED}: not all came back", 60.0):
+            pass
+        go_on(running, ALL)
+        end(running)
+
+
+class SlowStore(ViewStore):
+    """Every view takes `seconds`."""
+
+    seconds = 0.0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.written: dict[int, float] = {}  # epoch -> when
+
+    def append(self, view: View) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self._append(view))
+
+    async def _append(self, view: View) -> None:
+        await asyncio.sleep(self.seconds)
+        self.append_now(view)
+
+    def append_now(self, view: View) -> None:
+        super().append(view)
+        self.written[view.epoch] = time.monotonic()
+
+
+def test_who_lives_is_heard_while_a_view_is_being_written(tmp_path: Path) -> None:
+    """For longer than the heartbeat timeout; and nobody is told of the view before that is done."""
+    store = SlowStore(tmp_path / "slow")
+    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.002, prepare=watch_points, transport="shm")
+    with Job(tmp_path, replicas=3, heartbeat_timeout=0.5, **arguments) as running:
+        begin(running)
+        running.stop_coordinator()
+        store.open()
+        store.append_now(running.server._store.views[-1])
+        store.close()
+        running.start_coordinator(store=store)
+        go_on(running, ALL)
+        store.seconds = 2.0
+        seen = len(running.events)
+        lose(running, 1)
+        go_on(running, {0, 2})
+        [view] = [event for event in running.events[seen:] if event["kind"] == "view"]
+        assert _members(view) == [0, 2]
+        assert view["mono"] > store.written[view["epoch"]]

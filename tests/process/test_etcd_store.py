@@ -1,0 +1,445 @@
+"""Views in a real etcd: who has the job, who may write, and what is there after everything that can happen between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from ftcomm.control import etcd
+from ftcomm.control.etcd import Etcd, Place
+from ftcomm.control.etcd_store import EtcdStore, now
+from ftcomm.control.store import JobOver, StoreError
+from ftcomm.control.views import Address, Member, View
+from tests.etcd_rig import EtcdServer, etcd_server
+
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+
+LEASE = 2.0
+SECRET = "hush"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: EtcdServer, request: pytest.FixtureRequest) -> str:
+    return server.url(f"{request.node.name}")
+
+
+def view(epoch: int) -> View:
+    return View(epoch, None, (Member(0, "a", (Address("h", 1, "b", 2, 3, "0" * 32),), True),), "why")
+
+
+class Store(EtcdStore):
+    """One that keeps what it says."""
+
+    def __init__(self, url: str, port: int = 1, standby: bool = False, env: dict[str, str] | None = None) -> None:
+        super().__init__(Place.parse(url, env or {}), port, LEASE, standby)
+        self.said: list[str] = []
+        self.tell = self.said.append
+
+    async def until(self, text: str) -> None:
+        while not any(text in each for each in self.said):
+            await asyncio.sleep(0.01)
+
+    def fall_silent(self) -> None:
+        """As a stopped process does."""
+        assert self._keeper is not None
+        self._keeper.cancel()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 60)
+
+    asyncio.run(bounded())
+
+
+def keys(url: str) -> dict[str, Any]:
+    place = Place.parse(url, {})
+    return Etcd(place, 5).txn([], [etcd.get_all(place.prefix)], []).found()
+
+
+def stored(url: str) -> list[int]:
+    """Epochs."""
+    return sorted(
+        int(entry.value.split(b'"epoch":')[1].split(b",")[0]) for key, entry in keys(url).items() if "/view/" in key
+    )
+
+
+def test_a_lease_that_was_taken_away_is_noticed_by_who_writes(url: str) -> None:
+    """Nobody else had the job, so it is had again."""
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        store.fall_silent()
+        await store._ask(store._etcd.revoke, store._lease)
+        writing = store.append(view(1))
+        await store.doubt()
+        assert stored(url) == []
+        writing.cancel()
+        await store.acquire()
+        await store.append(view(1))
+        assert stored(url) == [1]
+        await store.release()
+
+    run(test)
+
+
+def test_who_was_not_sure_for_a_moment_is_in_doubt() -> None:
+    """A word that keeps the lease comes late, but in its time. What was to be said meanwhile was not said."""
+
+    async def test() -> None:
+        store, may_answer = Store("etcd://127.0.0.1:1/job"), threading.Event()
+
+        def late(lease: int) -> int:
+            may_answer.wait(30)
+            return 60
+
+        store._beats.keep_alive = late  # type: ignore[method-assign]
+        store._until = now() + 0.2
+        keeper = asyncio.ensure_future(store._keep())
+        assert store.sure
+        while store.sure:
+            await asyncio.sleep(0.01)
+        may_answer.set()
+        await store.doubt()
+        await keeper
+        assert not store.sure
+        await store.release()
+
+    run(test)
+
+
+def test_the_end_of_a_job_leaves_those_whose_names_begin_alike(url: str) -> None:
+    async def test() -> None:
+        first, other = Store(url), Store(f"{url}/other")
+        for store in (first, other):
+            await store.acquire()
+            await store.append(view(1))
+            await store.append(view(2))
+        await first.clear()
+        assert len(keys(f"{url}/other")) == len(keys(url)) == 4
+        await other.append(view(3))
+        assert other.sure
+        await first.release()
+        await other.release()
+
+    run(test)
+
+
+def losing_the_answer(store: Store, *which: int) -> None:
+    """Of these transactions, counted from 1: they are carried out."""
+    txn, calls = store._etcd.txn, iter(range(1, 1000))
+
+    def lossy(*args: Any) -> Any:
+        answer = txn(*args)
+        if next(calls) in which:
+            raise etcd.Away("the answer is lost")
+        return answer
+
+    store._etcd.txn = lossy  # type: ignore[method-assign]
+
+
+def test_the_last_two_views_come_back_and_nothing_grows(url: str) -> None:
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        assert store.views == []
+        for epoch in range(1, 8):
+            await store.append(view(epoch))
+        assert len(keys(url)) == 4
+        await store.release()
+        assert len(keys(url)) == 3  # not the owner
+        again = Store(url)
+        await again.acquire()
+        assert again.views == store.views == [view(6), view(7)]
+        await again.clear()
+        await again.release()
+        assert not keys(url)
+
+    run(test)
+
+
+def test_a_second_one_is_refused_with_the_name_of_the_first(url: str) -> None:
+    async def test() -> None:
+        first, second = Store(url, 4711), Store(url)
+        await first.acquire()
+        with pytest.raises(StoreError, match=r"port 4711 .* has the job .*two of one job must not run.*--standby"):
+            await second.acquire()
+        assert first.sure
+        await first.append(view(1))
+        await first.release()
+        await second.release()
+
+    run(test)
+
+
+def test_one_that_was_killed_is_waited_for_as_long_as_its_lease_lasts(url: str) -> None:
+    async def test() -> None:
+        first, second = Store(url), Store(url)
+        await first.acquire()
+        await first.append(view(1))
+        first.fall_silent()
+        await second.acquire()
+        assert second.views == [view(1)]
+        await second.release()
+
+    run(test)
+
+
+def test_a_standby_takes_over_and_who_comes_back_is_fenced(url: str) -> None:
+    async def test() -> None:
+        first, second = Store(url), Store(url, 4712, standby=True)
+        await first.acquire()
+        await first.append(view(1))
+        taking = asyncio.ensure_future(second.acquire())
+        await second.until("takes over when it is gone")
+        first.fall_silent()
+        await taking
+        assert not first.sure
+        late = first.append(view(2))  # even if it is not asked whether it is sure
+        await asyncio.wait_for(first.doubt(), 10)
+        assert not late.done()
+        assert stored(url) == [1]
+        await second.append(view(2))
+        with pytest.raises(StoreError, match=r"port 4712 .* has taken the job .* over; this one decides nothing"):
+            await first.acquire()
+        assert second.sure
+        assert stored(url) == [1, 2]
+        late.cancel()
+        await first.release()
+        assert second.sure
+        await second.append(view(3))
+        await second.release()
+
+    run(test)
+
+
+def test_a_write_of_an_earlier_term_changes_nothing(url: str) -> None:
+    """Of one's own: given up while it was under way, and carried out when the next term has begun."""
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        late, writes = store._etcd.txn, []
+
+        def never(*args: Any) -> Any:
+            writes.append(args)
+            raise etcd.Away("still under way")
+
+        store._etcd.txn = never  # type: ignore[method-assign]
+        given_up = store.append(view(1))
+        while not writes:
+            await asyncio.sleep(0.01)
+        given_up.cancel()
+        store._etcd.txn = late  # type: ignore[method-assign]
+        await store.acquire()
+        answer = await store._ask(late, *writes[0])
+        assert not answer.succeeded
+        assert stored(url) == []
+        await store.append(view(1))
+        await store.release()
+
+    run(test)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_an_answer_that_is_lost_while_it_becomes_the_owner(url: str, lost: int) -> None:
+    async def test() -> None:
+        before = Store(url)
+        await before.acquire()
+        await before.append(view(1))
+        await before.release()
+        store = Store(url)
+        losing_the_answer(store, lost)
+        await store.acquire()
+        assert store.views == [view(1)]
+        await store.append(view(2))
+        store._doubt.set()
+        await store.acquire()
+        assert store.views == [view(1), view(2)]
+        await store.release()
+
+    run(test)
+
+
+def test_an_answer_that_is_lost_while_it_writes(url: str) -> None:
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        losing_the_answer(store, 1, 3)
+        await store.append(view(1))
+        await store.append(view(2))
+        await store.append(view(3))
+        assert stored(url) == [2, 3]
+        assert store.said == [store.said[0], "etcd can be used again", *store.said[2:]]
+        await store.release()
+
+    run(test)
+
+
+def test_etcd_goes_for_longer_than_the_lease_and_comes_back(tmp_path: Path) -> None:
+    async def test(server: EtcdServer) -> None:
+        store = Store(server.url("job"))
+        await store.acquire()
+        await store.append(view(1))
+        server.kill()
+        writing = store.append(view(2))
+        await store.doubt()
+        assert not store.sure
+        assert "training goes on" in store.said[0]
+        assert f"127.0.0.1:{server.port}" in store.said[0]
+        assert not writing.done()
+        writing.cancel()
+        having = asyncio.ensure_future(store.acquire())
+        await asyncio.sleep(0)
+        server.start()
+        await having
+        assert store.said[1:] == ["etcd can be used again"]
+        assert store.views[-1] in (view(1), view(2))
+        await store.append(view(3))
+        await store.release()
+
+    with etcd_server(tmp_path) as server:
+        run(lambda: test(server))
+
+
+def test_etcd_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    """The loop does not stand still meanwhile, and the lease is not lost."""
+
+    async def test(server: EtcdServer) -> None:
+        store = Store(server.url("job"))
+        await store.acquire()
+        server.signal(signal.SIGSTOP)
+        writing = store.append(view(1))
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+        assert not writing.done()
+        server.signal(signal.SIGCONT)
+        await writing
+        assert store.views == [view(1)]
+        await store.release()
+
+    with etcd_server(tmp_path) as server:
+        run(lambda: test(server))
+
+
+def test_no_etcd_at_the_start_is_said_in_seconds(server: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcomm.control.etcd_store.PATIENCE", 0.5)
+
+    async def test() -> None:
+        with pytest.raises(
+            StoreError, match=r"etcd cannot be used \(127\.0\.0\.1:1: Connection refused\)\. Look whether"
+        ):
+            await Store("etcd://127.0.0.1:1/job").acquire()
+
+    run(test)
+
+
+def test_a_standby_ends_with_the_job(url: str) -> None:
+    async def test() -> None:
+        first, second = Store(url), Store(url, standby=True)
+        await first.acquire()
+        waiting = asyncio.ensure_future(second.acquire())
+        await second.until("takes over")
+        await first.clear()
+        await first.release()
+        with pytest.raises(JobOver, match="has ended the job"):
+            await waiting
+        await second.release()
+
+    run(test)
+
+
+@pytest.mark.parametrize("key", ["owner", "view/0"])
+def test_keys_of_something_else_are_refused(url: str, key: str) -> None:
+    place = Place.parse(url, {})
+    Etcd(place, 5).txn([], [etcd.put(f"{place.prefix}/{key}", b"hello")], [])
+
+    async def test() -> None:
+        with pytest.raises(StoreError, match="choose another name in --store"):
+            await Store(url).acquire()
+
+    run(test)
+
+
+def test_views_that_somebody_else_writes_are_noticed(url: str) -> None:
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        await store.append(view(1))
+        store._etcd.txn([], [etcd.put(f"{store._prefix}/view/0", b"hello")], [])
+        with pytest.raises(StoreError, match="was changed by somebody else"):
+            await store.append(view(2))
+        await store.release()
+
+    run(test)
+
+
+def test_an_account_is_asked_for_and_a_token_that_ended_is_renewed(tmp_path: Path) -> None:
+    async def test(server: EtcdServer) -> None:
+        url, env = server.url("job"), {"FTCOMM_ETCD_USER": "root", "FTCOMM_ETCD_PASSWORD": SECRET}
+        admin = Etcd(Place.parse(url, {}), 5)
+        admin._ask(etcd.Kept, "/auth/user/add", {"name": "root", "password": SECRET})
+        admin._ask(etcd.Kept, "/auth/role/add", {"name": "root"})
+        admin._ask(etcd.Kept, "/auth/user/grant", {"user": "root", "role": "root"})
+        admin._ask(etcd.Kept, "/auth/enable", {})
+        with pytest.raises(StoreError, match="user name is empty"):
+            await Store(url).acquire()
+        with pytest.raises(StoreError, match="authentication failed") as error:
+            await Store(url, env={**env, "FTCOMM_ETCD_PASSWORD": f"{SECRET}2"}).acquire()
+        assert SECRET not in str(error.value)
+        store = Store(url, env=env)
+        await store.acquire()
+        await store.append(view(1))
+        for each in (store._etcd, store._beats):
+            each._token = "ended.7"
+        await store.append(view(2))
+        await store.release()
+        assert SECRET not in "".join(store.said)
+
+    with etcd_server(tmp_path) as server:
+        run(lambda: test(server))
+
+
+def test_tls(tmp_path: Path) -> None:
+    """Both sides show a certificate."""
+    authority, other = trustme.CA(), trustme.CA()
+    mine, its = authority.issue_cert("coordinator"), authority.issue_cert("127.0.0.1")
+    files = {name: str(tmp_path / name) for name in ("ca", "other", "cert", "key", "its-cert", "its-key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    other.cert_pem.write_to_path(files["other"])
+    for made, name in ((mine, ""), (its, "its-")):
+        made.cert_chain_pems[0].write_to_path(files[f"{name}cert"])
+        made.private_key_pem.write_to_path(files[f"{name}key"])
+    env = {f"FTCOMM_ETCD_{name.upper()}": files[name] for name in ("cert", "key")}
+
+    async def test(server: EtcdServer) -> None:
+        url = server.url("job")
+        store = Store(url, env={**env, "FTCOMM_ETCD_CACERT": files["ca"]})
+        await store.acquire()
+        await store.append(view(1))
+        await store.release()
+        with pytest.raises(etcd.Away, match="its certificate is not accepted"):
+            Etcd(Place.parse(url, {**env, "FTCOMM_ETCD_CACERT": files["other"]}), 5).grant(5)
+        with pytest.raises(etcd.Away, match="if it speaks TLS, set FTCOMM_ETCD_CACERT"):
+            Etcd(Place.parse(url, {}), 5).grant(5)
+        with pytest.raises(etcd.Away, match="certificate"):
+            Etcd(Place.parse(url, {"FTCOMM_ETCD_CACERT": files["ca"]}), 5).grant(5)
+
+    options = ["--cert-file", files["its-cert"], "--key-file", files["its-key"]]
+    options += ["--trusted-ca-file", files["ca"], "--client-cert-auth"]
+    with etcd_server(tmp_path, *options, scheme="https") as server:
+        run(lambda: test(server))

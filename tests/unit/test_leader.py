@@ -1,0 +1,58 @@
+"""One leader by itself: what it says again when a link to another one breaks and comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftcomm.control import messages as m
+from ftcomm.control.leader import Leader, ToLeader
+from ftcomm.control.timeouts import Timeouts
+from tests.unit.test_node import address, view
+
+P = 7  # a proposal
+
+
+def leader(replica: int) -> Leader:
+    made = Leader(replica, f"life-{replica}", 1, Timeouts.derive(120.0, 10.0))
+    made.from_rank(0, m.Hello(0, address(replica, 0)))
+    made.from_coordinator(m.NewView(view(1, (0, 1))))
+    made.from_rank(0, m.Installed(1))
+    return made
+
+
+def promise(made: Leader) -> None:
+    made.from_coordinator(m.Prepare(P, 1, 3))
+    made.from_rank(0, m.Promise(P, True, 2))
+
+
+@pytest.mark.parametrize("how", ["never heard of it", "cancelled"])
+def test_who_waits_at_a_boundary_is_told_again_that_there_is_no_commit(how: str) -> None:
+    """The first answer is lost with the link, and a coordinator that could cancel the proposal is not there."""
+    waits, other = leader(0), leader(1)
+    promise(waits)
+    if how == "cancelled":
+        promise(other)
+    asked = [x.message for x in waits.from_rank(0, m.AtBoundary(P)) if isinstance(x, ToLeader)]
+    assert asked == [m.Boundary(0, 1, P, None)]
+    lost = other.from_leader(asked[0])
+    if how == "cancelled":
+        lost = other.from_coordinator(m.Cancel(P))
+    assert ToLeader(0, m.Boundary(1, 1, P, None)) in lost
+    assert waits.waiting() == (1,)
+
+    for action in other.again(0):
+        assert isinstance(action, ToLeader)
+        waits.from_leader(action.message)
+    assert waits.waiting() == (), "it waits for a word that nobody says again"
+
+
+def test_a_commit_that_is_in_force_is_not_denied_when_a_link_comes_back() -> None:
+    """Not of who has asked late, and not when another change is under way."""
+    other = leader(1)
+    promise(other)
+    other.from_coordinator(m.NewView(commit := view(2, (0, 1), step=3, proposal=P)))
+    other.from_rank(0, m.AtBoundary(P))
+    assert other.from_leader(m.Boundary(0, 1, P, None)) == [ToLeader(0, m.Boundary(1, 1, P, commit))]
+    assert other.again(0) == [ToLeader(0, m.Boundary(1, 1, P, commit))]
+    other.from_coordinator(m.Prepare(P + 1, 2, 9))
+    assert other.again(0) == []
