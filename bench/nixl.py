@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
-from ftcomm.bench.job import Job, Tail
-from ftcomm.bench.limits import check_at_least_one, check_memory, check_replicas
+from ftcomm.bench.job import Job
 from ftcomm.bench.sizes import format_size
-from ftcomm.bench.stats import busbw_factor, median, slowest
-from ftcomm.bench.wire import RANK_MEMORY
-from ftcomm.bench.wire_rank import Block, Task
+from ftcomm.bench.stats import busbw_factor, median
+from ftcomm.bench.yardstick import Block, Column, Task, check, rounds_us, run_ranks, share, whole
 from ftcomm.errors import SettingsError
-from ftcomm.launch import RunOptions
 
-LIBRARIES = ("puts", "one way", "ftcomm")
+LIBRARIES = ("puts", "large puts", "in cache", "one way", "with sum", "ftcomm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +25,9 @@ class Request:
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
-        check_at_least_one("-n", self.iterations)
-        check_at_least_one("--rounds", self.rounds)
-        if min(self.sizes) < 1 << 10 or any(size % 4 for size in self.sizes):
-            raise SettingsError(f"--sizes {min(self.sizes)}: expected multiples of 4 bytes from 1K on.")
-        check_replicas(self.ranks)
+        check(self.sizes, (self.ranks,), self.iterations, self.rounds, arrays=3)
         if self.ranks % 2:
             raise SettingsError(f"--ranks {self.ranks}: expected an even number, as every other one puts to its right.")
-        need = self.ranks * (RANK_MEMORY + max(self.sizes))
-        check_memory(f"{self.ranks} ranks with arrays of {format_size(max(self.sizes))}", need, "--ranks or --sizes")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -56,58 +45,39 @@ class Row(msgspec.Struct, frozen=True):
 async def measure(
     request: Request, on_rows: Callable[[list[Row]], None], progress: Callable[[str, float], None]
 ) -> None:
-    """Hand over the rows of all sizes when the ranks have ended. Raises `FtcommError` if one fails."""
-    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-        task = Task(request.ranks, tuple(request.sizes), request.iterations, request.rounds, LIBRARIES, folder)
-        path = Path(folder) / "task.json"
-        path.write_bytes(msgspec.json.encode(task))
-        tail = Tail([Path(folder) / f"rank-{rank}.jsonl" for rank in range(request.ranks)], Block)
-        blocks: list[Block] = []
-        total = request.ranks * len(task.sizes) * task.rounds * len(LIBRARIES)
-        options = RunOptions(
-            replicas=request.ranks,
-            script="ftcomm.bench.nixl_rank",
-            module=True,
-            args=(str(path),),
-            min_replicas=request.ranks,
-            max_restarts=0,
-            transport="nixl",
-            env={"OMP_NUM_THREADS": "1"},
-        )
-        async with Job(options) as job:
-            runs = True
-            while runs:
-                progress(f"{request.ranks} ranks", len(blocks) / total)
-                runs = await job.runs(0.2)
-                blocks += tail.read()
-            await job.finish()
-    for size in task.sizes:
-        on_rows(rows(blocks, task, size))
+    """Hand over the rows of each size as soon as the ranks have measured it. Raises `FtcommError` if one fails."""
+    task = Task(
+        ranks=request.ranks,
+        sizes=tuple(request.sizes),
+        iterations=request.iterations,
+        rounds=request.rounds,
+        libraries=LIBRARIES,
+    )
+    left = list(task.sizes)
+    total = request.ranks * len(task.sizes) * task.rounds * len(LIBRARIES)
+
+    def look(job: Job, blocks: list[Block]) -> None:
+        while left and whole(blocks, task, left[0]):
+            on_rows(rows(blocks, task, left.pop(0)))
+
+    await run_ranks("ftcomm.bench.nixl_rank", task, request.ranks, Block, total, progress, look, transport="nixl")
 
 
 def rows(blocks: Iterable[Block], task: Task, size: int) -> list[Row]:
     """All ranks' blocks of one size -> a row for each library, the yardstick first."""
-    medians: dict[str, list[float]] = {}
-    for library in task.libraries:
-        mine = [block for block in blocks if block.bytes == size and block.library == library]
-        medians[library] = [
-            median(slowest([block.times for block in mine if block.round == number])) / 1e3
-            for number in range(task.rounds)
-        ]
-    found = []
-    for library, times in medians.items():
-        shares = [puts / time for puts, time in zip(medians["puts"], times, strict=True)]
-        rate = size * busbw_factor(task.ranks) / median(times) / 1e3
-        found.append(Row(library, task.ranks, size, median(times), rate, median(shares), times))
-    return found
+    found = rounds_us(blocks, task, size)
+    made = size * busbw_factor(task.ranks) / 1e3  # GB a second, over us
+    return [
+        Row(library, task.ranks, size, median(times), made / median(times), share(found["puts"], times), times)
+        for library, times in found.items()
+    ]
 
 
-def heading() -> list[str]:
-    return ["# what       ranks     size     time (us)   rate (GB/s)    of puts"]
-
-
-def line(row: Row) -> str:
-    return (
-        f"  {row.library:<10} {row.ranks:>5} {format_size(row.bytes):>8} {row.time_us:>13.0f} {row.rate_gbps:>13.2f} "
-        f"{row.of_puts:>10.0%}"
-    )
+COLUMNS = (
+    Column("what", "", -10, lambda row: row.library),
+    Column("ranks", "", 5, lambda row: str(row.ranks)),
+    Column("size", "(B)", 8, lambda row: format_size(row.bytes)),
+    Column("time", "(us)", 13, lambda row: f"{row.time_us:.0f}"),
+    Column("rate", "(GB/s)", 13, lambda row: f"{row.rate_gbps:.2f}"),
+    Column("of puts", "", 10, lambda row: f"{row.of_puts:.0%}"),
+)

@@ -16,7 +16,7 @@ from ftcomm.transport.nixl import rails, rdma_devices
 from ftcomm.transport.nixl_memory import address_of
 from ftcomm.transport.segment import CHUNK, SIZE
 
-LOCKED = 64 << 20  # bytes: staging and mirrors of a dozen members, and what UCX takes for itself
+LOCKED = 512 << 20  # bytes: staging and mirrors of a dozen members, arrays that are reduced, and what UCX takes
 _PUTS, _PATIENCE = 64, 10.0
 _LOOPBACK = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 
@@ -136,7 +136,7 @@ def locked_memory(limit: int | None = None, rdma: bool | None = None) -> list[Fi
         Finding(
             "locked memory",
             "wrong" if rdma else "note",
-            f"ulimit -l: {said}; RDMA wants {LOCKED >> 10} KB or more ({SIZE >> 20} MB for each member)"
+            f"ulimit -l: {said}; RDMA wants {LOCKED >> 10} KB or more ({SIZE >> 20} MB for each member, and arrays)"
             + ("" if rdma else ", which is not there"),
             "Set `ulimit -l unlimited` for the ranks: `* - memlock unlimited` in /etc/security/limits.conf, "
             "LimitMEMLOCK=infinity for slurmd, `--ulimit memlock=-1` for docker.",

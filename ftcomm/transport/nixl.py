@@ -2,8 +2,8 @@
 
     writer                                              reader
     its driver: store a word, then                      whoever polls: at a notification raise the word in the mirror
-    put what this reader needs of the chunk ===(RDMA)=> into the staging of the mirror,
-    and a notification behind it            ----------> with what a frame over TCP says
+    put what this reader needs of the chunk ===(RDMA)=> into the staging of the mirror;
+    when that has ended a notification      ----------> with what a frame over TCP says
 
 The words lie in memory of the reader's own, new in every epoch; no put goes there. Only the staging is written from
 afar. It serves as long as the two processes know each other: what is put in an epoch is put after all have stopped to
@@ -26,7 +26,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,9 +33,9 @@ from ftcomm.errors import TransportError
 from ftcomm.kernels.wait import wake
 from ftcomm.transport import nixl_frames as frames
 from ftcomm.transport import nixl_hello as hello
-from ftcomm.transport.nixl_agent import Endpoint, Remote, Sender
+from ftcomm.transport.nixl_agent import Endpoint
 from ftcomm.transport.nixl_memory import Mirror
-from ftcomm.transport.nixl_window import cut, spread
+from ftcomm.transport.nixl_reader import NixlReader
 from ftcomm.transport.segment import CHUNK, DETAIL, FINGERPRINT, HEADER, POSTED, SLOTS, TAKEN, Peer, descriptor
 from ftcomm.transport.tcp import Lost
 
@@ -114,7 +113,7 @@ class Nixl:
                 hello.send(sock, hello.Answer(here, problem=str(error)[:2000]), deadline)
                 raise
             reader = NixlReader(endpoint, remote, wanted.channel, sock, replica, epoch, on_lost)
-            endpoint.greet(remote, wanted.channel, reader)
+            reader.greet()
             return reader
         except BaseException:
             sock.close()
@@ -217,6 +216,9 @@ class NixlPeer(Peer):
         threading.Thread(target=self._watch, name=f"ftcomm-from-{self.replica}", daemon=True).start()
         return True
 
+    def serves(self, epoch: int) -> bool:
+        return False  # puts are not in order: what belongs to an epoch is told by its connection
+
     def quiet(self) -> None:
         self._quiet = True
 
@@ -272,93 +274,3 @@ class NixlPeer(Peer):
             except OSError as error:
                 reason = str(error)
         self.broken(reason)
-
-
-class NixlReader(Sender):
-    """A member that reads this one's segment by NIXL in `epoch`. `send` and `flush` are for the driving thread alone.
-
-    No method blocks. `on_lost` is told if a put fails after the send that began it.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        remote: Remote,
-        channel: int,
-        sock: socket.socket,
-        replica: int,
-        epoch: int,
-        on_lost: Lost,
-    ) -> None:
-        self.replica, self.epoch = replica, epoch
-        self._endpoint, self._remote, self._channel = endpoint, remote, channel
-        self._sock, self._on_lost = sock, on_lost
-        self._queue: deque[tuple[int, int, int, memoryview, tuple[int, int, int]]] = deque()
-        self._number = 1  # of the next frame; the greeting was 0
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        os.eventfd_write(self._fd, _FULL)
-
-    def send(self, word: int, value: int, start: int, payload: memoryview, belongs: tuple[int, int, int]) -> None:
-        """Send one frame, or leave it to `flush`. `payload` stays as it is until the reader has taken the task.
-
-        Raises `OSError` if the connection is lost.
-        """
-        self._queue.append((word, value, start, payload, belongs))
-        if len(self._queue) == 1:
-            self.flush()
-
-    def flush(self) -> bool:
-        """Send what has been left. True if nothing is left now. Raises `OSError` if the connection is lost."""
-        endpoint, remote, queue = self._endpoint, self._remote, self._queue
-        with endpoint.lock:
-            if self.closed or remote.problem:
-                raise ConnectionError(remote.problem or "it is closed")
-            if queue and not endpoint.settled(remote):
-                return False
-            while queue:
-                if not self._post(*queue[0]):
-                    return False
-                queue.popleft()
-        endpoint.kick()
-        return True
-
-    def told(self, word: int, value: int) -> bool:
-        """True if no frame for this value of the word, or a lower one, is left to be sent."""
-        return not any(of == word and said <= value for of, said, *_ in self._queue)
-
-    def fileno(self) -> int:
-        """A descriptor that never is ready to be written to: nobody is told when there is room."""
-        return self._fd
-
-    def broken(self, reason: str) -> None:
-        self._on_lost(self.replica, self.epoch, f"connection for data: {reason}")
-
-    def close(self) -> None:
-        self._queue.clear()
-        if not self.closed:
-            self._endpoint.leave(self._remote, self)
-            self._sock.close()
-            os.close(self._fd)
-
-    def _post(self, word: int, value: int, start: int, payload: memoryview, belongs: tuple[int, int, int]) -> bool:
-        """With the lock. False if no rail has room."""
-        endpoint, remote, nbytes = self._endpoint, self._remote, len(payload)
-        head = (word, self._channel, self._number)
-        if nbytes <= frames.INLINE:
-            frame = frames.Frame(*head, 0, 0, value, start, nbytes, belongs, bytes(payload))
-            endpoint.tell(remote, frames.pack(frame))
-        else:
-            pieces = cut(nbytes, len(remote.windows))
-            rails = spread(pieces, remote.windows)
-            if rails is None:
-                return False
-            base = HEADER + ((word != POSTED) * SLOTS + frames.slot_of(value)) * CHUNK + start
-            for piece, ((offset, size), rail) in enumerate(zip(pieces, rails, strict=True)):
-                frame = frames.Frame(*head, piece, len(pieces), value, start + offset, size, belongs)
-                part = payload[offset : offset + size]
-                endpoint.put(remote, rail, part, base + offset, frames.pack(frame), self)
-        self._number += 1
-        return True
-
-
-_FULL = (1 << 64) - 2  # what an eventfd holds when it has no room

@@ -1,8 +1,10 @@
 """The NIXL library: which flavour is installed, its agents, its errors as ours, and what UCX says of itself.
 
 NIXL moves memory by UCX, which chooses among what it finds: InfiniBand and RoCE, EFA, TCP, the memory of another
-process of the host. What it has chosen it tells its log alone, at the level "info". So that log goes to a file in
-memory, from which `said` takes it, unless the user has set UCX_LOG_LEVEL or UCX_LOG_FILE.
+process of the host. What it has chosen it tells its log alone, at the level "info": the lanes of each connection, and
+with UCX_PROTO_INFO for each kind of operation a table of what does it. The lanes by themselves mislead: puts within a
+host go by CMA, which is among the lanes for messages. So that log goes to a file in memory, from which `said` takes it,
+unless the user has set UCX_LOG_LEVEL or UCX_LOG_FILE.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import importlib.metadata
 import logging
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.wire import no_ports
 from ftcomm.errors import TransportError
 
 log = logging.getLogger("ftcomm.transport")
@@ -27,10 +31,13 @@ log = logging.getLogger("ftcomm.transport")
 _FLAVOURS = ("nixl", "nixl_cu13", "nixl_cu12")  # the first dispatches to what is installed of the others
 MEND = "Install it with `pip install 'ftcomm[rdma]'` (`ftcomm[cuda12]`, `ftcomm[cuda13]`), or set FTCOMM_TRANSPORT=tcp."
 
-_LANES = re.compile(r"UCX\s+INFO\s+.*?(\S+) cfg#\d+ +(.*)$")
+_LANES = re.compile(r"UCX\s+INFO\s+.*?(\S+ cfg#\d+) +(.*)$")
+_TABLE = re.compile(r"\]\s+\|\s*(.*?)\s*\|$")
+_OF = re.compile(r".*?(\S+ cfg#\d+)$")
+_PUTS = re.compile(r"remote memory write by ucp_put\S* from (\S+) memory")
+_ALL_ABOVE = re.compile(r"\d+\.\.inf")  # of a table the last line, for what is large
 _VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
 _TROUBLE = re.compile(r"UCX\s+(?:WARN|ERROR|FATAL)\s+(.*)$")
-_KINDS = {"rma": "puts", "am": "messages", "rma_am": "puts"}  # of lanes; the others say nothing to a user
 
 
 class NixlMissing(TransportError):
@@ -62,9 +69,15 @@ class Library:
         )
         self.version = self._version()
         self.ucx = "unknown"
+        self._ways = Ways()
 
     def agent(self, name: str, devices: str) -> Any:
         """A new agent that goes through UCX. `devices` as UCX_NET_DEVICES, or "" for what that or UCX itself says."""
+        with socket.socket() as sock:  # UCX listens by itself, and looks for a port until there is one
+            try:
+                sock.bind(("", 0))
+            except OSError:
+                raise TransportError(f"NIXL {self.version} cannot start: {no_ports()}") from None
         try:
             with _log.capturing():  # the first one loads UCX
                 config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])
@@ -85,8 +98,8 @@ class Library:
         for line in _log.lines():
             if found := _VERSION.search(line):
                 self.ucx = found[1].rstrip(",")
-            elif found := _LANES.search(line):
-                paths.append(parse_lanes(found[1], found[2]))
+            elif way := self._ways.read(line):
+                paths.append(way)
             elif found := _TROUBLE.search(line):
                 troubles.append(found[1])
         return paths, troubles
@@ -113,10 +126,33 @@ class Library:
         return "unknown"
 
 
-def parse_lanes(where: str, lanes: str) -> Way:
-    """What UCX says of a connection, as in `intra-node`, `rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)`."""
-    found = re.findall(r"(\w+)\(([^)]*)\)", lanes)
-    return Way(where, tuple((_KINDS[kind], by) for kind, by in found if kind in _KINDS))
+class Ways:
+    """What UCX says of its connections, line by line."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, str] = {}  # connection -> the lane of short messages
+        self._connection = ""  # that the table is of
+        self._memory = ""  # that the table tells of puts from; "": it is of something else
+
+    def read(self, line: str) -> Way | None:
+        """The way of large puts and of messages, when this line has completed it."""
+        table = _TABLE.search(line)
+        if table is None:
+            if found := _LANES.search(line):
+                lanes = dict(reversed(re.findall(r"(\w+)\(([^ )]*)", found[2])))
+                self._messages[found[1]] = lanes.get("am", "")
+            return None
+        cells = [cell.strip() for cell in table[1].split("|")]
+        if len(cells) == 1:
+            if found := _OF.match(cells[0]):
+                self._connection = found[1]
+            found = _PUTS.match(cells[0])
+            self._memory = found[1] if found else ""
+        elif len(cells) == 3 and self._memory and _ALL_ABOVE.fullmatch(cells[0]):
+            puts = "puts" if self._memory == "host" else f"puts of {self._memory} memory"
+            lanes = {puts: cells[2], "messages": self._messages.get(self._connection, "")}
+            return Way(self._connection.split()[0], tuple((what, by) for what, by in lanes.items() if by))
+        return None
 
 
 def speed(path: Way) -> str:
@@ -172,7 +208,7 @@ class _Log:
         if not any(name in os.environ for name in ("UCX_LOG_LEVEL", "UCX_LOG_FILE")):
             if self._fd < 0:
                 self._fd = os.memfd_create("ftcomm-ucx-log", os.MFD_CLOEXEC)
-            ours = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"/proc/self/fd/{self._fd}"}
+            ours = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"/proc/self/fd/{self._fd}", "UCX_PROTO_INFO": "y"}
         if "NIXL_LOG_LEVEL" not in os.environ:
             ours["NIXL_LOG_LEVEL"] = "FATAL"  # what it logs at a lost peer comes to us as an exception, too
         os.environ.update(ours)

@@ -2,8 +2,10 @@
 
 A registration costs from half a millisecond up, so it is kept for as long as the memory lives, up to a number of bytes,
 and whoever has a put under way holds a lease on it. The segments of this process are such memory, and memory of a GPU
-may be. The arrays of a caller are not: a put to a peer that was stopped may read its source for hours, and a caller
-may free what it likes as soon as the op has returned. What is sent from there is copied beside, into a `Shadow`.
+is, which stays where it is for as long as its array lives. So are the arrays of callers: one of NumPy's that is known
+stays where it is, too. A put to a peer that was stopped may read its source for hours, long after the op has returned
+and the caller has let go of its array: so whoever has a put under way holds the array as well. What it then reads is
+whatever the caller has written since, which nobody announces.
 
 A mirror is written by one incarnation of one rank, and its addresses are never used again for anything else: a put that
 was under way when its writer was stopped may end at any time, hours later, and not every transport of UCX asks whether
@@ -13,13 +15,14 @@ only what lies behind them. Addresses cost nothing.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import mmap
 import secrets
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +43,39 @@ def _pages(nbytes: int) -> mmap.mmap:
 
 
 def address_of(buffer: Any) -> int:
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    """Of memory that can be written."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class Source(NamedTuple):
+    """What is put, out of `extent` bytes from `base` on that may be registered for as long as `owner` lives."""
+
+    owner: Any
+    base: int
+    extent: int
+    address: int
+    nbytes: int
+    kind: str = DRAM
+    device: int = 0
+
+
+def source_of(payload: Any) -> Source:
+    """Of memory of ours, an array of NumPy, or one of a GPU. Raises `ValueError` for one that is not contiguous."""
+    if isinstance(payload, memoryview):
+        exporter: Any = payload.obj
+        owner = exporter
+        while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+            owner = owner.base  # a view of it ends with the op, and is made anew for the next
+        extent = memoryview(exporter).nbytes
+        return Source(owner, address_of(exporter), extent, address_of(payload), len(payload))
+    interface = payload.__cuda_array_interface__
+    if interface.get("strides") is not None:
+        raise ValueError("an array of a GPU with gaps, expected a contiguous one")
+    (address, _), nbytes = interface["data"], int(payload.nbytes)
+    device = payload.device  # CuPy says `id`, torch `index`
+    return Source(
+        payload, address, nbytes, address, nbytes, VRAM, int(getattr(device, "id", None) or device.index or 0)
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,15 +129,21 @@ class Registrations:
             self._evict()
         return region
 
-    def lease_map(self, memory: mmap.mmap) -> Region:
-        """A lease on all of it."""
-        return self.lease(memory, address_of(memory), len(memory))
+    def renew(self, region: Region) -> bool:
+        """Another lease on it, if it is registered still; what `lease` gives, for a fraction of the time."""
+        if self._gone:
+            self._bury()
+        if not region.handles:
+            return False
+        region.leases += 1
+        return True
 
     def release(self, region: Region) -> None:
         region.leases -= 1
         if region.leases < 0:
             raise AssertionError("a region was given back more often than it was lent")
-        self._bury()
+        if self._gone:
+            self._bury()
 
     @property
     def nbytes(self) -> int:
@@ -130,26 +171,13 @@ class Registrations:
         self._bury()
 
 
-class Shadow:
-    """Memory of ours for what is put from elsewhere, laid out like the mirror that it goes to: what lies at an offset
-    is not overwritten before the reader has taken it, or the put has ended, by the same rules as there."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = _pages(nbytes)
-        self._bytes = memoryview(self.memory)
-
-    def hold(self, payload: memoryview, offset: int) -> memoryview:
-        copy = self._bytes[offset : offset + len(payload)]
-        copy[:] = payload
-        return copy
-
-
 class Mirror:
     """Where one incarnation of a rank writes what it publishes. `token` names it between the two."""
 
     def __init__(self, nbytes: int, register: Callable[[int, int, str, int], list[Any]]) -> None:
         self.token = secrets.randbits(63)
         self.memory = _pages(nbytes)
+        self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         np.frombuffer(self.memory, np.uint8)[:] = 0  # a first touch in the middle of a put costs a page fault
         self.address = address_of(self.memory)

@@ -9,10 +9,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ftcomm.bench.nixl import LIBRARIES, Request, rows
-from ftcomm.bench.wire_rank import Block, Task
+from ftcomm.bench.yardstick import Block, Task
 from ftcomm.doctor import rdma
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import SettingsError
@@ -20,43 +21,43 @@ from ftcomm.transport import nixl_frames as frames
 from ftcomm.transport import nixl_hello as hello
 from ftcomm.transport.nixl import rails, rdma_devices
 from ftcomm.transport.nixl_frames import Frame, InOrder, pack, unpack
-from ftcomm.transport.nixl_library import link_rate, parse_lanes
-from ftcomm.transport.nixl_memory import Mirrors, Region, Registrations, Shadow
+from ftcomm.transport.nixl_library import Library, NixlMissing, Ways, link_rate
+from ftcomm.transport.nixl_memory import Mirrors, Region, Registrations, source_of
 from ftcomm.transport.nixl_window import ALIGN, LEAST, Window, cut, spread
-from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, TAKEN
+from ftcomm.transport.segment import CHUNK, POSTED, TAKEN
 
 EPOCH = 3
 BEGUN = EPOCH << 32
 
 
-def frame(number: int = 0, piece: int = 0, pieces: int = 1, **other: Any) -> Frame:
-    return Frame(POSTED, 5, number, piece, pieces, BEGUN | (number + 1), 64, 8, (1, 2, 3))._replace(**other)
+def frame(number: int = 0, **other: Any) -> Frame:
+    return Frame(POSTED, 5, number, 64, 8, 0, BEGUN | (number + 1), (1, 2, 3))._replace(**other)
 
 
 # -- frames ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_frame_comes_out_as_it_went_in() -> None:
-    inline = frame(pieces=0, payload=b"12345678", belongs=(1 << 63, 0, 7))
-    assert unpack(pack(inline)) == inline
-    assert unpack(pack(frame(3, 1, 2))) == frame(3, 1, 2)
+def test_frames_come_out_as_they_went_in() -> None:
+    inline = frame(follows=1, payload=b"12345678", belongs=(1 << 63, 0, 7))
+    assert unpack(pack(*inline)) == [inline]
+    assert unpack(pack(*frame(3)) + pack(*inline) + pack(*frame(4))) == [frame(3), inline, frame(4)]
 
 
 MALFORMED = {
     "empty": b"",
-    "short": pack(frame())[:-1],
-    "magic": b"x" + pack(frame())[1:],
-    "payload that should follow": pack(frame(pieces=0)),
-    "payload that should not": pack(frame()) + b"12345678",
-    "piece beyond": pack(frame(piece=2, pieces=2)),
-    "piece of nothing": pack(frame(piece=1, pieces=0, payload=b"12345678")),
-    "too many pieces": pack(frame(pieces=17)),
+    "short": pack(*frame())[:-1],
+    "the second short": pack(*frame()) + pack(*frame())[:-1],
+    "magic": b"x" + pack(*frame())[1:],
+    "payload that should follow": pack(*frame(follows=1)),
+    "payload that should not": pack(*frame()) + b"12345678",
+    "payload of which there is more": pack(*frame(follows=1)) + bytes(9),
+    "neither": pack(*frame(follows=2)),
 }
 
 
 @pytest.mark.parametrize("message", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_no_frame(message: bytes) -> None:
-    with pytest.raises(ValueError, match=r"notification|piece"):
+    with pytest.raises(ValueError, match="notification"):
         unpack(message)
 
 
@@ -81,35 +82,17 @@ def test_a_frame_that_cannot_be(fields: dict[str, int]) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_frames_count_in_their_order(seed: int) -> None:
     rng = random.Random(seed)
-    sent = [frame(number, piece, pieces) for number in range(40) for pieces in [rng.randrange(4)]
-            for piece in range(max(1, pieces))]  # fmt: skip
     # Whatever comes is at most EARLY frames ahead of what is awaited: sort by number plus a bounded delay.
-    came = sorted(sent, key=lambda one: one.number + rng.uniform(0, frames.EARLY / 2))
+    came = sorted(map(frame, range(40)), key=lambda one: one.number + rng.uniform(0, frames.EARLY / 2))
     order = InOrder()
-    counted = []
-    complete: dict[int, int] = {}
-    for one in came:
-        complete[one.number] = complete.get(one.number, 0) + 1
-        for ready in order.arrive(one):
-            assert complete[ready.number] == max(1, ready.pieces), "before all of its pieces"
-            counted.append(ready.number)
+    counted = [ready.number for one in came for ready in order.arrive(one)]
     assert counted == list(range(40)), f"seed {seed}"
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        frame(0, 0, 2),
-        frame(0, 1, 3),
-        frame(0, 1, 2, word=REDUCED),
-        frame(0, 1, 2, value=BEGUN | 9),
-        frame(frames.EARLY),
-    ],
-    ids=["twice", "other pieces", "other word", "other value", "too early"],
-)
+@pytest.mark.parametrize("second", [frame(2), frame(frames.EARLY)], ids=["twice", "too early"])
 def test_a_frame_that_cannot_come_now(second: Frame) -> None:
     order = InOrder()
-    assert order.arrive(frame(0, 0, 2)) == []
+    assert order.arrive(frame(2)) == []
     with pytest.raises(ValueError, match="frame"):
         order.arrive(second)
 
@@ -183,11 +166,16 @@ def card() -> Card:
     return Card()
 
 
+def lease(cache: Registrations, memory: mmap.mmap) -> Region:
+    source = source_of(memoryview(memory))
+    return cache.lease(source.owner, source.base, source.extent)
+
+
 def test_memory_is_registered_once_and_as_long_as_it_lives(card: Card) -> None:
     cache = Registrations(card.register, card.deregister, card.forgotten.append)
     memory = mmap.mmap(-1, 8192)
-    first = cache.lease_map(memory)
-    assert cache.lease_map(memory) is first
+    first = lease(cache, memory)
+    assert lease(cache, memory) is first
     assert len(card.registered) == 1
     cache.release(first)
     cache.release(first)
@@ -198,7 +186,7 @@ def test_memory_is_registered_once_and_as_long_as_it_lives(card: Card) -> None:
     del memory
     gc.collect()
     other = mmap.mmap(-1, 8192)  # often at the same address
-    assert cache.lease_map(other) is not first
+    assert lease(cache, other) is not first
     assert len(card.registered) == 1, "the memory that is gone is registered still"
     assert card.forgotten == [first]
 
@@ -206,10 +194,10 @@ def test_memory_is_registered_once_and_as_long_as_it_lives(card: Card) -> None:
 def test_a_lease_outlives_the_owner(card: Card) -> None:
     cache = Registrations(card.register, card.deregister)
     memory = mmap.mmap(-1, 4096)
-    region = cache.lease_map(memory)
+    region = lease(cache, memory)
     del memory
     gc.collect()
-    cache.release(cache.lease_map(mmap.mmap(-1, 4096)))
+    cache.release(lease(cache, mmap.mmap(-1, 4096)))
     assert region.handles[0] in card.registered, "a put reads it"
     cache.release(region)
     assert not region.handles
@@ -218,24 +206,65 @@ def test_a_lease_outlives_the_owner(card: Card) -> None:
 def test_what_nobody_leases_makes_room(card: Card) -> None:
     cache = Registrations(card.register, card.deregister, kept=3 * 4096)
     memories = [mmap.mmap(-1, 4096) for _ in range(6)]
-    held = cache.lease_map(memories[0])
+    held = lease(cache, memories[0])
     for memory in memories[1:]:
-        cache.release(cache.lease_map(memory))
+        cache.release(lease(cache, memory))
     assert cache.nbytes == 3 * 4096
     kept = {registered[0] for registered in card.registered.values()}
     assert held.address in kept, "leased"
-    assert cache.lease_map(memories[-1]).address in kept, "the last that was used"
+    assert lease(cache, memories[-1]).address in kept, "the last that was used"
+
+
+def test_an_array_of_a_caller_is_registered_as_long_as_it_lives(card: Card) -> None:
+    """Each op sees it through views of its own, from place to place; the array is what stays."""
+    cache = Registrations(card.register, card.deregister)
+    array = np.zeros((4, 1 << 12), np.float32)
+    at = array.ctypes.data
+
+    def region_of(part: np.ndarray[Any, Any]) -> Region:
+        memory = memoryview(part.reshape(-1).view(np.uint8))
+        source = source_of(memory[64:128])
+        assert (source.address, source.nbytes) == (part.ctypes.data + 64, 64)
+        return cache.lease(source.owner, source.base, source.extent)
+
+    whole = region_of(array)
+    assert list(card.registered.values()) == [(at, array.nbytes, "DRAM", 0)]
+    assert region_of(array) is whole
+    row = region_of(array[2])
+    assert (row.address, row.nbytes) == (array[2].ctypes.data, array[2].nbytes), "not more than is reduced"
+    for region in (whole, whole, row):
+        cache.release(region)
+    gc.collect()
+    assert len(card.registered) == 2, "the array lives"
+    del array
+    gc.collect()
+    other = np.zeros(1 << 14, np.float32)
+    region_of(other)
+    assert [registered[0] for registered in card.registered.values()] == [other.ctypes.data]
+
+
+class GpuArray:
+    """What CuPy and torch tell of an array; it lies on no device."""
+
+    nbytes = 1 << 20
+
+    class device:
+        id = 3
+
+    def __init__(self, strides: tuple[int, ...] | None = None) -> None:
+        self.__cuda_array_interface__ = {"data": (0x7F0000000000, False), "strides": strides, "shape": (1 << 18,)}
 
 
 def test_memory_of_a_gpu_is_registered_as_such(card: Card) -> None:
-    class Array:
-        pass
-
     cache = Registrations(card.register, card.deregister)
-    array = Array()
-    region = cache.lease(array, 0x7F0000000000, 1 << 20, "VRAM", 3)
+    array = GpuArray()
+    source = source_of(array)
+    assert (source.address, source.nbytes, source.kind, source.device) == (0x7F0000000000, 1 << 20, "VRAM", 3)
+    region = cache.lease(source.owner, source.base, source.extent, source.kind, source.device)
     assert list(card.registered.values()) == [(0x7F0000000000, 1 << 20, "VRAM", 3)]
     assert cache.lease(array, 0x7F0000000000, 1 << 19, "VRAM", 3) is region
+    with pytest.raises(ValueError, match="expected a contiguous one"):
+        source_of(GpuArray(strides=(8,)))
 
 
 def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
@@ -266,15 +295,6 @@ def test_a_mirror_in_doubt_is_not_used_again(card: Card) -> None:
     assert mirrors.use("a") is fresh
 
 
-def test_a_shadow_is_a_copy() -> None:
-    shadow = Shadow(8192)
-    array = bytearray(b"abcd")
-    held = shadow.hold(memoryview(array), 4096)
-    array[:] = b"wxyz"
-    assert bytes(held) == b"abcd" == shadow.memory[4096:4100]
-    assert held.obj is shadow.memory
-
-
 # -- what the two say to each other, and what the library and the kernel say ---------------------------------------
 
 
@@ -301,12 +321,44 @@ def test_what_is_no_hello(data: bytes) -> None:
         hello.decode(data)
 
 
+SAID = """\
+[1.2] [vm:7:0] ucp_worker.c:1997 UCX  INFO    0.0.ab.0 intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)
+[1.2] [vm:7:0]   +--------+-------------+-----------------------------------+
+[1.2] [vm:7:0]   | 0.0.ab.0 {where} cfg#1                                   |
+[1.2] [vm:7:0]   | active message by ucp_am_send* from host memory          |
+[1.2] [vm:7:0]   +--------+-------------+-----------------------------------+
+[1.2] [vm:7:0]   | 0..inf | zero-copy   | wrong/device                      |
+[1.2] [vm:7:0]   | 0.0.ab.0 {where} cfg#1                                   |
+[1.2] [vm:7:0]   | remote memory write by ucp_put*{kind} from {memory} memory to host |
+[1.2] [vm:7:0]   | Range  | Description |              Config               |
+[1.2] [vm:7:0]   | 0..2K  | short       | wrong/device                      |
+[1.2] [vm:7:0]   | 2049..inf | zero-copy   | {by} |"""
+
+
+def said(**filled: str) -> list[str]:
+    text = SAID.replace("intra-node", "{where}")
+    ways = Ways()
+    return [str(way) for line in text.format(**filled).splitlines() if (way := ways.read(line))]
+
+
 def test_what_ucx_says_of_its_way() -> None:
-    path = parse_lanes("inter-node", "rma(rc_mlx5/mlx5_0:1)  amo(rc_mlx5/mlx5_0:1)  am(dc_mlx5/mlx5_0:1)  ka(tcp/eth0)")
-    assert str(path) == "puts by rc_mlx5/mlx5_0:1, messages by dc_mlx5/mlx5_0:1"
-    assert str(parse_lanes("intra-node", "rma_am(tcp/lo)  am(tcp/lo cma/memory)")) == (
-        "puts by tcp/lo, messages by tcp/lo cma/memory"
-    )
+    """The lanes by themselves name TCP for puts, which go by CMA."""
+    here = dict(where="intra-node", kind="(multi)", memory="host")
+    assert said(**here, by="cma/memory") == ["puts by cma/memory, messages by tcp/lo"]
+    there = dict(where="inter-node", kind="", memory="cuda/GPU0")
+    both = "50% on rc_mlx5/mlx5_0:1/path0 and 50% on rc_mlx5/mlx5_1:1/path0"
+    assert said(**there, by=both) == [f"puts of cuda/GPU0 memory by {both}, messages by tcp/lo"]
+
+
+def test_a_library_that_cannot_be_loaded_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        if name == "nixl_cu12._api":
+            raise ImportError("libcudart.so.12: cannot open shared object file")
+        raise ModuleNotFoundError(name=name.partition(".")[0])
+
+    monkeypatch.setattr("importlib.import_module", find)
+    with pytest.raises(NixlMissing, match=r"cannot be loaded: nixl_cu12: libcudart.so.12.*pip install"):
+        Library()
 
 
 @pytest.fixture
@@ -375,15 +427,15 @@ def test_what_is_wrong_has_a_mend() -> None:
 
 def test_shares_are_of_puts_in_the_same_round() -> None:
     """A machine that is half as fast in the second round changes no share; the slowest rank counts."""
-    task = Task(2, (1 << 20,), 3, 2, LIBRARIES, "")
-    times = {"puts": 100_000, "one way": 50_000, "ftcomm": 125_000}
+    task = Task(ranks=2, sizes=(1 << 20,), iterations=3, rounds=2, libraries=LIBRARIES)
+    times = dict(zip(LIBRARIES, (100_000, 90_000, 80_000, 50_000, 110_000, 125_000), strict=True))
     blocks = [
         Block(rank, 1 << 20, number, library, [time * (1 + number) - 10_000 * rank] * 3)
         for rank in range(2)
         for number in range(2)
         for library, time in times.items()
     ]
-    puts, one_way, reduced = rows(blocks, task, 1 << 20)
+    puts, *_, one_way, _, reduced = rows(blocks, task, 1 << 20)
     assert [row.of_puts for row in (puts, one_way, reduced)] == pytest.approx([1.0, 2.0, 0.8])
     assert reduced.round_us == [125.0, 250.0]
     assert puts.rate_gbps == pytest.approx((1 << 20) / 150e-6 / 1e9)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +16,14 @@ import pytest
 
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
-from ftcomm.transport import connect, nixl, nixl_agent
+from ftcomm.transport import connect, nixl, nixl_puts
 from ftcomm.transport import nixl_frames as frames
 from ftcomm.transport import nixl_hello as hello
-from ftcomm.transport.nixl import Nixl, NixlPeer, NixlReader
+from ftcomm.transport.nixl import Nixl, NixlPeer
+from ftcomm.transport.nixl_reader import NixlReader
 from ftcomm.transport.segment import CHUNK, DETAIL, FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, Segment, descriptor
 from tests.exchange_rig import DEADLINE, socket_pair
+from tests.unit.test_nixl import GpuArray
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 
@@ -104,7 +109,8 @@ def test_frames_fill_the_mirror(link: Link, pair: tuple[NixlReader, NixlPeer]) -
     rng = np.random.default_rng(7)
     large, odd, small = (rng.bytes(nbytes) for nbytes in (CHUNK, 200_001, 100))
     reader.send(POSTED, BEGUN | 1, 0, link.staged(POSTED, 0, 0, large), (41, 99, 7))
-    reader.send(POSTED, BEGUN | 2, 64, memoryview(odd), (42, 99, 7))  # from memory of the caller
+    callers = np.frombuffer(odd, np.uint8).copy()
+    reader.send(POSTED, BEGUN | 2, 64, memoryview(callers), (42, 99, 7))
     reader.send(REDUCED, BEGUN | 1, 128, link.staged(REDUCED, 0, 128, small), (41, 99, 7))
     reader.send(TAKEN, BEGUN | 1, 0, memoryview(b""), (1 << 63, 0, 0))
     until(reader.flush, "no room")
@@ -124,12 +130,12 @@ def test_never_more_than_all_slots_under_way(link: Link, pair: tuple[NixlReader,
     reader, peer = pair
     remote = reader._remote
     total = 3 * SLOTS
-    payload = memoryview(bytes(CHUNK))
+    payload = memoryview(np.zeros(CHUNK, np.uint8))
     for count in range(1, total + 1):
         reader.send(POSTED, BEGUN | count, 0, payload, (count, 0, 0))
         assert sum(window.bytes for window in remote.windows) <= SLOTS * CHUNK
     until(reader.flush, "no room")
-    assert reader.told(POSTED, BEGUN | total)
+    until(lambda: reader.told(POSTED, BEGUN | total), "puts that do not end")
     wait(peer, POSTED, total)
     until(lambda: not any(window.bytes for window in remote.windows), "puts that do not end")
 
@@ -141,10 +147,83 @@ def test_puts_are_prepared_once(link: Link, pair: tuple[NixlReader, NixlPeer]) -
     made = []
     for count in range(1, 2 * SLOTS, SLOTS):  # the same slot
         reader.send(POSTED, BEGUN | count, 0, payload, (count, 0, 0))
+        reader.flush()
         wait(peer, POSTED, count)
         until(lambda: not any(window.bytes for window in remote.windows), "puts that do not end")
         made.append(sorted(id(put) for puts in remote.idle.values() for put in puts))
     assert made[0] == made[1] != []
+
+
+def test_sizes_that_do_not_come_again_are_not_kept_ready(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_puts, "_PREPARED", 4)
+    reader, peer = pair
+    remote = reader._remote
+    for count in range(1, 10):
+        reader.send(POSTED, BEGUN | count, 0, link.staged(POSTED, 0, 0, bytes(60_000 + count)), (count, 0, 0))
+        reader.flush()
+        wait(peer, POSTED, count)
+    until(lambda: not any(window.bytes for window in remote.windows), "puts that do not end")
+    assert len(remote.idle) == 4
+
+
+def test_an_array_of_a_gpu_is_put_from_where_it_is(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is needed for what NIXL is told: kinds, addresses, devices. Whether it then moves them awaits one."""
+    told: list[Any] = []
+
+    class Handle:
+        def release(self) -> None:
+            told.append("released")
+
+    def prepare(way: str, here: Any, there: Any, name: str, message: bytes) -> Handle:
+        told.append((way, here, there))
+        return Handle()
+
+    endpoint, remote = link.writer.endpoint(), pair[0]._remote
+    for agent in endpoint._agents:
+        monkeypatch.setattr(agent, "register_memory", lambda *what: told.append(what))
+        monkeypatch.setattr(agent, "deregister_memory", lambda handle: told.append("deregistered"))
+        monkeypatch.setattr(agent, "get_xfer_descs", lambda *what: what)
+        monkeypatch.setattr(agent, "initialize_xfer", prepare)
+        monkeypatch.setattr(agent, "transfer", lambda handle: "DONE")
+    array: Any = GpuArray()
+    at, size = 0x7F0000000000, array.nbytes
+    with endpoint.lock:
+        endpoint.puts.post(remote, 0, array, 4096, pair[0])
+        rails = len(endpoint._agents)
+        assert told[:rails] == [([(at, size, 3, "")], "VRAM")] * rails
+        assert told[rails:] == [("WRITE", ([(at, size, 3)], "VRAM"), ([(remote.address + 4096, size, 0)], "DRAM"))]
+        del array, told[:]
+        gc.collect()
+        cache = endpoint.puts.registrations
+        cache.release(cache.lease(link, 1, 1))  # which buries what is gone
+    assert told[0] == "released"
+    assert told.count("deregistered") == rails
+
+
+def test_memory_that_cannot_be_locked_is_said_with_the_mend(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the reader before anything is put, and at the writer as the loss of that connection."""
+    reader, _ = pair
+    for way in (link.writer, link.reader):
+        error = next(each for each in way.endpoint().library.errors if each.__name__ == "nixlBackendError")
+
+        def refuse(*what: Any, error: Any = error) -> None:
+            raise error("Cannot allocate memory")
+
+        for agent in way.endpoint()._agents:
+            monkeypatch.setattr(agent, "register_memory", refuse)
+    words = r"NIXL cannot register \d+ bytes of DRAM: nixlBackendError.*locked memory \(ulimit -l\)"
+    with pytest.raises(TransportError, match=words):
+        link.reader.endpoint().use_mirror("another")
+    with pytest.raises(ConnectionError, match=words):
+        reader.send(POSTED, BEGUN | 1, 0, memoryview(mmap.mmap(-1, 2 * CHUNK)), (1, 0, 0))
+    with pytest.raises(ConnectionError, match=words):
+        reader.flush()
 
 
 def test_the_mirror_stays_over_epochs(link: Link, pair: tuple[NixlReader, NixlPeer]) -> None:
@@ -153,10 +232,12 @@ def test_the_mirror_stays_over_epochs(link: Link, pair: tuple[NixlReader, NixlPe
     later, next_peer = link.connect(EPOCH + 1)
     assert next_peer.mirror is peer.mirror
     assert later._remote is reader._remote
-    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
+    reader.flush()
     wait(peer, POSTED, 1)
     assert next_peer.words[POSTED] == (EPOCH + 1) << 32
     later.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(b"new"), (1, 0, 0))
+    later.flush()
     until(lambda: next_peer.words[POSTED] == (EPOCH + 1) << 32 | 1, "no word")
     assert next_peer.carve(POSTED, 0, 0, 3, np.dtype(np.uint8)).tobytes() == b"new"
     later.close()
@@ -166,9 +247,8 @@ def test_the_mirror_stays_over_epochs(link: Link, pair: tuple[NixlReader, NixlPe
 def test_what_is_under_way_when_the_epoch_ends_is_not_announced(
     link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fence: the staging is used again, so it may bring anything. NIXL notifies when the end of a put is looked
-    for, so nobody looks; before the first put of the next epoch somebody does."""
-    reader, _ = pair
+    """The fence: its source is used again, so it may bring anything. The next epoch waits for its end."""
+    reader, peer = pair
     later, next_peer = link.connect(EPOCH + 1)
     endpoint = link.writer.endpoint()
     state, looked, put = "PROC", 0, 0
@@ -178,7 +258,7 @@ def test_what_is_under_way_when_the_epoch_ends_is_not_announced(
         looked += 1
         return state
 
-    def post(handle: Any, message: bytes) -> str:
+    def post(handle: Any) -> str:
         nonlocal put
         put += 1
         return state
@@ -186,22 +266,81 @@ def test_what_is_under_way_when_the_epoch_ends_is_not_announced(
     for agent in endpoint._agents:
         monkeypatch.setattr(agent, "transfer", post)
         monkeypatch.setattr(agent, "check_xfer_state", look)
-    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
+    reader.send(TAKEN, BEGUN | 1, 0, memoryview(b""), (0, 0, 0))
+    assert reader.flush()
     assert put == len(endpoint._agents)
+    assert not reader.told(POSTED, BEGUN | 1)
+    assert not reader.told(TAKEN, BEGUN | 1), "it would be heard before what it follows"
     until(lambda: looked > 0, "nobody looks")
     reader.close()
-    looked = put = 0
-    for _ in range(10):
-        endpoint.poll()
-    assert not looked, "its notification would have gone"
+    put = 0
     later.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(b"small enough to go without a put"), (1, 0, 0))
     assert not later.flush()
     assert not later.told(POSTED, (EPOCH + 1) << 32 | 1), "it was sent while a put of the epoch before was under way"
     state = "DONE"
-    assert later.flush()
+    until(later.flush, "it has ended")
+    until(lambda: next_peer.words[POSTED] == (EPOCH + 1) << 32 | 1, "no word")
     assert not put
+    assert [peer.words[word] for word in (POSTED, TAKEN)] == [BEGUN, BEGUN], "of the epoch that is over"
     later.close()
     next_peer.close()
+
+
+def test_chunks_side_by_side_are_one_put(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many notifications as puts, or fewer, and each chunk where it belongs."""
+    reader, peer = pair
+    endpoint = link.writer.endpoint()
+    told: list[bytes] = []
+    tell = endpoint.tell
+
+    def listen(remote: Any, message: bytes) -> None:
+        told.append(message)
+        tell(remote, message)
+
+    monkeypatch.setattr(endpoint, "tell", listen)
+    array = np.random.default_rng(3).integers(0, 256, 4 * CHUNK + 5000, np.uint8)
+    memory = memoryview(array)
+    sizes = [CHUNK, CHUNK, CHUNK, CHUNK, 5000]
+    order = [0, 1, 3, 2, 4]  # of the array; the third and the fourth are not side by side
+    for count, chunk in enumerate(order, 1):
+        at = chunk * CHUNK
+        reader.send(POSTED, BEGUN | count, 0, memory[at : at + sizes[chunk]], (count, 0, 0))
+    for count in range(1, len(order) + 1):
+        reader.send(TAKEN, BEGUN | count, 0, memoryview(b""), (count, 0, 0))
+    until(reader.flush, "no room")
+    wait(peer, TAKEN, len(order))
+    for slot, chunk in enumerate(order[-SLOTS:], max(0, len(order) - SLOTS)):
+        at = chunk * CHUNK
+        there = peer.carve(POSTED, slot % SLOTS, 0, sizes[chunk], np.dtype(np.uint8))
+        assert (there == array[at : at + sizes[chunk]]).all(), f"chunk {chunk}"
+    assert reader.told(TAKEN, BEGUN | len(order))
+    assert sum(len(frames.unpack(message)) for message in told) == 2 * len(order)
+    assert len(told) < 2 * len(order)
+
+
+def test_an_array_is_held_until_its_put_has_ended(
+    link: Link, pair: tuple[NixlReader, NixlPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may let go of it when the op has returned, and nobody knows when a put to who is stopped ends."""
+    reader, _ = pair
+    state = "PROC"
+    for each in link.writer.endpoint()._agents:
+        monkeypatch.setattr(each, "transfer", lambda handle: state)
+        monkeypatch.setattr(each, "check_xfer_state", lambda handle: state)
+    array = np.zeros(2 * CHUNK, np.uint8)
+    gone = weakref.ref(array)
+    for count in (1, 2):  # one put
+        reader.send(POSTED, BEGUN | count, 0, memoryview(array)[(count - 1) * CHUNK : count * CHUNK], (count, 0, 0))
+    assert [reader.told(POSTED, BEGUN | count) for count in (1, 2)] == [False, False]
+    del array
+    reader.close()
+    gc.collect()
+    assert gone() is not None, "a put reads it"
+    state = "DONE"
+    until(lambda: gone() is None, "it is kept")
 
 
 @pytest.mark.parametrize("long_ago", [False, True])
@@ -216,14 +355,16 @@ def test_a_put_that_fails_is_told_and_its_mirror_is_left(
         raise error("gone")
 
     for each in endpoint._agents:
-        monkeypatch.setattr(each, "transfer", lambda handle, message: "PROC")
+        monkeypatch.setattr(each, "transfer", lambda handle: "PROC")
         monkeypatch.setattr(each, "check_xfer_state", fails)
-    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
+    reader.flush()
     until(lambda: bool(link.heard), "nobody is told")
     assert link.heard[0][:2] == (1, EPOCH)
     assert "nixlRemoteDisconnectError" in link.heard[0][2]
+    reader.send(POSTED, BEGUN | 2, 0, memoryview(b"more"), (2, 0, 0))
     with pytest.raises(ConnectionError, match="nixlRemoteDisconnectError"):
-        reader.send(POSTED, BEGUN | 2, 0, memoryview(b"more"), (2, 0, 0))
+        reader.flush()
     monkeypatch.undo()
     reader.close()
     if long_ago:
@@ -232,7 +373,8 @@ def test_a_put_that_fails_is_told_and_its_mirror_is_left(
         assert not endpoint._remotes
     again, fresh = link.connect(EPOCH + 1)
     assert fresh.mirror is not peer.mirror, "a put of which nobody knows may still write there"
-    again.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    again.send(POSTED, (EPOCH + 1) << 32 | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
+    again.flush()
     until(lambda: fresh.words[POSTED] == (EPOCH + 1) << 32 | 1, "no word")
     again.close()
     fresh.close()
@@ -244,10 +386,11 @@ def test_a_put_that_never_ends_has_a_deadline(
     reader, _ = pair
     endpoint = link.writer.endpoint()
     for each in endpoint._agents:
-        monkeypatch.setattr(each, "transfer", lambda handle, message: "PROC")
+        monkeypatch.setattr(each, "transfer", lambda handle: "PROC")
         monkeypatch.setattr(each, "check_xfer_state", lambda handle: "PROC")
-    monkeypatch.setattr(endpoint, "_patience", 0.01)
-    reader.send(POSTED, BEGUN | 1, 0, memoryview(bytes(CHUNK)), (1, 0, 0))
+    monkeypatch.setattr(endpoint.puts, "patience", 0.01)
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(np.zeros(CHUNK, np.uint8)), (1, 0, 0))
+    reader.flush()
     until(lambda: bool(link.heard), "nobody is told")
     assert "is at PROC after" in link.heard[0][2]
 
@@ -258,9 +401,9 @@ def test_a_wrong_frame_changes_nothing_and_ends_the_connection(
 ) -> None:
     reader, peer = pair
     before = peer.words.tobytes()
-    shown = frames.Frame(POSTED, peer.channel, 1, 0, 0, BEGUN | 1, 0, 4, (1, 1, 1), b"evil")._replace(**wrong)
+    shown = frames.Frame(POSTED, peer.channel, 1, 0, 4, 1, BEGUN | 1, (1, 1, 1), b"evil")._replace(**wrong)
     with link.writer.endpoint().lock:
-        link.writer.endpoint().tell(reader._remote, frames.pack(shown))
+        link.writer.endpoint().tell(reader._remote, frames.pack(*shown))
     until(lambda: bool(link.lost), "nobody is told")
     assert link.lost[0][:2] == (0, EPOCH)
     assert peer.words.tobytes() == before
@@ -283,7 +426,9 @@ def test_a_connection_that_ends_is_told_once_and_not_when_quiet(link: Link) -> N
 def test_another_chunk_size_is_said_on_both_sides(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = nixl._kind
     monkeypatch.setattr(
-        nixl, "_kind", lambda endpoint: hello.Kind(1, 4, CHUNK if endpoint is link.writer._endpoint else 4096)
+        nixl,
+        "_kind",
+        lambda endpoint: hello.Kind(hello.VERSION, 4, CHUNK if endpoint is link.writer._endpoint else 4096),
     )
     with pytest.raises(ExceptionPair) as caught:
         link.connect()
@@ -296,7 +441,7 @@ def test_another_chunk_size_is_said_on_both_sides(link: Link, monkeypatch: pytes
 def test_nobody_gets_through(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way by NIXL is cut, as with interfaces of two networks: said within the time, with both sides' devices."""
     monkeypatch.setattr(hello, "PATIENCE", 0.3)
-    monkeypatch.setattr(nixl_agent.Endpoint, "greet", lambda *args: None)
+    monkeypatch.setattr(NixlReader, "greet", lambda *args: None)
     with pytest.raises(ExceptionPair) as caught:
         link.connect()
     text = str(caught.value.args[1])
@@ -334,7 +479,11 @@ class Asked:
     def refuse(self, sock: socket.socket) -> None:
         end = time.monotonic() + DEADLINE
         hello.receive(sock, end)
-        hello.send(sock, hello.Answer(hello.Kind(1, SLOTS, CHUNK), problem="NIXL is not installed. Install it"), end)
+        hello.send(
+            sock,
+            hello.Answer(hello.Kind(hello.VERSION, SLOTS, CHUNK), problem="NIXL is not installed. Install it"),
+            end,
+        )
 
 
 @pytest.mark.parametrize(

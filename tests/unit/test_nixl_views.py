@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from ftcomm.collective.operation import Operation
 from ftcomm.transport.nixl import Nixl
 from ftcomm.transport.segment import Peer
 from tests.exchange_rig import Rig, socket_pair
 from tests.unit import test_exchange
-from tests.unit.test_exchange import _switch_often  # noqa: F401
+from tests.unit.test_exchange import _switch_often, check, start  # noqa: F401
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 
@@ -30,25 +32,81 @@ def ways() -> Iterator[list[Nixl]]:
         way.close()
 
 
-@pytest.mark.parametrize("how", ["nixl", "mixed"])
-@pytest.mark.parametrize("seed", range(3))
-def test_view_changes_at_random_moments(seed: int, how: str, ways: list[Nixl], monkeypatch: pytest.MonkeyPatch) -> None:
-    class NixlRig(Rig):
-        """ "mixed": some pairs share memory, so that no driver can serve all of its peers by itself."""
+class NixlRig(Rig):
+    """ "mixed": some pairs share memory, so that no driver can serve all of its peers by itself. "loopback": they know
+    that they are on one host."""
 
-        def connect(self, me: int, other: int) -> Peer:
-            member, there = self.members[me], self.members[other]
-            if self.how == "mixed" and (me + other) % 2 == 0:
-                return super().connect(me, other)
-            near, far = socket_pair()
+    ways: list[Nixl]
 
-            def accept() -> None:
-                there.exchange.admit(ways[other].accept(me, self.epoch, far, lambda *args: there.lost.append(args)))
+    def connect(self, me: int, other: int) -> Peer:
+        member, there, ways = self.members[me], self.members[other], self.ways
+        if self.how == "mixed" and (me + other) % 2 == 0:
+            return super().connect(me, other)
+        near, far = socket_pair()
 
-            threading.Thread(target=accept, daemon=True).start()
-            return ways[me].connect(
-                other, self.epoch, there.segment.nonce, near, lambda *args: member.lost.append(args)
-            )
+        def accept() -> None:
+            there.exchange.admit(ways[other].accept(me, self.epoch, far, lambda *args: there.lost.append(args)))
 
+        threading.Thread(target=accept, daemon=True).start()
+        return ways[me].connect(other, self.epoch, there.segment.nonce, near, lambda *args: member.lost.append(args))
+
+
+@pytest.fixture
+def rig(ways: list[Nixl], monkeypatch: pytest.MonkeyPatch) -> type[Rig]:
+    monkeypatch.setattr(NixlRig, "ways", ways, raising=False)
     monkeypatch.setattr(test_exchange, "Rig", NixlRig)
+    return NixlRig
+
+
+@pytest.mark.parametrize("how", ["nixl", "loopback", "mixed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_view_changes_at_random_moments(seed: int, how: str, rig: type[Rig]) -> None:
     test_exchange.test_view_changes_at_random_moments(seed, how)
+
+
+class Late:
+    """What an agent does where a put reads its source later, as a network card does: after so many looks at it, which
+    count from when another agent has `first` put something."""
+
+    def __init__(self, agent: Any, looks: int, first: Late | None) -> None:
+        self.looks, self.first = looks, first
+        self.left: dict[int, int] = {}
+        self.ended = 0
+        self.post, self.check = agent.transfer, agent.check_xfer_state
+
+    def transfer(self, handle: Any) -> str:
+        self.left[id(handle)] = self.looks
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        left = self.left.get(id(handle), 0)
+        if left > 0:
+            self.left[id(handle)] = left - (self.first is None or self.first.ended > 0)
+            return "PROC"
+        self.left[id(handle)] = -1
+        state = self.post(handle) if left == 0 else self.check(handle)
+        self.ended += state == "DONE"
+        return state
+
+
+@pytest.mark.parametrize("how", ["loopback", "nixl"])
+def test_what_is_put_from_the_callers_array_is_the_input(
+    how: str, rig: type[Rig], ways: list[Nixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late it is read: one member is slow to put, when it has all that it needs to go on itself."""
+    quick: Late | None = None
+    for way, looks in ((ways[1], 0), (ways[0], 100)):
+        [agent] = way.endpoint()._agents
+        late = Late(agent, looks, quick)
+        monkeypatch.setattr(agent, "transfer", late.transfer)
+        monkeypatch.setattr(agent, "check_xfer_state", late.check_xfer_state)
+        quick = late
+    out: dict[int, list[Operation]] = {}
+    todo = [(count, "float32", "sum") for count in (700_001, 262_144)]
+    with rig(range(2), how) as members:
+        members.view(range(2))
+        for caller in start(members, 11, todo, out).values():
+            caller.join()
+    for ops in out.values():
+        for op in ops:
+            check(op, 11)

@@ -1,0 +1,58 @@
+"""`ftcomm bench nixl`: that it runs, and that its yardstick puts what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcomm.bench.nixl import LIBRARIES
+from ftcomm.bench.nixl_rank import STAGED, Ring
+
+pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
+
+DEADLINE = 120.0
+
+
+def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "nixl", "--smoke", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())["rows"]
+    assert [row["library"] for row in found] == list(LIBRARIES)
+    assert all(row["time_us"] > 0 for row in found)
+    assert found[0]["of_puts"] == 1
+
+
+@pytest.mark.parametrize(("nbytes", "span"), [(STAGED + 999, 2 * STAGED), (2 * STAGED, STAGED), (4096, 4096)])
+def test_every_rank_is_put_what_its_left_neighbour_has(nbytes: int, span: int) -> None:
+    ranks = 2
+    gate, cards = threading.Barrier(ranks, timeout=DEADLINE), [np.empty(0, np.uint8)] * ranks
+    rings: list[Any] = [None] * ranks
+
+    def body(rank: int) -> None:
+        def gather(card: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            cards[rank] = card
+            gate.wait()
+            return np.stack(cards)
+
+        rings[rank] = ring = Ring(rank, ranks, 2 * STAGED, gather)
+        ring.given[:] = np.random.default_rng(rank).integers(0, 256, len(ring.given), np.uint8)
+        gate.wait()
+        ring.carry(nbytes, span, True, True)
+        gate.wait()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    there = min(nbytes, span)
+    assert all((rings[rank].taken[:there] == rings[rank - 1].given[:there]).all() for rank in range(ranks))
