@@ -13,16 +13,22 @@ some nanoseconds, and no sleep lasts longer than `SLEEP`, so that a miss costs t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import platform
 import select
+import stat
 import sys
+from collections.abc import Callable
 
 ORDERED = platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
 
 SLEEP = 0.010  # seconds; the longest sleep before the caller looks around
+
+IN_POLL = 1  # in the word `asleep`: it sleeps on more than words, and wants its bell rung
+BELL = 1  # words behind `asleep`: where its bell is, two words
 
 _FUTEX_WAIT = 0  # neither private: the word lies in memory shared between processes
 _FUTEX_WAKE = 1
@@ -59,30 +65,61 @@ def wake(address: int, *, private: bool = False) -> None:
 
 
 class Bell:
-    """A descriptor that becomes readable when it is rung. Stays open as long as somebody has it: a number that was
-    closed may mean another file before the last thread rings it."""
+    """A descriptor that becomes readable when it is rung: the end of a pipe, so that other processes of this user can
+    ring it, see `Ringer`. Stays open as long as somebody has it: a number that was closed may mean another file before
+    the last thread rings it."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fd, self._mouth = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.place = self._mouth, os.fstat(self._mouth).st_ino  # by which others find it, in this process
 
     def __del__(self) -> None:
         os.close(self._fd)
+        os.close(self._mouth)
 
     def fileno(self) -> int:
         return self._fd
 
     def ring(self) -> None:
-        os.eventfd_write(self._fd, 1)
+        with contextlib.suppress(BlockingIOError):  # it was rung often enough
+            os.write(self._mouth, b"!")
 
     def silence(self) -> None:
-        os.eventfd_read(self._fd)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 1 << 16)
+
+
+class Ringer:
+    """Rings the bell of process `pid`, whose `Bell.place` is (`fd`, `inode`). One that cannot be found, as the process
+    has ended, or does not belong to this user, is not rung: who sleeps wakes up by itself after `SLEEP` seconds."""
+
+    def __init__(self, pid: int, fd: int, inode: int) -> None:
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            # For reading as well: else a bell whose owner has ended would raise SIGPIPE, which a script may not ignore.
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            found = os.fstat(opened)
+            if stat.S_ISFIFO(found.st_mode) and found.st_ino == inode:  # else of somebody who has the same pid now
+                self._fd = opened
+            else:
+                os.close(opened)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def ring(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._fd, b"!")
 
 
 class Waiter:
     """How one engine waits. `until` and `doze` are for the one thread that drives the engine, `poke` for all others.
 
     `own` are the words of the engine's own segment, `asleep` the index in it of the word that tells the others on what
-    this engine sleeps. `rounds` is how often it polls and yields before it sleeps.
+    this engine sleeps, and behind it, from the first doze on, where its bell is. `rounds` is how often it polls and
+    yields before it sleeps.
     """
 
     def __init__(self, own: memoryview, asleep: int, rounds: int) -> None:
@@ -119,16 +156,26 @@ class Waiter:
             self._address = 0
         return target <= words[index] < limit
 
-    def doze(self, poll: select.poll, seconds: float) -> list[int]:
-        """Sleep until one of the descriptors of `poll` is ready, a poke, or so long; which are ready."""
+    def doze(self, poll: select.poll, seconds: float, look: Callable[[], bool] | None = None) -> list[int] | None:
+        """Sleep until one of the descriptors of `poll` is ready, a poke, or so long; which are ready.
+
+        With `look`, words in shared memory count as well: whoever raises one from now on rings, if it looks at `asleep`
+        as `until` wants it, and `look` says whether there is something to do by then: None.
+        """
         if self._bell is None:
             self._bell = Bell()
+            self._own[self._asleep + BELL], self._own[self._asleep + BELL + 1] = self._bell.place
         bell = self._bell.fileno()
         poll.register(bell, select.POLLIN)
         self._dozes = True
         try:
+            if look is not None:
+                self._own[self._asleep] = IN_POLL
+                if look():
+                    return None
             ready = [] if self.poked else [fd for fd, _ in poll.poll(seconds * 1e3)]
         finally:
+            self._own[self._asleep] = 0
             self._dozes = False
         if bell in ready:
             self._bell.silence()

@@ -1,4 +1,5 @@
-"""The engine of a shard group at one member, where a kernel runs the ops. That of hosts: `ftcomm.collective.exchange`.
+"""The engine of a shard group at one member, where a kernel runs the ops. Where the host drives them, be it that a
+device reduces: `ftcomm.collective.exchange`.
 
 Ops are launched when they are submitted, and run in that order on the op stream of the device, each followed by a gate.
 What a view change does to them:

@@ -8,7 +8,6 @@ a launch run one after the other, so a launch has one. Everything holds the inte
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -17,17 +16,15 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # counts from the first import of triton on
+from ftcomm.device.interpreter import interpreter, tl  # first: Triton is to interpret
 
-import triton.language as tl
-from triton.runtime import interpreter
-
+# isort: split
 from ftcomm.arrays import Staged, stage
 from ftcomm.device.copies import WORDS, Copies, HostMover, Mover, Port
 from ftcomm.device.device import Launch, Reached
 from ftcomm.device.layout import COPIES_AT
-from ftcomm.errors import ArgumentError, FtcommError, SettingsError
-from ftcomm.kernels.device import INTERPRETED
+from ftcomm.errors import ArgumentError, FtcommError
+from ftcomm.kernels.device.allreduce import allreduce
 from ftcomm.kernels.device.words import (
     BASE,
     CTL_WORDS,
@@ -42,46 +39,9 @@ from ftcomm.kernels.device.words import (
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.shm import ShmPeer
 
-if not (INTERPRETED and isinstance(tl.sum, interpreter.InterpretedFunction)):
-    raise SettingsError(
-        "FTCOMM_ENGINE=interpret comes too late: Triton was imported before, to compile. Set TRITON_INTERPRET=1 "
-        "in the environment, or choose another engine."
-    )
-
-from ftcomm.kernels.device.allreduce import allreduce
-
-
-def _patch_once() -> None:
-    """The interpreter patches triton.language for a launch, and again for every call of a function in it, which finds
-    nothing left to patch and takes 0.5 ms to do so: two thirds of an op. Here only the first call of each module does.
-    """
-    real = interpreter._patch_lang
-    modules: set[int] = set()  # patched in this launch; one at a time
-
-    def patch(fn: Any) -> Any:
-        outermost, module = not modules, id(fn.__globals__)
-        if module in modules:
-            return None
-        modules.add(module)
-        scope = real(fn)
-        if outermost:
-            restore = scope.restore
-
-            def leave() -> None:
-                modules.clear()
-                restore()
-
-            scope.restore = leave
-        return scope
-
-    interpreter._patch_lang = patch
-
-
 _LOOK = 0.0005  # s; of the gate
 _BLOCK = 4096  # elements; a call of the interpreter costs the same for any number
 _THREADS = 32
-
-_patch_once()
 
 
 def _int64(value: int) -> tl.tensor:

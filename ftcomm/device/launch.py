@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import ONE_SHOT_BYTES, GroupView
+from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
 from ftcomm.device.device import Reached
 from ftcomm.kernels.device import words
@@ -16,6 +16,7 @@ from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.transport.segment import Layout
 
 _UNROLLED = (2, 4, 8)  # sources for which the reduction is unrolled
+_ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.tuning, which is of the host's engine
 _COUNTER = 0xFFFFFFFF  # of a word; the rest is its epoch
 
 
@@ -33,7 +34,7 @@ def constants(op: Operation, address: int, layout: Layout, view: GroupView) -> d
         "ALIGNED": address % 16 == 0,
         "LANES": layout.lanes,
         "CHUNK": layout.chunk,
-        "ONE_SHOT": ONE_SHOT_BYTES,
+        "ONE_SHOT": _ONE_SHOT,
     }
 
 

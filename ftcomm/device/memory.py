@@ -33,7 +33,7 @@ from ftcomm.device.layout import EXPORT_WORDS
 from ftcomm.errors import TransportError
 
 _FORMAT = "<16sQQQQQQ16s64s"
-_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped; CuPy has no names for them
+PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped; CuPy has no names for them
 _PEER_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 
 
@@ -105,7 +105,7 @@ class Shared:
         self.words = memoryview(memory).cast("Q")
         self._bytes = np.frombuffer(memory, np.uint8)
         self._host: int = self._bytes.ctypes.data
-        runtime.hostRegister(self._host, self.size, _PORTABLE_MAPPED)
+        runtime.hostRegister(self._host, self.size, PORTABLE_MAPPED)
         self.address: int = runtime.pointerGetAttributes(self._host).devicePointer
 
     @classmethod

@@ -103,6 +103,7 @@ class Monitor:
         self._late = False  # ops wait to be launched by the monitor: at submission they had no number yet
         self._repair: Operation | None = None  # to be launched by the monitor
         self._repairing = False  # the monitor is at it
+        self._dead = False  # a kernel has failed, and with it all that ran
         self._error: BaseException | None = None
         self._monitor: threading.Thread | None = None
         self._nudged = threading.Event()
@@ -118,7 +119,8 @@ class Monitor:
         """
         with _fence:
             pass
-        return not self._repairing and not self._copying and self._ctl[BEGUN] == self._ctl[FINISHED]
+        ended = self._dead or self._ctl[BEGUN] == self._ctl[FINISHED]
+        return ended and not self._repairing and not self._copying
 
     def _running(self) -> Running | None:
         """The op that has begun and not returned.
@@ -282,7 +284,7 @@ class Monitor:
         if failed:
             return not end
         try:
-            self._device.check()
+            self._check()
             if repair is not None:
                 self._relaunch(repair)
             if late:
@@ -294,6 +296,14 @@ class Monitor:
         if say is not None:
             say()
         return True
+
+    def _check(self) -> None:
+        """Raises `FtcommError` if a kernel has failed: then the device runs nothing, and what has begun never ends."""
+        try:
+            self._device.check()
+        except FtcommError:
+            self._dead = True
+            raise
 
     def _abandon(self) -> None:
         """End every op in flight with the engine's error: nothing touches their arrays any more."""

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.check import MOST_SOURCES, check
+from ftcomm.kernels.check import MOST_SOURCES, Span, check
 from ftcomm.kernels.device.launch import on, plan, work
 from ftcomm.kernels.device.tile import tiles
 
@@ -72,16 +72,23 @@ def launch_reduce(
     stream: bool,
 ) -> None:
     """Into all of `outs`; `stream` if outs[0] is not staging."""
-    spans = check(sources, outs, op, divisor, sms)
-    w, n = len(sources), spans[0].count
+    reduce_spans(check(sources, outs, op, divisor, sms), len(sources), op, divisor, sms, stream=stream)
+
+
+def reduce_spans(
+    spans: list[Span], w: int, op: str, divisor: int | None, sms: int | None, *, stream: bool = False
+) -> None:
+    """Of memory that has passed `check`, or is known to: the first `w` spans are the sources, the others the outputs.
+    Their addresses are those by which kernels reach it, on the device that they name."""
+    n, device = spans[0].count, spans[0].device
     if n == 0:
         return
     divides = w == 1 and divisor not in (None, 1)  # the kernel of one source only copies
     launch = plan(spans, 0 if divides else w, op, sms)
     addresses = [span.address for span in spans]
     padded = addresses[:w] if launch.W else [*addresses[:w], *addresses[:1] * (MOST_SOURCES - w)]
-    with on(spans[0].device):
-        rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=outs[0].device)
+    with on(device):
+        rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=device)
         reduce_kernel[(launch.programs,)](
             tuple(padded),
             rows.data_ptr(),

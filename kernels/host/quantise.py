@@ -209,7 +209,8 @@ def dequantise_reduce_requantise(sources: Sequence[Quantised], op: str = "sum", 
 
 def scale_bits(amax: np.ndarray, form: Format) -> np.ndarray:
     """The biased exponent of the scale, from the bits of the block's largest magnitude."""
-    return np.clip(((amax + form.round_up) >> 23) - form.shift, 1, form.top)
+    exponent: np.ndarray = np.minimum(np.maximum(((amax + form.round_up) >> 23) - form.shift, 1), form.top)
+    return exponent
 
 
 def _encode(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

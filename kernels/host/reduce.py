@@ -11,13 +11,17 @@ The output may be the same memory as one of the first two sources, never as a la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ftcomm.kernels.check import Span, check
 from ftcomm.kernels.dtypes import HOST_DTYPES
+from ftcomm.kernels.host import arithmetic
+from ftcomm.kernels.host.packed import Packer
+from ftcomm.kernels.host.tensors import scratch, unlocked
 
 Array = Any  # a numpy array, or what `Dtype.operand` makes of one
 Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, output)
@@ -26,7 +30,7 @@ Reduction = Callable[[Sequence[Array], Array], None]  # (sources in order, outpu
 # take another path, which can give a NaN other bits; the number of threads may differ between members.
 _BLOCK = 30 << 10
 
-_INTEGERS = {1: np.uint8, 2: np.int16}  # that torch has in all versions
+_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32}  # that torch has in all versions
 _BITS = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 
 
@@ -36,6 +40,22 @@ class Reducer:
     def __init__(self) -> None:
         self._reductions: dict[tuple[str, str, int | None], Reduction] = {}
         self._scratch: dict[Any, Array] = {}
+
+    @property
+    def arithmetic(self) -> str:
+        """Equal in two processes: the same bits for the same inputs. "" is equal to nothing."""
+        return arithmetic.own()
+
+    def use(self, buffers: Iterable[memoryview]) -> None:
+        """Most of what is reduced from now on lies in these; others are left, and may go.
+
+        Any thread, while none reduces. Does not block. The host reaches all memory alike.
+        """
+
+    @cached_property
+    def packer(self) -> Packer:
+        """For what is coded. Made when it is first needed."""
+        return Packer()
 
     def get(self, dtype: str, op: str, divisor: int | None = None) -> Reduction:
         """For a pair that `unsupported_on_host` accepts. "avg" divides by `divisor`, or the number of sources."""
@@ -72,7 +92,7 @@ class Reducer:
             "max": lambda acc, wide: np.maximum(acc.numpy(), wide.numpy(), out=acc.numpy()),
         }[op]
 
-        acc, wide = torch.empty(_BLOCK), torch.empty(_BLOCK)
+        acc, wide = scratch(_BLOCK), scratch(_BLOCK)
 
         def reduce(sources: Sequence[Array], out: Array) -> None:
             count = out.numel()
@@ -114,28 +134,18 @@ class Reducer:
         return buffer[:n]
 
 
-def operand(dtype: str, carrier: Array) -> Array:
-    """What the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory."""
+def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
+    """What the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory.
+
+    Those of halves take float32 as well, source or output, and `held` says so of a carrier of partial sums.
+    """
     if HOST_DTYPES[dtype].kind != "half":
         return carrier
     import torch
 
     if not carrier.flags.writeable:
-        carrier = _unlocked(carrier)
-    return torch.from_numpy(carrier.view(_INTEGERS[carrier.itemsize])).view(getattr(torch, dtype))
-
-
-def _unlocked(array: Array) -> Array:
-    """The same memory, not marked read-only: torch warns about tensors over read-only memory, and we only read."""
-    interface = dict(array.__array_interface__)
-    interface["data"] = (interface["data"][0], False)
-    return np.asarray(_Exported(interface, array))
-
-
-class _Exported:
-    def __init__(self, interface: dict[str, Any], keep: Array) -> None:
-        self.__array_interface__ = interface
-        self._keep = keep
+        carrier = unlocked(carrier)
+    return torch.from_numpy(carrier.view(_INTEGERS[carrier.itemsize])).view(getattr(torch, held or dtype))
 
 
 def _fold(ufunc: np.ufunc) -> Reduction:

@@ -29,7 +29,7 @@ PIECES = 4
 
 
 def job(folder: Path, replicas: int, body: Any, **arguments: Any) -> Job:
-    return Job(folder, replicas=replicas, body=body, engine="interpret", steps=ENDLESS, **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", steps=ENDLESS, **arguments)
 
 
 def part(step: int, replica: int) -> np.ndarray:

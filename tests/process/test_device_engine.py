@@ -46,7 +46,7 @@ TWO_SHOT = 50_000  # four chunks, reduced in shards
 
 def job(folder: Path, replicas: int, body: Any = reduce_forever, **arguments: Any) -> Job:
     arguments.setdefault("steps", ENDLESS)
-    return Job(folder, replicas=replicas, body=body, engine="interpret", **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", **arguments)
 
 
 def finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, Any]]]:
@@ -304,19 +304,22 @@ def test_a_kernel_that_waits_ends_when_the_engine_does(tmp_path: Path) -> None:
         assert ended["sum"] == 3.0
 
 
-def open_without_variable(first: str) -> subprocess.CompletedProcess[str]:
-    code = f"import {first}; from ftcomm.device.choose import open_device; open_device('interpret', 'auto')"
+def open_without_variable(first: str, transport: str) -> subprocess.CompletedProcess[str]:
+    settings = f"coordinator='', token='', replica=0, replicas=1, engine='interpret', transport='{transport}'"
+    code = f"import {first}; from ftcomm.device.choose import open_engine, Settings; open_engine(Settings({settings}))"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_nothing_but_the_engine_decides_that_kernels_are_interpreted() -> None:
-    ended = open_without_variable("ftcomm.group")
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_nothing_but_the_engine_decides_that_kernels_are_interpreted(transport: str) -> None:
+    ended = open_without_variable("ftcomm.group", transport)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_triton_that_was_imported_to_compile_cannot_interpret() -> None:
-    ended = open_without_variable("triton.language")
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_triton_that_was_imported_to_compile_cannot_interpret(transport: str) -> None:
+    ended = open_without_variable("triton.language", transport)
     assert "SettingsError: FTCOMM_ENGINE=interpret comes too late" in ended.stderr
     assert "Set TRITON_INTERPRET=1 in the environment" in ended.stderr
 

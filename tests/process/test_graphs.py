@@ -35,7 +35,7 @@ ELEMENTS = 50_000  # of float32: four chunks, a lane each, reduced in shards
 
 
 def job(folder: Path, replicas: int, body: Any, **arguments: Any) -> Job:
-    return Job(folder, replicas=replicas, body=body, engine="interpret", steps=ENDLESS, **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", steps=ENDLESS, **arguments)
 
 
 class Replayed:

@@ -19,7 +19,7 @@ from ftcomm.device.launch import lane_word
 from ftcomm.device.layout import INTERPRETED
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.device import INTERPRETED as INTERPRETING
-from ftcomm.kernels.device import words
+from ftcomm.kernels.device import allreduce, words
 from ftcomm.transport.segment import Segment
 
 if not INTERPRETING:
@@ -186,6 +186,21 @@ def test_a_kernel_that_breaks_is_the_end(member: Member) -> None:
     assert op.wait(90)
     assert "a kernel has failed in the interpreter" in str(op.error)
     assert [str(error) for error in member.failed] == [str(op.error)]
+
+
+def test_a_kernel_that_breaks_when_it_has_begun_is_the_end_at_once(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launch never says that it has ended, and nobody waits for that."""
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    member.resume(1, member.freeze())
+    monkeypatch.setattr(allreduce, "post", broken)
+    op = member.submit()
+    assert op.wait(member.exchange.give_up / 2)
+    assert "a kernel has failed in the interpreter" in str(op.error)
 
 
 def test_accounts_that_contradict_each_other_are_the_end(member: Member) -> None:

@@ -1,0 +1,54 @@
+"""Which bits a reduction of this process gives, beside its inputs and their order: by which code it is computed.
+
+An addition is one IEEE operation wherever it runs, but for what the standard leaves open: which of two NaNs is passed
+on, which of two zeros is the lesser one. That follows from the instructions, and these from the libraries and from the
+vector units for which they choose their code at run time. Where a value lies in memory, or in an array, makes no
+difference (tests/unit/test_reduce.py); so processes with the same digest give the same bits for the same inputs.
+
+Not in it: what a script sets for one of its threads, as `torch.set_flush_denormal` does. All ranks run one script.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LIBRARIES = ("ftcomm", "numpy", "torch")
+CHOICES = ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "ATEN_CPU_CAPABILITY")  # forbid code to them
+_LINE = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)  # x86, ARM
+_VECTOR = re.compile(r"(?:s?sse|avx|fma|f16c|amx|bmi|sve|asimd|fphp|neon|bf16|i8mm)\w*")
+
+
+def digest(processor: str | None = None, environment: Mapping[str, str] = os.environ) -> str:
+    """16 hex digits; "", which is nobody's likeness, where the processor does not say what it can.
+
+    `processor` is what /proc/cpuinfo says.
+    """
+    text = Path("/proc/cpuinfo").read_text() if processor is None else processor
+    flags = sorted({flag for line in _LINE.findall(text) for flag in line.split() if _VECTOR.fullmatch(flag)})
+    if not flags:
+        return ""
+    parts = [platform.machine(), sys.byteorder, *flags, *map(_version, LIBRARIES)]
+    parts += [f"{name}={environment.get(name, '')}" for name in CHOICES]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def own() -> str:
+    """Of this process."""
+    return digest()
+
+
+def _version(library: str) -> str:
+    """Of what is installed: nothing is imported for it."""
+    try:
+        return f"{library} {importlib.metadata.version(library)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{library} none"
