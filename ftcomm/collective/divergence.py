@@ -98,7 +98,7 @@ class Alarm:
         on_divergence: Callable[[Divergence], None],
     ) -> None:
         self._own = memories[view.me].words
-        self._words = {member: memories[member].words for member in view.members}
+        self._words = {member: memories[member].heard for member in view.members}
         self._all_taken = all_taken
         self._on_divergence = on_divergence
         self._tasks = [(0, 0)] * SLOTS  # (op, chunk) of the task that was taken last in each slot

@@ -47,6 +47,7 @@ class Driver(Standing):
         on_failed: Callable[[BaseException], None] = lambda error: None,
         on_divergence: Callable[[Divergence], None] | None = None,
         ranks_per_replica: int = 1,
+        reducer: Reducer | None = None,
     ) -> None:
         self.replica = replica
         self._segment = segment
@@ -57,13 +58,14 @@ class Driver(Standing):
         self._on_divergence = on_divergence
         self._ranks_per_replica = ranks_per_replica
         self._waiter = Waiter(segment.words, ASLEEP, 0)
-        self._reducer = Reducer()
+        self._reducer = Reducer() if reducer is None else reducer
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)  # a parked driver waits on it
         self._flight = Flight()
         self._stream: Stream | None = None  # None: has never been in a view
         self._peers: dict[int, Peer] = {}
         self._lobby = Lobby()
+        self._lives: dict[int, str] = {}  # of the peers: replica -> nonce of its segment
         # Who drives, or is about to: the op of the calling thread, or the exchange itself for the worker. An interrupt
         # may come between any two lines of the calling thread, which must then know whether it was the one.
         self._driver: object = None
@@ -161,15 +163,20 @@ class Driver(Standing):
         waiter = self._waiter
         watch = self._watch
         flight = self._flight.ops
-        with self._mutex:
-            if until is None:
+        if until is None:
+            with self._mutex:
                 self._driver = self  # the thread that has handed over is out of it
-            # Decided under the mutex: between a look at `_frozen` and one at `_stream` a whole view change may pass.
-            stop = self._frozen or self._error is not None
-            self._parked = stop
+                # With the mutex: between a look at `_frozen` and one at `_stream` a whole view change may pass.
+                stop = self._parked = self._frozen or self._error is not None
+        else:
+            stop = self._parked  # so it was decided when the op was admitted
         if stop and (not self._look_around() or (until is not None and until.done)):
             return
         stream = self._stream
+        if until is not None and not stop and stream is not None and stream.at_once(until):
+            watch.returns(until)
+            self._flight.return_first()
+            return
         while flight:
             if waiter.poked:
                 if not self._look_around() or (until is not None and until.done):
@@ -188,9 +195,10 @@ class Driver(Standing):
                     if op is until:
                         return
                     continue
+                moved = stream.wait(op)
             except Interrupted:
                 continue
-            if stream.wait(op):
+            if moved:
                 watch.wait = None
             elif not waiter.poked:
                 self._stalled(stream, op, stream.missing(op))
@@ -226,7 +234,7 @@ class Driver(Standing):
                 self._abandon()
             elif not self._frozen:
                 assert stream is not None
-                readers = self._lobby.take(stream.view.epoch)
+                readers = self._lobby.take(stream.view.epoch, self._lives)
             self._parked = self._frozen and self._error is None
             more = bool(self._flight.ops)
         if failed is not None:
@@ -239,7 +247,7 @@ class Driver(Standing):
     def _send_failed(self, replica: int, epoch: int, reason: str) -> None:
         """The connection to a reader has broken; no news if the next one is here already."""
         with self._mutex:
-            replaced = self._lobby.holds(replica, epoch)
+            replaced = self._lobby.holds(replica, self._lives.get(replica, ""))
         if not replaced:
             self._on_lost(replica, epoch, reason)
 

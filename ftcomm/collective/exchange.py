@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.driver import Driver
 from ftcomm.collective.flight import Resumed
+from ftcomm.collective.lobby import welcome
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
@@ -28,6 +29,7 @@ from ftcomm.transport.nixl import NixlPeer
 from ftcomm.transport.nixl_lines import NixlLines
 from ftcomm.transport.segment import Peer
 from ftcomm.transport.tcp import Reader, TcpPeer
+from ftcomm.tuning import Tuning
 
 # Rounds of polling and yielding before a sleep. A sleeping member takes 26 us to answer, a polling one 1 us. Without
 # the yield two members that share a core wait for each other until the polls are used up (1 KB: 160 us, not 5 us).
@@ -47,7 +49,8 @@ class Exchange(Driver):
     TCP has broken; the op goes on waiting, for the view change. `on_failed(error)` is called once, by any thread, if
     the engine fails of its own accord, not by `fail`. With `on_divergence` the results of all members are compared; it
     is called by the driving thread for every chunk that differs. If this member is not in the majority, or there is
-    none, the engine then fails with `DivergenceError`. `ranks_per_replica` tells how crowded the host is.
+    none, the engine then fails with `DivergenceError`. `ranks_per_replica` tells how crowded the host is. `reducer` is
+    what reduces, and of this exchange alone; None: the processor does.
     """
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
@@ -89,6 +92,19 @@ class Exchange(Driver):
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
         return None if self._frozen else self._watch.waiting(seconds)
 
+    @property
+    def view(self) -> GroupView:
+        """The one that this member runs in; it has entered one."""
+        assert self._stream is not None
+        return self._stream.view
+
+    def tune(self, tuning: Tuning) -> None:
+        """Other switch points until the next view, for `ftcomm bench tune`: all members between the same two ops."""
+        with self._mutex:
+            if self._stream is None or self._flight.ops:
+                raise RuntimeError("tune() while ops are in flight, or before the first view")
+            self._stream.tune(tuning)
+
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
@@ -118,19 +134,21 @@ class Exchange(Driver):
                 return Progress(returned=0, ops=(), fresh=True)
             return self._told(self._flight.progress())
 
-    def attach(self, sock: socket.socket, replica: int, epoch: int) -> None:
-        """A member reads this one through TCP in `epoch`; `sock` is connected and past its handshake.
+    def attach(self, sock: socket.socket, replica: int, epoch: int, life: str = "") -> None:
+        """A member reads this one through TCP from `epoch` on; `sock` is connected and past its handshake. `life` is
+        the nonce of that member's segment.
 
         May come before `resume` for that epoch, or long after; the member gets what it missed. Replaces the connection
-        that it had in this epoch.
+        that it had before. Serves in later epochs, too, as long as that life is a member.
         """
-        self.admit(Reader(sock, replica, epoch))
+        self.admit(Reader(sock, replica, epoch, life))
 
     def admit(self, reader: Reader) -> None:
         """Likewise for a member that reads this one in another way, by NIXL."""
         with self._mutex:
             current = 0 if self._stream is None else self._stream.view.epoch
-            if self._error is not None or reader.epoch < current:
+            late = reader.epoch <= current and not welcome(reader, current, self._lives)
+            if self._error is not None or late:
                 reader.close()
                 return
             self._lobby.add(reader)
@@ -149,7 +167,13 @@ class Exchange(Driver):
             for peer in self._peers.values():
                 if all(peer is not kept for kept in peers.values()):
                     peer.close()
+            for peer in peers.values():
+                if isinstance(peer, TcpPeer):
+                    peer.others = peers if view.ring else {}
+                peer.enter(view.epoch)
             self._peers = dict(peers)
+            self._lives = {replica: peer.nonce for replica, peer in peers.items()}
+            self._reducer.use([self._segment.buffer, *(peer.buffer for peer in peers.values())])
             self._waiter.rounds = self._rounds()
             stream = Stream(
                 view,
@@ -164,7 +188,8 @@ class Exchange(Driver):
             if self._stream is None:
                 self._flight.number_from(progress)
             else:
-                self._stream.close()
+                for reader in self._stream.close(self._lives):
+                    self._lobby.bring_back(reader)
             self._stream = stream
             self._agree(view, progress)
             resumed = Resumed(0, 0, 0)
@@ -198,16 +223,16 @@ class Exchange(Driver):
         self._waiter.poke()
 
     def _lines(self) -> Lines | None:
-        """The connections that the driver serves. It cannot sleep on those and on words in shared memory at once, so
-        where there are both, the threads of the peers receive, and wake it."""
+        """The connections that the driver serves: those of TCP, or of NIXL where there is nothing else. Where there is
+        more than that beside NIXL, the threads of the peers receive, and wake it."""
         peers = list(self._peers.values())
-        if all(peer.how == "shm" for peer in peers):
-            return None
-        by_nixl = [peer for peer in peers if isinstance(peer, NixlPeer)]
-        if len(by_nixl) == len(peers):
-            return NixlLines(by_nixl, self._waiter)
         by_tcp = [peer for peer in peers if isinstance(peer, TcpPeer)]
-        return Lines(by_tcp if len(by_tcp) == len(peers) else (), self._waiter)
+        by_nixl = [peer for peer in peers if isinstance(peer, NixlPeer)]
+        for peer in by_tcp:
+            peer.drive(not by_nixl)
+        if by_nixl:
+            return NixlLines(by_nixl, self._waiter) if len(by_nixl) == len(peers) else Lines((), self._waiter)
+        return Lines(by_tcp, self._waiter) if by_tcp else None
 
     def _rounds(self) -> int:
         """How long to poll before a sleep."""

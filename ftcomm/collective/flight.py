@@ -20,7 +20,8 @@ class Resumed(NamedTuple):
     ops: int  # in flight
     copied: int  # chunks that this member gets from one that holds them FINAL
     reduced: int  # chunks that are reduced again
-    again: int = 0  # of both, chunks that this member had posted before; not counted of scripted ops
+    again: int = 0  # chunks that this member had posted before and may give again; not counted of scripted ops
+    resent: int = 0  # their bytes, which a neighbour gets once more, or a part of them; SLOTS chunks at most, see below
 
 
 class Flight:
@@ -31,6 +32,9 @@ class Flight:
         self.returned = 0
         self.issued = 0
         self.common: Contributors | None = None  # whose input is in every chunk that was reduced since it was reset
+        # Ops that failed before the last view change. Whoever enters the view returns them at once; who does not, as
+        # the next one comes, has this alone to hear of it.
+        self._failed: dict[int, FailedOp] = {}
 
     def add(self, op: Operation) -> None:
         op.number = self.issued
@@ -47,15 +51,24 @@ class Flight:
     def return_first(self) -> None:
         """The first op is done, with a result or with the error that it has already."""
         op = self.ops[0]
-        if op.atomic and op.error is None and len(set(op.finals)) > 1:
-            raise ProtocolError(f"op {op.number} is atomic, and its chunks have several sets of contributors")
-        if op.error is None and op.script is None and (op.finals[0] is not self.common or len(op.finals) > 1):
-            for who in set(op.finals):
-                if who is not None:
-                    self.narrow(who)
+        if op.error is None and op.script is None:
+            finals = op.finals
+            who = finals[0] if len(finals) == 1 else None
+            if who is None:
+                self._return_chunks(op)
+            elif who is not self.common:
+                self.narrow(who)
         self.returned += 1
         self.ops.popleft()
         op.finish(op.error)
+
+    def _return_chunks(self, op: Operation) -> None:
+        sets = set(op.finals)
+        if op.atomic and len(sets) > 1:
+            raise ProtocolError(f"op {op.number} is atomic, and its chunks have several sets of contributors")
+        for who in sets:
+            if who is not None:
+                self.narrow(who)
 
     def narrow(self, who: Contributors) -> None:
         """A chunk was reduced from the inputs of `who`."""
@@ -76,11 +89,7 @@ class Flight:
         return Progress(
             returned=self.returned,
             ops=tuple(OpProgress(op.number, _finals(op)) for op in ops),
-            failed=tuple(
-                FailedOp(op.number, str(op.error), isinstance(op.error, LostError))
-                for op in ops
-                if op.error is not None
-            ),
+            failed=tuple({**self._failed, **{op.number: _failed(op) for op in ops if op.error is not None}}.values()),
         )
 
     def number_from(self, progress: Mapping[int, Progress]) -> None:
@@ -93,18 +102,23 @@ class Flight:
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> Resumed:
         """Return the ops that somebody has returned, and give the others the tasks that are left of them.
 
-        `contributors` are those of the new view, `progress` is of all its members.
+        `contributors` are those of the new view, `progress` is of all its members. What is sent again was in flight: a
+        member posts what uses a slot again when all others have taken what it held, and what all have taken is FINAL
+        everywhere. Only an atomic op, all of which may have to be reduced again, sends more.
+
         Raises `ProtocolError` if the members contradict each other.
         """
         count = len(self.ops)
         start = base(progress.values())
+        behind = min((p.returned for p in progress.values() if not p.fresh), default=0)
+        self._failed = {number: failed for number, failed in self._failed.items() if number >= behind}
         while self.ops and self.ops[0].number < start:
             op = self.ops[0]
             self._fail_as_elsewhere(op, progress)
             if op.error is None and None in op.finals:
                 raise ProtocolError(f"op {op.number} was returned elsewhere, but is not FINAL here")
             self.return_first()
-        copied = reduced = again = 0
+        copied = reduced = again = resent = 0
         for op in self.ops:
             posted = {task.chunk for task in op.tasks[: op.next] if isinstance(task, Task)}
             op.next, op.end, op.verified = 0, -1, False
@@ -112,14 +126,23 @@ class Flight:
             tasks = op.resume(progress, contributors)
             copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in tasks)
             reduced += sum(task.holder == REDUCE for task in tasks)
-            again += sum(task.chunk in posted for task in tasks)
-        return Resumed(count, copied, reduced, again)
+            mine = [task.chunk for task in tasks if task.holder == REDUCE or op.finals[task.chunk] is not None]
+            twice = [chunk for chunk in mine if chunk in posted]  # whoever is given a chunk sends nothing of it
+            again += len(twice)
+            resent += sum(op.size(chunk) for chunk in twice)
+        return Resumed(count, copied, reduced, again, resent)
 
-    @staticmethod
-    def _fail_as_elsewhere(op: Operation, progress: Mapping[int, Progress]) -> None:
+    def _fail_as_elsewhere(self, op: Operation, progress: Mapping[int, Progress]) -> None:
         failed = failure(op.number, progress)
-        if failed is not None and op.error is None:
+        if failed is None:
+            return
+        self._failed[op.number] = failed
+        if op.error is None:
             op.error = (LostError if failed.lost else MismatchError)(failed.message)
+
+
+def _failed(op: Operation) -> FailedOp:
+    return FailedOp(op.number, str(op.error), isinstance(op.error, LostError))
 
 
 def _finals(op: Operation) -> tuple[Final, ...]:

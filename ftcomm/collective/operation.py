@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,16 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, all_reduce, resume_tasks
 from ftcomm.collective.script import Batch, Script, explained
 from ftcomm.collective.spare import Bytes, borrow, give_back
+from ftcomm.collective.wire import FP8, WIRES, unsupported_wire, widest
 from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported, unsupported_on_host
 from ftcomm.transport.segment import CHUNK
 
-_ATOMIC = 0x80  # in the byte of the reduction
-MOVES = 0x7F  # in its place: nothing is reduced
+# The byte of the reduction: its number in 5 bits, the wire in 2, and
+_ATOMIC = 0x80
+MOVES = 0x7F  # in place of both: nothing is reduced
+_WIRE = 5
 _NAMES = {code: name for name, code in CODES.items()}
 
 
@@ -30,7 +33,7 @@ class Operation:
     `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
     same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
     is atomic by itself and keeps none. `on_device`: `array` is any flat array of a device, which checks it and keeps
-    such copies itself.
+    such copies itself. `wire` is the form in which elements cross, see `ftcomm.collective.wire`.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
@@ -40,6 +43,7 @@ class Operation:
     template = -1  # by which a device names its launch, see ftcomm.device.graphs
     done = False
     atomic = False
+    wire = WIRES[0]
     error: BaseException | None = None  # set before `done`
     script: Script | None = None  # what moves; None in an all-reduce, whose chunks all lie in `array`
     detail = 0  # of the call, what `call` does not tell; compared between members
@@ -49,7 +53,7 @@ class Operation:
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it will fail with this, as soon as all have called it
     two_shot = False
-    around = False  # the ring
+    routed = False  # it goes around the ring, or by two levels
     _kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _spare: Bytes | None = None  # where it lies
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
@@ -63,24 +67,36 @@ class Operation:
         *,
         atomic: bool = False,
         on_device: bool = False,
+        wire: str = WIRES[0],
     ) -> None:
-        call, self.itemsize = call_of(dtype, op)
-        if on_device and (reason := unsupported(dtype, op)):
-            raise ArgumentError(f"FTCOMM_ENGINE=host can do this, the kernels of other engines cannot: {reason}")
+        call, itemsize, width = call_of(dtype, op, wire)
         if on_device:
-            pass  # its stage() has
-        elif array.ndim != 1 or not array.flags.forc or not array.flags.writeable or array.itemsize != self.itemsize:
-            raise ArgumentError(
-                f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape {array.shape}, "
-                f"writable {array.flags.writeable}, contiguous {array.flags.forc}"
-            )
+            if reason := unsupported(dtype, op):
+                raise ArgumentError(
+                    f"hosts can do this, kernels that run whole ops (FTCOMM_TRANSPORT=shm) cannot: {reason}"
+                )
+            if wire == FP8:
+                raise ArgumentError(
+                    "wire='fp8' is coded where the host drives: with FTCOMM_TRANSPORT=shm kernels run whole ops in the "
+                    "memory of one host, which carries elements as they are. Leave wire away, or set "
+                    "FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks"
+                )
+        else:
+            flags = array.flags
+            if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != itemsize:
+                raise ArgumentError(
+                    f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape "
+                    f"{array.shape}, writable {flags.writeable}, contiguous {flags.forc}"
+                )
         self.array = array
         self.dtype = dtype
         self.op = op
-        self.count = len(array)
-        self.call = self.count << 16 | call  # compared between members
-        self.elements = chunk // self.itemsize  # in each chunk but the last
-        chunks = chunk_count(self.count, self.elements)
+        self.wire = wire
+        self.itemsize = itemsize
+        self.count = count = len(array)
+        self.call = count << 16 | call  # compared between members
+        self.elements = elements = chunk // (itemsize if on_device else width)  # in each chunk but the last
+        chunks = chunk_count(count, elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] | tuple[Batch, ...] = all_reduce(chunks)
         if atomic:
@@ -96,6 +112,15 @@ class Operation:
     @property
     def nbytes(self) -> int:
         return int(self.array.nbytes)
+
+    @cached_property
+    def memory(self) -> memoryview:
+        """The bytes of `array`, which is on the host."""
+        return memoryview(self.array.view(np.uint8))
+
+    def size(self, chunk: int) -> int:
+        """Its bytes."""
+        return max(0, min(self.elements, self.count - chunk * self.elements)) * self.itemsize
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the op is done; False if `timeout` seconds pass before. Any thread."""
@@ -149,14 +174,16 @@ class Operation:
 
 
 @cache
-def call_of(dtype: str, op: str) -> tuple[int, int]:
-    """The pair as one number for the wire, and the bytes of an element. `op` is "" for what only moves."""
+def call_of(dtype: str, op: str, wire: str = WIRES[0]) -> tuple[int, int, int]:
+    """All three as one number, the bytes of an element, and those that it takes in a slot at most. `op` is "" for what
+    only moves."""
     if not op:
-        return CODES[dtype] << 8 | MOVES, 1
-    reason = unsupported_on_host(dtype, op)
+        return CODES[dtype] << 8 | MOVES, 1, 1
+    reason = unsupported_on_host(dtype, op) or unsupported_wire(dtype, op, wire)
     if reason:
         raise ArgumentError(reason)
-    return HOST_DTYPES[dtype].code << 8 | HOST_OPS.index(op), HOST_DTYPES[dtype].itemsize
+    code = HOST_DTYPES[dtype].code << 8 | WIRES.index(wire) << _WIRE | HOST_OPS.index(op)
+    return code, HOST_DTYPES[dtype].itemsize, widest(dtype, wire)
 
 
 def mismatch(calls: Iterable[tuple[int, int, int, int]]) -> MismatchError:
@@ -182,7 +209,10 @@ def describe(call: int, detail: int = 0) -> str:
     kind, more = explained(detail)
     said = [more] if more else []
     if code != MOVES:
+        code, wire = code & (1 << _WIRE) - 1, code >> _WIRE
         said.insert(0, f"op={HOST_OPS[code]!r}" if code < len(HOST_OPS) else f"op={code}")
+        if wire:
+            said.insert(1, f"wire={WIRES[wire]!r}" if wire < len(WIRES) else f"wire={wire}")
     if call & _ATOMIC:
         said.append("atomic=True")
     return f"{kind}({', '.join(said)}) of {call >> 16} x {dtype}"

@@ -20,6 +20,9 @@ between neighbours is 2 (n - 1) / n of the chunk, in 2 (n - 1) steps. All levels
 each shard at its own place: a whole shard takes the place of its partial sum when it has come around, and so the right
 neighbour, which the chain has passed, has read that.
 
+Partial sums may be wider than the elements (`ftcomm.collective.wire`); then each shard has so much room in REDUCED, and
+only the first part of it is used when it is whole.
+
 A task goes through its levels in order, and tasks follow each other at each level, so that as many are under way as
 there are slots. The caller's buffer stays INPUT until all levels are done and the chunk is taken.
 """
@@ -30,15 +33,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, shards
+from ftcomm.collective.route import Array, Hop, Route
+from ftcomm.collective.wire import partial_dtype
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
-
-Array = np.ndarray[Any, Any]
 
 
 class Step(NamedTuple):
@@ -67,29 +68,32 @@ def steps(ring: tuple[int, ...], contributing: frozenset[int], place: int) -> tu
     return tuple(made)
 
 
-def may_ring(dtype: str, op: str) -> bool:
-    """Whether partial sums of a chain can be handed on as they are: those of halves would be rounded at every hop, and
-    those of integers that are averaged may need more bits."""
-    kind = HOST_DTYPES[dtype].kind
-    return kind != "half" and not (kind == "int" and op == "avg")
-
-
 class RingLane:
-    """The shards of a chunk of one dtype and size in one slot, as ready-made views."""
+    """The shards of a chunk of one dtype, wire and size in one slot, as ready-made views: what the left neighbour has
+    `begun` with, partial sums, and whole ones."""
 
-    def __init__(self, ring: Ring, dtype: str, count: int, slot: int) -> None:
+    def __init__(self, ring: Ring, dtype: str, wire: str, count: int, slot: int) -> None:
         carrier = HOST_DTYPES[dtype].carrier
         mine, left = ring.memories[ring.me], ring.memories[ring.left]
         self.bounds = shards(count, carrier.itemsize, ring.size)
-        self.own, self.lefts, self.begun = [], [], []
-        for start, stop in self.bounds:
-            self.own.append(mine.carve(REDUCED, slot, start, stop - start, carrier))
-            self.lefts.append(left.carve(REDUCED, slot, start, stop - start, carrier))
-            self.begun.append(left.carve(POSTED, slot, start, stop - start, carrier))
+        self.itemsize = carrier.itemsize
+        self.partial = partial_dtype(dtype, wire)
+        partial = HOST_DTYPES[self.partial].carrier
+        self.room = partial.itemsize  # of each element in REDUCED: a whole shard begins where its partial sum did
+        scale = self.room // self.itemsize
+        self.begun = [left.carve(POSTED, slot, a, b - a, carrier) for a, b in self.bounds]
+        self.own_sums, self.left_sums = (
+            [memory.carve(REDUCED, slot, a, b - a, partial) for a, b in self.bounds] for memory in (mine, left)
+        )
+        self.own, self.lefts = (
+            [memory.carve(REDUCED, slot, scale * a, b - a, carrier) for a, b in self.bounds] for memory in (mine, left)
+        )
 
 
-class Ring:
-    """The part of a stream that goes around. No method waits."""
+class Ring(Route):
+    """The route that goes around: its hops are the steps, each of which waits for the left neighbour alone."""
+
+    chained = True
 
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         self.memories, self._reducer = memories, reducer
@@ -97,38 +101,53 @@ class Ring:
         self.place = view.ring.index(view.me)
         self.left, self.right = view.ring[self.place - 1], view.ring[(self.place + 1) % self.size]
         self.steps = steps(view.ring, view.contributing, self.place)
-        self.levels = len(self.steps)
+        last = len(self.steps) - 1
+        self.hops = tuple(Hop(i, (self.left,), i + 1 if i < last else 0) for i in range(last + 1))
+        self.served = frozenset((self.right,))
+        self.readers = {i: frozenset((self.right,)) for i in range(1, last + 1)}
         self._divisor = len(view.contributors)
         self._contributes = view.me in view.contributing
 
-    def step(self, op: Operation, here: Array, lane: RingLane, reached: int) -> None:
-        """From level `reached` to the next; the left neighbour has reached that level with this task."""
-        step = self.steps[reached]
+    def lane(self, dtype: str, wire: str, count: int, slot: int) -> RingLane:
+        return RingLane(self, dtype, wire, count, slot)
+
+    def hop(self, op: Operation, here: Array, lane: RingLane, number: int) -> None:
+        step = self.steps[number]
         start, stop = lane.bounds[step.shard]
         if start == stop or step.nothing:
             return
-        out = lane.own[step.shard]
-        came = (lane.begun if reached == 0 else lane.lefts)[step.shard]
-        if reached >= self.size - 1:
-            if reached + 1 < self.levels:  # else nobody reads it here, and `finish` has it from the left
-                out[...] = came
+        shard = step.shard
+        if number >= self.size - 1:
+            if self.hops[number].makes:  # else nobody reads it here, and `finish` has it from the left
+                lane.own[shard][...] = lane.lefts[shard]
             return
-        sources = [came] if step.carries else []
+        sources = []
+        if step.carries:
+            came = operand(op.dtype, lane.begun[shard]) if number == 0 else self._sum(op, lane, lane.left_sums[shard])
+            sources.append(came)
         if step.adds:
-            sources.append(here[start:stop])
-        reduction = self._reducer.get(op.dtype, op.op if step.last or op.op != "avg" else "sum", self._divisor)
-        reduction([operand(op.dtype, source) for source in sources], operand(op.dtype, out))
+            sources.append(operand(op.dtype, here[start:stop]))
+        out = operand(op.dtype, lane.own[shard]) if step.last else self._sum(op, lane, lane.own_sums[shard])
+        self._reducer.get(op.dtype, op.op if step.last or op.op != "avg" else "sum", self._divisor)(sources, out)
+
+    @staticmethod
+    def _sum(op: Operation, lane: RingLane, array: Array) -> Any:
+        return operand(op.dtype, array, lane.partial)
 
     def finish(self, here: Array, lane: RingLane) -> None:
-        """All levels are reached: the whole chunk, into the caller's buffer."""
         newest = self.steps[-1].shard
         for shard, (start, stop) in enumerate(lane.bounds):
             here[start:stop] = (lane.lefts if shard == newest else lane.own)[shard]
 
-    def read_by_right(self, reached: int, lane: RingLane) -> tuple[int, int]:
-        """The elements (start, stop) that the right neighbour needs of what this member has at level `reached`."""
-        if reached == 0:
-            shard, nothing = self.place, not self._contributes
+    def read_by(self, reader: int, level: int, lane: RingLane) -> tuple[int, int]:
+        if reader != self.right:
+            return 0, 0
+        if level == 0:
+            shard, nothing, room = self.place, not self._contributes, lane.itemsize
         else:
-            shard, nothing = self.steps[reached - 1].shard, self.steps[reached - 1].nothing
-        return (0, 0) if nothing else lane.bounds[shard]
+            shard, nothing, room = self.steps[level - 1].shard, self.steps[level - 1].nothing, lane.room
+        if nothing:
+            return 0, 0
+        start, stop = lane.bounds[shard]
+        size = room if level < self.size - 1 else lane.itemsize
+        return start * room, start * room + (stop - start) * size

@@ -49,6 +49,7 @@ KINDS = (
     "barrier",
 )
 AROUND = 1 << 8  # the detail of an all-reduce where large ones go around a ring
+TWO_LEVEL = 2 << 8  # where they go by two levels
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _ALIGN = 64  # bytes; what lies side by side in a slot begins on cache lines
@@ -256,8 +257,8 @@ def explained(detail: int) -> tuple[str, str]:
     code, root, sizes = detail & 0xFF, detail >> 8 & 0xFF_FFFF, detail >> 32
     kind = KINDS[code] if code < len(KINDS) else f"collective {code}"
     said = [f"root={root - 1}"] if root else []
-    if kind == "allreduce" and detail == AROUND:
-        said = ["FTCOMM_ALGORITHM=ring"]
+    if kind == "allreduce" and root:
+        said = [f"FTCOMM_ALGORITHM={'ring' if detail == AROUND else 'auto'}"]
     return kind, ", ".join([*said, f"members and sizes {sizes:08x}"] if sizes else said)
 
 

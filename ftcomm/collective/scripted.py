@@ -38,7 +38,7 @@ class Scripted(Operation):
         size: int,
     ) -> None:
         """`op` is "" for what only moves. `size`: bytes of an element of the caller's."""
-        call, _ = call_of(dtype, op)
+        call = call_of(dtype, op)[0]
         self.script = script
         self.source, self.array = source, array
         self.dtype, self.op, self.count = dtype, op, count

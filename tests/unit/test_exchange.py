@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import socket
 import sys
 import threading
@@ -13,11 +14,14 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 import ftcomm.collective.stall
 import ftcomm.engine
+from ftcomm.bench.tune_rank import ONE, RING, TWO, WAYS
 from ftcomm.collective import spare
 from ftcomm.collective.driver import Driver
 from ftcomm.collective.exchange import Exchange
@@ -25,17 +29,19 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.stall import Stall
+from ftcomm.collective.wire import WIRES, unsupported_wire
 from ftcomm.control import views
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.messages import FailedOp, Progress
-from ftcomm.errors import CollectiveTimeout, FtcommError, MismatchError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, Peer
 from ftcomm.transport.tcp import TcpPeer
+from tests.coded import coded
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines, socket_pair
 
-HOWS = ("shm", "tcp", "mixed", "ring", "mixed ring")
+HOWS = ("shm", "tcp", "alike", "mixed", "ring", "mixed ring", "hosts", "tcp hosts")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +72,8 @@ def check(op: Operation, seed: int) -> None:
     covered = 0
     for start, stop, who in op.spans():
         inputs = [given(seed, m, op.number, op.count, op.dtype)[start:stop] for m in who]
-        assert op.array[start:stop].tobytes() == expected(inputs, op.dtype, op.op).tobytes()
+        want = (coded if op.wire == "fp8" else expected)(inputs, op.dtype, op.op)
+        assert op.array[start:stop].tobytes() == want.tobytes()
         assert start == covered
         covered = stop
     assert covered == op.count
@@ -90,7 +97,10 @@ def script(
     chance = random.Random(seed + 1)
     ops = out[replica] = []
     for number, (count, dtype, redop) in enumerate(todo):
-        op = Operation(given(seed, replica, number, count, dtype), dtype, redop, atomic=number % 2 == 1)
+        array = given(seed, replica, number, count, dtype)
+        wire = WIRES[number % len(WIRES)]
+        wire = "input" if unsupported_wire(dtype, redop, wire) else wire
+        op = Operation(array, dtype, redop, atomic=number % 2 == 1, wire=wire)
         ops.append(op)
         (exchange.submit if chance.random() < 0.5 else exchange.run)(op)
     exchange.drain(DEADLINE)
@@ -121,6 +131,64 @@ def test_all_dtypes_and_ops(count: int, how: str) -> None:
             caller.join()
         agree(out, list(range(count)), count)
         assert all(not member.lost for member in rig.members.values())
+
+
+@pytest.mark.parametrize("how", ["shm", "alike", "ring"])
+def test_switch_points_can_be_changed_between_two_ops(how: str) -> None:
+    found: dict[int, list[tuple[bool, bool]]] = {}
+
+    def body(member: Member) -> None:
+        ways = found[member.replica] = []
+        for way in (ONE, TWO, ONE, RING):
+            member.exchange.tune(WAYS[way])
+            for _ in range(2):
+                op = Operation(given(0, member.replica, 0, 1000, "float32"), "float32", "sum")
+                member.exchange.run(op)
+                assert op.error is None
+            ways.append((op.two_shot, op.routed))
+
+    with Rig(range(3), how) as rig:
+        rig.view(range(3))
+        for caller in [Caller.start(body, member) for member in rig.members.values()]:
+            caller.join()
+    last = (False, True) if how == "ring" else (True, False)
+    first = (True, False) if how == "ring" else (False, False)  # whose members are not alike
+    assert all(ways == [first, (True, False), first, last] for ways in found.values())
+
+
+@pytest.mark.parametrize("how", ["shm", "alike"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_nans_and_zeros_have_the_same_bits_on_all_members(count: int, how: str) -> None:
+    """Where each member sums by itself: it has its own input in its array, which lies elsewhere, and those of the
+    others in their staging or its mirrors."""
+    chance = np.random.default_rng(count)
+    exponents = {"float32": 0x7F80_0000, "float64": 0x7FF0 << 48, "float16": 0x7C00, "bfloat16": 0x7F80}
+    todo = [(dtype, op) for dtype in exponents for op in ("sum", "min", "max")]
+    bits = []
+    for dtype, _ in todo:
+        size = DTYPES[dtype].itemsize
+        drawn = chance.integers(0, 256, (count, 1002 * size), np.uint8).view(f"uint{8 * size}")
+        drawn[:, ::3] &= drawn.dtype.type(1 << 8 * size - 1)  # zeros of both signs
+        drawn[:, 1::3] |= drawn.dtype.type(exponents[dtype])  # NaNs with payloads, of both signs
+        bits.append(drawn.view(np.uint8))
+    out: dict[int, list[np.ndarray]] = {}
+
+    def body(member: Member) -> None:
+        me = member.replica
+        out[me] = []
+        for (dtype, op), inputs in zip(todo, bits, strict=True):
+            carrier = DTYPES[dtype].carrier
+            place = np.empty(len(inputs[me]) + 64, np.uint8)[8 * me :][: len(inputs[me])].view(carrier)
+            place[...] = inputs[me].view(carrier)
+            member.exchange.run(Operation(place, dtype, op))
+            out[me].append(place)
+
+    with Rig(range(count), how) as rig:
+        rig.view(range(count))
+        for caller in [Caller.start(body, member) for member in rig.members.values()]:
+            caller.join()
+    for number, (dtype, op) in enumerate(todo):
+        assert len({out[me][number].tobytes() for me in out}) == 1, (dtype, op)
 
 
 @pytest.mark.parametrize("contributing", [{0}, {1}, {0, 2}, {1, 2}])
@@ -220,9 +288,123 @@ def test_different_calls_are_an_error_on_all_members_and_the_group_goes_on(
             assert set(after[m].array.tolist()) == {3.0}
         message = str(ops[0].error)
         assert "atomic" not in message
+        way = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ", FTCOMM_ALGORITHM=auto" if "hosts" in how else ""
+        assert f"replicas 0, 2: op 0, allreduce(op='sum'{way}) of 4 x float32" in message
+        assert f"replica 1: op 0, allreduce(op={other[2]!r}{way}) of {other[0]} x {other[1]}" in message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("count", [0, 1, 257, 40_000, 300_001])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_what_is_coded_has_the_same_bits_by_every_way(op: str, count: int, dtype: str) -> None:
+    """And of two members with one that does not contribute, in one-shot, two-shot, and where all else goes around."""
+    inputs = {m: coded_input(m, count, dtype) for m in range(3)}
+    want = coded([inputs[0], inputs[2]], dtype, op)
+    for how in HOWS:
+        with Rig(range(3), how, verify=how in ("shm", "tcp")) as rig:
+            rig.view(range(3), (0, 2))
+            ops = {m: Operation(inputs[m].copy(), dtype, op, wire="fp8", atomic=how == "tcp") for m in rig.members}
+            for caller in [Caller.start(rig.members[m].exchange.run, made) for m, made in ops.items()]:
+                caller.join()
+            for made in ops.values():
+                assert made.error is None
+                assert made.array.tobytes() == want.tobytes(), how
+            assert not any(member.divergences for member in rig.members.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("how", ["ring", "mixed ring"])
+def test_halves_go_around_and_are_rounded_once(how: str, dtype: str) -> None:
+    """By float32 partial sums; what is averaged is no half before the last of its chain has divided it."""
+    inputs = {m: given(1, m, 0, 300_001, dtype) for m in range(3)}
+    with Rig(range(3), how) as rig:
+        rig.view(range(3))
+        ops = {m: Operation(inputs[m].copy(), dtype, "avg", wire="fp32") for m in rig.members}
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
+            caller.join()
+        for op in ops.values():
+            assert op.routed
+            assert op.array.tobytes() == expected(list(inputs.values()), dtype, "avg").tobytes()
+
+
+def coded_input(replica: int, count: int, dtype: str) -> np.ndarray:
+    """Magnitudes over many binades; a NaN, an infinity, a zero block and subnormals where there is room for them."""
+    chance = np.random.default_rng((replica, count))
+    values = chance.standard_normal(count).astype(np.float32) * np.exp2(chance.integers(-30, 10, count), dtype="f4")
+    for start, what in ((512, np.nan), (1024, np.inf), (1536, 0.0), (2048, 1e-42)):
+        values[start : start + (256 if not what or what < 1 else 1)] = what
+    if dtype == "float32":
+        return values
+    return torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.int16).numpy().view(DTYPES[dtype].carrier)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_neither_modes_nor_defaults_of_pytorch_change_a_result(wire: str) -> None:
+    """Of the thread that makes the first op of a kind, whose views and scratch memory stay for later ones."""
+    inputs = {m: coded_input(m, 3000, "bfloat16") for m in range(3)}
+    want = coded(list(inputs.values()), "bfloat16", "sum") if wire == "fp8" else None
+
+    def call(member: int) -> list[Operation]:
+        ops = [Operation(inputs[member].copy(), "bfloat16", "sum", wire=wire) for _ in range(2)]
+        with torch.inference_mode(), torch.device("meta"):
+            rig.members[member].exchange.run(ops[0])
+        rig.members[member].exchange.run(ops[1])
+        return ops
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with Rig(range(3)) as rig:
+            rig.view(range(3))
+            results: list[list[Operation]] = []
+            for caller in [Caller.start(lambda m: results.append(call(m)), m) for m in rig.members]:
+                caller.join()
+    finally:
+        torch.set_default_dtype(before)
+    if want is None:
+        want = expected(list(inputs.values()), "bfloat16", "sum")
+    for first, second in results:
+        assert first.error is second.error is None
+        assert first.array.tobytes() == second.array.tobytes() == want.tobytes()
+
+
+def test_a_group_of_one_has_the_same_bits_as_if_it_had_lost_the_others() -> None:
+    x = coded_input(0, 3000, "float32")
+    with Rig(range(1)) as rig:
+        rig.view((0,))
+        op = Operation(x.copy(), "float32", "avg", wire="fp8")
+        rig.members[0].exchange.run(op)
+    assert op.array.tobytes() == coded([x], "float32", "avg").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "wire", "said"),
+    [
+        ("float64", "sum", "fp32", "wire='fp32' of float64: it is for floats of 32 bits and less"),
+        ("int32", "sum", "fp32", "wire='fp32' of int32"),
+        ("float64", "sum", "fp8", "wire='fp8' of float64: it is for float32, float16, bfloat16; leave wire away"),
+        ("int8", "sum", "fp8", "wire='fp8' of int8"),
+        ("float32", "max", "fp8", "wire='fp8' with op='max': it is for sum and avg; leave wire away"),
+        ("float32", "sum", "bf16", "wire='bf16' is not known; use one of input, fp32, fp8"),
+    ],
+)
+def test_what_cannot_cross_in_a_form_is_refused(dtype: str, op: str, wire: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        Operation(np.ones(4, dtype), dtype, op, wire=wire)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_that_only_some_call_it_with_another_wire_is_an_error_that_says_so(how: str) -> None:
+    with Rig(range(2), how) as rig:
+        rig.view(range(2))
+        ops = [Operation(np.ones(300_000, np.float16), "float16", "sum", wire=wire) for wire in ("input", "fp8")]
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
+            caller.join()
         ring = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ""
-        assert f"replicas 0, 2: op 0, allreduce(op='sum'{ring}) of 4 x float32" in message
-        assert f"replica 1: op 0, allreduce(op={other[2]!r}{ring}) of {other[0]} x {other[1]}" in message
+        for op in ops:
+            assert isinstance(op.error, MismatchError)
+            assert f"replica 0: op 0, allreduce(op='sum'{ring}) of 300000 x float16" in str(op.error)
+            assert f"replica 1: op 0, allreduce(op='sum', wire='fp8'{ring}) of 300000 x float16" in str(op.error)
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
@@ -253,8 +435,12 @@ def test_an_atomic_op_gives_its_copy_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert not spare._idle  # one chunk: there was none
 
 
-def test_members_that_disagree_on_the_ring_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rig, "ring", lambda self, me, members: members if me == 1 else ())
+@pytest.mark.parametrize("way", ["ring", "auto"])
+def test_members_that_disagree_on_the_way_are_told_so(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "ring":
+        monkeypatch.setattr(Rig, "ring", lambda self, me, members: members if me == 1 else ())
+    else:
+        monkeypatch.setattr(Rig, "hosts", lambda self, me, members: ((0, 2), (1,)) if me == 1 else ())
     with Rig(range(3), "tcp") as rig:
         rig.view(range(3))
         ops = {m: ones(200_000) for m in rig.members}
@@ -262,7 +448,7 @@ def test_members_that_disagree_on_the_ring_are_told_so(monkeypatch: pytest.Monke
             caller.join()
         for op in ops.values():
             assert isinstance(op.error, MismatchError)
-            assert "replica 1: op 0, allreduce(op='sum', FTCOMM_ALGORITHM=ring) of" in str(op.error)
+            assert f"replica 1: op 0, allreduce(op='sum', FTCOMM_ALGORITHM={way}) of" in str(op.error)
 
 
 def test_who_waits_for_whom_can_be_asked_at_any_time() -> None:
@@ -298,6 +484,50 @@ def test_a_stall_names_the_members_that_are_missing_and_ends() -> None:
             later = Operation(np.ones(4), "float64", "sum")
             rig.members[m].exchange.run(later)
             assert later.error is op.error
+
+
+def test_who_finds_no_free_slot_waits_for_those_who_read_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts: one has reduced for all, and takes nothing."""
+    with Rig(range(3), "tcp") as rig:
+        rig.view(range(3))
+        monkeypatch.setattr(rig.members[2].exchange._stream, "_may_take", lambda: False)
+        for member in rig.members.values():
+            member.exchange.submit(Operation(np.ones(3_000_000), "float64", "sum"))
+        end = time.monotonic() + DEADLINE
+        for m in (0, 1):
+            while (stall := rig.members[m].exchange.waiting(0.02)) != Stall(1, 0, (2,)):
+                assert time.monotonic() < end, stall
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["shm", "tcp"])
+def test_who_was_not_in_the_view_in_which_an_op_failed_hears_of_it_in_the_next(how: str) -> None:
+    """One member has seen that calls differ. Of two that go on with it, one enters the view and returns the error, if
+    it can; then the first is lost, too, before the other knows."""
+    with Rig(range(4), how) as rig:
+        rig.view(range(4))
+        ops = {m: ones(8) for m in (1, 2)}
+        for m, op in ops.items():
+            rig.members[m].exchange.submit(op)
+        told = {}
+        for m in (0, 1, 2):
+            still = threading.Event()
+            rig.members[m].exchange.freeze(still.set)
+            assert still.wait(DEADLINE)
+            told[m] = rig.members[m].exchange.progress()
+        told[0] = msgspec.structs.replace(told[0], failed=(FailedOp(0, "they differ"),))
+        rig.epoch += 1
+        view = GroupView(rig.epoch, 1, (0, 1, 2), frozenset((0, 1, 2)), how == "shm")
+        rig.members[1].exchange.resume(view, rig.peers(1, (0, 1, 2)), told)
+        assert ops[1].wait(DEADLINE if how == "tcp" else 0.05) == (how == "tcp")
+        rig.view((1, 2))
+        for op in ops.values():
+            assert op.wait(DEADLINE)
+            assert isinstance(op.error, MismatchError), op.error
+        again = [ones(8), ones(8)]
+        for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in zip((1, 2), again, strict=True)]:
+            caller.join()
+        assert [op.error for op in again] == [None, None]
 
 
 def test_failing_ends_ops_in_flight_and_later_ones() -> None:
@@ -568,15 +798,17 @@ def test_a_second_connection_replaces_the_first() -> None:
     with Rig(range(2), "tcp") as rig:
         writer = rig.members[0]
         unwelcome, far = socket_pair()
-        writer.exchange.attach(far, 1, 1)
+        life = rig.members[1].segment.nonce
+        writer.exchange.attach(far, 1, 1, life)
         rig.view(range(2))  # attaches again, for the same epoch
         assert far.fileno() == -1
         ops = [ones(), ones()]
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
             caller.join()
         near, far = socket_pair()
-        writer.exchange.attach(far, 1, 1)
+        writer.exchange.attach(far, 1, 1, life)
         again = TcpPeer(1, 1, near, lambda *args: None)
+        again.drive(False)
         (peer,) = rig.members[1].exchange._peers.values()
         peer.close()  # the reader gives the connection up
         writer.exchange.submit(ones())
@@ -601,7 +833,7 @@ def test_a_connection_that_breaks_while_it_gets_what_it_missed_is_lost_once() ->
         deadline = time.monotonic() + DEADLINE
         while writer.segment.words[POSTED] != 1 << 32 | 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        writer.exchange.attach(far, 1, 1)
+        writer.exchange.attach(far, 1, 1, rig.members[1].segment.nonce)
         while not writer.lost and time.monotonic() < deadline:
             writer.exchange.nudge()
             time.sleep(0.001)
@@ -648,12 +880,13 @@ class Way:
     answered: threading.Event = dataclasses.field(default_factory=threading.Event)
     slow: int = -1  # the epoch whose connections come when they are `answered`
 
-    def connect(self, *args: object, epoch: int, **options: object) -> Peer:
+    def connect(self, me: int, here: object, replica: int, *args: object, epoch: int, **options: object) -> Peer:
         if epoch == self.slow:
             self.dialling.set()
             assert self.answered.wait(DEADLINE)
-        peer = Peer(1, "tcp")
+        peer = Peer(replica, "tcp")
         peer.close = lambda: self.closed.append(peer)  # type: ignore[method-assign]
+        peer.serves = lambda epoch: peer not in self.closed  # type: ignore[method-assign]
         self.made.append(peer)
         return peer
 
@@ -675,9 +908,11 @@ def engine() -> ftcomm.engine.Engine:
     return ftcomm.engine.Engine(0, exchange, here, mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing)
 
 
-def a_view(epoch: int) -> views.View:
-    ranks = [(views.Address("host", 0, "boot", 0, 0, f"nonce {m}"),) for m in range(2)]
-    return views.View(epoch, None, tuple(views.Member(m, "", ranks[m], True) for m in range(2)))
+def a_view(epoch: int, members: str = "0 1") -> views.View:
+    """Members as "2'": replica 2, in its second life."""
+    lives = {int(life.strip("'")): life for life in members.split()}
+    ranks = {m: (views.Address("host", 0, "boot", 0, 0, f"nonce {life}"),) for m, life in lives.items()}
+    return views.View(epoch, None, tuple(views.Member(m, "", ranks[m], True) for m in lives))
 
 
 def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,6 +928,115 @@ def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.Mo
     assert way.closed == way.made[1:]
     assert list(subject.reach(a_view(1))) == []
     assert len(way.made) == 2
+
+
+HISTORY = [  # views, and whom replica 0 dials for each
+    ("0 1 2 3", [1, 2, 3]),
+    ("0 1 3", []),  # a loss
+    ("0 1 2' 3", [2]),  # a new life joins
+    ("0 1 2'", []),
+    ("0 1' 2'", [1]),  # one goes and its next life comes, in one view
+    ("0 1' 2' 3'", [3]),
+]
+
+
+def test_a_view_change_dials_those_alone_who_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way()
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    for epoch, (members, dialled) in enumerate(HISTORY, start=1):
+        before = len(way.made)
+        subject.reach(a_view(epoch, members))
+        assert [peer.replica for peer in way.made[before:]] == dialled
+        subject.resume(a_view(epoch, members), {})
+
+
+def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way()
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    subject.reach(a_view(1, "0 1 2"))
+    subject.resume(a_view(1, "0 1 2"), {})
+    for epoch, members in ((2, "0 1 2 3"), (3, "0 1 3"), (4, "0 1 3")):
+        subject.reach(a_view(epoch, members))
+    subject.resume(a_view(4, "0 1 3"), {})
+    assert [peer.replica for peer in way.made] == [1, 2, 3]
+    assert [peer.replica for peer in way.closed] == [2]
+
+
+def test_a_connection_that_has_ended_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = Way()
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    subject.reach(a_view(1))
+    subject.resume(a_view(1), {})
+    way.made[0].close()
+    subject.reach(a_view(2))
+    assert len(way.made) == 2
+
+
+def test_who_was_out_of_the_job_before_it_ran_makes_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A joiner is told of a view, which is given up, and of another: the others may have closed what they had."""
+    way = Way()
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    subject.reach(a_view(5))
+    subject.reach(a_view(7))
+    subject.resume(a_view(7), {})
+    assert len(way.made) == 2
+    assert way.closed == way.made[:1]
+
+
+def test_the_ring_follows_the_racks_that_addresses_tell() -> None:
+    given: list[GroupView] = []
+
+    class Hears(NoExchange):
+        def resume(self, view: GroupView, *rest: object) -> NoExchange:  # type: ignore[override]
+            given.append(view)
+            return self
+
+    ranks = [(views.Address("host", 0, f"boot {m}", 0, 0, f"nonce {m}", rack="ba"[m % 2]),) for m in range(4)]
+    view = views.View(1, None, tuple(views.Member(m, "", ranks[m], True) for m in range(4)))
+    nothing: Any = lambda *args: None  # noqa: E731
+    how: dict[str, Any] = dict(mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing, algorithm="ring")
+    subject = ftcomm.engine.Engine(0, Hears(), ranks[0][0], **how)  # type: ignore[arg-type]
+    subject._reached[1] = {m: Peer(m, "tcp") for m in range(1, 4)}
+    subject.resume(view, {})
+    assert given[0].ring == (1, 3, 0, 2)
+
+
+def test_who_has_been_out_in_between_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's joining was given up in the same way, and he comes with the same life."""
+    way = Way()
+    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
+    subject = engine()
+    subject.reach(a_view(1, "0 1"))
+    subject.resume(a_view(1, "0 1"), {})
+    for epoch, members in ((2, "0 1 2"), (3, "0 1"), (4, "0 1 2")):
+        subject.reach(a_view(epoch, members))
+    assert [peer.replica for peer in way.made] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["tcp", "ring", "mixed"])
+def test_a_view_change_keeps_the_connections_of_those_who_stay(how: str) -> None:
+    """And goes on over them from the middle of ops, when who receives changes, too."""
+    out: dict[int, list[Operation]] = {}
+    todo = calls(3, 12, 1_500_000)
+    with Rig((0, 1, 3), how) as rig:
+        rig.view((0, 1, 3))
+        first = rig.dials
+        assert first == (4 if how == "mixed" else 6)
+        callers = start(rig, 3, todo, out)
+        for members in ((0, 1, 3), (0, 1, 3), (1, 3), (1, 3)):
+            rig.view(members)
+        assert rig.dials == first
+        for m in (1, 3):
+            callers[m].join()
+        agree(out, [1, 3], 3)
+        rig.members[2] = Member(2)
+        rig.view((1, 2, 3))
+        assert rig.dials == first + 4
+        assert not [lost for m in (1, 3) for lost in rig.members[m].lost if lost[0] in (1, 3)]
 
 
 def test_a_peer_for_which_no_thread_can_be_started_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.collective.plan import ONE_SHOT_BYTES, GroupView, shards, two_shot
+from ftcomm.collective.plan import GroupView, shards, two_shot
+from ftcomm.tuning import BUILT_IN, EVER, Tuning, up_to
 
 ITEMSIZES = st.sampled_from((1, 2, 4, 8))
 
 
-def view(count: int, one_host: bool = True) -> GroupView:
+def view(count: int, one_host: bool = True, alike: bool = False, tuning: Tuning = BUILT_IN) -> GroupView:
     members = tuple(range(count))
-    return GroupView(1, 0, members, frozenset(members), one_host)
+    return GroupView(1, 0, members, frozenset(members), one_host, alike=alike, tuning=tuning)
 
 
 @given(st.integers(0, 1 << 22), ITEMSIZES, st.integers(1, 16))
@@ -36,9 +37,19 @@ def test_shards_are_even_and_start_on_cache_lines(count: int, itemsize: int, par
 
 def test_two_members_of_a_host_reduce_everything_themselves() -> None:
     assert not two_shot(1 << 30, view(2))
-    assert two_shot(4, view(2, one_host=False))
-    assert not two_shot(ONE_SHOT_BYTES, view(3))
-    assert two_shot(ONE_SHOT_BYTES + 1, view(3))
+    limit = up_to(BUILT_IN.one_host, 3)
+    assert not two_shot(limit, view(3))
+    assert two_shot(limit + 1, view(3))
+
+
+def test_between_hosts_small_ops_take_one_hop_where_all_compute_alike() -> None:
+    tuning = Tuning(one_host=((16, EVER),), hosts=((2, 1000), (16, 100)))
+    for count, limit in ((2, 1000), (3, 100), (16, 100)):
+        assert not two_shot(limit, view(count, False, True, tuning))
+        assert two_shot(limit + 1, view(count, False, True, tuning))
+        for size in (0, 4, limit):
+            assert two_shot(size, view(count, False, False, tuning))  # one member alone reduces each element
+    assert not two_shot(1 << 40, view(5, True, False, tuning))
 
 
 def test_contributors_are_in_the_order_of_the_sum() -> None:

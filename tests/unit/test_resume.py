@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.collective.chunks import pack
+from ftcomm.collective.flight import Flight
+from ftcomm.collective.operation import Operation
 from ftcomm.collective.resume import REDUCE, ProtocolError, Task, all_reduce, base, failure, resume_tasks
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
+from ftcomm.transport.segment import CHUNK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,3 +181,26 @@ def test_a_failure_is_found_wherever_it_was_seen() -> None:
 def test_contradictions_are_found(progress: dict[int, Progress]) -> None:
     with pytest.raises(ProtocolError):
         resume_tasks(4, 3, progress)
+
+
+def test_what_is_sent_again_is_counted_in_bytes() -> None:
+    """Chunks that were posted and are not FINAL everywhere; the last one is shorter."""
+    elements = CHUNK // 4
+    for posted, held, elsewhere, again, resent in (
+        (0, {}, {}, 0, 0),
+        (2, {}, {}, 2, 2 * CHUNK),
+        (2, {0: (0, 1)}, {}, 2, 2 * CHUNK),  # FINAL here: given to the other
+        (2, {0: (0, 1)}, {0: (0, 1)}, 1, CHUNK),
+        (3, {0: (0, 1)}, {0: (0, 1), 1: (0, 1)}, 1, 400),  # the other gives the second, nobody has the last
+        (3, {}, {}, 3, 2 * CHUNK + 400),
+    ):
+        op = Operation(np.zeros(2 * elements + 100, np.float32), "float32", "sum")
+        flight = Flight()
+        flight.add(op)
+        op.next = posted
+        for chunk, who in held.items():
+            op.finals[chunk] = who
+        there = (Final((0, 1), pack(elsewhere, 3)),)
+        told = {0: flight.progress(), 1: Progress(0, (OpProgress(0, there),))}
+        resumed = flight.resume(told, (0, 1))
+        assert (resumed.again, resumed.resent) == (again, resent), posted

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import RING_BYTES, GroupView, around, ring_order, shards
-from ftcomm.collective.ring import Ring, RingLane, may_ring, steps
-from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
+from ftcomm.collective.plan import GroupView, by_route, shards
+from ftcomm.collective.ring import Ring, RingLane, steps
+from ftcomm.collective.wire import hands_on
+from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import LEVELS, POSTED, PUBLISHED
 
 CHUNK = 4096
+CARRIER = {1: torch.uint8, 2: torch.uint16}
+STEPS = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
 @st.composite
@@ -29,22 +33,27 @@ def groups(draw: st.DrawFn) -> tuple[tuple[int, ...], frozenset[int]]:
 
 
 def go_around(
-    ring: tuple[int, ...], contributing: frozenset[int], dtype: str, op: str, inputs: dict[int, np.ndarray]
+    ring: tuple[int, ...],
+    contributing: frozenset[int],
+    dtype: str,
+    op: str,
+    inputs: dict[int, np.ndarray],
+    wire: str = "input",
 ) -> list[np.ndarray]:
     """What each member has in the end; all take a step, then all the next."""
     count = len(next(iter(inputs.values())))
     memories = {m: TinyMemory(m, CHUNK) for m in ring}
     members = tuple(sorted(ring))
     rings = [Ring(GroupView(1, m, members, contributing, False, ring), memories, Reducer()) for m in ring]
-    lanes = [RingLane(one, dtype, count, 0) for one in rings]
+    lanes = [RingLane(one, dtype, wire, count, 0) for one in rings]
     here = [inputs[m].copy() for m in ring]
-    ops = [Operation(array, dtype, op) for array in here]
+    ops = [Operation(array, dtype, op, wire=wire) for array in here]
     for one, array in zip(rings, here, strict=True):
         if one.me in contributing:
             memories[one.me].carve(POSTED, 0, 0, count, array.dtype)[...] = array
-    for reached in range(rings[0].levels):
+    for number in range(len(rings[0].hops)):
         for one, its, array, lane in zip(rings, ops, here, lanes, strict=True):
-            one.step(its, array, lane, reached)
+            one.hop(its, array, lane, number)
     for one, array, lane in zip(rings, here, lanes, strict=True):
         assert array.tobytes() == inputs[one.me].tobytes()  # INPUT until it is taken
         one.finish(array, lane)
@@ -57,7 +66,7 @@ def test_all_members_end_with_the_sum_of_those_who_contribute(
     group: tuple[tuple[int, ...], frozenset[int]], count: int, op: str
 ) -> None:
     ring, contributing = group
-    if unsupported_on_host("int32", op) is not None or not may_ring("int32", op):
+    if unsupported_on_host("int32", op) is not None or not hands_on("int32", op, "input"):
         dtype = "float32"
         if unsupported_on_host(dtype, op) is not None:
             return
@@ -107,38 +116,55 @@ def test_what_is_read_from_the_left_is_what_the_left_has_at_that_level(
         assert sum(step.last for step in mine) == 1
 
 
-def test_halves_and_averages_of_integers_do_not_go_around() -> None:
-    assert may_ring("float32", "avg")
-    assert may_ring("int8", "sum")
-    assert not may_ring("bfloat16", "sum")
-    assert not may_ring("float16", "max")
-    assert not may_ring("int64", "avg")
+@settings(max_examples=150, deadline=None)
+@given(
+    groups(),
+    st.integers(1, CHUNK // 4),
+    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]),
+    st.sampled_from(OPS),
+)
+def test_halves_are_summed_in_float32_all_the_way_around_and_rounded_once(
+    group: tuple[tuple[int, ...], frozenset[int]], count: int, dtype: str, op: str
+) -> None:
+    ring, contributing = group
+    halves = {
+        m: torch.from_numpy(np.random.default_rng((m, count)).standard_normal(count)).to(getattr(torch, dtype))
+        for m in ring
+    }
+    carriers = {
+        m: half.view(CARRIER[half.itemsize]).numpy().view(HOST_DTYPES[dtype].carrier) for m, half in halves.items()
+    }
+    results = go_around(ring, contributing, dtype, op, carriers, "fp32")
+    want = torch.empty(count, dtype=getattr(torch, dtype))
+    for shard, (start, stop) in enumerate(shards(count, want.itemsize, len(ring))):
+        chain = [halves[m][start:stop].float() for m in ring[shard:] + ring[:shard] if m in contributing]
+        total = functools.reduce(STEPS[op], chain)
+        want[start:stop] = total / len(chain) if op == "avg" else total
+    for result in results:
+        assert result.tobytes() == want.view(CARRIER[want.itemsize]).numpy().tobytes()
+
+
+def test_partial_sums_are_handed_on_where_that_rounds_nothing() -> None:
+    assert hands_on("float32", "avg", "input")
+    assert hands_on("int8", "sum", "input")
+    assert not hands_on("bfloat16", "sum", "input")
+    assert not hands_on("float16", "max", "input")
+    assert not hands_on("int64", "avg", "input")
+    assert hands_on("bfloat16", "sum", "fp32")
 
 
 def test_only_large_ops_of_groups_that_have_a_ring_go_around() -> None:
     members = (0, 1, 2)
     with_ring = GroupView(1, 0, members, frozenset(members), False, (2, 0, 1))
-    assert around(RING_BYTES + 1, with_ring)
-    assert not around(RING_BYTES, with_ring)
-    assert not around(1 << 30, GroupView(1, 0, members, frozenset(members), False))
+    assert by_route(with_ring.direct + 1, with_ring)
+    assert not by_route(with_ring.direct, with_ring)
+    assert not by_route(1 << 30, GroupView(1, 0, members, frozenset(members), False))
     with pytest.raises(ValueError, match="does not consist of the members"):
         GroupView(1, 0, members, frozenset(members), False, (2, 0))
-
-
-@given(st.dictionaries(st.integers(0, 30), st.sampled_from("abc"), min_size=2), st.data())
-def test_the_order_keeps_hosts_together_and_stays_when_a_member_goes(
-    hosts: dict[int, str], data: st.DataObject
-) -> None:
-    order = ring_order(hosts)
-    borders = sum(hosts[a] != hosts[b] for a, b in itertools.pairwise(order))
-    assert borders == len(set(hosts.values())) - 1
-    gone = data.draw(st.sampled_from(sorted(hosts)))
-    left = {m: host for m, host in hosts.items() if m != gone}
-    assert ring_order(left) == tuple(m for m in order if m != gone)
 
 
 def test_every_level_has_a_line_of_its_own_in_the_header() -> None:
     lines = [word // 8 for word in PUBLISHED]
     assert len(set(lines)) == len(PUBLISHED)
     assert max(PUBLISHED) < 512
-    assert Settings.__dataclass_fields__["algorithm"].default == "direct"
+    assert Settings.__dataclass_fields__["algorithm"].default == "auto"

@@ -8,6 +8,7 @@ up to the scheduler.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import numpy as np
@@ -17,7 +18,7 @@ from ftcomm.collective import script
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.script import Script
 from ftcomm.collective.scripted import Scripted
@@ -26,15 +27,18 @@ from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
-from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, TAKEN, Segment
+from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer
+from ftcomm.tuning import BUILT_IN, MEMBERS
+from tests.coded import coded
 
 pytestmark = pytest.mark.protocol
 
 CHUNK = 4096  # bytes; more chunks of less to copy
 DONE: set[object] = set()  # collectives that have returned, and that have failed for a loss, in any schedule
 LOST: set[object] = set()
-COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot
+TUNING = dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, 64 << 10),))
+COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot, or by a route
 
 
 @dataclasses.dataclass
@@ -61,8 +65,10 @@ class World:
         self.segments = segments
         self.count = self.random.choice((2, 2, 3, 3, 4, 5))
         self.nodes = {m: Node(m, segments[m]) for m in range(self.count)}
-        self.one_host = self.random.random() < 0.5  # else always two-shot, and as far ahead as there are slots
-        self.rings = self.random.random() < 0.5
+        self.one_host = self.random.random() < 0.5  # else as far ahead as there are slots, and always two-shot
+        self.alike = self.random.random() < 0.5  # unless all compute alike
+        self.way = self.random.choice(("direct", "direct", "ring", "two levels"))
+        self.homes = [self.random.choice("abc") for _ in range(5)]
         self.views: list[GroupView | None] = [None]
         self.progress: dict[int, dict[int, Progress]] = {}
         self.total = self.random.randint(2, 6)
@@ -75,6 +81,7 @@ class World:
         self.roots = [self.random.randrange(5) for _ in self.sizes]
         self.inputs: dict[tuple[int, int], np.ndarray] = {}
         self.atomic = [self.random.random() < 0.5 for _ in self.sizes]
+        self.wires = [random.Random(f"{seed} {i}").choice(("input", "fp32", "fp8")) for i in range(len(self.sizes))]
         self.outcomes: dict[int, object] = {}
         self.faults = self.random.randint(0, self.count)
         self.boundary = 0  # the epoch in which the group grew
@@ -83,8 +90,11 @@ class World:
         self.view(tuple(self.nodes), contributing)
 
     def view(self, members: tuple[int, ...], contributing: frozenset[int]) -> None:
-        ring = tuple(self.random.sample(members, len(members))) if self.rings else ()
-        self.views.append(GroupView(len(self.views), members[0], members, contributing, self.one_host, ring))
+        ring = tuple(self.random.sample(members, len(members))) if self.way == "ring" else ()
+        hosts = shared_hosts({m: self.homes[m] for m in members}) if self.way == "two levels" else ()
+        one_host = self.one_host and not hosts
+        view = GroupView(len(self.views), members[0], members, contributing, one_host, ring, self.alike, TUNING, hosts)
+        self.views.append(view)
         self.progress[len(self.views) - 1] = {}
 
     @property
@@ -98,7 +108,8 @@ class World:
         if (replica, number) not in self.inputs:
             size = self.sizes[number] + ((replica, number) in self.wrong)
             chance = np.random.default_rng((replica, number))
-            drawn = chance.integers(0, 1 << 20, size).astype(np.float32) if self.rings else None  # in any order
+            any_order = self.way != "direct"
+            drawn = chance.integers(0, 1 << 20, size).astype(np.float32) if any_order else None
             self.inputs[replica, number] = chance.standard_normal(size, np.float32) if drawn is None else drawn
         return self.inputs[replica, number]
 
@@ -128,7 +139,7 @@ class World:
     def operation(self, replica: int, number: int) -> Operation:
         given = self.input(replica, number).copy()
         if self.kinds[number] == "allreduce":
-            return Operation(given, "float32", "sum", CHUNK, atomic=self.atomic[number])
+            return Operation(given, "float32", "sum", CHUNK, atomic=self.atomic[number], wire=self.wires[number])
         plan = self.script(replica, number)
         size = max((part.dest + part.size for part in plan.parts if part.dest >= 0), default=0)
         source, result = given, np.full(size, np.nan, np.float32)
@@ -192,9 +203,8 @@ class World:
             self.check_parts(op, replica)
             return
         for start, stop, who in op.spans():
-            want = self.input(who[0], op.number)[start:stop]
-            for other in who[1:]:
-                want = want + self.input(other, op.number)[start:stop]
+            inputs = [self.input(member, op.number)[start:stop] for member in who]
+            want = coded(inputs, "float32", "sum") if op.wire == "fp8" else functools.reduce(np.add, inputs)
             assert op.array[start:stop].tobytes() == want.tobytes()
 
     def check_parts(self, op: Scripted, replica: int) -> None:
@@ -268,7 +278,10 @@ class World:
             node.flight.number_from(progress)
             node.issued = node.flight.returned
         done = list(node.flight.ops)
-        node.flight.resume(progress, view.contributors)
+        atomic = any(op.atomic for op in done)
+        resumed = node.flight.resume(progress, view.contributors)
+        assert resumed.again <= SLOTS or atomic, "more is sent again than was in flight"
+        assert resumed.resent <= SLOTS * CHUNK or atomic
         for op in done:
             if op.done:
                 self.returned(node, op)
