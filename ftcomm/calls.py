@@ -13,6 +13,7 @@ from ftcomm.arrays import stage
 from ftcomm.collective import script
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.scripted import Scripted
+from ftcomm.collective.wire import WIRES
 from ftcomm.device.device import Device
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.flat import NONE, Flat, plain, to_read, to_write
@@ -101,7 +102,14 @@ class Calls:
         """Raises if no op can be called any more."""
 
     def allreduce(
-        self, x: Any, op: str = "sum", *, async_op: bool = False, atomic: bool = False, sms: int | None = None
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        atomic: bool = False,
+        sms: int | None = None,
+        wire: str | None = None,
     ) -> Any:
         """Reduce `x` over all contributing replicas; every member gets the same bits.
 
@@ -109,7 +117,7 @@ class Calls:
             arrays are reduced in place; for immutable ones (JAX) a new array is returned.
         op: "sum", "avg" (divides by those who really contributed), "min", "max" or "product". fp16, bf16 and fp8
             (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool also: "band", "bor", "bxor".
-            FTCOMM_ENGINE=interpret and cuda have neither fp8 nor those.
+            Kernels that run whole ops (FTCOMM_ENGINE=cuda with FTCOMM_TRANSPORT=shm) have neither fp8 nor those.
         async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
         atomic: the whole result is of one set of contributors. If a member is lost in mid-op, the parts that contain
             it are reduced again without it, unless all of them do. For that the op keeps a copy of its input, as large
@@ -117,24 +125,39 @@ class Calls:
             are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
             takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
         sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many as
-            pay. May differ between members. Means nothing to FTCOMM_ENGINE=host.
+            pay. May differ between members. Means nothing where the host drives: there FTCOMM_SMS holds for all ops.
+        wire: in which form elements cross between members, the same on all; see `ftcomm.collective.wire`.
+            "input" (None): in the dtype of `x`. Sums are exact or in fp32 in any case, so nothing is lost; but with
+            FTCOMM_ALGORITHM=ring fp16, bf16 and fp8 do not go around, as their partial sums would be rounded at every
+            hop.
+            "fp32": they do, since their partial sums cross in fp32, at up to twice the bytes. In every other case the
+            same bytes and bits as "input". For fp32 and smaller floats.
+            "fp8": in 8 bits an element and 4 bytes a block of 256, half of the bytes of bf16 and a quarter of those of
+            fp32. Inputs are coded (E4M3), summed in fp32, and the result is coded again; all members decode the same
+            bytes, and get what they would by any transport. Each coding changes an element x of a block whose largest
+            is a by at most max(|x| / 16, a / 2^17), so a result differs from the exact one by that for each input, and
+            once more for itself. A NaN or an infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and "avg";
+            worth it over slow networks alone, as coding takes a core tens of nanoseconds an element.
+            Kernels that run whole ops refuse it.
 
         Ops are matched by the order in which they are called, which must be the same on all members. Blocks (unless
         `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
-        it ends among the others. With FTCOMM_ENGINE=cuda it may be captured into a CUDA graph: then each replay is a
-        call, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`, `ExpelledError`,
-        and with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those whose result is
-        not that of the majority (on all, if there is none; see `ftcomm.collective.divergence` for what it cannot see).
+        it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph, whose replays then
+        are calls, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`,
+        `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those
+        whose result is not that of the majority (on all, if there is none; see `ftcomm.collective.divergence` for what
+        it cannot see).
         """
         self._may_call()
         device = self._device
+        form = WIRES[0] if wire is None else wire
         if device is None:
             staged = stage(x)
-            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic)
+            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic, wire=form)
         else:
             staged = device.stage(x)
             chunk = device.layout.chunk
-            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True)
+            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True, wire=form)
             operation.sms = self._sms if sms is None else sms
         if sms is not None and sms < 1:
             raise ArgumentError(
@@ -179,8 +202,8 @@ class Calls:
         out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
             nothing is copied for this rank.
         sms: 0 leaves it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous arrays
-            of the GPU or in pinned memory, and without `async_op`. With FTCOMM_ENGINE=cuda there is no other way yet;
-            means nothing to FTCOMM_ENGINE=host. By copy engines any loss in mid-call is a `LostError` on all.
+            of the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other way
+            yet; means nothing elsewhere. By copy engines any loss in mid-call is a `LostError` on all.
         """
         if self._device is not None and sms == 0 and not async_op:
             from ftcomm.device.gather import all_gather
@@ -288,8 +311,9 @@ class Calls:
         self._may_call()
         if self._device is not None:
             raise ArgumentError(
-                f"{call} is not there with FTCOMM_ENGINE={self._device.layout.engine}, whose kernels only all-reduce; "
-                "set FTCOMM_ENGINE=host on all ranks (or, of all_gather, sms=0)"
+                f"{call} is not there with FTCOMM_ENGINE={self._device.layout.engine} and FTCOMM_TRANSPORT=shm, whose "
+                "kernels only all-reduce; set FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks (or, of "
+                "all_gather, sms=0)"
             )
 
     def _my_rank(self) -> int:

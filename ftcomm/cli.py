@@ -210,10 +210,12 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 @click.option("--port", type=int, default=29400, show_default=True, help="Port to listen on; 0 for any free one.")
 @click.option(
     "--store",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="File of views, kept for a restart of the coordinator; removed when the job has ended.  "
+    metavar="FILE|etcd://HOST:PORT[,HOST:PORT]/NAME",
+    help="Where views are kept for a restart of the coordinator; removed when the job has ended.  "
     "[default: ./ftcomm-views-PORT.jsonl]",
+)
+@click.option(
+    "--standby", is_flag=True, help="With etcd: wait while another coordinator has the job, then take its place."
 )
 def coordinator(**options: Any) -> None:
     """Run a coordinator on its own.
@@ -224,6 +226,9 @@ def coordinator(**options: Any) -> None:
 
     \b
         export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')
+
+    With --store etcd://, TLS and the account are read from FTCOMM_ETCD_CACERT, FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY,
+    FTCOMM_ETCD_USER and FTCOMM_ETCD_PASSWORD.
 
     It ends when the job has: with 0 if all replicas finished, with 1 if the job failed, with 3 on Ctrl-C or SIGTERM.
     Training goes on without it; start it again with the same --port and --store.

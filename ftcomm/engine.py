@@ -8,18 +8,31 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ftcomm.collective.flight import Resumed
-from ftcomm.collective.plan import GroupView, ring_order
+from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.ring_order import ring_order
 from ftcomm.collective.stall import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, FtcommError, TransportError
 from ftcomm.kernels.watch import Life, Watcher
-from ftcomm.transport.connect import Dial, connect
+from ftcomm.transport import nixl
+from ftcomm.transport.connect import Dial, connect, likeness
 from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, life
-from ftcomm.transport.tcp import Lost
+from ftcomm.transport.tcp import Lost, TcpPeer
+from ftcomm.tuning import BUILT_IN, Tuning
 
 log = logging.getLogger("ftcomm")
+
+
+_DIAL = 5.0  # s for who becomes a neighbour to answer
+
+
+def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
+    """In which a ring goes through them."""
+    hosts = {replica: there.boot for replica, there in members.items()}
+    racks = {replica: there.rack for replica, there in members.items()}
+    return ring_order(hosts, racks, {replica: there.host for replica, there in members.items()}, tuning)
 
 
 class Drives(Protocol):
@@ -43,10 +56,11 @@ class Drives(Protocol):
 class Engine:
     """What the control thread drives (`ftcomm.control.agent.Engine`): the exchange, and the way to its peers.
 
-    Shared memory of a peer serves as long as that process is a member; TCP connections serve one epoch.
+    Shared memory and connections of a peer serve as long as that process is a member (NIXL: one epoch), so that a loss
+    dials nobody, and a joiner is all that is dialled when it comes.
     `on_died(replica, epoch)` is called, in a thread of its own, when the process of a member of this host has died.
-    `algorithm` is that of large all-reduces, as FTCOMM_ALGORITHM says it. `layout` is that of the segments of all
-    members; `on_reached(peer)` makes the memory of a device reachable that a
+    `algorithm` is that of large all-reduces, as FTCOMM_ALGORITHM says it, `tuning` what FTCOMM_TUNING says. `layout` is
+    that of the segments of all members; `on_reached(peer)` makes the memory of a device reachable that a
     segment tells of, and may raise `TransportError`; `on_left(peer)` says that no view needs it any more, be it that
     none was entered which did. `on_view(view)` is told of every view that is entered, `on_failed` of the error with
     which this rank ends. `on_waits(seconds)` says of other groups of this rank what `waiting` says of the exchange.
@@ -63,7 +77,8 @@ class Engine:
         on_lost: Lost,
         on_died: Callable[[int, int], None],
         layout: Layout = HOST,
-        algorithm: str = "direct",
+        algorithm: str = "auto",
+        tuning: Tuning = BUILT_IN,
         on_reached: Callable[[Peer], object] = lambda peer: None,
         on_left: Callable[[Peer], object] = lambda peer: None,
         on_view: Callable[[View], object] = lambda view: None,
@@ -72,14 +87,15 @@ class Engine:
     ) -> None:
         self._rank, self._exchange, self._here = rank, exchange, here
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
-        self._algorithm = algorithm
+        self._algorithm, self._tuning = algorithm, tuning
         self._layout, self._on_reached, self._on_left = layout, on_reached, on_left
         self._on_view, self._on_failed, self._on_waits = on_view, on_failed, on_waits
         self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._epoch = -1  # resumed
         self._peers: dict[int, Peer] = {}  # in it
-        self._kept: dict[str, Peer] = {}  # shared memory, by the nonce of the segment
+        self._kept: dict[str, Peer] = {}  # what serves longer than an epoch, by the nonce of the segment
+        self._newest: tuple[int, frozenset[str]] = (-1, frozenset())  # the newest view to be reached: epoch, members
         self._opened: dict[str, Peer] = {}  # those to be told to `on_left`, likewise
         self._reached: dict[int, dict[int, Peer]] = {}  # epoch -> replica -> peer; of views that are not resumed yet
 
@@ -103,23 +119,32 @@ class Engine:
             if view.epoch <= self._epoch:
                 return ()  # nobody needs it any more
             reached = self._reached.setdefault(view.epoch, {})
+            if view.epoch > self._newest[0]:
+                self._newest = view.epoch, frozenset(member.ranks[self._rank].nonce for member in view.members)
+                self._forget()
+        lazy = self._lazy(view)
         for member in view.members:
             replica, there = member.replica, member.ranks[self._rank]
             if replica == self._exchange.replica:
                 continue
             with self._lock:
-                known = reached.get(replica, self._kept.get(there.nonce))
+                known = reached.get(replica) or self._known(there.nonce, view.epoch)
                 if known is not None:
                     reached[replica] = known
-                    continue
-            peer = self._connect(view.epoch, replica, there)
+            if known is not None:
+                if isinstance(known, TcpPeer) and replica not in lazy and not known.is_open:
+                    self._open(known)  # a neighbour from now on
+                continue
+            peer = self._connect(view.epoch, replica, there, replica in lazy)
             with self._lock:
                 late = view.epoch <= self._epoch or replica in reached
                 unused = late and there.nonce not in self._opened
                 if not late:
                     reached[replica] = peer
                     if peer.how == "shm":
-                        self._kept[there.nonce] = self._opened[there.nonce] = peer
+                        self._opened[there.nonce] = peer
+                    if peer.how == "shm" or view.epoch == self._newest[0]:
+                        self._kept[there.nonce] = peer
             if unused:
                 self._on_left(peer)
             if late:
@@ -128,7 +153,41 @@ class Engine:
             self._watch()
             return [replica for replica, peer in reached.items() if peer.how == "shm"]
 
-    def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
+    def _known(self, nonce: str, epoch: int) -> Peer | None:
+        """What serves in `epoch` too, with the lock. A joiner that has run in no view may have been out of the job in
+        between, and its connections with it: it makes new ones."""
+        peer = self._kept.get(nonce)
+        if peer is None or (peer.how != "shm" and (self._epoch < 0 or not peer.serves(epoch))):
+            return None
+        return peer
+
+    def _forget(self) -> None:
+        """Connections to who is not in the newest view: the other side closes them, and it may come back. With the
+        lock."""
+        _, members = self._newest
+        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.how == "shm" or nonce in members}
+
+    def _lazy(self, view: View) -> frozenset[int]:
+        """Whom this one dials when an op needs it, and not before: in a ring all but the neighbours, if nobody shares
+        memory with this one, so that its driver hears of all from its left neighbour."""
+        here = {member.replica: member.ranks[self._rank] for member in view.members}
+        me = self._exchange.replica
+        by_tcp = self._mode == "tcp" or (self._mode == "auto" and not nixl.pays())
+        shares = self._mode == "auto" and any(there.boot == self._here.boot for m, there in here.items() if m != me)
+        if self._algorithm != "ring" or not by_tcp or shares or me not in here:
+            return frozenset()
+        ring = order(here, self._tuning)
+        place = ring.index(me)
+        return frozenset(ring) - {me, ring[place - 1], ring[(place + 1) % len(ring)]}
+
+    @staticmethod
+    def _open(peer: TcpPeer) -> None:
+        try:
+            peer.reach(_DIAL)
+        except OSError as error:
+            raise Unreachable(peer.replica, str(error)) from error
+
+    def _connect(self, epoch: int, replica: int, there: Address, lazy: bool) -> Peer:
         me = self._exchange.replica
         try:
             peer = connect(
@@ -141,6 +200,7 @@ class Engine:
                 dial=self._dial,
                 on_lost=self._on_lost,
                 layout=self._layout,
+                lazy=lazy,
             )
             self._on_reached(peer)
         except OtherEngine as error:  # a person has to mend it; the view changes only say who was left out
@@ -148,7 +208,8 @@ class Engine:
             raise Unreachable(replica, str(error)) from error
         except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
             raise Unreachable(replica, str(error)) from error
-        log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, peer.how)
+        how = f"{peer.how}, when it is needed" if lazy else peer.how
+        log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, how)
         return peer
 
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
@@ -157,22 +218,37 @@ class Engine:
         with self._lock:
             self._epoch = view.epoch
             self._peers = peers = self._reached.pop(view.epoch)
-            for epoch in [epoch for epoch in self._reached if epoch < view.epoch]:
-                for peer in self._reached.pop(epoch).values():
-                    if all(peer is not kept for kept in peers.values()):
-                        peer.close()
-            self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in members}
-            self._watch()
+            over = [self._reached.pop(epoch) for epoch in sorted(self._reached) if epoch < view.epoch]
             needed = {id(peer) for known in (peers, *self._reached.values()) for peer in known.values()}
+            for peer in (peer for reached in over for peer in reached.values()):
+                if id(peer) not in needed:
+                    peer.close()
+            kept = {addresses[replica].nonce: peer for replica, peer in peers.items()} | self._kept
+            self._kept = {n: peer for n, peer in kept.items() if peer.how != "shm" or n in members}
+            self._forget()
+            self._watch()
             left = [nonce for nonce, peer in self._opened.items() if id(peer) not in needed]
             gone = [self._opened.pop(nonce) for nonce in left]
         for peer in gone:
             self._on_left(peer)
-        one_host = all(there.boot == self._here.boot for there in addresses.values())
-        ring: tuple[int, ...] = ()
-        if self._algorithm == "ring":
-            ring = ring_order({replica: there.boot for replica, there in addresses.items()})
-        plan = GroupView(view.epoch, self._exchange.replica, view.replicas, view.contributing, one_host, ring)
+        boots = {replica: there.boot for replica, there in addresses.items()}
+        plan = GroupView(
+            view.epoch,
+            self._exchange.replica,
+            view.replicas,
+            view.contributing,
+            ring=order(addresses, self._tuning) if self._algorithm == "ring" else (),
+            hosts=shared_hosts(boots) if self._algorithm == "auto" else (),
+            tuning=self._tuning,
+            **likeness(addresses.values()),
+        )
+        if not (plan.one_host or plan.alike):
+            log.info(
+                "replica %d rank %d: hosts differ in processor or libraries, so each element is summed on one of them, "
+                "which costs small ops a second hop",
+                plan.me,
+                self._rank,
+            )
         self._on_view(view)
         return self._exchange.resume(plan, peers, progress)._asdict()
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.address import open_port, own_address
@@ -23,17 +23,18 @@ from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent, Gone, JoinError
 from ftcomm.control.links import listen
 from ftcomm.control.views import Address, View
-from ftcomm.control.wire import number
-from ftcomm.device.choose import open_device
+from ftcomm.control.wire import number, text
+from ftcomm.device.choose import open_engine
 from ftcomm.engine import Engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
 from ftcomm.fixed.endpoint import Switchboard
+from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.life import hold
 from ftcomm.kernels.urgent import urgent
 from ftcomm.messages.p2p import JobPost, Messages
 from ftcomm.settings import Settings, split_endpoint
 from ftcomm.transport import nixl
-from ftcomm.transport.connect import CONNECTIONS, accept, here_is
+from ftcomm.transport.connect import CONNECTIONS, Fields, accept, here_is
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
@@ -70,21 +71,22 @@ class Group(Calls, Messages):
         if settings.transport == "nixl":
             way.endpoint()
         sock = open_port(settings.host)
-        self._segment, self._device = open_device(settings.engine, settings.staging)
-        self._exchange = self._make_exchange()
+        self._segment, self._device, reducer = open_engine(settings)
+        self._exchange = self._make_exchange(reducer)
         self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call), self._make_slots())
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        address = here_is(settings.host, port, self._segment)
+        address = here_is(settings.host, port, self._segment, settings.tuning, settings.rack, reducer.arithmetic)
         self._engine = Engine(
             settings.rank,
             self._exchange,
             address,
-            mode=settings.transport if self._device is None else "shm",
+            mode=settings.transport,
             dial=self._dial_address,
             on_lost=self._lost,
             layout=self._segment.layout,
             algorithm=settings.algorithm,
+            tuning=settings.tuning,
             on_reached=lambda peer: None if self._device is None else self._device.reach(peer),
             on_left=lambda peer: None if self._device is None else self._device.leave(peer),
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
@@ -116,9 +118,10 @@ class Group(Calls, Messages):
         self._stall: Stall | None = None  # the last that was reported
         self._step = 0
         self.lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
+        self.insides = 0  # how often the ranks of this replica have begun to meet in a step loop
         self.on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
-    def _make_exchange(self) -> Exchange | DeviceExchange:
+    def _make_exchange(self, reducer: Reducer) -> Exchange | DeviceExchange:
         settings = self.settings
         common: dict[str, Any] = dict(
             deadline_floor=settings.timeouts.op_floor,
@@ -137,6 +140,7 @@ class Group(Calls, Messages):
             on_lost=self._lost,
             on_divergence=self._diverged if settings.verify else None,
             ranks_per_replica=settings.ranks_per_replica,
+            reducer=reducer,
             **common,
         )
 
@@ -375,7 +379,7 @@ class Group(Calls, Messages):
         )
         self._subgroups = (*self._subgroups, made)
         try:
-            made.begin(self._agent.view, self.settings.init_timeout)
+            made.begin(self.settings.init_timeout)
         except BaseException:
             made.close()
             raise
@@ -415,12 +419,13 @@ class Group(Calls, Messages):
         urgent()
         hold(*(self._segment.address + 8 * life(reader) for reader in range(LIVES)))
 
-    def _dial_address(self, there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+    def _dial_address(self, there: Address, purpose: str, fields: Fields) -> socket.socket:
         return self._agent.dial_address((there.host, there.port), purpose, dict(fields))
 
     def _attach(self, what: str, sock: socket.socket, fields: dict[str, str | int]) -> None:
         assert isinstance(self._exchange, Exchange)
-        accept(self._exchange, what, sock, number(fields, "replica"), number(fields, "epoch"), self._lost)
+        who, life = number(fields, "replica"), text(fields, "nonce")
+        accept(self._exchange, what, sock, who, number(fields, "epoch"), life, self._lost)
 
     def _entered(self, view: View) -> None:
         self._post.enter(view)
@@ -510,10 +515,15 @@ def allreduce(
     async_op: bool = False,
     atomic: bool = False,
     sms: int | None = None,
+    wire: str | None = None,
     group: Group | None = None,
 ) -> Any:
     """`Group.allreduce` on `group`, or on the default group."""
-    return (default_group() if group is None else group).allreduce(x, op, async_op=async_op, atomic=atomic, sms=sms)
+    group = default_group() if group is None else group
+    return group.allreduce(x, op, async_op=async_op, atomic=atomic, sms=sms, wire=wire)
+
+
+allreduce.__doc__ = f"{allreduce.__doc__}\n\n        {Group.allreduce.__doc__}"
 
 
 def verify(state: Any, group: Group | None = None) -> str:

@@ -9,11 +9,13 @@ from typing import overload
 
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
+from ftcomm.tuning import BUILT_IN, Tuning
 
 TRANSPORTS = ("auto", "shm", "nixl", "tcp")
 ENGINES = ("host", "interpret", "cuda")
 STAGINGS = ("auto", "device", "host")
-ALGORITHMS = ("direct", "ring")
+ALGORITHMS = ("auto", "direct", "ring")
+MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +35,11 @@ class Settings:
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
     init_timeout: float = 120.0
     verify: bool = False  # compare the results of all members after every op
-    engine: str = "host"  # what runs the ops: this process, a kernel in Triton's interpreter, or one on a GPU
+    engine: str = "host"  # what reduces: this process, kernels in Triton's interpreter, or on a GPU
     sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
-    algorithm: str = "direct"  # of large all-reduces between hosts: each with each, or around a ring
+    algorithm: str = "auto"  # of large all-reduces between hosts: two levels if hosts are shared, or direct, or a ring
+    rack: str = ""  # a label of where this host stands; a ring stays in a rack before it goes on to the next
+    tuning: Tuning = BUILT_IN  # switch points, from a file of `ftcomm bench tune`
     staging: str = "auto"  # of the cuda engine: in GPU memory, pinned host memory, or as the GPUs can reach each other
 
     @classmethod
@@ -68,10 +72,17 @@ class Settings:
             engine=env.get("FTCOMM_ENGINE", "host"),
             sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
             staging=env.get("FTCOMM_STAGING", "auto"),
-            algorithm=env.get("FTCOMM_ALGORITHM", "direct"),
+            algorithm=env.get("FTCOMM_ALGORITHM", "auto"),
+            rack=env.get("FTCOMM_RACK", ""),
+            tuning=_tuning(env.get("FTCOMM_TUNING", "")),
         )
         settings.check()
         return settings
+
+    @property
+    def kernels_run_ops(self) -> bool:
+        """All of an op, from the first byte to the last; else this process drives, and at most the sums are theirs."""
+        return self.engine != "host" and self.transport == "shm"
 
     def check(self) -> None:
         """Raise `SettingsError` on values that cannot work."""
@@ -82,24 +93,26 @@ class Settings:
             raise SettingsError(f"FTCOMM_TRANSPORT={self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
         if self.engine not in ENGINES:
             raise SettingsError(f"FTCOMM_ENGINE={self.engine!r}; expected one of {', '.join(ENGINES)}.")
-        if self.engine != "host" and self.transport in ("tcp", "nixl"):
+        if self.kernels_run_ops and self.verify:
             raise SettingsError(
-                f"FTCOMM_TRANSPORT={self.transport} with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of "
-                "the others directly; set FTCOMM_TRANSPORT=auto or shm, or FTCOMM_ENGINE=host."
-            )
-        if self.engine != "host" and self.verify:
-            raise SettingsError(
-                f"FTCOMM_VERIFY=1 with FTCOMM_ENGINE={self.engine}: its kernels do not compare results yet; unset "
-                "FTCOMM_VERIFY, or set FTCOMM_ENGINE=host."
+                f"FTCOMM_VERIFY=1 with FTCOMM_ENGINE={self.engine} and FTCOMM_TRANSPORT=shm, with which kernels run "
+                "whole ops, and do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp or "
+                "FTCOMM_ENGINE=host."
             )
         if self.staging not in STAGINGS:
             raise SettingsError(f"FTCOMM_STAGING={self.staging!r}; expected one of {', '.join(STAGINGS)}.")
         if self.algorithm not in ALGORITHMS:
             raise SettingsError(f"FTCOMM_ALGORITHM={self.algorithm!r}; expected one of {', '.join(ALGORITHMS)}.")
-        if self.engine != "host" and self.algorithm != "direct":
+        if self.kernels_run_ops and self.algorithm == "ring":
             raise SettingsError(
-                f"FTCOMM_ALGORITHM={self.algorithm} with FTCOMM_ENGINE={self.engine}, whose kernels read the memory of "
-                "all others; unset FTCOMM_ALGORITHM, or set FTCOMM_ENGINE=host."
+                f"FTCOMM_ALGORITHM=ring with FTCOMM_ENGINE={self.engine} and FTCOMM_TRANSPORT=shm, with which kernels "
+                "read the memory of all others; unset FTCOMM_ALGORITHM, or set FTCOMM_TRANSPORT=tcp or "
+                "FTCOMM_ENGINE=host."
+            )
+        if len(self.rack) > MAX_LABEL:
+            raise SettingsError(
+                f"FTCOMM_RACK has {len(self.rack)} characters, at most {MAX_LABEL} are told to others; choose a "
+                "shorter label for the rack."
             )
         if self.sms is not None and self.sms < 1:
             raise SettingsError(f"FTCOMM_SMS={self.sms}; expected at least 1, or unset it for as many as pay.")
@@ -135,6 +148,14 @@ def split_endpoint(endpoint: str, name: str) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise SettingsError(f"{name}={endpoint!r}; expected host:port, as in 127.0.0.1:29400.")
     return host.strip("[]"), int(port)
+
+
+def _tuning(path: str) -> Tuning:
+    if not path:
+        return BUILT_IN
+    from ftcomm.tuning_file import load  # what reads it is more than the rest of the settings
+
+    return load(path)
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -37,7 +37,7 @@ from ftcomm.calls import Calls
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.stall import Stall
 from ftcomm.control import bounds as b
 from ftcomm.control import wire
@@ -50,7 +50,7 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
 from ftcomm.fixed.endpoint import ASK, PURPOSE, Call
 from ftcomm.messages.p2p import JobPost, Messages
-from ftcomm.transport.connect import CONNECTIONS, accept, connect, here_is
+from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
 from ftcomm.transport.segment import Peer, Segment
 from ftcomm.transport.tcp import Lost
 
@@ -116,7 +116,7 @@ class Subgroup(Calls, Messages):
     far as it belongs to this one, and so changes at step boundaries alone. A member that catches up contributes
     nothing, unless all members do.
 
-    Arrays on a GPU go through host memory, whatever FTCOMM_ENGINE is.
+    Arrays on a GPU go through host memory and are reduced by the host, whatever FTCOMM_ENGINE is.
     """
 
     def __init__(
@@ -145,17 +145,18 @@ class Subgroup(Calls, Messages):
         self._device = None
         self._dial, self._on_suspect, self._on_stall = dial, on_suspect, on_stall
         self._missing: tuple[int, ...] = ()  # whose account is still to come; replaced as a whole
-        self._lock = threading.Lock()  # guards the next six; never held across a wait
+        self._lock = threading.Lock()  # guards the next seven; never held across a wait
         self._changed = threading.Condition(self._lock)
         self._view: View | None = None  # the newest of the job
         self._epoch = 0  # that the exchange runs in
         self._account: Account | None = None  # of the newest epoch for which it has stopped
         self._asked: dict[int, Call] = {}  # members that are ahead of us
+        self._known: dict[int, tuple[str, str]] = {}  # replica -> life, and nonce of the segment that it has here
         self._waiting = 0  # threads of the user that wait for a view
         self._error: BaseException | None = None  # why it is over
         self._peers: dict[int, tuple[str, Peer]] = {}  # replica -> nonce of its segment, and the way to it
         self._segment = Segment()
-        self._here = here_is(settings.host, group.port, self._segment)
+        self._here = here_is(settings.host, group.port, self._segment, settings.tuning)
         self._exchange = Exchange(
             self.replica,
             self._segment,
@@ -171,11 +172,13 @@ class Subgroup(Calls, Messages):
         self._on_failed = on_failed
         self._thread = threading.Thread(target=self._follow, name=f"ftcomm-subgroup-{name}", daemon=True)
 
-    def begin(self, view: View | None, timeout: float) -> None:
-        """Once: enter `view`, which is in force; blocks until its members have come. Raises `TransportError`. Without a
-        view, in a replica that joins, `entered` and `follow` are to come."""
-        self._group.switchboard.open(self.name, self)
+    def begin(self, timeout: float) -> None:
+        """Once: enter the view in force; blocks until its members have come. Without a view, in a replica that joins,
+        `entered` and `follow` are to come. Raises `TransportError`."""
+        board = self._group.switchboard
+        board.open(self.name, self)
         self._thread.start()
+        view = board.newest  # looked at after `open`, so that of every later one we are told
         if view is None:
             return
         self.entered(view)
@@ -339,8 +342,16 @@ class Subgroup(Calls, Messages):
             return
         replicas = tuple(member.replica for member in members)
         contributing = frozenset(member.replica for member in members if member.contributing) or frozenset(replicas)
-        one_host = all(told.address.boot == self._here.boot for told in accounts.values())
-        plan = GroupView(view.epoch, self.replica, replicas, contributing, one_host)
+        boots = {replica: told.address.boot for replica, told in accounts.items()} | {self.replica: self._here.boot}
+        plan = GroupView(
+            view.epoch,
+            self.replica,
+            replicas,
+            contributing,
+            hosts=shared_hosts(boots) if self._group.settings.algorithm == "auto" else (),
+            tuning=self._group.settings.tuning,
+            **likeness([self._here, *(told.address for told in accounts.values())]),
+        )
         progress = {replica: told.progress for replica, told in accounts.items()} | {self.replica: account.progress}
         self._exchange.resume(plan, peers, progress)
         with self._changed:
@@ -415,27 +426,44 @@ class Subgroup(Calls, Messages):
 
     def _ask_one(self, view: View, member: Member, answers: queue.SimpleQueue[tuple[int, Account]]) -> None:
         there = member.ranks[self._group.rank]
+        me = view.member(self.replica)
+        assert me is not None
         fields: wire.Fields = {"group": self.name, "what": ASK, "member": self.replica, "epoch": view.epoch}
+        fields.update(life=me.incarnation, nonce=self._here.nonce)
         while self._wanted(view):
+            with self._lock:
+                life, nonce = self._known.get(member.replica, ("", ""))
+            if life == member.incarnation:
+                fields["there"] = nonce
             try:
                 with self._dial((there.host, there.port), PURPOSE, fields, _DIAL) as sock:
                     account = hear(sock, lambda: self._wanted(view))
                 if account is None:
                     return
-                if account.epoch == view.epoch:
+                ours = self._ours(member.replica, member.incarnation, account.address.nonce)
+                if ours and account.epoch == view.epoch:
                     answers.put((member.replica, account))
                     return
             except (OSError, msgspec.DecodeError):  # not there yet, or gone, of which the next view will tell
                 pass
             self._pause(view, _PAUSE)
 
+    def _ours(self, replica: int, life: str, nonce: str) -> bool:
+        """Whether a member speaks for this group: one that has closed it may have made the next one of its name, while
+        we are still in this one, whose staging holds what the next one must not take for its own."""
+        with self._lock:
+            known = self._known.get(replica)
+            if known is None or known[0] != life:
+                self._known[replica] = known = (life, nonce)
+        return known[1] == nonce
+
     def _reach(self, view: View, accounts: Mapping[int, Account]) -> dict[int, Peer] | None:
-        """The memory of the members; None if `view` is wanted no more. Shared memory serves as long as it is theirs."""
+        """The memory of the members; None if `view` is wanted no more."""
         peers: dict[int, tuple[str, Peer]] = {}
         for replica, account in accounts.items():
             there = account.address
             nonce, known = self._peers.get(replica, ("", None))
-            if known is not None and known.how == "shm" and nonce == there.nonce:
+            if known is not None and known.serves(view.epoch) and nonce == there.nonce:
                 peers[replica] = nonce, known
                 continue
             while replica not in peers:
@@ -457,9 +485,10 @@ class Subgroup(Calls, Messages):
         """Blocks while dialling. A connection that ends is no news here: a script closes its groups one by one, of a
         death the job's view tells, and if anybody waits in vain, a stall does."""
 
-        def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+        def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
             ours: wire.Fields = {"group": self.name, "what": purpose, "member": self.replica, "life": there.nonce}
-            return self._dial((there.host, there.port), PURPOSE, {**ours, "epoch": epoch}, _DIAL)
+            ours.update(epoch=epoch, nonce=self._here.nonce)
+            return self._dial((there.host, there.port), PURPOSE, ours, _DIAL)
 
         mode = self._group.settings.transport
         on_lost: Lost = lambda replica, epoch, reason: None  # noqa: E731
@@ -469,7 +498,9 @@ class Subgroup(Calls, Messages):
 
     def take(self, call: Call) -> bool:
         """A connection to this group, from the switchboard."""
-        if call.what == ASK:
+        if call.what == ASK and call.member in self._among:
+            if call.there not in ("", self._here.nonce) or not self._ours(call.member, call.life, call.nonce):
+                return False
             with self._lock:
                 account = self._account
                 keep = self._error is None and (account is None or call.epoch > account.epoch)
@@ -483,15 +514,16 @@ class Subgroup(Calls, Messages):
             elif not keep:
                 call.sock.close()
         elif call.what in CONNECTIONS and call.life == self._segment.nonce and call.member in self._among:
-            accept(self._exchange, call.what, call.sock, call.member, call.epoch)
+            accept(self._exchange, call.what, call.sock, call.member, call.epoch, call.nonce)
         elif call.what == "post" and call.member in self._among:
-            self._post.incoming(call.sock, {"replica": call.member, "life": call.life})
+            self._post.incoming(call.sock, {"replica": call.member, "life": call.life, "epoch": call.epoch})
         else:
             call.sock.close()
         return True
 
     def _dial_post(self, replica: int, purpose: str, fields: wire.Fields) -> socket.socket:
-        ours: wire.Fields = {"group": self.name, "what": "post", "member": self.replica, "life": fields["life"]}
+        ours: wire.Fields = {"group": self.name, "what": "post", "member": self.replica}
+        ours.update(life=fields["life"], epoch=fields["epoch"])
         return self._group.dial_rank(replica, self._group.rank, PURPOSE, ours, _DIAL)
 
     def _stalled(self, stall: Stall) -> None:

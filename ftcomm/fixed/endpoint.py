@@ -145,7 +145,8 @@ class Endpoint:
 
 class Call(NamedTuple):
     """A connection from `member` of the group `group`, which is for `what`. `life` tells that group of others which had
-    its name before, `epoch` is that of a group which has several."""
+    its name before, `epoch` is that of a group which has several, `nonce` is that of the caller's segment, and `there`
+    that of ours, if the caller knows it."""
 
     group: str
     what: str
@@ -153,6 +154,8 @@ class Call(NamedTuple):
     life: str
     sock: socket.socket
     epoch: int = 0
+    nonce: str = ""
+    there: str = ""
 
 
 class Taker(Protocol):
@@ -177,6 +180,7 @@ class Switchboard:
         self._takers: dict[str, Taker] = {}
         self._parked: deque[Call] = deque()
         self._closed = False
+        self.newest: View | None = None  # in a job: what `entered` has told all groups that were there
         server.serve(PURPOSE, self._incoming)
 
     def open(self, name: str, taker: Taker) -> None:
@@ -203,6 +207,7 @@ class Switchboard:
     def entered(self, view: View) -> None:
         """Tell all groups."""
         with self._lock:
+            self.newest = view
             takers = list(self._takers.values())
         for taker in takers:
             taker.entered(view)
@@ -216,9 +221,11 @@ class Switchboard:
 
     def _incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
         group, what = wire.text(fields, "group"), wire.text(fields, "what")
-        life = wire.text(fields, "life") if what not in EARLY else ""
+        life = wire.text(fields, "life") if what != LINK else ""
         epoch = wire.number(fields, "epoch") if "epoch" in fields else 0
-        self._deal(Call(group, what, wire.number(fields, "member"), life, sock, epoch))
+        nonce = wire.text(fields, "nonce") if "nonce" in fields else ""
+        there = wire.text(fields, "there") if "there" in fields else ""
+        self._deal(Call(group, what, wire.number(fields, "member"), life, sock, epoch, nonce, there))
 
     def _deal(self, call: Call) -> None:
         refused: Taker | None = None

@@ -24,13 +24,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.calls import Calls
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.stall import Stall
 from ftcomm.control import wire
 from ftcomm.control.dropped import printable
@@ -43,8 +43,9 @@ from ftcomm.kernels.life import hold, release
 from ftcomm.kernels.watch import Life, Watcher
 from ftcomm.messages.p2p import Messages
 from ftcomm.messages.post import Post
-from ftcomm.transport.connect import CONNECTIONS, accept, connect, here_is
+from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
 from ftcomm.transport.segment import LIVES, Peer, Segment, life
+from ftcomm.tuning import BUILT_IN
 
 if TYPE_CHECKING:
     import socket
@@ -65,7 +66,7 @@ class FixedGroup(Calls, Messages):
     Made by `in_job` or `from_handles`, at the same time on all members. The calls are those of `Group`; ranks are
     numbers of this group, and every rank contributes. `error` is None, or why the group has ended.
 
-    Arrays on a GPU go through host memory, whatever FTCOMM_ENGINE is.
+    Arrays on a GPU go through host memory and are reduced by the host, whatever FTCOMM_ENGINE is.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class FixedGroup(Calls, Messages):
         self._device = None
         self._switchboard = switchboard
         self._replicas = tuple(replicas)
+        self._algorithm = "auto" if job is None else job.settings.algorithm
         self._lives: dict[int, str] = {}  # of the ranks, as the first view that had them has said
         self._lock = threading.Lock()  # guards the next six; never held across a wait
         self._error: BaseException | None = None
@@ -134,7 +136,8 @@ class FixedGroup(Calls, Messages):
             switchboard.open(name, self)
             if job is not None:
                 self.entered(job.view)
-            self._begin(here_is(*address, self._segment), transport, timeout)
+            self._tuning = BUILT_IN if job is None else job.settings.tuning
+            self._begin(here_is(*address, self._segment, self._tuning), transport, timeout)
         except BaseException as error:
             self._end(error, Failed(-1, printable(str(error), 1000)))
             raise
@@ -282,8 +285,13 @@ class FixedGroup(Calls, Messages):
             for peer in peers.values():
                 peer.close()
             raise TransportError(f"{self}: {error}") from error
-        one_host = all(there.address.boot == here.boot for there in met.values())
-        view = GroupView(EPOCH, self.me, self.roster, frozenset(self.roster), one_host)
+        boots = {member: there.address.boot for member, there in met.items()} | {self.me: here.boot}
+        hosts = shared_hosts(boots) if self._algorithm == "auto" else ()
+        addresses = [here, *(there.address for there in met.values())]
+        everybody = frozenset(self.roster)
+        view = GroupView(
+            EPOCH, self.me, self.roster, everybody, hosts=hosts, tuning=self._tuning, **likeness(addresses)
+        )
         self._exchange.resume(view, peers, {rank: Progress(0, ()) for rank in self.roster})
         if self._error is not None:  # somebody was lost meanwhile
             for peer in peers.values():
@@ -298,13 +306,14 @@ class FixedGroup(Calls, Messages):
         )
 
     def _reach(self, here: Address, member: int, there: Address, transport: str, deadline: float) -> Peer:
-        def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+        def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
             return self._dial(member, purpose, max(0.001, deadline - time.monotonic()))
 
         return connect(self.me, here, member, there, epoch=EPOCH, mode=transport, dial=dial, on_lost=self._doubt)
 
     def _dial(self, member: int, what: str, timeout: float) -> socket.socket:
         fields: wire.Fields = {"group": self.name, "what": what, "member": self.me, "life": self._nonces[member]}
+        fields["nonce"] = self._segment.nonce
         return self._seats[member].dial(PURPOSE, fields, timeout)
 
     def _dial_post(self, member: int) -> socket.socket:
@@ -320,7 +329,7 @@ class FixedGroup(Calls, Messages):
         elif call.life != self._segment.nonce or call.member not in self.roster:
             call.sock.close()
         elif call.what in CONNECTIONS:
-            accept(self._exchange, call.what, call.sock, call.member, EPOCH, self._doubt)
+            accept(self._exchange, call.what, call.sock, call.member, EPOCH, call.nonce, self._doubt)
         elif call.what == "post":
             self._post.accept(call.sock, call.member)
         else:

@@ -33,6 +33,7 @@ class Inside:
         self._group = group
         self._ranks = group.settings.ranks_per_replica
         self._patience = group.settings.timeouts.give_up
+        self._which = group.insides = group.insides + 1  # the ranks make them in the same order
         self._number = 0
         self._came = threading.Condition()
         self._sockets: dict[int, socket.socket] = {}
@@ -99,10 +100,13 @@ class Inside:
         member = group.view.member(group.replica)
         if member is None:
             raise ConnectionError("this replica is no member any more")
-        return group._dial_address(member.ranks[0], "inside", {"rank": group.rank})
+        return group._dial_address(member.ranks[0], "inside", {"rank": group.rank, "which": self._which})
 
     def _serve(self, sock: socket.socket, fields: Mapping[str, Any]) -> None:
         rank = wire.number(fields, "rank", least=1, most=self._ranks - 1)
+        if wire.number(fields, "which") != self._which:  # it is in its next loop already, and calls again
+            sock.close()
+            return
         sock.settimeout(self._patience)
         with contextlib.suppress(OSError):
             sock.sendall(_HELLO)

@@ -419,17 +419,18 @@ class Replica:
         return not grads or bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
 
     def _take_vote(self, mine: Verdict) -> tuple[Verdict, frozenset[int]]:
+        givers = frozenset(self._group.givers)  # of the step, alike on all members; a view comes to each in its time
         if not self._counts:
-            return Verdict.COMMIT, self._group.contributing
-        contributed = self._contributed() if self._failed is None else None
+            return Verdict.COMMIT, givers
+        # Who is to repeat the step may have reduced a part of it, and nobody counts for that. Else all say the same.
+        contributed = None if mine is Verdict.REPEAT else self._contributed()
         if self._vote:
             assert self._poll is not None
             verdict, present, counted = self._poll.take(mine, contributed)
             self._saw(present)
             return verdict, counted
-        if contributed is None:
-            return Verdict.COMMIT, self._group.contributing
-        return Verdict.COMMIT, contributed if self._poll is None else self._poll.agree(contributed)
+        counted = givers if contributed is None else contributed
+        return Verdict.COMMIT, counted if self._poll is None else self._poll.agree(counted)
 
     def _contributed(self) -> frozenset[int] | None:
         """Whose input is in all that was reduced in this step; None if nothing was."""

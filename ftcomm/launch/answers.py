@@ -61,7 +61,7 @@ def _replica(launcher: Launcher, replica: Replica) -> r.ReplicaStatus:
         contributes=replica.contributed and number in launcher.contributing(),
         step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
         host=replica.host,
-        network="" if launcher.network is None else _path(launcher.network.hosts[number]),
+        network="" if launcher.network is None else _path(launcher.network.hosts[replica.place]),
         effective=launcher.effective.get(number),
         joining=replica.joining,
     )

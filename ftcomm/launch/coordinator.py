@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from ftcomm.control.server import CoordinatorServer, ServerError
+from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.kernels.urgent import urgent
@@ -20,19 +22,24 @@ from ftcomm.settings import chain
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit codes
 
+ETCD = "etcd://"  # in front of a --store that is no file
+LEAST_HEARTBEAT = 1.0  # s, of a job whose coordinator has to hear of etcd in that time
+
 MAKE_TOKEN = "export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
 
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorOptions:
-    """Times are seconds. Without `store` the file of views lies in the working directory, named after the port."""
+    """Times are seconds. Without `store` the file of views lies in the working directory, named after the port.
+    `standby`: wait while another coordinator has the job, and take over when it is gone; with etcd alone."""
 
     replicas: int
     token: str = dataclasses.field(repr=False)
     ranks_per_replica: int = 1
     host: str = "127.0.0.1"
     port: int = 29400
-    store: Path | None = None
+    store: str | None = None
+    standby: bool = False
     heartbeat_timeout: float | None = None
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
@@ -45,12 +52,38 @@ class CoordinatorOptions:
             raise SettingsError(f"--port {self.port}: expected 0 (any free one) to 65535.")
         if not self.token:
             raise SettingsError(f"FTCOMM_TOKEN is not set; all of a job share one secret. Make it with: {MAKE_TOKEN}")
-        _ = self.timeouts
+        etcd = self.store is not None and self.store.startswith(ETCD)
+        if self.standby and not etcd:
+            raise SettingsError(
+                f"--standby needs views that another host can read: --store {ETCD}HOST:PORT/NAME-OF-THE-JOB."
+            )
+        if etcd and self.timeouts.heartbeat < LEAST_HEARTBEAT:
+            raise SettingsError(
+                f"--heartbeat-timeout {self.timeouts.heartbeat:g} with --store {ETCD}...: a coordinator that does not "
+                f"hear of etcd for that long gives up the job; expected {LEAST_HEARTBEAT:g} s or more."
+            )
 
     @property
     def timeouts(self) -> Timeouts:
         """Raises `SettingsError` if they cannot work together."""
         return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
+
+    def open_store(self) -> Path | Store:
+        """Nothing is opened yet. Raises `SettingsError`."""
+        if self.store is None:
+            return Path(f"ftcomm-views-{self.port}.jsonl")
+        if not self.store.startswith(ETCD):
+            return Path(self.store)
+        try:
+            from ftcomm.control.etcd import Place
+            from ftcomm.control.etcd_store import EtcdStore
+        except ImportError as error:
+            raise SettingsError(f"--store {ETCD}... needs etcd3gw ({error}): pip install 'ftcomm[etcd]'") from None
+        try:
+            place = Place.parse(self.store, os.environ)
+        except StoreError as error:
+            raise SettingsError(f"{error}.") from None
+        return EtcdStore(place, self.port, self.timeouts.heartbeat, self.standby)
 
 
 def run(options: CoordinatorOptions) -> int:
@@ -60,53 +93,50 @@ def run(options: CoordinatorOptions) -> int:
 
 
 async def _serve(options: CoordinatorOptions) -> int:
-    store = options.store or Path(f"ftcomm-views-{options.port}.jsonl")
-    lost = False
-
-    def on_event(event: dict[str, Any]) -> None:
-        nonlocal lost
-        lost |= event["kind"] == "failed"
-        _say(event)
-
     server = CoordinatorServer(
         replicas=options.replicas,
         ranks_per_replica=options.ranks_per_replica,
         token=options.token,
         host=options.host,
         port=options.port,
-        store=store,
+        store=options.open_store(),
         timeouts=options.timeouts,
-        on_event=on_event,
+        on_event=_say,
     )
+    urgent()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
-        urgent()
-        await server.start()
+        if not await _unless(stopped, server.start()):  # it may wait for another coordinator
+            return STOPPED
+        print(_instructions(options, server.endpoint), flush=True)
+        if await _unless(stopped, server.wait_done()):
+            if server.ended:  # else the job goes on, and needs what is stored
+                await server.clear()
+            return FAILED if server.failed else FINISHED
+        _tell(f"stopped; the job goes on. Start this coordinator again with --port and --store {server.store} as now.")
+        return STOPPED
     except ServerError as error:
         raise InitError(f"the coordinator cannot start: {error}") from None
-    try:
-        print(_instructions(options, server.endpoint), flush=True)
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
-        done = asyncio.ensure_future(server.wait_done())
-        signalled = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait({done, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
-        if done.done():
-            if server.failed and not lost:  # the file could not be written: the job goes on, and needs it
-                _tell(f"{server.failed}. Then start this coordinator again with --port and --store as they were.")
-                return FAILED
-            # The file of a job that is over would make the next one of this name begin with members that are gone.
-            store.unlink(missing_ok=True)
-            return FAILED if server.failed else FINISHED
-        done.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await done
-        _tell(f"stopped; the job goes on. Start this coordinator again with --port and --store {store} as they were.")
-        return STOPPED
+    except JobOver as error:
+        _tell(str(error))
+        return FINISHED
     finally:
         await server.stop()
+
+
+async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` came to its end before we were stopped; raises what it raises."""
+    done, signalled = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
+    await asyncio.wait({done, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    signalled.cancel()
+    if not done.done():
+        done.cancel()
+        await asyncio.wait({done})
+        return False
+    done.result()
+    return True
 
 
 def _instructions(options: CoordinatorOptions, endpoint: str) -> str:

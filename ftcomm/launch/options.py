@@ -34,6 +34,7 @@ class RunOptions:
     transport: str = "auto"
     host: str = "127.0.0.1"
     hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see network.py
+    replicas_per_host: int = 1  # with "netns", in the order of their numbers
     rate: float | None = None  # of the network between them, bits a second; None: what the kernel can
     delay: float = 0.0  # s, of a packet from one to another
     heartbeat_timeout: float | None = None  # derived from op_timeout, like the next but one
@@ -63,6 +64,10 @@ class RunOptions:
             raise SettingsError(f"--hosts {self.hosts}: expected one of {', '.join(HOSTS)}.")
         if self.hosts == "netns" and self.replicas > network.MOST:
             raise SettingsError(f"--replicas {self.replicas}: --hosts netns has addresses for {network.MOST}.")
+        if not 1 <= self.replicas_per_host <= self.replicas or (self.hosts == "shared" and self.replicas_per_host > 1):
+            raise SettingsError(
+                f"replicas_per_host {self.replicas_per_host}: expected 1 to {self.replicas}, and hosts of their own."
+            )
         if self.hosts == "shared" and (self.rate is not None or self.delay):
             raise SettingsError("--rate and --delay are of a network between hosts; add --hosts netns.")
         if self.transport not in TRANSPORTS:

@@ -71,8 +71,14 @@ class Replica:
         self._run_dir = run_dir
         self._listener = listener
         self._hosts = hosts
-        self.host = options.host if hosts is None else network.address(number)
+        self.place = number // options.replicas_per_host  # its host, if they have hosts of their own
+        self.host = options.host if hosts is None else network.address(self.place)
         self._ranks: dict[int, RankProcess] = {}
+
+    @property
+    def holds_state(self) -> bool:
+        """Of the training: this life of it contributed, and has not ended."""
+        return self.state is State.RUNNING and self.contributed
 
     def pids(self) -> dict[tuple[int, int], int]:
         return {(self.number, rank): process.pid for rank, process in self._ranks.items()}
@@ -99,7 +105,7 @@ class Replica:
         }
         with contextlib.ExitStack() as stack:
             if self._hosts is not None:
-                stack.enter_context(network.inside(self._hosts.hosts[self.number]))
+                stack.enter_context(network.inside(self._hosts.hosts[self.place]))
             leader: socket.socket | None = None
             if self._options.ranks_per_replica > 1:
                 # Bound here and inherited by rank 0: nobody can take the port in between, and a rank that comes first
@@ -187,12 +193,15 @@ def rank_environment(options: RunOptions, coordinator: str, token: str) -> dict[
     inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", "MASTER_ADDR", "MASTER_PORT")  # of another launcher around us
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     size = str(options.replicas * options.ranks_per_replica)
+    transport, engine = options.transport, {**environment, **options.env}.get("FTCOMM_ENGINE", "host")
+    if transport == "auto" and engine != "host" and options.hosts == "shared":
+        transport = "shm"  # as all are on this host, kernels of a device can run whole ops
     environment.update(
         FTCOMM_COORDINATOR=coordinator,
         FTCOMM_TOKEN=token,
         FTCOMM_REPLICAS=str(options.replicas),
         FTCOMM_RANKS_PER_REPLICA=str(options.ranks_per_replica),
-        FTCOMM_TRANSPORT=options.transport,
+        FTCOMM_TRANSPORT=transport,
         FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
         FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),

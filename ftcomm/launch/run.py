@@ -223,7 +223,7 @@ class Launcher:
         if self.draining:
             raise FtcommError("the job is ending, so no replica is started any more")
         replica = self._replicas[number]
-        others = self.contributing() - {number}
+        others = [r for r in self.contributing() - {number} if self._replicas[r].holds_state]  # a view comes late
         if replica.state is State.WAITING or replica.restart_wanted:
             raise FtcommError(f"replica {number} is being restarted already")
         if replica.state is State.FINISHED:
@@ -495,9 +495,10 @@ class Launcher:
 
 
 def _network(options: RunOptions) -> Network:
+    hosts = -(-options.replicas // options.replicas_per_host)
     if options.rate is None and not options.delay:
-        return Network(options.replicas)
-    return SlowNetwork(options.replicas, rate=options.rate, delay=options.delay)
+        return Network(hosts)
+    return SlowNetwork(hosts, rate=options.rate, delay=options.delay)
 
 
 def _are(numbers: list[int]) -> str:

@@ -11,6 +11,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
     kind = event["kind"]
     if kind == "view":
         return _view(event)
+    if kind == "store":
+        return str(event.get("text"))
     if kind == "suspect":
         by = event.get("by")
         return f"replica {event.get('replica')} is suspected{'' if by is None else f' by {by}'}: {event.get('reason')}"

@@ -78,29 +78,31 @@ class JobPost(Post):
         super().__init__(f"replica {replica} rank {rank}", self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
         self._lives: dict[int, str] = {}  # of the members of the newest view
-        self._gone: set[str] = set()  # lives that were members
+        self._epoch = 0  # of that view
+        self._gone: dict[str, int] = {}  # lives that were members -> epoch of the view that left them out
 
     def enter(self, view: View) -> None:
         """A view is in force."""
         lives = {member.replica: member.incarnation for member in view.members}
         for replica, life in self._lives.items():
             if lives.get(replica) != life:
-                self._gone.add(life)
+                self._gone[life] = view.epoch
                 self.lose(replica, f"it is not in the view of epoch {view.epoch}")
-        self._lives = lives
+        self._lives, self._epoch = lives, view.epoch
         for replica in lives:
             self.found(replica)
 
     def incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
-        """A connection from another replica, maybe one that is ahead of us and in a view that we have not entered."""
+        """A connection from another replica, maybe one that is ahead of us and in a view that we have not entered. It
+        may be a joiner which a view has left out, and a later one has in the same life."""
         replica, life = wire.number(fields, "replica"), wire.text(fields, "life")
-        if life in self._gone:
+        if wire.number(fields, "epoch") < self._gone.get(life, 0):
             sock.close()  # what it sends belongs to no view that we may still see
         else:
             self.accept(sock, replica, str(fields.get("nonce", "")))
 
     def _dial_replica(self, replica: int) -> socket.socket:
-        fields: wire.Fields = {"replica": self._replica, "life": self._lives[self._replica]}
+        fields: wire.Fields = {"replica": self._replica, "life": self._lives[self._replica], "epoch": self._epoch}
         if self.slots is not None:
             fields["nonce"] = self.slots.nonce
         return self._to_replica(replica, PURPOSE, fields)

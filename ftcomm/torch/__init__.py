@@ -17,6 +17,7 @@ from ftcomm.torch.register import autoload
 
 if TYPE_CHECKING:
     from ftcomm.torch.buckets import GradientBuckets
+    from ftcomm.torch.hooks import wire_hook
     from ftcomm.torch.mesh import init_device_mesh
     from ftcomm.torch.process_group import FtProcessGroup
 
@@ -24,9 +25,10 @@ _HOME = {
     "FtProcessGroup": "ftcomm.torch.process_group",
     "GradientBuckets": "ftcomm.torch.buckets",
     "init_device_mesh": "ftcomm.torch.mesh",
+    "wire_hook": "ftcomm.torch.hooks",
 }
 
-__all__ = ["FtProcessGroup", "GradientBuckets", "init_device_mesh"]
+__all__ = ["FtProcessGroup", "GradientBuckets", "init_device_mesh", "wire_hook"]
 
 autoload()
 

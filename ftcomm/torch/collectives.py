@@ -53,6 +53,11 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
             parts += self._call(opts, len(tensors) == 1, "allreduce", reals(x, op), op)
         return self._work("all_reduce", parts, tensors, opts)
 
+    def average(self, bucket: torch.Tensor, wire: str) -> FtWork:
+        """The average of those who contribute, in place; not of torch, see `ftcomm.torch.hooks`."""
+        self._alive()
+        return self._work("average", [self._calls.allreduce(bucket, "avg", async_op=True, wire=wire)], [bucket], None)
+
     def _average_of(self, bucket: torch.Tensor, opts: Any) -> FtWork:
         """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
         self._alive()

@@ -116,29 +116,37 @@ class Grid:
 
         self._in_turn(False, op)
 
-    def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False, average_of: bool = False) -> Any:
+    def allreduce(
+        self,
+        x: torch.Tensor,
+        op: str = "sum",
+        *,
+        async_op: bool = False,
+        average_of: bool = False,
+        wire: str | None = None,
+    ) -> Any:
         """`average_of`: `x` is divided by the number of ranks already; the sum is to be the average of those who
-        contributed."""
-        return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of))
+        contributed. `wire` is between replicas; the ranks of one are near each other."""
+        return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of, wire))
 
-    def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False) -> None:
+    def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False, wire: str | None = None) -> None:
         flat = x.detach().contiguous().view(-1)
         inner = "sum" if op == "avg" else op
         if flat.numel() % self._shards or not flat.numel():
             self._inside.allreduce(flat, inner)
-            self._over(flat, op, average_of)
+            self._over(flat, op, average_of, wire)
         else:
             part = torch.empty(flat.numel() // self._shards, dtype=x.dtype, device=x.device)
             self._inside.reduce_scatter(part, flat, inner)
-            self._over(part, op, average_of)
+            self._over(part, op, average_of, wire)
             self._inside.all_gather(flat, part)
         if op == "avg":
             flat.copy_(flat / self._shards if x.is_floating_point() else flat // self._shards)
         if flat.data_ptr() != x.data_ptr():
             x.detach().copy_(flat.view(x.shape))
 
-    def _over(self, part: torch.Tensor, op: str, average_of: bool) -> None:
-        work = self._across.allreduce(part, op, async_op=True)
+    def _over(self, part: torch.Tensor, op: str, average_of: bool, wire: str | None) -> None:
+        work = self._across.allreduce(part, op, async_op=True, wire=wire)
         work.wait()
         if average_of:
             rescale(part, work.contributors, len(self._across.roster))

@@ -101,12 +101,12 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
         token = secrets.token_hex(16)
         store.set(WHERE, f"{start(size // shards, shards, token, host)} {token}")
     endpoint, token = store.get(WHERE).decode().split()
-    leader = ""
+    leader, listener = "", None
     if shards > 1:
         key = f"ftcomm/leader/{rank // shards}"
         if rank % shards == 0:
-            with socket.create_server((host, 0)) as free:  # for a moment; nothing else asks for this port
-                store.set(key, f"{host}:{free.getsockname()[1]}")
+            listener = socket.create_server((host, 0))
+            store.set(key, f"{host}:{listener.getsockname()[1]}")
         leader = store.get(key).decode()
     settings = Settings(
         coordinator=endpoint,
@@ -116,6 +116,7 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
         rank=rank % shards,
         ranks_per_replica=shards,
         leader=leader,
+        leader_fd=None if listener is None else listener.detach(),
         host=host,
         transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
         engine=os.environ.get("FTCOMM_ENGINE", "host"),

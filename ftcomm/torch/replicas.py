@@ -74,8 +74,8 @@ class Replicas:
         tell(error)
         return True
 
-    def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        return self.group.allreduce(x, op, async_op=async_op) if not self.alone else _done(async_op)
+    def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False, wire: str | None = None) -> Any:
+        return self.group.allreduce(x, op, async_op=async_op, wire=wire) if not self.alone else _done(async_op)
 
     def broadcast(self, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         return self.group.broadcast(x, root, async_op=async_op) if not self.alone else _done(async_op)

@@ -32,10 +32,13 @@ _FAMILY = 16  # bits of the layout's number in it
 HEADER = 4096
 
 # Two ranks on two cores with 1 MB of L2 each, 64 MB: chunks of 128 KB 5.5 ms, 256 KB 5.0, 512 KB 5.0, 1 MB 6.0, 2 MB
-# 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. A chunk and its copy must stay in the cache.
+# 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. On a Xeon with as much L2, two ranks:
+# 128 KB 34, 256 KB 27, 512 KB 26; huge pages change nothing. A chunk and its copy must stay in the cache.
 # For the slots see AHEAD in ftcomm/collective/stream.py.
 CHUNK = 512 << 10
 SLOTS = 4
+
+EPOCHS = 1 << 31  # epochs are below it
 
 # Indices of 64-bit words.
 _LINE = 8  # words in a cache line
@@ -114,6 +117,12 @@ class Memory:
         self.address = self._bytes.ctypes.data
         self.words = memoryview(memory)[:HEADER].cast("Q")
 
+    @property
+    def heard(self) -> memoryview:
+        """POSTED, TAKEN and the descriptors, as far as anybody has told of them. They may be ahead of `words`, and then
+        say nothing of the staging here."""
+        return self.words
+
     def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """`count` elements from element `start` of the chunk in `slot`; `region` is POSTED or REDUCED."""
         base = self.offset(region, slot) + start * carrier.itemsize
@@ -166,7 +175,7 @@ _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
 
 
 class OtherEngine(TransportError):
-    """Members of a group have chosen different engines; no transport can help."""
+    """Members of a group have chosen different engines or switch points; no transport can help."""
 
 
 def wrong(words: memoryview, nonce: str, layout: Layout = HOST) -> str | None:
@@ -181,8 +190,8 @@ def wrong(words: memoryview, nonce: str, layout: Layout = HOST) -> str | None:
     if words[0] != layout.magic:
         raise OtherEngine(
             f"it has a segment of another engine or version (layout {words[0] & 0xFFFF:#x}), not that of FTCOMM_ENGINE="
-            f"{layout.engine} (layout {layout.magic & 0xFFFF:#x}). Set FTCOMM_ENGINE to the same on all ranks, and "
-            "install one version everywhere"
+            f"{layout.engine} (layout {layout.magic & 0xFFFF:#x}). Set FTCOMM_ENGINE and FTCOMM_TRANSPORT to the same "
+            "on all ranks, and install one version everywhere"
         )
     there, here = tuple(words[3:6]), (layout.slots, layout.chunk, layout.lanes)
     if there != here:
@@ -200,12 +209,24 @@ def _halves(nonce: str) -> tuple[int, int]:
 class Peer(Memory):
     """The segment of another member, as this one sees it."""
 
+    nonce = ""  # of the segment; tells one life of that member from another
+
     def __init__(self, replica: int, how: str) -> None:
         self.replica = replica
         self.how = how  # "shm" or "tcp"
 
+    def serves(self, epoch: int) -> bool:
+        """Whether it may serve in this epoch too, which is later than the one that it was made for."""
+        return True
+
+    def enter(self, epoch: int) -> None:
+        """This member, which has stopped for it, enters this epoch; a connection that closes is news again."""
+
     def quiet(self) -> None:
         """A view change has begun; a connection that closes from now on is no news. Does not block."""
+
+    def ring(self) -> None:
+        """Wake its owner, who sleeps `IN_POLL`, if memory is shared. Does not block; for the driving thread."""
 
     def close(self) -> None:
         """No thread reads it any more. Does not block."""

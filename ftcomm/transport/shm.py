@@ -1,4 +1,9 @@
-"""A peer on the same host: its segment, opened through /proc and mapped read-only."""
+"""A peer on the same host: its segment, opened through /proc and mapped read-only.
+
+Why its staging, and not the caller's arrays where they lie: process_vm_readv carries 3.5 GB/s a rank on two cores of a
+Xeon of 2.5 GHz, so that 64 MB of two ranks would take 31 ms, at best, where they take 25 by the staging. It also needs
+a permission that containers often lack.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import mmap
 import os
 
 from ftcomm.errors import TransportError
-from ftcomm.transport.segment import HEADER, HOST, Layout, Peer, wrong
+from ftcomm.kernels.wait import BELL, Ringer
+from ftcomm.transport.segment import ASLEEP, HEADER, HOST, Layout, Peer, wrong
 
 
 class ShmPeer(Peer):
@@ -37,3 +43,9 @@ class ShmPeer(Peer):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot open the segment of replica {replica} at {path}: {error}") from error
         self._map(memory)
+        self._ringer: Ringer | None = None
+
+    def ring(self) -> None:
+        if self._ringer is None:
+            self._ringer = Ringer(self.pid, self.words[ASLEEP + BELL], self.words[ASLEEP + BELL + 1])
+        self._ringer.ring()

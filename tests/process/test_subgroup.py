@@ -60,7 +60,8 @@ def reduce_in_all(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
 @pytest.mark.parametrize(("transport", "kills"), [("shm", 8), ("tcp", 4)])
 def test_kills_at_random_moments(tmp_path: Path, transport: str, kills: int) -> None:
     """What was said of a step is said alike by all of a group, its roster too; nobody is in it who does not belong."""
-    only_on_host("broadcast")
+    if transport == "shm":
+        only_on_host("broadcast")
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     everybody = set(range(4))
@@ -126,7 +127,9 @@ def test_a_group_is_made_used_and_closed_while_members_are_lost(tmp_path: Path) 
         for replica in (0, 1):
             assert job.join(replica) == [0], job.errors()
     did = {(r, note["step"]): (note["got"], note["roster"]) for r, _, note in job.notes() if note["kind"] == "did"}
-    assert did == {(1, 0): (6.0, [1, 2]), (2, 0): (6.0, [1, 2]), (1, 1): (2.0, [1, 2])}
+    _, first = did[1, 0]
+    assert first in ([1, 2], [1, 2, 3]), "replica 3 may be missed before the step begins, or in it"
+    assert did == {(1, 0): (6.0, first), (2, 0): (6.0, first), (1, 1): (2.0, [1, 2])}
     assert [note["got"] for _, _, note in job.notes() if note["kind"] == "message"] == [
         6.0,
         7.0,

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ftcomm
+import ftcomm.torch
 from ftcomm.collective.stream import Stream
 from ftcomm.hsdp.state import digest
 from ftcomm.transport.segment import POSTED
@@ -97,6 +98,8 @@ def one_dies(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> No
     dist.init_process_group("ftcomm")
     model = nn.Linear(arguments["elements"], 1, bias=False)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1000)
+    if arguments["wire"] is not None:
+        ddp.register_comm_hook(None, ftcomm.torch.wire_hook(arguments["wire"]))
     posted = [0]
     publish = Stream._publish
 

@@ -17,9 +17,12 @@ import pytest
 
 from ftcomm.control import dropped, links, wire
 from ftcomm.control import messages as m
+from ftcomm.control import server as server_module
 from ftcomm.control.agent import Agent
 from ftcomm.control.links import Link, Listener, hand_over, listen, open_socket, serve_messages
 from ftcomm.control.server import CoordinatorServer
+from ftcomm.control.store import ViewStore
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
@@ -146,7 +149,7 @@ def test_a_client_signs_for_nobody_else() -> None:
     ],
     ids=["another protocol", "too long", "no UTF-8", "deep", "version", "token", "nothing", "truncated"],
 )
-def test_each_refusal_is_one_line_and_counted(
+def test_each_refusal_is_counted_and_one_line(
     said: bytes, kind: str, count: Callable[[str], int], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -161,8 +164,9 @@ def test_each_refusal_is_one_line_and_counted(
     with caplog.at_level(logging.WARNING, "ftcomm.control"):
         asyncio.run(run())
     assert dropped.counts() == {kind: 1}
-    assert [len(record.getMessage().splitlines()) for record in caplog.records] == [1]
-    assert caplog.records[0].exc_info is None
+    lines = [1] if said else []  # who only looks whether somebody listens, as a cluster does, is no news
+    assert [len(record.getMessage().splitlines()) for record in caplog.records] == lines
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_strangers_that_say_nothing_make_room_for_newer_ones(
@@ -610,3 +614,61 @@ def test_a_flood_is_counted_and_does_not_flood_the_log(
         now[0] = dropped.WINDOW
         dropped.drop("message", "y")
         assert caplog.records[-1].getMessage() == "dropped (message): y (and 1990 of this kind before it, not logged)"
+
+
+class Doubted(ViewStore):
+    sure = True
+
+
+@pytest.mark.parametrize("sure", [True, False])
+def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, count: Callable[[str], int]) -> None:
+    """Here: that the timeouts of a leader are not its own. Another one may decide for the job by now."""
+
+    async def run() -> list[m.Message]:
+        store = Doubted(None)
+        server = CoordinatorServer(1, 1, TOKEN, store=store, timeouts=Timeouts.derive(60.0))
+        await server.start()
+        port = int(server.endpoint.rpartition(":")[2])
+        sock = await open_socket(("127.0.0.1", port), TOKEN, "leader", {"replica": 0})
+        reader, writer = await asyncio.open_connection(sock=sock)
+        store.sure = sure
+        wire.write_frame(writer, m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, (1.0, 2.0, 3.0))))
+        if not sure:  # else it closes the connection itself
+            wire.write_frame(writer, b"\xc1")  # no message, by which we know that the one before was looked at
+            await until(lambda: count("message") == 1)
+            await server.stop()
+        heard: list[m.Message] = []
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                heard.append(m.decode(await wire.read_frame(reader, wire.MAX_MESSAGE)))
+        writer.close()
+        await server.stop()
+        return heard
+
+    heard = asyncio.run(run())
+    assert [type(message) for message in heard] == ([m.Expelled] if sure else [])
+
+
+def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who came would leave the one that has taken its place, and be lost there."""
+    store = Doubted(None)
+    store.views = [View(1, None, (Member(0, "life", (ADDRESS,), True),))]
+    store.sure = False
+    calls: list[bool] = []
+
+    async def call(*there: object) -> None:
+        calls.append(store.sure)
+        raise OSError("nobody listens")
+
+    monkeypatch.setattr(server_module, "open_socket", call)
+
+    async def run() -> None:
+        server = CoordinatorServer(1, 1, TOKEN, store=store, timeouts=Timeouts.derive(10.0))
+        await server.start()
+        await asyncio.sleep(10 * Timeouts.derive(10.0).beat)
+        store.sure = True
+        await until(lambda: bool(calls))
+        await server.stop()
+
+    asyncio.run(run())
+    assert all(calls)

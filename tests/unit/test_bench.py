@@ -6,13 +6,14 @@ import asyncio
 import importlib.metadata
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench import overhead, table
+from ftcomm.bench import overhead, peers, recovery, recovery_peers, table
 from ftcomm.bench.collective import Contestant, Request, Row, rows
 from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern, item_size
@@ -28,7 +29,7 @@ from ftcomm.bench.sizes import format_size, parse_size, sweep
 from ftcomm.bench.stats import median, percentile, slowest
 from ftcomm.bench.turns import Block, Gone, Hello, Refused, Seat, Turn, Turns
 from ftcomm.cli import main
-from ftcomm.errors import SettingsError
+from ftcomm.errors import FtcommError, SettingsError
 
 # ---- sizes --------------------------------------------------------------------------------------------------------
 
@@ -416,6 +417,11 @@ def test_summary_counts_what_did_not_happen() -> None:
     assert "1.05" in table.event_line(good_one)
     assert not good(summary)
     assert good(summarize([good_one]))
+    above = msgspec.structs.replace(good_one, bytes_in_flight=(1 << 20) - 1, heartbeat_ms=30.0)
+    assert good(summarize([msgspec.structs.replace(above, bytes_in_flight=1 << 20)]))
+    assert not good(summarize([good_one, above]))
+    assert summarize([good_one, above]).over_heartbeat_ms == {"p50": 10.0, "p99": 10.0, "max": 10.0}
+    assert "sent again more than was in flight: 1 FAILED" in table.summary_lines(summarize([above]))[-1]
     peer = msgspec.structs.replace(bad, library="gloo")
     assert [(one.library, one.fault, one.kills) for one in summaries([good_one, bad, peer])] == [
         ("ftcomm", "kill", 2),
@@ -502,7 +508,11 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("allreduce --compare carrier-pigeon", "is not one of 'gloo', 'mpi', 'torchft', 'nccl', 'atomic'"),
         ("all_gather --compare atomic", "only an all-reduce can be atomic"),
         ("all_gather --sizes 4 --ranks 2", "one element of float32 for each rank"),
-        ("allreduce --wire bf16", "--wire bf16"),
+        ("allreduce --wire bf16", "is not one of 'input', 'fp32', 'fp8'"),
+        ("allreduce --wire fp8 -o max", "--wire fp8: wire='fp8' with op='max'"),
+        ("allreduce --wire input,fp32 -d int32", "--wire fp32: wire='fp32' of int32"),
+        ("allreduce --wire fp8 --device cuda", "add --device cpu"),
+        ("all_gather --wire fp8", "only an all-reduce has another form"),
         ("allreduce -G", "add --device cuda"),
         ("allreduce --sms 4", "add --device cuda"),
         ("allreduce --device cuda --sms 0", "needs at least 1"),
@@ -535,6 +545,13 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("overhead --sizes 2", "less than one element"),
         ("recovery --size 12", "at least"),
         ("recovery --size 4000G", "are free; lower"),
+        ("recovery --size big", "is no size"),
+        ("wire --sizes 1M,big", "is no size"),
+        ("tune --ranks 1", "expected 2 to 16"),
+        ("tune --ranks three", "not a valid integer"),
+        ("tune --rounds 0", "at least 1"),
+        ("tune --hosts moon", "is not one of 'shared', 'netns'"),
+        ("tune --file /nonexistent/x.json", "choose a file that you can write to"),
     ],
 )
 def test_bad_input_is_a_clear_error_with_code_2(
@@ -544,3 +561,44 @@ def test_bad_input_is_a_clear_error_with_code_2(
         main(["bench", *arguments.split()])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_has_a_line_that_says_so_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5)
+
+    async def ours(request: RecoveryRequest, on_event: Any, progress: Any) -> None:
+        on_event(event)
+
+    async def theirs(library: str, request: RecoveryRequest, on_event: Any, progress: Any) -> None:
+        if library == "gloo":
+            raise FtcommError("its ranks were killed by SIGSEGV")
+        on_event(msgspec.structs.replace(event, library=library))
+
+    monkeypatch.setattr(recovery, "measure", ours)
+    monkeypatch.setattr(recovery_peers, "measure_peer", theirs)
+    monkeypatch.setattr(peers, "missing", lambda *what: None)
+    path = tmp_path / "out.json"
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", "recovery", "--smoke", "--compare", "gloo,torchft", "--json", str(path)])
+    assert raised.value.code == 0
+    assert "# gloo: its ranks were killed by SIGSEGV" in capsys.readouterr().out
+    result = msgspec.json.decode(path.read_bytes())
+    assert result["errors"] == {"gloo": "its ranks were killed by SIGSEGV"}
+    assert [each["library"] for each in result["events"]] == ["ftcomm", "torchft"]
+
+
+def test_the_command_fails_if_more_is_sent_again_than_was_in_flight(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5, bytes_in_flight=4)
+
+    async def ours(request: RecoveryRequest, on_event: Any, progress: Any) -> None:
+        on_event(event)
+
+    monkeypatch.setattr(recovery, "measure", ours)
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", "recovery", "--smoke"])
+    assert raised.value.code == 1
+    assert "sent again more than was in flight: 1 FAILED" in capsys.readouterr().out

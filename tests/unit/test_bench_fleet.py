@@ -129,7 +129,9 @@ def test_a_seed_is_a_history_and_seeds_make_the_interval() -> None:
 def results(folder: Path) -> tuple[Path, Path]:
     recovery, rejoin = folder / "a.json", folder / "b.json"
     rejoins = [{"stalls": {"0": 0.01, "1": 0.04}, "step": 2.0}, {"stalls": {"0": 0.01}, "step": 2.0}]
-    recovery.write_text(json.dumps({"events": [{"stall_ms": 20.0}, {"stall_ms": 40.0}]}))
+    peers = [{"stall_ms": None, "library": "gloo", "fault": "kill"}, {"stall_ms": 9e3, "library": "torchft"}]
+    cut = [{"stall_ms": 7e3, "library": "ftcomm", "fault": "cut"}]
+    recovery.write_text(json.dumps({"events": [{"stall_ms": 20.0}, *peers, {"stall_ms": 40.0}, *cut]}))
     rejoin.write_text(json.dumps({"rejoins": rejoins}))
     return recovery, rejoin
 

@@ -64,6 +64,24 @@ def test_an_all_reduce_with_and_without_the_new_columns() -> None:
     assert "gloo |" not in render({"allreduce": result(rows=[ROW, failed])})
 
 
+def test_each_processor_has_its_newest_results_and_the_newest_come_first(tmp_path: Path) -> None:
+    for day, cpu in (("20", "Epyc"), ("21", "Xeon"), ("22", "Epyc")):
+        data = {"header": {**HEADER, "cpu": cpu}, "rows": [{**ROW, "time_us_p50": float(day)}]}
+        (tmp_path / f"2026-11-{day}-allreduce-cpu.json").write_text(json.dumps(data))
+    text = render(load(tmp_path))
+    assert "| 2 | 1M | 20.0 |" not in text
+    assert (
+        0 < text.index("| 2 | 1M | 22.0 |") < text.index("Epyc") < text.index("| 2 | 1M | 21.0 |") < text.index("Xeon")
+    )
+
+
+def test_an_all_reduce_beside_puts() -> None:
+    row = {"library": "puts", "ranks": 2, "bytes": 64 << 20, "time_us": 31096.0, "rate_gbps": 2.158, "of_puts": 1.0}
+    text = render({"nixl": result(nixl="1.5.1", rows=[row])})
+    assert "| 2 | 64M | puts | 31096 | 2.16 | 100% |" in text
+    assert "NIXL 1.5.1" in text
+
+
 def test_recoveries_of_all_and_from_before_there_were_faults() -> None:
     request = {"replicas": 4, "size": 64 << 20}
     never = {**EVENT, "library": "gloo", "stall_ms": None, "view_ms": None, "bytes_resent": None, "steps_lost": 1}
@@ -75,6 +93,14 @@ def test_recoveries_of_all_and_from_before_there_were_faults() -> None:
     old = {k: v for k, v in EVENT.items() if k not in new}
     text = render({"recovery": result(request=request, events=[old])})
     assert "| ftcomm | 1 x kill | 2.0, 2.0 | - | 30.0, 30.0 | 20.0, 20.0 | 1500.0, 1500.0 | - | 0 of 1 |" in text
+    assert "performance-recovery.png" not in text
+
+
+def test_a_host_that_is_cut_off_is_silent_first() -> None:
+    cut = {**EVENT, "fault": "cut", "stall_ms": 5080.0, "heartbeat_ms": 5000.0, "bytes_in_flight": 3 << 20}
+    text = render({"recovery-cut": result(request={"replicas": 4, "size": 64 << 20}, events=[cut])})
+    assert "the silence: 5 s of it at most" in text
+    assert "returned everywhere at +80 ms, p99 +80, the last at +80. Survivors sent 1.0 MB again" in text
     assert "performance-recovery.png" not in text
 
 

@@ -133,6 +133,9 @@ def test_coordinator_without_a_token_says_how_to_make_one(
         (["--replicas", "2", "--op-timeout", "0"], "expected a positive number of seconds"),
         (["--replicas", "2", "--op-timeout", "1"], "Raise the first above"),
         (["--replicas", "2", "--port", "0", "--store", "absent/views"], "absent/views"),
+        (["--replicas", "2", "--standby"], "--standby needs views that another host can read"),
+        (["--replicas", "2", "--store", "etcd://a:1"], "etcd://etcd:2379/my-job"),
+        (["--replicas", "2", "--store", "etcd://a:1/b", "--heartbeat-timeout", "0.5"], "expected 1 s or more"),
     ],
 )
 @pytest.mark.usefixtures("here")

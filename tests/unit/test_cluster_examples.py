@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import re
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import kubernetes_validate
+import msgspec
 import pytest
 import yaml
+from lightkube.models import apps_v1, batch_v1, core_v1, networking_v1
 
 from ftcomm.cli import commands
+from ftcomm.control.etcd import Place
 from ftcomm.settings import Settings
 
 pytestmark = pytest.mark.protocol
@@ -25,9 +28,54 @@ CLUSTER = HERE / "examples" / "cluster"
 MANIFESTS = list(yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text()))
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
+KINDS = {
+    ("v1", "Service"): core_v1.Service,
+    ("apps/v1", "StatefulSet"): apps_v1.StatefulSet,
+    ("batch/v1", "Job"): batch_v1.Job,
+    ("networking.k8s.io/v1", "NetworkPolicy"): networking_v1.NetworkPolicy,
+}
+
+
+def accepted(manifest: dict[str, Any]) -> None:
+    """By the types of the API: raises on a field that there is not, of another type, or that is missing."""
+    kind = KINDS[manifest["apiVersion"], manifest["kind"]]
+    taken = msgspec.to_builtins(msgspec.convert(manifest, kind))
+    unknown = sorted(leaves(manifest) - leaves(taken))
+    assert not unknown, f"{manifest['kind']} has no {', '.join(unknown)}"
+
+
+def leaves(part: Any, path: str = "") -> set[str]:
+    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    return set().union(
+        {path} if path else set(), *(leaves(below, f"{path}.{name}".strip(".")) for name, below in items)
+    )
+
+
+@pytest.mark.parametrize(
+    "manifest", MANIFESTS, ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}"
+)
 def test_kubernetes_takes_the_manifests(manifest: dict[str, Any]) -> None:
-    kubernetes_validate.validate(manifest, "1.33", strict=True)
+    accepted(manifest)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "template", "spec", "terminationGracePeriod"), 60),
+        (("spec", "completions"), "four"),
+        (("spec", "template", "spec", "containers", 0, "name"), None),
+    ],
+)
+def test_a_manifest_with_a_slip_is_not_accepted(path: tuple[Any, ...], value: Any) -> None:
+    manifest = copy.deepcopy(next(each for each in MANIFESTS if each["metadata"]["name"] == "training"))
+    part = manifest
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    if value is None:
+        del part[path[-1]]
+    with pytest.raises((AssertionError, msgspec.ValidationError)):
+        accepted(manifest)
 
 
 def test_the_manifests_fit_together() -> None:
@@ -36,18 +84,29 @@ def test_the_manifests_fit_together() -> None:
     coordinator, training = by_name["Job", "ftcomm-coordinator"]["spec"], by_name["Job", "training"]["spec"]
     assert training["completionMode"] == "Indexed"  # no schema says which words there are
     service = by_name["Service", "ftcomm-coordinator"]["spec"]
-    labels = [job["template"]["metadata"]["labels"] for job in (coordinator, training)]
+    labels = [part["template"]["metadata"]["labels"] for part in (coordinator, training)]
     assert service["selector"].items() <= labels[0].items()
     assert not service["selector"].items() <= labels[1].items()
+    labels.append(by_name["StatefulSet", "ftcomm-etcd"]["spec"]["template"]["metadata"]["labels"])
     policy = by_name["NetworkPolicy", "ftcomm"]["spec"]
     for selector in (policy["podSelector"], policy["ingress"][0]["from"][0]["podSelector"]):
         assert all(selector["matchLabels"].items() <= each.items() for each in labels)
-    [volume] = coordinator["template"]["spec"]["volumes"]
-    assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in by_name
+    etcd = by_name["StatefulSet", "ftcomm-etcd"]["spec"]
+    assert (
+        by_name["Service", "ftcomm-etcd"]["spec"]["selector"].items() <= etcd["template"]["metadata"]["labels"].items()
+    )
+    assert etcd["selector"]["matchLabels"].items() <= etcd["template"]["metadata"]["labels"].items()
+    [claim], [container] = etcd["volumeClaimTemplates"], etcd["template"]["spec"]["containers"]
+    [mount] = container["volumeMounts"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert f"--data-dir={mount['mountPath']}/etcd" in container["command"]
     env = {entry["name"]: entry for entry in training["template"]["spec"]["containers"][0]["env"]}
     assert env["FTCOMM_COORDINATOR"]["value"] == f"ftcomm-coordinator:{service['ports'][0]['port']}"
     command = coordinator["template"]["spec"]["containers"][0]["command"]
     assert {f"--replicas={training['completions']}", f"--port={service['ports'][0]['port']}"} <= set(command)
+    [store] = [option.partition("=")[2] for option in command if option.startswith("--store=")]
+    [client] = by_name["Service", "ftcomm-etcd"]["spec"]["ports"]
+    assert Place.parse(store, {}).endpoints == (("ftcomm-etcd", client["port"]),)
     assert env["FTCOMM_REPLICAS"]["value"] == str(training["completions"]) == str(training["parallelism"])
     settings = {name: entry.get("value", "1") for name, entry in env.items()}
     assert dataclasses.asdict(Settings.from_env(settings))["replicas"] == training["completions"]
@@ -69,7 +128,7 @@ def test_python_takes_the_driver() -> None:
 @pytest.mark.parametrize("path", [*sorted(CLUSTER.iterdir()), HERE / "docs" / "cluster.md"], ids=lambda path: path.name)
 def test_variables_and_options_are_those_that_there_are(path: Path) -> None:
     text = path.read_text()
-    source = "".join(file.read_text() for file in (HERE / "ftcomm").rglob("*.py"))
+    source = "".join(file.read_text() for part in ("ftcomm", "control") for file in (HERE / part).rglob("*.py"))
     for name in set(re.findall(r"FTCOMM_[A-Z_]+[A-Z]", text)):
         assert f'"{name}"' in source, name
     for line in re.findall(r"ftcomm (?:coordinator|run|doctor)\b[^`\n#]*", text.replace("\\\n", " ")):

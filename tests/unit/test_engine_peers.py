@@ -94,8 +94,8 @@ def test_who_comes_too_late_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     one = rig.address()
     connect = rig.engine._connect
 
-    def slow(epoch: int, replica: int, there: Address) -> Any:
-        peer = connect(epoch, replica, there)
+    def slow(epoch: int, replica: int, there: Address, lazy: bool) -> Any:
+        peer = connect(epoch, replica, there, lazy)
         rig.engine.reach(rig.view(2))
         rig.engine.resume(rig.view(2), {})
         return peer

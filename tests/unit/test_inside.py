@@ -20,6 +20,8 @@ class Rank:
 
     def __init__(self, ranks, rank, first=None, patience=20.0):
         self.replica, self.rank, self.first, self.served = 2, rank, first, None
+        self.insides = 0
+        self.called = threading.Event()
         self.settings = type("Settings", (), {"ranks_per_replica": ranks})
         self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
         self.view = View(1, 0, (Member(2, "2a", (HERE,) * ranks, True),))
@@ -34,6 +36,7 @@ class Rank:
         if self.first.served is None:
             there.close()
         else:
+            self.called.set()
             threading.Thread(target=self.first.served, args=(there, fields), daemon=True).start()
         return here
 
@@ -63,6 +66,19 @@ def test_a_rank_comes_before_rank_0_serves():
         asked = pool.submit(early.exchange, b"second")
         late = Inside(first)
         assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(20)
+
+
+def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = Inside(first), Inside(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other.close()
+        second.called.clear()
+        asked = pool.submit(Inside(second).exchange, b"second")
+        assert second.called.wait(20)
+        inside.close()
+        assert Inside(first).exchange(b"firsts") == [b"firsts", b"second"] == asked.result(20)
 
 
 def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcomm.errors import FtcommError
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
@@ -27,6 +28,8 @@ from ftcomm.launch.policy import (
     how_it_ended,
     signal_name,
 )
+from ftcomm.launch.replica import Listener, Replica, rank_environment
+from ftcomm.launch.run import Launcher
 from ftcomm.launch.words import describe, replicas
 
 RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHED, State.FAILED
@@ -290,3 +293,41 @@ def test_secrets_are_in_no_repr() -> None:
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text("")
     RunOptions(replicas=1, script=str(tmp_path)).check()
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "transport"),
+    [
+        ("cuda", {}, "shm"),
+        ("cuda", {"transport": "tcp"}, "tcp"),
+        ("cuda", {"hosts": "netns"}, "auto"),
+        ("host", {}, "auto"),
+        (None, {}, "auto"),
+        ("host", {"env": {"FTCOMM_ENGINE": "interpret"}}, "shm"),
+    ],
+)
+def test_replicas_of_one_host_have_kernels_that_run_whole_ops(
+    monkeypatch: pytest.MonkeyPatch, engine: str | None, changes: dict[str, Any], transport: str
+) -> None:
+    monkeypatch.delenv("FTCOMM_ENGINE", raising=False)
+    if engine is not None:
+        monkeypatch.setenv("FTCOMM_ENGINE", engine)
+    options = RunOptions(replicas=2, script="train.py", **changes)
+    assert rank_environment(options, "127.0.0.1:1", "token")["FTCOMM_TRANSPORT"] == transport
+
+
+@pytest.mark.parametrize(("state", "contributed"), [(WAITING, True), (RUNNING, False)])
+def test_a_view_that_still_has_the_dead_lets_nobody_restart_the_last_that_holds_the_state(
+    state: State, contributed: bool
+) -> None:
+    """While the coordinator is away, say: the other one waits for its start, or has been started and holds nothing."""
+    options = RunOptions(2, "train.py")
+    listener = Listener(*[lambda *told: None] * 5)
+    launcher = Launcher(options)
+    launcher._replicas = [Replica(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    for replica in launcher._replicas:
+        replica.state, replica.contributed = RUNNING, True
+    launcher._replicas[0].state, launcher._replicas[0].contributed = state, contributed
+    launcher.view = {"epoch": 1, "members": [{"replica": number, "contributing": True} for number in range(2)]}
+    with pytest.raises(FtcommError, match="no other replica contributes now"):
+        launcher.restart_replica(1)

@@ -94,6 +94,7 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "cuda12",
         "cuda13",
         "rdma",
+        "etcd",
         "plot",
         "chaos",
         "jax",

@@ -491,6 +491,25 @@ def test_in_a_job_the_views_say_who_is_lost_and_who_has_come_back() -> None:
             replica._post.close(FtcommError("the test is over"))
 
 
+def test_a_joiner_whose_change_was_given_up_is_heard_when_it_comes_in_again_in_the_same_life() -> None:
+    def dial(replica: int, purpose: str, fields: dict[str, Any]) -> socket.socket:
+        near, far = socket_pair()
+        replicas[replica]._post.incoming(far, fields)
+        return near
+
+    replicas = member, joiner = [InJob(0, dial), InJob(1, dial)]
+    try:
+        for epoch, lives in ((1, {"r0": "a"}), (2, {"r0": "a", "r1": "b"}), (3, {"r0": "a"})):
+            member._post.enter(view(epoch, **lives))  # in epoch 2 alone: the joiner heard of the next one first
+        joiner._post.enter(view(4, r0="a", r1="b"))
+        joiner.send(np.ones(3), 0)  # it is ahead of the member
+        member._post.enter(view(4, r0="a", r1="b"))
+        assert member.recv(np.zeros(3), 1, timeout=DEADLINE) == 1
+    finally:
+        for replica in replicas:
+            replica._post.close(FtcommError("the test is over"))
+
+
 def test_who_cannot_be_reached_is_lost(members: list[Rank]) -> None:
     members[0].unreachable = {1}
     with pytest.raises(LostError, match="rank 1 was lost: it cannot be reached: nobody listens"):

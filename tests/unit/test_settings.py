@@ -32,13 +32,14 @@ def test_everything() -> None:
             "FTCOMM_LEADER_FD": "7",
             "FTCOMM_TRANSPORT": "tcp",
             "FTCOMM_HOST": "10.0.0.1",
+            "FTCOMM_RACK": "row 3/7",
             "FTCOMM_HEARTBEAT_TIMEOUT": "1.5",
             "FTCOMM_OP_TIMEOUT": "9",
             "FTCOMM_INIT_TIMEOUT": "3",
         }
     )
     assert (settings.rank, settings.ranks_per_replica, settings.leader, settings.leader_fd) == (1, 2, "[::1]:4000", 7)
-    assert (settings.transport, settings.host) == ("tcp", "10.0.0.1")
+    assert (settings.transport, settings.host, settings.rack) == ("tcp", "10.0.0.1", "row 3/7")
     assert (settings.timeouts, settings.init_timeout) == (Timeouts.derive(9.0, 1.5), 3.0)
 
 
@@ -46,8 +47,12 @@ def test_everything() -> None:
     ("change", "said"),
     [
         ({"FTCOMM_COORDINATOR": None}, "ftcomm run --replicas 4"),
-        ({"FTCOMM_ALGORITHM": "tree"}, "FTCOMM_ALGORITHM='tree'; expected one of direct, ring"),
-        ({"FTCOMM_ALGORITHM": "ring", "FTCOMM_ENGINE": "interpret"}, "FTCOMM_ENGINE=interpret, whose kernels read"),
+        ({"FTCOMM_ALGORITHM": "tree"}, "FTCOMM_ALGORITHM='tree'; expected one of auto, direct, ring"),
+        (
+            {"FTCOMM_ALGORITHM": "ring", "FTCOMM_ENGINE": "interpret", "FTCOMM_TRANSPORT": "shm"},
+            "FTCOMM_ENGINE=interpret and FTCOMM_TRANSPORT=shm, with which kernels read",
+        ),
+        ({"FTCOMM_RACK": "r" * 257}, "FTCOMM_RACK has 257 characters, at most 256"),
         ({"FTCOMM_COORDINATOR": "nowhere"}, "FTCOMM_COORDINATOR='nowhere'; expected host:port"),
         ({"FTCOMM_COORDINATOR": "host:0"}, "expected host:port"),
         ({"FTCOMM_COORDINATOR": "host:65536"}, "expected host:port"),
@@ -59,10 +64,9 @@ def test_everything() -> None:
         ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
         ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of host, interpret, cuda"),
         (
-            {"FTCOMM_ENGINE": "cuda", "FTCOMM_TRANSPORT": "tcp"},
-            "set FTCOMM_TRANSPORT=auto or shm, or",
+            {"FTCOMM_ENGINE": "interpret", "FTCOMM_VERIFY": "1", "FTCOMM_TRANSPORT": "shm"},
+            "do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp",
         ),
-        ({"FTCOMM_ENGINE": "interpret", "FTCOMM_VERIFY": "1"}, "do not compare results yet; unset FTCOMM_VERIFY"),
         ({"FTCOMM_SMS": "0"}, "FTCOMM_SMS=0; expected at least 1"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from ftcomm.errors import ArgumentError, MismatchError, SettingsError, StateError
+from ftcomm.errors import ArgumentError, FtcommError, MismatchError, SettingsError, StateError
+from ftcomm.hsdp.data import Batches
 from ftcomm.hsdp.gate import Gates
 from ftcomm.hsdp.metrics import Metrics, Stopwatch
 from ftcomm.hsdp.rate import multiplier, scaled
@@ -77,6 +78,64 @@ def test_who_contributed_but_died_before_the_vote_counts():
     poll = Poll(Members([(0, Verdict.COMMIT)]))
     assert poll.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
     assert poll.agree({1, 3}) == {1, 3}
+
+
+class Voters(Members):
+    """For a whole step loop, at the end of a step in which 3 contributed and then died."""
+
+    rank = step = lag = 0
+    outside = fresh = False
+    givers = (0, 1, 2, 3)
+    contributing = frozenset({0, 1})  # the view of the loss has come here already
+
+    def __init__(self, reduced=(0, 1, 3), others=()):
+        super().__init__(others)
+        self.reduced = reduced
+
+    def contributed(self):
+        if self.reduced is None:
+            raise FtcommError("nothing was reduced")
+        return self.reduced
+
+    def report(self, kind, **fields):
+        pass
+
+
+def outcome(group, loss, **arguments):
+    """What a replica takes an attempt for."""
+    replica = Replica({"batches": Batches(1000, 10, group=group)}, group, **arguments)
+    if replica._vote:
+        replica._poll = Poll(group)
+    replica._in_step = True
+    return replica.verdict(loss), replica._counted
+
+
+def test_whose_loss_is_not_finite_counts_as_the_others_do():
+    """All pass over the step, and so over the batches of those who count, which have to be the same on all."""
+    others = Voters(others=[(0, Verdict.COMMIT)])
+    here = outcome(others, math.nan, nan="skip")
+    assert here == (Verdict.SKIP, {0, 1, 3})
+    there = Voters(others=[(0, Verdict.SKIP)])
+    assert outcome(there, 1.0, nan="skip") == here
+
+
+def test_without_a_vote_who_counts_does_not_hang_on_when_a_loss_was_heard_of():
+    """Gradients are accumulated: nothing is reduced in this step, so nothing tells who was there at its end."""
+    told = Voters(reduced=None)
+    late = Voters(reduced=None)
+    late.contributing = frozenset({0, 1, 2, 3})
+    assert outcome(told, 1.0, vote=False) == outcome(late, 1.0, vote=False) == (Verdict.COMMIT, {0, 1, 2, 3})
+
+
+def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_same():
+    group = Voters(reduced=None)
+    replica = Replica({"batches": Batches(1000, 10, group=group)}, group, vote=False)
+    replica._poll = Poll(group)
+    rows = []
+    replica._poll._inside = type("Inside", (), {"exchange": lambda self, row: rows.append(row) or [row]})()
+    replica._in_step = True
+    assert replica.verdict() is Verdict.COMMIT
+    assert len(rows) == 1
 
 
 def test_a_replica_without_a_slot_is_refused():

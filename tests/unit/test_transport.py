@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -17,10 +16,11 @@ import pytest
 
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
-from ftcomm.transport.connect import connect, here_is
+from ftcomm.transport.connect import Fields, connect, here_is
 from ftcomm.transport.segment import (
     CHUNK,
     DETAIL,
+    EPOCHS,
     POSTED,
     REDUCED,
     SIZE,
@@ -45,6 +45,7 @@ class Wire:
         near, self.far = socket_pair()
         self.lost: queue.Queue[tuple[int, int, str]] = queue.Queue()
         self.peer = TcpPeer(7, EPOCH, near, lambda *args: self.lost.put(args))
+        self.peer.drive(False)
 
     def wait(self, word: int, value: int) -> None:
         end = 0
@@ -77,8 +78,9 @@ MAGIC = 0x66746332
 WRONG = {
     "magic": (1, POSTED, EPOCH << 32 | 1, 0, 0),
     "word": (MAGIC, 1, EPOCH << 32 | 1, 0, 0),
-    "other epoch": (MAGIC, POSTED, (EPOCH + 1) << 32 | 1, 0, 0),
-    "old epoch": (MAGIC, POSTED, (EPOCH - 1) << 32 | 1, 0, 0),
+    "no epoch": (MAGIC, POSTED, 1, 0, 0),
+    "beyond all epochs": (MAGIC, POSTED, EPOCHS << 32 | 1, 0, 0),
+    "no task": (MAGIC, POSTED, (EPOCH + 1) << 32, 0, 0),
     "no increase": (MAGIC, POSTED, EPOCH << 32, 0, 0),
     "beyond the chunk": (MAGIC, REDUCED, EPOCH << 32 | 1, CHUNK - 4, 8),
     "payload of nothing": (MAGIC, TAKEN, EPOCH << 32 | 1, 0, 8),
@@ -95,6 +97,137 @@ def test_a_wrong_frame_changes_nothing_and_ends_the_connection(frame: tuple[int,
     assert "frame" in reason or "payload" in reason
     assert wire.peer.buffer.tobytes() == before
     assert len(before) == SIZE
+    wire.far.close()
+
+
+class Sluice:
+    """A socket that takes `left` bytes more, and then is full."""
+
+    def __init__(self, sock: socket.socket, left: int) -> None:
+        self.sock, self.left = sock, left
+
+    def sendmsg(self, buffers: list[memoryview], *rest: object) -> int:
+        if not self.left:
+            raise BlockingIOError
+        sent = self.sock.send(b"".join(buffers)[: self.left])
+        self.left -= sent
+        return sent
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+BEFORE, LATER = EPOCH << 32, (EPOCH + 1) << 32
+
+
+@pytest.mark.parametrize("reader_is_first", [True, False])
+def test_wherever_it_is_cut_a_connection_goes_on_in_the_next_epoch(reader_is_first: bool) -> None:
+    """A frame that is half sent is ended, whatever the caller has made of its payload. Of others nothing is sent."""
+    size = 40
+    for cut in range(3 * (FRAME.size + size) + 1):
+        wire = Wire()
+        wire.peer.drive()
+        reader = Reader(wire.far, 1, EPOCH)
+        reader._sock = sluice = Sluice(wire.far, cut)  # type: ignore[assignment]
+        theirs = np.full(size, 1, np.uint8)
+        for count, word in ((1, POSTED), (1, REDUCED), (2, POSTED)):
+            reader.send(word, BEFORE | count, 0, memoryview(theirs), (7, 7, 7))
+        assert reader.flush() == (cut == 3 * (FRAME.size + size))
+        assert reader.turn()
+        assert sum(len(entry[0]) for entry in reader._queue) < FRAME.size + size
+        assert all(entry[0].obj is not theirs for entry in reader._queue)
+        theirs[:] = 2
+        wire.peer.quiet()
+        if reader_is_first:
+            wire.peer.enter(EPOCH + 1)
+        sluice.left = 1 << 30
+        reader.send(TAKEN, LATER | 1, 0, memoryview(b""), (0, 0, 0))
+        reader.send(POSTED, LATER | 1, 0, memoryview(bytes([3]) * size), (8, 8, 8))
+        assert reader.flush()
+        end = time.monotonic() + DEADLINE
+        while wire.peer.words[POSTED] != LATER | 1 and time.monotonic() < end:
+            wire.peer.pump()
+        if not reader_is_first:
+            wire.peer.enter(EPOCH + 1)
+        assert [wire.peer.words[word] for word in (POSTED, REDUCED, TAKEN)] == [LATER | 1, LATER, LATER | 1], cut
+        assert wire.peer.carve(POSTED, 0, 0, size, theirs.dtype).tolist() == [3] * size
+        assert wire.peer.words[descriptor(0)] == 8
+        assert wire.lost.empty()
+        wire.peer.close()
+        reader.close()
+
+
+def test_all_words_leave_an_epoch_before_anything_of_the_next_one_is_put_into_a_slot() -> None:
+    """Who was left behind may read the slots meanwhile, and finds it out when it looks at the words."""
+    wire = Wire()
+    wire.peer.drive()
+    wire.far.sendall(FRAME.pack(MAGIC, TAKEN, BEFORE | 3, 0, 0, 0, 0, 0))
+    wire.far.sendall(FRAME.pack(MAGIC, POSTED, LATER | 1, 0, 100, 1, 1, 1) + b"x" * 99)
+    end = time.monotonic() + DEADLINE
+    while wire.peer.carve(POSTED, 0, 0, 1, np.dtype(np.uint8))[0] == 0 and time.monotonic() < end:
+        wire.peer.pump()
+    assert [wire.peer.words[word] for word in (POSTED, REDUCED, TAKEN)] == [LATER] * 3
+    wire.peer.close()
+    wire.far.close()
+
+
+def test_what_is_late_from_an_earlier_epoch_raises_nothing() -> None:
+    wire = Wire()
+    wire.peer.quiet()
+    wire.peer.enter(EPOCH + 1)
+    late = np.full(CHUNK, 5, np.uint8).tobytes()
+    for count in range(SLOTS):
+        wire.far.sendall(FRAME.pack(MAGIC, POSTED, BEFORE | count + 1, 0, CHUNK, 7, 7, 7) + late)
+        wire.far.sendall(FRAME.pack(MAGIC, TAKEN, BEFORE | count + 1, 0, 0, 7, 7, 7))
+    wire.far.sendall(FRAME.pack(MAGIC, TAKEN, LATER | 1, 0, 0, 0, 0, 0))
+    wire.wait(TAKEN, LATER | 1)
+    assert wire.peer.words[POSTED] == LATER
+    assert wire.peer.words[descriptor(1)] == 0
+    wire.peer.close()
+    wire.far.close()
+
+
+def test_the_counter_of_bytes_under_way_begins_anew_in_each_epoch() -> None:
+    near, far = socket_pair()
+    reader = Reader(far, 5, EPOCH)
+    chunk = memoryview(bytes(CHUNK))
+    for epoch in range(EPOCH, EPOCH + 3):
+        reader.send(REDUCED, epoch << 32 | 1, 64, chunk[:1], (0, 0, 0))  # of a task of which this one gives nothing
+        for count in range(1, SLOTS + 1):
+            reader.send(POSTED, epoch << 32 | count, 0, chunk, (0, 0, 0))
+        assert reader.turn()
+    near.close()
+    reader.close()
+
+
+def test_a_connection_that_ends_while_the_view_changes_is_told_when_it_is_entered() -> None:
+    wire = Wire()
+    wire.peer.quiet()
+    wire.far.close()
+    end = time.monotonic() + DEADLINE
+    while wire.peer.serves(EPOCH + 1) and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not wire.peer.serves(EPOCH + 1)  # so another one is dialled, unless it is too late for that
+    assert wire.lost.empty()
+    wire.peer.enter(EPOCH + 1)
+    assert wire.lost.get(timeout=DEADLINE) == (7, EPOCH + 1, "connection for data: closed by the other side")
+    wire.peer.enter(EPOCH + 2)
+    assert wire.lost.empty()
+
+
+def test_who_receives_may_change_from_epoch_to_epoch() -> None:
+    """The driver while all are reached by connections, else a thread."""
+    wire = Wire()
+    for count in range(1, 7):
+        driven = bool(count % 2)
+        wire.peer.drive(driven)
+        wire.far.sendall(FRAME.pack(MAGIC, TAKEN, BEFORE | count, 0, 0, 0, 0, 0))
+        if driven:
+            end = time.monotonic() + DEADLINE
+            while wire.peer.words[TAKEN] != BEFORE | count and time.monotonic() < end:
+                wire.peer.pump()
+        wire.wait(TAKEN, BEFORE | count)
+    wire.peer.close()
     wire.far.close()
 
 
@@ -163,6 +296,19 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
     wire.far.close()
 
 
+def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader() -> None:
+    near, far = socket_pair()
+    reader = Reader(far, 5, EPOCH)
+    half = memoryview(bytes(CHUNK // 2))
+    for count in range(1, SLOTS + 1):
+        reader.send(POSTED, EPOCH << 32 | count, 0, half, (0, 0, 0))
+        reader.send(REDUCED, EPOCH << 32 | count, CHUNK // 2, half, (0, 0, 0))
+    reader.send(POSTED, EPOCH << 32 | SLOTS + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
+    reader.send(REDUCED, EPOCH << 32 | SLOTS + 1, 64, half[:56], (0, 0, 0))
+    near.close()
+    reader.close()
+
+
 def test_more_than_the_slots_hold_is_never_on_its_way_to_a_reader() -> None:
     near, far = socket_pair()
     reader = Reader(far, 5, EPOCH)
@@ -183,9 +329,9 @@ def ignore(*args: object) -> None:
     pass
 
 
-def dial(there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
     assert purpose == "data"
-    assert dict(fields) == {"replica": 0, "epoch": EPOCH}
+    assert dict(fields) == {"replica": 0, "epoch": EPOCH, "nonce": fields["nonce"]}
     return socket_pair()[0]
 
 
