@@ -16,9 +16,11 @@ from ftcomm.bench.commands.kernels import kernels
 from ftcomm.bench.commands.nixl import nixl
 from ftcomm.bench.commands.overhead import overhead
 from ftcomm.bench.commands.page import page
+from ftcomm.bench.commands.profile import profile
 from ftcomm.bench.commands.recovery import recovery
 from ftcomm.bench.commands.rejoin import rejoin
 from ftcomm.bench.commands.train import train
+from ftcomm.bench.commands.tune import tune
 from ftcomm.bench.commands.wire import wire
 
 
@@ -40,5 +42,7 @@ bench.add_command(page)
 bench.add_command(recovery)
 bench.add_command(rejoin)
 bench.add_command(train)
+bench.add_command(profile)
+bench.add_command(tune)
 bench.add_command(wire)
 bench.add_command(nixl)

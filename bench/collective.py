@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ftcomm.bench.peers import TRANSPORT, missing, ours, theirs
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import algbw, median, percentile, slowest
 from ftcomm.bench.turns import Block, Gone, Refused, Turn, Turns
-from ftcomm.calls import Calls
+from ftcomm.collective.wire import FP8, unsupported_wire
 from ftcomm.errors import SettingsError
 
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message: torch, and ftcomm's staging
@@ -43,6 +42,12 @@ class Contestant:
     env: tuple[tuple[str, str], ...] = ()  # of the ranks
     sms: int | None = None
     options: tuple[tuple[str, float], ...] = ()  # of the launcher
+    wire: str | None = None
+
+    @property
+    def op(self) -> str:
+        """The name by which its ranks know what to do."""
+        return self.library if self.wire is None else f"{self.library} {self.wire}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Request:
     sms: Sequence[int] = ()
     check_results: bool = True
     graph: bool = False
-    wire: str | None = None
+    wires: Sequence[str] = ()
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -87,12 +92,14 @@ class Request:
             raise SettingsError("--sms and -G are of kernels on a GPU; add --device cuda.")
         if self.device == "cuda" and self.collective != "allreduce":
             raise SettingsError(f"--device cuda: its kernels all-reduce, and have no {self.collective} yet.")
-        if self.wire is not None and "wire" not in inspect.signature(Calls.allreduce).parameters:
-            raise SettingsError(
-                f"--wire {self.wire}: the all-reduce of this ftcomm sends what it is given; leave it away."
-            )
-        if self.wire is not None and self.collective != "allreduce":
-            raise SettingsError(f"--wire {self.wire}: only an all-reduce has another type on the wire.")
+        if self.wires and self.collective != "allreduce":
+            raise SettingsError(f"--wire {self.wires[0]}: only an all-reduce has another form on the wire.")
+        for wire in self.wires:
+            reason = unsupported_wire(self.dtype, self.redop, wire)
+            if reason is not None:
+                raise SettingsError(f"--wire {wire}: {reason}")
+            if wire == FP8 and self.device == "cuda":
+                raise SettingsError(f"--wire {wire}: kernels of a GPU send elements as they are; add --device cpu.")
         if any(one < 1 for one in self.sms):
             raise SettingsError(f"--sms {min(self.sms)}: an all-reduce needs at least 1 to reduce with.")
         for ranks in self.ranks:
@@ -120,9 +127,10 @@ class Request:
                 job = f"ftcomm-{transport}" + (f"-{sms}" if sms is not None else "")
                 if not found:
                     found.append(Contestant(COPY, TRANSPORT[COPY], job))
-                found.append(Contestant("ftcomm", transport, job, env, sms))
-                if "atomic" in self.compare:
-                    found.append(Contestant("atomic", transport, job, env, sms))
+                for wire in self.wires or (None,):
+                    found.append(Contestant("ftcomm", transport, job, env, sms, wire=wire))
+                    if "atomic" in self.compare:
+                        found.append(Contestant("atomic", transport, job, env, sms, wire=wire))
         found[0] = dataclasses.replace(found[0], env=found[1].env)
         return found + [Contestant(peer, TRANSPORT[peer], peer) for peer in self.compare if peer in TRANSPORT]
 
@@ -145,7 +153,6 @@ class Request:
             self.check_results,
             self.graph,
             folder,
-            self.wire,
         )
 
 
@@ -213,7 +220,7 @@ def rows(
             "bytes": size.bytes,
             "count": size.count,
             "sms": who.sms,
-            "wire": task.wire if who.library in ("ftcomm", "atomic") else None,
+            "wire": who.wire,
         }
         if who in errors or not medians[who]:
             found.append(
@@ -339,7 +346,7 @@ class _Contest:
                     )
                     for who in self._contestants:
                         if who not in errors:
-                            await self._turn(who, Turn(who.library, index, place), size, blocks[who], errors)
+                            await self._turn(who, Turn(who.op, index, place), size, blocks[who], errors)
                 on_rows(rows({who: b for who, b in blocks.items() if who not in errors}, errors, task, size, place))
 
     async def _turn(

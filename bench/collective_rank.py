@@ -23,6 +23,7 @@ from ftcomm.bench.collectives import COLLECTIVES, IN, Case
 from ftcomm.bench.data import Pattern
 from ftcomm.bench.libraries import Library, Mpi, Op, open_library, rank_of_environment
 from ftcomm.bench.turns import Block, Seat, Turn
+from ftcomm.collective.wire import FP8
 
 MPI_JOB = "mpi"
 
@@ -46,7 +47,6 @@ class Task(msgspec.Struct, frozen=True):
     check: bool
     graph: bool
     folder: str  # where the socket is
-    wire: str | None = None
 
     @property
     def socket(self) -> str:
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
             library = Mpi(task.ranks)
             rank = library.rank
         else:
-            library = open_library(job, rank, task.ranks, task.folder, device, task.wire)
+            library = open_library(job, rank, task.ranks, task.folder, device)
     except Exception as error:
         Seat(task.socket, job, rank, f"{type(error).__name__}: {error}")
         raise
@@ -79,10 +79,11 @@ def main(argv: list[str]) -> None:
 
 def _answer(library: Library, turn: Turn, task: Task, rank: int, device: str) -> Block:
     size = task.sizes[turn.size]
-    pattern = Pattern(task.ranks, task.dtype, task.redop)
+    name, _, wire = turn.library.partition(" ")
+    pattern = Pattern(task.ranks, task.dtype, task.redop, coded=wire == FP8)
     case = Case(COLLECTIVES[task.collective], pattern, rank, size.count, turn.place, device)
     try:
-        op = library.op(turn.library, case)
+        op = library.op(name, case, wire or None)
     except NotImplementedError as error:
         return Block(rank, error=str(error), refused=True)
     try:

@@ -29,7 +29,7 @@ def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> P
     events = _list(recovery, "events", "recovery")
     rejoins = _list(rejoin, "rejoins", "rejoin")
     try:
-        stalls = tuple(sorted(event["stall_ms"] / 1e3 for event in events if event.get("fault", "kill") == "kill"))
+        stalls = tuple(sorted(event["stall_ms"] / 1e3 for event in events if _ours(event)))
         share = max(max(one["stalls"].values(), default=0.0) / one["step"] for one in rejoins)
     except (KeyError, TypeError) as error:
         raise SettingsError(f"an event in {recovery} or {rejoin} lacks {error}; measure them again.") from None
@@ -68,6 +68,11 @@ def tenfold(pipeline: Pipeline) -> Pipeline:
         stalls=tuple(10 * seconds for seconds in pipeline.stalls),
         silence=10 * pipeline.silence,
     )
+
+
+def _ours(event: dict[str, Any]) -> bool:
+    """Whether a result of `bench recovery`, which runs the peers too, says it of ftcomm after a kill."""
+    return event.get("library", "ftcomm") == "ftcomm" and event.get("fault", "kill") == "kill"
 
 
 def _list(path: Path, name: str, command: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import secrets
@@ -93,10 +94,8 @@ class ForkedJob:
         return "\n".join(found)
 
     def _start(self, replica: int) -> None:
-        leader = ""
-        if self._ranks > 1:
-            with socket.create_server(("127.0.0.1", 0)) as listener:  # free again for a moment, until its leader comes
-                leader = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener = socket.create_server(("127.0.0.1", 0)) if self._ranks > 1 else None
+        leader = "" if listener is None else f"127.0.0.1:{listener.getsockname()[1]}"
         mates: list[Any] = []
         for rank in range(self._ranks):
             settings = Settings(
@@ -111,11 +110,14 @@ class ForkedJob:
                 timeouts=TIMEOUTS,
             )
             output = self._folder / f"output-{replica}-{rank}"
-            process = self._context.Process(target=_rank, args=(self._main, self._task, settings, str(output)))
+            arguments = self._main, self._task, settings, str(output), listener if rank == 0 else None
+            process = self._context.Process(target=_rank, args=arguments)
             process.start()
             mates.append(process)
             self._processes[replica, rank] = process
             self._loop.add_reader(process.sentinel, self._ended, replica, rank, mates)
+        if listener is not None:
+            listener.close()  # rank 0 has inherited it
 
     def _ended(self, replica: int, rank: int, mates: list[Any]) -> None:
         """`mates`: the processes of the replica in this life."""
@@ -142,11 +144,13 @@ class ForkedJob:
             self._over.set()
 
 
-def _rank(main: Main, task: Any, settings: Settings, output: str) -> None:
+def _rank(main: Main, task: Any, settings: Settings, output: str, listener: socket.socket | None) -> None:
     os.setsid()  # a signal of the terminal is for the command, which ends its ranks
     # Its parent is the server that forked it, which ends when the command does.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(file, stream)
+    if listener is not None:
+        settings = dataclasses.replace(settings, leader_fd=listener.detach())
     main(task, settings)

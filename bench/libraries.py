@@ -21,8 +21,8 @@ PATIENCE = timedelta(seconds=60)
 
 
 class Library(Protocol):
-    def op(self, name: str, case: Case) -> Op:
-        """Of the library as `name` wants it. Raises `NotImplementedError`, in words, for what it does not have."""
+    def op(self, name: str, case: Case, wire: str | None) -> Op:
+        """Of the library as `name` and `wire` want it. Raises `NotImplementedError`, in words, for what it has not."""
 
     def begin(self) -> None:
         """All ranks have come when this returns; for a library that has steps, one begins."""
@@ -36,14 +36,13 @@ class Library(Protocol):
 class Ours:
     """`ftcomm`, `atomic`; and `copy`, the bound: all ranks copy an array of the size at once."""
 
-    def __init__(self, rank: int, ranks: int, wire: str | None) -> None:
+    def __init__(self, rank: int, ranks: int) -> None:
         self._group = ftcomm.init()
-        self._wire = wire
         if self._group.replica != rank or len(self._group.members) != ranks:
             raise RuntimeError(f"the job began with ranks {self._group.members}, expected {ranks} of them")
         self._token = torch.zeros(1)
 
-    def op(self, name: str, case: Case) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> Op:
         if name == "copy":
             source, into = torch.ones_like(_whole(case)), torch.empty_like(_whole(case))
             into.zero_()  # no page is touched for the first time while it is timed
@@ -54,8 +53,8 @@ class Ours:
             take_out(self._group, name)
         group, x, out, redop = self._group, case.x, case.out, case.pattern.redop
         more: dict[str, Any] = {"atomic": True} if name == "atomic" else {}
-        if self._wire is not None:
-            more["wire"] = self._wire
+        if wire is not None:
+            more["wire"] = wire
         match case.collective.name:
             case "allreduce":
                 return _in_place(case, lambda: group.allreduce(out, op=redop, **more))
@@ -98,7 +97,7 @@ class Torch:
         )
         self._token = torch.zeros(1, device=self._device)
 
-    def op(self, name: str, case: Case) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> Op:
         x, out, redop = case.x, case.out, case.pattern.redop
         how = getattr(dist.ReduceOp, redop.upper())
         match case.collective.name:
@@ -146,7 +145,7 @@ class Mpi:
     def rank(self) -> int:
         return int(self._world.rank)
 
-    def op(self, name: str, case: Case) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> Op:
         if case.pattern.dtype not in self.DTYPES or case.pattern.redop == "avg":
             raise NotImplementedError(f"MPI has no {case.pattern.redop} of {case.pattern.dtype}")
         world, same = self._world, self._mpi.IN_PLACE
@@ -206,7 +205,7 @@ class Torchft:
         )
         self._store = store
 
-    def op(self, name: str, case: Case) -> Op:
+    def op(self, name: str, case: Case, wire: str | None) -> Op:
         if case.collective.name != "allreduce" or case.pattern.redop not in ("sum", "avg"):
             raise NotImplementedError("torchft's manager has an all-reduce of sums and averages alone")
         how = dist.ReduceOp.SUM if case.pattern.redop == "sum" else dist.ReduceOp.AVG
@@ -225,9 +224,9 @@ class Torchft:
         self._manager.shutdown()
 
 
-def open_library(job: str, rank: int, ranks: int, folder: str, device: str, wire: str | None) -> Library:
+def open_library(job: str, rank: int, ranks: int, folder: str, device: str) -> Library:
     if job.startswith("ftcomm"):
-        return Ours(rank, ranks, wire)
+        return Ours(rank, ranks)
     if job == "torchft":
         return Torchft(rank, ranks)
     return Torch(job, rank, ranks, folder, device)

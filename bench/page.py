@@ -1,6 +1,7 @@
 """`ftcomm bench page`: docs/performance.md from the JSON results that are kept, and from nothing else.
 
-A section for each kind of result, by its newest file. What was not measured says by which command it would be. The page
+A section for each kind of result, by its newest file on each processor. What was not measured says by which command it
+would be. The page
 is committed; a test renders it again and compares, so a figure in it cannot drift away from its measurement.
 """
 
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ftcomm.bench.sizes import format_size
-from ftcomm.bench.stats import median
+from ftcomm.bench.stats import median, percentile
 from ftcomm.errors import SettingsError
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,15 +32,17 @@ turns within each round, a second or less each, a figure is compared with the on
 of these ratios is what counts. The time of an op is that of its slowest rank. All results are checked, element by
 element. The load of the machine before the run is in the file.
 
-**Limits.** Everything here was measured on the CPU of one machine: shared memory and loopback, no network between hosts
-and no GPU. More ranks than cores share those. Figures of a library that is compared with are those of its defaults on
-this machine, not of what it was made for. Where a fault was injected, it was by us, on a quiet network.
+**Limits.** Everything here was measured on the CPU of one machine: shared memory, loopback, and networks of its kernel;
+no network between machines and no GPU. More ranks than cores share those. Figures of a library that is compared with
+are those of its defaults on this machine, not of what it was made for. Where a fault was injected, it was by us, on a
+quiet network.
 """
 
 
 class Result(NamedTuple):
     file: str
     data: Mapping[str, Any]
+    elsewhere: tuple[Result, ...] = ()  # the newest of each other kind of processor
 
     @property
     def machine(self) -> str:
@@ -55,27 +58,32 @@ Section = Callable[[Result], list[str]]
 
 def load(folder: Path = RESULTS) -> dict[str, Result]:
     """Kind -> its newest result; files of other names are of other pages. Raises `SettingsError` on what is no JSON."""
-    found: dict[str, Result] = {}
+    found: dict[str, dict[str, Result]] = {}  # kind -> processor -> its newest, the newest of all last
     for path in sorted(folder.glob("*.json")):
         match = NAME.fullmatch(path.name)
         if match is None:
             continue
         try:
-            found[match[2]] = Result(path.name, msgspec.json.decode(path.read_bytes()))
+            result = Result(path.name, msgspec.json.decode(path.read_bytes()))
         except msgspec.DecodeError as error:
             raise SettingsError(f"{path} is no JSON: {error}; measure it again.") from None
-    return found
+        of_kind, processor = found.setdefault(match[2], {}), result.data.get("header", {}).get("cpu", "")
+        of_kind.pop(processor, None)
+        of_kind[processor] = result
+    newest = {kind: list(reversed(of_kind.values())) for kind, of_kind in found.items()}
+    return {kind: first._replace(elsewhere=tuple(others)) for kind, (first, *others) in newest.items()}
 
 
 def render(results: Mapping[str, Result]) -> str:
     """The page. Pure."""
     lines = METHOD.strip().splitlines()
     for kind, (title, command, section) in SECTIONS.items():
-        lines += ["", f"## {title}", ""]
+        lines += ["", f"## {title}"]
         if kind in results:
-            lines += [*section(results[kind]), "", results[kind].machine]
+            for result in (results[kind], *results[kind].elsewhere):
+                lines += ["", *section(result), "", result.machine]
         else:
-            lines.append(f"Not measured yet; `{command}` does.")
+            lines += ["", f"Not measured yet; `{command}` does."]
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +98,7 @@ def pictures(results: Mapping[str, Result], folder: Path) -> list[Path]:
         drawn.append(path)
     if "recovery" in results and _has_faults(results["recovery"]):
         data, path = results["recovery"].data, folder / "performance-recovery.png"
-        events = msgspec.convert(data["events"], list[recovery.Event])
+        events = msgspec.convert(data["events"], list[recovery.Event], str_keys=True)
         recovery_plot.draw(events, recovery.Request(**data["request"]), data["header"], path)
         drawn.append(path)
     if "fleet" in results:
@@ -146,8 +154,68 @@ def _recovery(result: Result) -> list[str]:
         lost = sum(e.get("steps_lost", int(not e["completed"])) for e in mine)
         resent = f"{median(again):.1f} MB" if again else "-"
         lines.append(_line(library, f"{len(mine)} x {fault}", *times, resent, f"{lost} of {len(mine)}"))
-    if _has_faults(result):
+    silent = [e for e in events if e.get("heartbeat_ms") and e["stall_ms"] is not None]
+    if silent:
+        beyond = [e["stall_ms"] - e["heartbeat_ms"] for e in silent]
+        again, bound = (max(e[name] for e in silent) / 1e6 for name in ("bytes_resent", "bytes_in_flight"))
+        lines += [
+            "",
+            f"Nobody tells of it but the silence: {silent[0]['heartbeat_ms'] / 1e3:g} s of it at most "
+            f"(FTCOMM_HEARTBEAT_TIMEOUT), and a replica is lost. Against that limit the op had returned everywhere at "
+            f"{median(beyond):+.0f} ms, p99 {percentile(beyond, 99):+.0f}, the last at {max(beyond):+.0f}. "
+            f"Survivors sent {again:.1f} MB again at most, and {bound:.1f} MB can be in flight.",
+        ]
+    if _has_faults(result) and not silent:
         lines += ["", "![What each stall is made of](performance-recovery.png)"]
+    return lines
+
+
+def _wire(result: Result) -> list[str]:
+    request = result.data["request"]
+    where = "over loopback"
+    if any(row.get("hosts") for row in result.data["rows"]):
+        rate, delay = request["rate"] or 0, request["delay"] or 0
+        line = [f"{rate / 1e9:g} Gbit/s"] * bool(rate) + [f"{1e3 * delay:g} ms"] * bool(delay)
+        where = f"between hosts, each a network of the kernel, on a line of {', '.join(line) or 'no set rate'}"
+    lines = [
+        f"TCP {where}. `sockets`: plain ones carry the same bytes in the pattern of a ring, add nothing and agree on "
+        "nothing. `of the link`: what 2 (n - 1) / n of the array need at the rate of the line, over the time; n is the "
+        "number of hosts. Medians of rounds in which all took turns; in brackets the fastest and the slowest round.",
+        "",
+        *_heading("ranks", "hosts", "size", "", "time (ms)", "of sockets", "of the link", "a host sent"),
+    ]
+    for row in result.data["rows"]:
+        rounds = [us / 1e3 for us in row["round_us"]]
+        cells = (
+            str(row["ranks"]),
+            str(row.get("hosts") or "-"),
+            format_size(row["bytes"]),
+            row["library"],
+            f"{row['time_us'] / 1e3:.1f} ({min(rounds):.1f} to {max(rounds):.1f})",
+            f"{row['of_sockets']:.0%}",
+            f"{row['of_link']:.0%}" if row.get("of_link") else "-",
+            f"{row['cable_bytes'] / 1e6:.1f} MB" if row.get("cable_bytes") else "-",
+        )
+        lines.append(_line(*cells))
+    for idle in result.data.get("idle", ()):
+        share = f"{idle['cpu_pct']:.2f}% of a core in {idle['seconds']:.0f} s"
+        lines += ["", f"Of {idle['ranks']} members that wait in an op, the one that takes most takes {share}."]
+    return lines
+
+
+def _nixl(result: Result) -> list[str]:
+    lines = [
+        f"NIXL {result.data['nixl']} with UCX's own choice of transports within a host. `puts`: NIXL alone puts what "
+        "an all-reduce has to send, from an array of that size into one of the neighbour, both ways at once, in puts "
+        "as large as a chunk; `large puts`: of 8 MB. `in cache`: within the first MB of the arrays. `one way`: every "
+        "other rank puts. `with sum`: each rank adds as many bytes as it puts, which an all-reduce has to do as well, "
+        "so that is the most that one can reach. They agree on nothing.",
+        "",
+        *_heading("ranks", "size", "", "time (us)", "GB/s", "of puts"),
+    ]
+    for row in result.data["rows"]:
+        cells = (str(row["ranks"]), format_size(row["bytes"]), row["library"], f"{row['time_us']:.0f}")
+        lines.append(_line(*cells, f"{row['rate_gbps']:.2f}", f"{row['of_puts']:.0%}"))
     return lines
 
 
@@ -165,6 +233,26 @@ def _overhead(result: Result) -> list[str]:
             over = [f"{cost['over_off_us']:.2f}", f"{cost['over_off_pct']:.1f}%"]
         cells = (str(cost["ranks"]), format_size(cost["bytes"]), cost["level"], f"{cost['time_us_p50']:.1f}")
         lines.append(_line(*cells, *over))
+    return lines
+
+
+def _profile(result: Result) -> list[str]:
+    lines = [
+        "Through shared memory. `waits` is for other ranks; `rest` is copies into the staging and the interpreter; `at "
+        "the rate of a copy` is what its bytes would take if nothing else were to be done. Instructions are those of "
+        "the interpreter, without those of waits: they follow from the code alone. Cache misses are not counted: the "
+        "machine's kernel gives no counters of the processor.",
+        "",
+        *_heading(
+            *("ranks", "size", "time (us)", "waits", "reduction", "rest", "at the rate of a copy", "instructions"),
+            *("calls", "wake-ups", "sleeps", "preempted", "page faults"),
+        ),
+    ]
+    for row in result.data["rows"]:
+        times = (f"{row[name]:.1f}" for name in ("time_us", "waits_us", "reductions_us", "rest_us", "limit_us"))
+        counts = (f"{row[name]:.0f}" for name in ("instructions", "calls"))
+        rates = (f"{row[name]:.2f}" for name in ("wakes", "sleeps", "preempted", "faults"))
+        lines.append(_line(str(row["ranks"]), format_size(row["bytes"]), *times, *counts, *rates))
     return lines
 
 
@@ -255,8 +343,15 @@ def _micro(result: Result) -> list[str]:
 SECTIONS: dict[str, tuple[str, str, Section]] = {
     "allreduce": ("All-reduce beside its peers", "ftcomm bench allreduce --compare gloo,mpi --ranks 2,4", _allreduce),
     "recovery": ("A replica is lost inside an all-reduce", "ftcomm bench recovery --compare gloo", _recovery),
+    "recovery-16m": ("The same, of a smaller array", "ftcomm bench recovery --size 16M", _recovery),
+    "recovery-cut": ("A host is cut off inside an all-reduce", "ftcomm bench recovery --faults cut", _recovery),
     "recovery-torchft": ("The same, beside torchft", "ftcomm bench recovery --compare torchft", _recovery),
     "detection": ("Until a death is known", "ftcomm bench detection", _detection),
+    "profile": ("Where the time of an all-reduce goes", "ftcomm bench profile", _profile),
+    "wire": ("All-reduce over TCP beside plain sockets", "ftcomm bench wire", _wire),
+    "wire-link": ("The same on a slow line", "ftcomm bench wire --hosts 4 --rate 1gbit --delay 5ms", _wire),
+    "wire-shared": ("The same where hosts are shared", "ftcomm bench wire --hosts 2 --ranks-per-host 2", _wire),
+    "nixl": ("All-reduce over NIXL beside NIXL alone", "ftcomm bench nixl", _nixl),
     "overhead": ("What fault tolerance costs while nothing fails", "ftcomm bench overhead", _overhead),
     "train": ("Steps of a training, and kills", "ftcomm bench train", _train),
     "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
@@ -280,10 +375,13 @@ def _who(row: Mapping[str, Any]) -> str:
 
 
 def _spread(events: Sequence[Mapping[str, Any]], name: str) -> str:
-    from ftcomm.bench.stats import percentile
-
     values = [event[name] for event in events if event.get(name) is not None]
-    return f"{median(values):.1f}, {percentile(values, 99):.1f}" if values else "-" if name == "view_ms" else "never"
+    return _both(values) if values else "-" if name == "view_ms" else "never"
+
+
+def _both(values: Sequence[float]) -> str:
+    """Median and p99."""
+    return f"{median(values):.1f}, {percentile(values, 99):.1f}"
 
 
 def _heading(*names: str) -> list[str]:

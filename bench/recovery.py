@@ -26,7 +26,7 @@ from ftcomm.chaos.cut import Unplugged
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch import RunOptions
 from ftcomm.launch.answers import status
-from ftcomm.transport.segment import CHUNK
+from ftcomm.transport.segment import CHUNK, SLOTS
 
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message
 PATIENCE = 60.0  # s that a return of the op, or of the replica, may take before the measurement gives up
@@ -79,7 +79,9 @@ class Event(msgspec.Struct, frozen=True):
     view_ms: float | None = None  # the coordinator has decided on the view without it
     resume_ms: float | None = None  # the last survivor was in that op again; by its clock, since it heard of the view
     steps_lost: int = 0  # ops of survivors whose work was thrown away
-    bytes_resent: int | None = None  # that survivors had posted, and posted again; in whole chunks
+    bytes_resent: int | None = None  # of chunks that survivors had posted, and posted again
+    bytes_in_flight: int | None = None  # that could be on the way: what is sent again may not be more
+    heartbeat_ms: float | None = None  # silence after which a replica is lost, where nothing else tells of it
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -97,13 +99,17 @@ class Summary(msgspec.Struct, frozen=True):
     usual_ms: dict[str, float]
     rejoin_ms: dict[str, float]
     bytes_resent: dict[str, float]
+    over_bound: int = 0  # events in which more was sent again than was in flight
+    over_heartbeat_ms: dict[str, float] = {}  # stall without the heartbeat timeout
 
 
 def summarize(events: Sequence[Event]) -> Summary:
     """Of at least one event, all of one library and one fault."""
 
     def spread(name: str) -> dict[str, float]:
-        values = [value for event in events if (value := getattr(event, name)) is not None]
+        return of([value for event in events if (value := getattr(event, name)) is not None])
+
+    def of(values: Sequence[float]) -> dict[str, float]:
         return {"p50": median(values), "p99": percentile(values, 99), "max": max(values)} if values else {}
 
     return Summary(
@@ -121,6 +127,8 @@ def summarize(events: Sequence[Event]) -> Summary:
         usual_ms=spread("usual_ms"),
         rejoin_ms=spread("rejoin_ms"),
         bytes_resent=spread("bytes_resent"),
+        over_bound=sum((e.bytes_resent or 0) > e.bytes_in_flight for e in events if e.bytes_in_flight is not None),
+        over_heartbeat_ms=of([e.stall_ms - e.heartbeat_ms for e in events if e.stall_ms and e.heartbeat_ms]),
     )
 
 
@@ -132,7 +140,8 @@ def summaries(events: Sequence[Event]) -> list[Summary]:
 def good(summary: Summary) -> bool:
     """What ftcomm promises; of its peers it is not asked."""
     every = summary.completed == summary.equal == summary.kills
-    return summary.library != "ftcomm" or (every and not summary.wrong and not summary.steps_lost)
+    lost = summary.wrong or summary.steps_lost or summary.over_bound
+    return summary.library != "ftcomm" or (every and not lost)
 
 
 async def measure(request: Request, on_event: Callable[[Event], None], progress: Callable[[str, float], None]) -> None:
@@ -144,7 +153,7 @@ async def measure(request: Request, on_event: Callable[[Event], None], progress:
     for fault in request.faults:
         with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
             path = Path(folder) / "task.json"
-            path.write_bytes(msgspec.json.encode(Task(request.size // 4, folder)))
+            path.write_bytes(msgspec.json.encode(Task(request.size // 4, folder, apart=fault == "cut")))
             tail = Tail([Path(folder) / f"replica-{replica}.jsonl" for replica in range(request.replicas)], Op)
             log: list[dict[str, Any]] = []
             async with Job(_options(request, fault, str(path)), log.append) as job:
@@ -267,7 +276,9 @@ class _Watch:
             view_ms=since(without),
             resume_ms=max((float(event["resume_ms"]) for event in resumed), default=None),
             steps_lost=0 if completed else 1,
-            bytes_resent=CHUNK * sum(int(event["again"]) for event in resumed) if resumed else None,
+            bytes_resent=sum(int(event["resent"]) for event in resumed) if resumed else None,
+            bytes_in_flight=SLOTS * CHUNK * len(resumed) if resumed else None,
+            heartbeat_ms=None if hit.fault == "kill" else self._job.launcher.options.timeouts.heartbeat * 1e3,
         )
 
     async def _until(self, true: Callable[[], bool], patience: float = PATIENCE) -> bool:

@@ -24,6 +24,8 @@ import torch
 
 import ftcomm
 from ftcomm.bench.data import PERIOD
+from ftcomm.launch.hosts import settle
+from ftcomm.settings import Settings
 
 FOREVER = 1 << 40  # steps
 
@@ -31,6 +33,7 @@ FOREVER = 1 << 40  # steps
 class Task(msgspec.Struct, frozen=True):
     count: int  # fp32 elements
     folder: str  # each replica appends its ops to replica-N.jsonl here
+    apart: bool = False  # each replica takes itself for a host of its own
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -49,6 +52,8 @@ class Op(msgspec.Struct, frozen=True):
 def main(argv: list[str]) -> None:
     task = msgspec.json.decode(Path(argv[1]).read_bytes(), type=Task)
     torch.set_num_threads(1)
+    if task.apart:
+        settle(f"host-{Settings.from_env().replica}")
     group = ftcomm.init()
     pattern = torch.arange(PERIOD, dtype=torch.float32) % 7 + 1
     mine = pattern * 2.0**group.replica

@@ -48,7 +48,7 @@ def label(row: Row) -> str:
     """A library with what distinguishes it from itself."""
     own = row.library in ("ftcomm", "atomic")
     via = f":{row.transport}" if own and row.transport != "auto" else ""
-    return f"{row.library}{via}" + (f"/{row.sms}" if row.sms is not None else "")
+    return f"{row.library}{via}" + (f"/{row.sms}" if row.sms is not None else "") + (f" {row.wire}" if row.wire else "")
 
 
 def footer(wrong: int) -> str:
@@ -83,8 +83,14 @@ def summary_lines(summary: Summary) -> list[str]:
         said += [
             f"equal bytes on all survivors: {summary.equal} of {summary.kills}",
             f"wrong elements: {summary.wrong}",
-            f"steps lost: {summary.steps_lost} {'OK' if good(summary) else 'FAILED'}",
+            f"steps lost: {summary.steps_lost}",
+            f"sent again more than was in flight: {summary.over_bound} {'OK' if good(summary) else 'FAILED'}",
         ]
+        if over := summary.over_heartbeat_ms:
+            lines.append(
+                f"# stall beyond the heartbeat timeout: p50 {over['p50']:.0f} ms, p99 {over['p99']:.0f} ms, max "
+                f"{over['max']:.0f} ms"
+            )
     else:
         said.append(f"steps lost: {summary.steps_lost}")
     return [*lines, f"# {summary.library}, {summary.fault}: {'; '.join(said)}"]

@@ -93,8 +93,13 @@ class Turns:
             for _, writer in ranks:
                 writer.write(msgspec.json.encode(turn) + b"\n")
             blocks = []
-            for answer in asyncio.as_completed([reader.readline() for reader, _ in ranks]):
-                blocks.append(await self._read(answer, process))
+            answers = [asyncio.ensure_future(reader.readline()) for reader, _ in ranks]
+            try:
+                for answer in asyncio.as_completed(answers):
+                    blocks.append(await self._read(answer, process))
+            finally:
+                for one in answers:  # whoever has not answered may do so in another turn
+                    one.cancel()
             if refused := next((block for block in blocks if block.refused), None):
                 raise Refused(refused.error)
             return sorted(blocks, key=lambda block: block.rank)

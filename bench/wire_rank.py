@@ -2,53 +2,68 @@
 
 The yardstick has the pattern of a ring and nothing else: each rank sends to its right neighbour what an all-reduce has
 to send, 2 (n - 1) / n of the array, out of its array, and receives as much from its left into another one. One thread,
-two sockets that do not block, `poll` when neither can go on. No sum, no agreement, no frames.
+two sockets that do not block, `poll` when neither can go on. No sum, no agreement, no frames. Where several ranks share
+a host, the first one of each host does so, for n hosts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import ipaddress
+import os
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import msgspec
 import numpy as np
 
 import ftcomm
+from ftcomm.bench import yardstick
+from ftcomm.bench.yardstick import DEADLINE
+from ftcomm.launch.hosts import settle
+from ftcomm.launch.network import CABLE
+from ftcomm.tuning import BUILT_IN, EVER, MEMBERS
 
-DEADLINE = 60.0  # seconds that a connection, or a neighbour that stands still, may take
-
-
-class Task(msgspec.Struct, frozen=True):
-    """Written by the command, read by each rank."""
-
-    ranks: int
-    sizes: tuple[int, ...]  # bytes
-    iterations: int
-    rounds: int
-    libraries: tuple[str, ...]
-    folder: str  # each rank appends its blocks to rank-N.jsonl here
+DIRECT, TWO_LEVELS = "direct", "two levels"
+TUNINGS = {
+    DIRECT: dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, EVER),)),
+    TWO_LEVELS: dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, 0),)),
+}
 
 
-class Block(msgspec.Struct, frozen=True):
+class Task(yardstick.Task, frozen=True, kw_only=True):
+    ranks_per_host: int  # that many are on each host, in the order of their numbers; 0: all are on this one
+    idle: float  # seconds that all ranks but the first wait for that one in the end
+
+    @property
+    def hosts(self) -> int:
+        return self.ranks // self.ranks_per_host if self.ranks_per_host else 0
+
+
+class Waited(msgspec.Struct, frozen=True, tag=True):
+    """What a rank did while it waited for another one in an op."""
+
     rank: int
-    bytes: int
-    round: int
-    library: str
-    times: list[int]  # ns of each op
+    seconds: float
+    cpu: float  # seconds of processor time, of all its threads
+
+
+Place = tuple[str, int]  # an IPv4 address and a port
 
 
 class Pair:
     """The sockets to the right and from the left neighbour."""
 
-    def __init__(self, rank: int, ranks: int, exchange_ports: Callable[[int], list[int]]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ports = exchange_ports(server.getsockname()[1])
-            self.right = socket.create_connection(("127.0.0.1", ports[(rank + 1) % ranks]), timeout=DEADLINE)
+    def __init__(self, rank: int, ranks: int, host: str, tell: Callable[[Place], list[Place]]) -> None:
+        """`host` is the address of this rank; `tell` its place to all, and get theirs."""
+        with socket.create_server((host, 0)) as server:
+            places = tell((host, server.getsockname()[1]))
+            self.right = socket.create_connection(places[(rank + 1) % ranks], timeout=DEADLINE)
             server.settimeout(DEADLINE)
             self.left, _ = server.accept()
         for sock in (self.right, self.left):
@@ -89,38 +104,62 @@ class Pair:
 
 def main(argv: list[str]) -> None:
     task = msgspec.json.decode(Path(argv[1]).read_bytes(), type=Task)
+    host, first = divmod(int(os.environ["FTCOMM_REPLICA"]), max(1, task.ranks_per_host))
+    if task.hosts:
+        settle(f"host-{host}")
     group = ftcomm.init()
     rank, ranks = group.replica, task.ranks
-    encoder = msgspec.json.Encoder()
 
-    def ports(mine: int) -> list[int]:
-        out = np.zeros(ranks, np.int64)
-        group.all_gather(out, np.array([mine], np.int64))
-        return [int(port) for port in out]
+    def tell(mine: Place) -> list[Place]:
+        out = np.zeros(2 * ranks, np.uint32)
+        group.all_gather(out, np.array([int(ipaddress.IPv4Address(mine[0])), mine[1]], np.uint32))
+        places = [(str(ipaddress.IPv4Address(int(host))), int(port)) for host, port in out.reshape(ranks, 2)]
+        return places[:: max(1, task.ranks_per_host)]
 
-    pair = Pair(rank, ranks, ports)
-    token = np.zeros(1, np.float32)
+    ends = task.hosts or ranks
+    pair: Pair | None = None
+    if first == 0:
+        pair = Pair(host, ends, os.environ["FTCOMM_HOST"], tell)
+    else:
+        tell(("0.0.0.0", 0))
     gloo = _gloo(task, rank) if "gloo" in task.libraries else None
+
+    def ops(size: int) -> dict[str, Callable[[], Any]]:
+        x, y = np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)
+        given, taken, each = x.view(np.uint8).data, y.view(np.uint8).data, 2 * (ends - 1) * size // ends
+        ours = dict.fromkeys(("ftcomm", DIRECT, TWO_LEVELS), lambda: group.allreduce(x))
+        return {
+            "sockets": lambda: pair.carry(given, taken, each) if pair is not None else None,
+            "gloo": lambda: gloo(x) if gloo is not None else None,
+            **ours,
+        }
+
+    def turn(library: str) -> None:
+        if library in TUNINGS:
+            group._exchange.tune(TUNINGS[library])
+
+    yardstick.run(task, group, ops, turn=turn, count=_sent if task.hosts else lambda: 0)
+    waited = _wait(group, rank, task.idle)
     with (Path(task.folder) / f"rank-{rank}.jsonl").open("ab", buffering=0) as out:
-        for size in task.sizes:
-            x, y = np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)
-            given, taken, each = x.view(np.uint8).data, y.view(np.uint8).data, 2 * (ranks - 1) * size // ranks
-            ops: dict[str, Callable[[], Any]] = {
-                "sockets": lambda given=given, taken=taken, each=each: pair.carry(given, taken, each),
-                "ftcomm": lambda x=x: group.allreduce(x),
-                "gloo": lambda x=x: gloo(x) if gloo is not None else None,
-            }
-            for number in range(task.rounds):
-                for library in task.libraries:
-                    times = []
-                    ops[library]()
-                    group.allreduce(token)  # all begin together
-                    for _ in range(task.iterations):
-                        begin = perf_counter_ns()
-                        ops[library]()
-                        times.append(perf_counter_ns() - begin)
-                    out.write(encoder.encode(Block(rank, size, number, library, times)) + b"\n")
+        out.write(msgspec.json.encode(waited) + b"\n")
     ftcomm.shutdown()
+
+
+def _sent() -> int:
+    """Bytes that have left this host by its cable."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    fields = next(line for line in lines if line.strip().startswith(f"{CABLE}:")).partition(":")[2].split()
+    return int(fields[8])
+
+
+def _wait(group: ftcomm.Group, rank: int, seconds: float) -> Waited:
+    token = np.zeros(1, np.float32)
+    group.barrier()
+    begun, cpu = time.monotonic(), time.process_time()
+    if rank == 0:
+        time.sleep(seconds)
+    group.allreduce(token)
+    return Waited(rank, time.monotonic() - begun, time.process_time() - cpu)
 
 
 def _gloo(task: Task, rank: int) -> Callable[[Any], Any]:

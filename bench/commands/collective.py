@@ -19,6 +19,7 @@ from ftcomm.bench.commands.options import (
     written_csv,
 )
 from ftcomm.bench.sizes import parse_size, sweep
+from ftcomm.collective.wire import WIRES
 from ftcomm.settings import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ def command(name: str) -> click.Command:
         ),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
         click.option("--sms", type=ListType(click.INT, "N,..."), help="Multiprocessors that an op of ftcomm may use."),
-        click.option("--wire", help="What goes between hosts instead of the dtype, by allreduce(..., wire=)."),
+        click.option(
+            "--wire",
+            type=ListType(click.Choice(WIRES), f"[{','.join(WIRES)}],..."),
+            default=(),
+            help="In which form elements cross, by allreduce(..., wire=); several are measured side by side.",
+        ),
         click.option(
             "--compare",
             type=ListType(click.Choice(["gloo", "mpi", "torchft", "nccl", "atomic"]), "[gloo,mpi,...]"),
@@ -113,7 +119,7 @@ def _measure(
     transport: tuple[str, ...],
     device: str,
     sms: tuple[int, ...] | None,
-    wire: str | None,
+    wire: tuple[str, ...],
     compare: tuple[str, ...],
     rounds: int,
     json_file: Path | None,

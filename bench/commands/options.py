@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +79,21 @@ def written(path: Path | None, result: dict[str, Any]) -> Iterator[None]:
     if path is None:
         yield
         return
-    _touch("--json", path)
+    with written_with("--json", path, lambda: result):
+        yield
+
+
+@contextlib.contextmanager
+def written_with(option: str, path: Path, result: Callable[[], Any]) -> Iterator[None]:
+    """Likewise, what `result` says then."""
+    _touch(option, path)
     try:
         yield
     finally:
-        write(path, result)
+        write(path, result())
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write(path: Path, result: Any) -> None:
     import msgspec
 
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")

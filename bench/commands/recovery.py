@@ -65,7 +65,8 @@ def recovery(
     that the op usually takes beside it, `rejoin` until the replica contributes again; then the next is hit. `resume` is
     what the last survivor took from hearing of the view until it was in that op again, `resent` what survivors had
     posted and posted again. Results are compared by their SHA-256, and every element with the sums that there can be.
-    Exits with 1 if ftcomm lost an op, or its bytes were not equal or wrong.
+    Exits with 1 if ftcomm lost an op, if its bytes were not equal or wrong, or if more was sent again than was in
+    flight: as much as the slots of each survivor hold. A peer that fails has a line that says so, and the rest goes on.
     """
     from ftcomm.bench.header import header, header_lines
     from ftcomm.bench.peers import missing
@@ -74,6 +75,7 @@ def recovery(
     from ftcomm.bench.recovery import Event, Request, good, measure, summaries
     from ftcomm.bench.recovery_peers import measure_peer
     from ftcomm.bench.table import event_heading, event_line, summary_lines
+    from ftcomm.errors import FtcommError
 
     if smoke:
         replicas, size, kills = 3, 4 << 20, 2
@@ -82,7 +84,8 @@ def recovery(
     check_plot(plot_file)
     fields = header()
     events: list[Event] = []
-    result: dict[str, Any] = {"header": fields, "request": request, "events": events}
+    errors: dict[str, str] = {}  # peer -> why it could not be measured to the end
+    result: dict[str, Any] = {"header": fields, "request": request, "events": events, "errors": errors}
     with written(json_file, result), written_csv(csv_file, events), Watch() as watch:
         for text in (*header_lines(fields), *event_heading()):
             watch.line(text)
@@ -97,8 +100,12 @@ def recovery(
             for peer in compare:
                 if (why := missing(peer, "cpu", replicas)) is not None:
                     watch.line(f"# {why}")
-                else:
+                    continue
+                try:
                     await measure_peer(peer, request, on_event, watch.update)
+                except FtcommError as error:  # what was measured of it stays, and the rest goes on
+                    errors[peer] = str(error)
+                    watch.line(f"# {peer}: {error}")
 
         run(all_of_them())
     found = summaries(events)
