@@ -21,18 +21,18 @@ help: ## this list
 demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
-# Tests that start no processes run on two cores at once; the others kill and time, and have the machine for themselves.
-# A selection may be empty on one side (pytest's exit code 5).
+# Two tests at a time: first those that start no processes of a job, so that the kernels' tests fork from one that has no
+# threads of them, then those that do. A selection may be empty (pytest's exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
 define RUN_TESTS
 	$(1)/bin/python -m pytest $(PURE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
-	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q $(2) $(ARGS) || test $$? -eq 5
+	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 2 --dist worksteal $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
 	$(call RUN_TESTS,$(VENV))
 
-test-kernels: setup ## the kernels, and the whole protocol suite with the engine that runs them (in Triton's interpreter)
+test-kernels: setup ## the kernels, and the whole protocol suite with them (in Triton's interpreter): they run ops, over TCP they reduce
 	$(VENV)/bin/python -m pytest tests/kernels -q -n 2 $(ARGS)
 	FTCOMM_ENGINE=interpret $(VENV)/bin/python -m pytest tests/process -q -m protocol $(ARGS)
 

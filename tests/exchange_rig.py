@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.stall import Stall
 from ftcomm.transport.segment import Peer, Segment
 from ftcomm.transport.shm import ShmPeer
@@ -55,7 +55,9 @@ class Member:
 
 class Rig:
     """Members as threads of this process, reached through shared memory, TCP, or both in turn ("mixed"); or large
-    all-reduces go around a "ring" of TCP, or a "mixed ring". "loopback" is TCP between members of one host."""
+    all-reduces go around a "ring" of TCP, or a "mixed ring", or by two levels, with shared memory in "hosts" or without
+    ("tcp hosts"). "loopback" is TCP between members of one host, "alike" TCP between hosts whose processors can the
+    same."""
 
     def __init__(
         self, replicas: Iterable[int], how: str = "shm", op_timeout: float = DEADLINE, verify: bool = False
@@ -63,6 +65,7 @@ class Rig:
         self.how = how
         self.members = {m: Member(m, op_timeout, verify) for m in replicas}
         self.epoch = 0
+        self.dials = 0  # connections that were made
 
     def __enter__(self) -> Rig:
         return self
@@ -85,24 +88,49 @@ class Rig:
                 exchange.nudge()
         progress = {m: self.members[m].exchange.progress() for m in members}
         for m in members:
-            view = GroupView(self.epoch, m, members, counted, self.how in ("shm", "loopback"), self.ring(m, members))
+            one_host = self.how in ("shm", "loopback")
+            ring, hosts = self.ring(m, members), self.hosts(m, members)
+            view = GroupView(self.epoch, m, members, counted, one_host, ring, self.how == "alike", hosts=hosts)
             self.members[m].exchange.resume(view, self.peers(m, members), progress)
 
     def ring(self, me: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Not in the order of the numbers."""
         return tuple(sorted(members, key=lambda m: (m % 2, m))) if "ring" in self.how else ()
 
+    def hosts(self, me: int, members: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return shared_hosts({m: str(m % 2) for m in members}) if "hosts" in self.how else ()
+
     def peers(self, me: int, members: tuple[int, ...]) -> dict[int, Peer]:
-        return {m: self.connect(me, m) for m in members if m != me}
+        peers = {m: self.connect(me, m) for m in members if m != me}
+        ring = self.ring(me, members)
+        beside = {ring[(ring.index(me) + step) % len(ring)] for step in (-1, 1)} if ring else set(members)
+        for m, peer in peers.items():
+            if isinstance(peer, TcpPeer) and (m in beside or self.how != "ring"):
+                peer.reach(DEADLINE)
+        return peers
 
     def connect(self, me: int, other: int) -> Peer:
-        tcp = self.how in ("tcp", "ring", "loopback") or (self.how in ("mixed", "mixed ring") and (me + other) % 2)
+        between = self.how in ("mixed", "mixed ring", "hosts") and (me + other) % 2
+        tcp = self.how in ("tcp", "ring", "loopback", "alike", "tcp hosts") or between
         if not tcp:
             segment = self.members[other].segment
             return ShmPeer(other, os.getpid(), segment.fd, segment.nonce)
-        near, far = socket_pair()
-        self.members[other].exchange.attach(far, me, self.epoch)
-        return TcpPeer(other, self.epoch, near, lambda *args: self.members[me].lost.append(args))
+        known = self.members[me].exchange._peers.get(other)
+        if known is not None and known.serves(self.epoch):
+            return known
+        epoch = self.epoch
+
+        def dial() -> socket.socket:
+            near, far = socket_pair()
+            self.dials += 1
+            self.members[other].exchange.attach(far, me, epoch, self.members[me].segment.nonce)
+            return near
+
+        sock = None if self.how == "ring" else dial()
+        peer = TcpPeer(other, epoch, sock, lambda *args: self.members[me].lost.append(args))
+        peer.dial = dial
+        peer.nonce = self.members[other].segment.nonce
+        return peer
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of one target: `python -m tests.fuzz TARGET [--seconds N] [--seed N] [FILE ...]`.
 
-With files, runs the target on their bytes and nothing more: that is how a failure is looked at again. Needs atheris
-(in the `dev` extra where it has wheels).
+TARGET may be `all`: one after the other, as long each, whatever the others find. With files, runs the target on their
+bytes and nothing more: so a failure is looked at again. Needs atheris (in the extra `dev` where it has wheels).
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+
+if TYPE_CHECKING:
+    from tests.fuzz.targets import Target
 
 with contextlib.suppress(ImportError):
     import atheris
@@ -40,15 +46,31 @@ def main(name: str, files: tuple[Path, ...], seconds: int, seed: int | None, len
     with atheris.instrument_imports(include=["ftcomm"]):
         from tests.fuzz.choices import KINDS
         from tests.fuzz.targets import TARGETS
-    if name not in TARGETS:
-        raise click.ClickException(f"no target {name!r}; there are {', '.join(TARGETS)}")
+    if name not in (*TARGETS, "all"):
+        raise click.ClickException(f"no target {name!r}; there are all, {', '.join(TARGETS)}")
     seed = random.randrange(1, 1 << 31) if seed is None else seed
+    words = {word for kind in KINDS for word in (kind.__name__, *kind.__struct_fields__)}
+    if name != "all":
+        fuzz(name, TARGETS[name], words, seconds, seed, length)
+    wrong = [one for one in TARGETS if not in_a_fork(fuzz, one, TARGETS[one], words, seconds, seed, length)]
+    if wrong:
+        raise click.ClickException(f"found something in {', '.join(wrong)}")
+
+
+def in_a_fork(function: Callable[..., None], *arguments: Any) -> bool:
+    """Whether it ends well. What was imported is instrumented once, and `atheris.Fuzz` ends its process."""
+    child = os.fork()
+    if not child:
+        function(*arguments)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def fuzz(name: str, target: Target, words: set[str], seconds: int, seed: int, length: int) -> NoReturn:
     folder = Path(tempfile.mkdtemp(prefix=f"ftcomm-fuzz-{name}-"))
     corpus = folder / "corpus"
     corpus.mkdir()
-    for data in TARGETS[name].seeds():
+    for data in target.seeds():
         (corpus / hashlib.sha1(data).hexdigest()).write_bytes(data)
-    words = {word for kind in KINDS for word in (kind.__name__, *kind.__struct_fields__)}
     (folder / "words").write_text("".join(f'"{word}"\n' for word in sorted(words)))
     print(f"target {name}, seed {seed}, corpus and failures in {folder}", flush=True)
     options = {
@@ -63,8 +85,9 @@ def main(name: str, files: tuple[Path, ...], seconds: int, seed: int | None, len
         "verbosity": 0,
     }
     flags = [f"-{option}={setting}" for option, setting in options.items()]
-    atheris.Setup([sys.argv[0], *flags, str(corpus)], TARGETS[name].run)
+    atheris.Setup([sys.argv[0], *flags, str(corpus)], target.run)
     atheris.Fuzz()
+    os._exit(1)  # it does not return
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import queue
 import socket
@@ -20,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from ftcomm import subgroup
+from ftcomm.control import etcd, wire
 from ftcomm.control import messages as m
-from ftcomm.control import wire
 from ftcomm.control.links import serve_messages
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.views import Member, View
@@ -34,7 +35,7 @@ from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
 from ftcomm.messages.parcels import WHOLE, Receive, Send
 from ftcomm.messages.post import Post
 from ftcomm.transport import nixl_frames, nixl_hello
-from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, TAKEN
+from ftcomm.transport.segment import CHUNK, EPOCHS, HEADER, POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
@@ -182,7 +183,7 @@ def mirror(data: bytes) -> None:
             far.shutdown(socket.SHUT_WR)
         assert lost.get(timeout=DEADLINE).startswith("connection for data")
         for word in (POSTED, REDUCED, TAKEN):
-            assert peer.words[word] >> 32 == EPOCH
+            assert EPOCH <= peer.words[word] >> 32 < EPOCHS
         assert lost.empty()
 
 
@@ -193,6 +194,7 @@ def tcp_peer(on_lost: Lost) -> Iterator[tuple[TcpPeer, socket.socket]]:
         near, _ = port.accept()
     with far:
         peer = TcpPeer(7, EPOCH, near, on_lost)
+        peer.drive(False)
         yield peer, far
         peer.close()
 
@@ -385,6 +387,25 @@ def view_files() -> list[bytes]:
     return [b"".join(lines), lines[0] + lines[1][:-9]]
 
 
+def etcd_answers(data: bytes) -> None:
+    """Of an etcd, or of anything else at its port."""
+    with contextlib.suppress(etcd.Failed):
+        raise etcd.said(data.decode(errors="replace"))
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.loads(data)
+        for kind in (etcd.Txn, etcd.Lease, etcd.Kept, etcd.Account):
+            with contextlib.suppress(etcd.Failed):
+                got = etcd.answered(kind, answer)
+                assert not isinstance(got, etcd.Txn) or all(isinstance(x, etcd.Entry) for x in got.found().values())
+
+
+def etcd_seeds() -> list[bytes]:
+    kvs = [{"key": "L2pvYi90ZXJt", "create_revision": "7", "mod_revision": "9", "value": "aGVsbG8="}]
+    txn = {"header": {"revision": "9"}, "succeeded": True, "responses": [{"response_range": {"kvs": kvs}}]}
+    failed = {"error": "no leader", "message": "no leader", "code": 14}
+    return [json.dumps(x).encode() for x in (txn, {"ID": "7", "TTL": "5"}, {"result": {"TTL": "5"}}, failed)]
+
+
 def lines(data: bytes) -> None:
     """What a rank writes, read in pieces of any size."""
     splitter, choices, at, got = LineSplitter(), Choices(data[:16]), 0, b""
@@ -424,7 +445,7 @@ def notifications(data: bytes) -> None:
     words = dict.fromkeys(nixl_frames.WORDS, EPOCH << 32)
     for part in _parts(data):
         try:
-            for frame in order.arrive(nixl_frames.unpack(part)):
+            for frame in (ready for told in nixl_frames.unpack(part) for ready in order.arrive(told)):
                 nixl_frames.check(frame, words.get(frame.word, 0), EPOCH, CHUNK)
                 assert frame.value >> 32 == EPOCH
                 assert frame.start + frame.nbytes <= CHUNK
@@ -435,14 +456,13 @@ def notifications(data: bytes) -> None:
 
 
 def notification_seeds() -> list[bytes]:
-    def frame(word: int, number: int, count: int, piece: int = 0, pieces: int = 1, nbytes: int = 8) -> bytes:
-        payload = b"" if pieces else b"x" * nbytes
+    def frame(word: int, number: int, count: int, follows: int = 0, nbytes: int = 8) -> bytes:
+        payload = b"x" * nbytes if follows else b""
         value = EPOCH << 32 | count
-        shown = nixl_frames.Frame(word, 7, number, piece, pieces, value, 64, nbytes, (1, 2, 3), payload)
-        return nixl_frames.pack(shown)
+        return nixl_frames.pack(word, 7, number, 64, nbytes, follows, value, (1, 2, 3), payload)
 
-    whole = [frame(POSTED, 0, 1, pieces=0), frame(REDUCED, 1, 1), frame(TAKEN, 2, 1, pieces=0, nbytes=0)]
-    return [framed(*whole), framed(*whole[::-1]), framed(frame(POSTED, 0, 1, 1, 2), frame(POSTED, 0, 1, 0, 2))]
+    whole = [frame(POSTED, 0, 1, 1), frame(REDUCED, 1, 1), frame(TAKEN, 2, 1, 1, 0)]
+    return [framed(*whole), framed(*whole[::-1]), framed(b"".join(whole)), framed(whole[0], whole[1] + whole[2])]
 
 
 def nixl_hellos(data: bytes) -> None:
@@ -469,6 +489,7 @@ TARGETS = {
     "skeleton": Target(skeleton, skeletons),
     "member": Target(member, member_seeds),
     "views": Target(views, view_files),
+    "etcd_answers": Target(etcd_answers, etcd_seeds),
     "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
     "coordinator": Target(coordinator, noise),
     "rank": Target(rank, noise),

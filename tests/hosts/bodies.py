@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import ftcomm
+from ftcomm.bench import neighbours
 from tests.process.bodies import seen
 from tests.process.job import Notes
 
@@ -20,21 +21,7 @@ def mixed(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     to the next rank. What came of them is written down: equal on all that took part, or an error that is."""
     array = np.empty(arguments["elements"], np.float32)
     for step in ftcomm.steps(arguments["steps"]):
-        array[:] = 2.0**group.replica
-        begun = time.monotonic()
-        group.allreduce(array)
-        seconds = time.monotonic() - begun
-        spans = seen(array)
-        notes.write(
-            kind="step",
-            step=step,
-            crc=zlib.crc32(array.view(np.uint8).data),
-            spans=[list(span) for span in spans],
-            whole=spans[0][0] == 0 and spans[-1][1] == array.size,
-            epoch=group.epoch,
-            at=begun,
-            seconds=seconds,
-        )
+        reduce(group, notes, step, array)
         if step % EVERY == 0:
             for call in (broadcast, gather_all, exchange_all):
                 try:
@@ -46,6 +33,39 @@ def mixed(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
                 pass_on(group, step)
             except ftcomm.LostError as error:
                 notes.write(kind="message", step=step, text=str(error))
+
+
+def reduce(group: ftcomm.Group, notes: Notes, step: int, array: np.ndarray) -> None:
+    array[:] = 2.0**group.replica
+    begun = time.monotonic()
+    group.allreduce(array)
+    seconds = time.monotonic() - begun
+    spans = seen(array)
+    notes.write(
+        kind="step",
+        step=step,
+        crc=zlib.crc32(array.view(np.uint8).data),
+        spans=[list(span) for span in spans],
+        whole=spans[0][0] == 0 and spans[-1][1] == array.size,
+        epoch=group.epoch,
+        at=begun,
+        seconds=seconds,
+    )
+
+
+def around(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """All-reduces that go around a ring and nothing else, and after each of them who is connected."""
+    array = np.empty(arguments["elements"], np.float32)
+    for step in ftcomm.steps(arguments["steps"]):
+        reduce(group, notes, step, array)
+        peers = group._exchange._peers.values()
+        notes.write(kind="open", step=step, epoch=group.epoch, to=[peer.replica for peer in peers if peer.is_open])
+
+
+def tell_bandwidth(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    links = neighbours.measure(group, nbytes=arguments["nbytes"])
+    assert links is not None
+    notes.write(kind="links", order=[host.member for host in links.order()], said=str(links))
 
 
 def own(group: ftcomm.Group, step: int, count: int) -> np.ndarray:

@@ -21,24 +21,34 @@ from tests.process.job import Body, Job
 
 
 class HostJob(Job):
-    """`with HostJob(tmp_path, Network(4), body=...) as job:`; a replica a host."""
+    """`with HostJob(tmp_path, Network(4), body=...) as job:`; a replica a host, or `replicas` on them in turn."""
 
-    def __init__(self, folder: Path, hosts: network.Network, *, body: Body, transport: str = "auto", **settings: Any):
+    def __init__(
+        self,
+        folder: Path,
+        hosts: network.Network,
+        *,
+        body: Body,
+        transport: str = "auto",
+        replicas: int | None = None,
+        engine: str = "host",
+        **settings: Any,
+    ) -> None:
         self.network = hosts
         paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in hosts.hosts]
         super().__init__(
             folder,
-            replicas=len(hosts.hosts),
+            replicas=replicas or len(hosts.hosts),
             body=body,
             transport=transport,
-            engine="host",
+            engine=engine,
             prepare=go_to_host,
             hosts=paths,
             **settings,
         )
 
     def host(self, replica: int) -> str:
-        return network.address(replica)
+        return network.address(replica % len(self.network.hosts))
 
     def _server(self, port: int, **other: Any) -> CoordinatorServer:
         async def go_to_hub() -> None:
@@ -79,10 +89,11 @@ class HostJob(Job):
 
 
 def go_to_host(settings: Settings, arguments: dict[str, Any]) -> None:
-    fd = os.open(arguments["hosts"][settings.replica], os.O_RDONLY | os.O_CLOEXEC)
+    place = settings.replica % len(arguments["hosts"])
+    fd = os.open(arguments["hosts"][place], os.O_RDONLY | os.O_CLOEXEC)
     network.call("setns", fd, network.CLONE_NEWNET)
     os.close(fd)
-    settle(f"host-{settings.replica}")
+    settle(f"host-{place}")
 
 
 class Cut(Wound):

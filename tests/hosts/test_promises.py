@@ -17,7 +17,7 @@ from ftcomm.launch.hosts import SlowNetwork
 from ftcomm.launch.network import Network, inside
 from tests.process.test_kills import check
 
-from .bodies import mixed
+from .bodies import around, mixed, tell_bandwidth
 from .job import HostJob
 
 ROUNDS = int(os.environ.get("FTCOMM_HOST_ROUNDS", "0"))  # of faults drawn by the seed, beside the usual
@@ -189,6 +189,71 @@ def test_hosts_that_do_not_hear_each_other_and_hosts_that_are_only_slow(cables: 
         for replica in watch.everybody:
             assert job.join(replica) == [0], job.errors()
         agree(job)
+
+
+def test_hosts_that_are_shared(tmp_path: Path) -> None:
+    """Three replicas on one host and two on the other, which go by two levels: who carries what crosses is killed, and
+    one that does not, and each comes back."""
+    print(f"seed {SEED}")
+    for network in _made(lambda: Network(2)):
+        with HostJob(tmp_path, network, replicas=5, elements=300_007, **SETTINGS) as job:
+            job.wait_contributing(set(range(5)))
+            watch = Watch(job)
+            for victim in (0, 4):
+                watch.goes_on(watch.everybody)
+                job.kill(victim)
+                assert watch.without(victim) == victim
+                watch.goes_on(watch.everybody - {victim})
+                watch.comes_back(victim)
+            watch.goes_on(watch.everybody)
+            job.drain()
+            for replica in watch.everybody:
+                assert job.join(replica) == [0], job.errors()
+            agree(job)
+
+
+def test_a_host_is_cut_off_while_others_are_shared(tmp_path: Path) -> None:
+    """Two replicas on one host, one on each other: by two levels before the cut and after it."""
+    for network in _made(lambda: Network(3)):
+        with HostJob(tmp_path, network, replicas=4, elements=300_007, **SETTINGS) as job:
+            _outlives_a_cut(job, 1)
+            agree(job)
+
+
+def test_a_ring_in_which_neighbours_alone_are_connected_outlives_a_cut(cables: Network, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "body": around, "transport": "tcp", "algorithm": "ring"}
+    with HostJob(tmp_path, cables, elements=300_007, **settings) as job:
+        _outlives_a_cut(job, 1)
+        check(job)
+        begun = [note for _, _, note in job.notes() if note["kind"] == "open" and note["step"] == 0]
+        assert [len(note["to"]) for note in begun] == [2] * 4  # nobody has dialled the one opposite
+
+
+def _outlives_a_cut(job: HostJob, victim: int) -> None:
+    job.wait_contributing(set(range(job.replicas)))
+    watch = Watch(job)
+    watch.goes_on(watch.everybody)
+    cable = job.unplug(victim)
+    assert watch.without(victim) == victim
+    watch.goes_on(watch.everybody - {victim})
+    cable.close()
+    expelled(job, victim)
+    job.drain()
+    for replica in watch.everybody - {victim}:
+        assert job.join(replica) == [0], job.errors()
+
+
+def test_a_ring_keeps_apart_two_hosts_whose_link_is_slow(tmp_path: Path) -> None:
+    for network in _made(lambda: SlowNetwork(4, delay=0.0005)):
+        network.change([0, 1], [0, 1], delay=0.05)
+        with HostJob(tmp_path, network, body=tell_bandwidth, nbytes=1 << 20, transport="tcp") as job:
+            for replica in range(4):
+                assert job.join(replica) == [0], job.errors()
+            found = [note for _, _, note in job.notes() if note["kind"] == "links"]
+    assert len({note["said"] for note in found}) == 1  # all find the same
+    order = found[0]["order"]
+    assert sorted(order) == [0, 1, 2, 3]
+    assert abs(order.index(0) - order.index(1)) == 2, found[0]["said"]
 
 
 def test_hosts_far_apart_on_a_line_that_flaps(wide_area: SlowNetwork, tmp_path: Path) -> None:

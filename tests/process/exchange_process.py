@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,14 +17,15 @@ import numpy as np
 from ftcomm.calls import Calls
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView
+from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
-from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import Segment
+from ftcomm.transport.connect import Fields, connect
+from ftcomm.transport.segment import Peer, Segment
+from tests.coded import coded
 
-_HANDSHAKE = struct.Struct("<II")  # replica, epoch
+_HANDSHAKE = struct.Struct("<II32s")  # replica, epoch, nonce of its segment
 _PERIOD = 1009
 
 
@@ -49,9 +49,11 @@ class Member:
             give_up=120,
             on_stall=lambda stall: self.send("stall", stall),
         )
+        self.peers: dict[int, Peer] = {}
         self.server = socket.create_server(("127.0.0.1", 0))
         port = self.server.getsockname()[1]
-        self.here = Address("127.0.0.1", port, "boot", os.getpid(), self.segment.fd, self.segment.nonce)
+        boot = f"boot{replica % 2}" if mode == "hosts" else "boot"
+        self.here = Address("127.0.0.1", port, boot, os.getpid(), self.segment.fd, self.segment.nonce)
         threading.Thread(target=self.accept, daemon=True).start()
         self.send("hello", self.here)
 
@@ -62,12 +64,12 @@ class Member:
     def accept(self) -> None:
         while True:
             sock, _ = self.server.accept()
-            replica, epoch = _HANDSHAKE.unpack(sock.recv(_HANDSHAKE.size, socket.MSG_WAITALL))
-            self.exchange.attach(sock, replica, epoch)
+            replica, epoch, nonce = _HANDSHAKE.unpack(sock.recv(_HANDSHAKE.size, socket.MSG_WAITALL))
+            self.exchange.attach(sock, replica, epoch, nonce.decode())
 
-    def dial(self, there: Address, purpose: str, fields: Mapping[str, int]) -> socket.socket:
+    def dial(self, there: Address, purpose: str, fields: Fields) -> socket.socket:
         sock = socket.create_connection((there.host, there.port), timeout=10)
-        sock.sendall(_HANDSHAKE.pack(fields["replica"], fields["epoch"]))
+        sock.sendall(_HANDSHAKE.pack(fields["replica"], fields["epoch"], str(fields["nonce"]).encode()))
         return sock
 
     def freeze(self, epoch: int) -> None:
@@ -79,9 +81,9 @@ class Member:
 
     def resume(self, epoch: int, members: dict[int, Address], progress: dict[int, bytes]) -> None:
         held = {m: msgspec.msgpack.decode(p, type=Progress) for m, p in progress.items()}
-        peers = {}
+        peers = {m: peer for m, peer in self.peers.items() if m in members and peer.serves(epoch)}
         for m, there in members.items():
-            if m != self.replica:
+            if m != self.replica and m not in peers:
                 try:
                     peers[m] = connect(
                         self.replica,
@@ -89,20 +91,22 @@ class Member:
                         m,
                         there,
                         epoch=epoch,
-                        mode="tcp" if self.mode == "ring" else self.mode,
+                        mode={"ring": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
                         dial=self.dial,
                         on_lost=lambda *args: self.send("lost", *args),
                     )
                 except OSError:  # it was killed meanwhile; the next view is on its way
                     return
         ring = tuple(reversed(members)) if self.mode == "ring" else ()
-        view = GroupView(epoch, self.replica, tuple(members), frozenset(members), self.mode == "shm", ring)
+        hosts = shared_hosts({m: there.boot for m, there in members.items()})
+        view = GroupView(epoch, self.replica, tuple(members), frozenset(members), self.mode == "shm", ring, hosts=hosts)
+        self.peers = peers
         self.exchange.resume(view, peers, held)
 
-    def reduce(self, count: int, atomic: bool) -> None:
+    def reduce(self, count: int, atomic: bool, wire: str) -> None:
         """One op; reports the digest of its result, after comparing it with what its contributors must give."""
         array = pattern(self.replica, count)
-        op = Operation(array, "float32", "sum", atomic=atomic)
+        op = Operation(array, "float32", "sum", atomic=atomic, wire=wire)
         self.send("started")
         self.exchange.run(op)
         self.send("returned")
@@ -111,6 +115,8 @@ class Member:
         for start, stop, who in op.spans():
             # The pattern repeats, so a sum does too.
             want = np.resize(np.arange(_PERIOD, dtype=np.float32), stop)[start:] * np.float32(sum(1 << m for m in who))
+            if wire == "fp8":
+                want = coded([pattern(m, stop)[start:] for m in who], "float32", "sum")
             if not np.array_equal(array[start:stop], want):
                 raise AssertionError(f"elements {start}..{stop} are not the sum of {who}")
         digest = hashlib.blake2b(array.view(np.uint8)).hexdigest()

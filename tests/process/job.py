@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ import ftcomm
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
+from tests.ports import free_port
 
 TOKEN = "token-of-the-test"
 ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs of this session have
@@ -37,7 +39,8 @@ DEADLINE = 60.0  # s for anything that a test waits for
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job"])
+_OURS = ["ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job", "tests.process.exchange_process"]
+_context.set_forkserver_preload(["torch", "torch._dynamo", *_OURS])
 
 
 def only_on_host(what: str, engine: str = ENGINE) -> None:
@@ -64,10 +67,14 @@ class Notes:
         os.write(self._fd, json.dumps(fields).encode() + b"\n")
 
 
-def _rank(settings: Settings, path: Path, body: Body, arguments: dict[str, Any]) -> None:
+def _rank(
+    settings: Settings, path: Path, body: Body, arguments: dict[str, Any], listener: socket.socket | None
+) -> None:
     os.environ.setdefault("FTCOMM_LOG", "error")
     faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
     notes = Notes(path)
+    if listener is not None:
+        settings = dataclasses.replace(settings, leader_fd=listener.detach())
     try:
         arguments.get("prepare", lambda *_: None)(settings, arguments)
         group = ftcomm.init(settings)
@@ -106,20 +113,19 @@ class Job:
         replicas: int,
         body: Body,
         ranks: int = 1,
-        transport: str = "auto",
+        transport: str = "auto" if ENGINE == "host" else "shm",  # with shm kernels run whole ops, else they reduce
         heartbeat_timeout: float = 10.0,  # no test waits for it; long, so that a slow machine loses nobody
         op_timeout: float = 60.0,
         op_floor: float | None = None,
         verify: bool = False,
         engine: str = ENGINE,
+        algorithm: str = "auto",
         **arguments: Any,
     ) -> None:
         """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
         settings and them before a rank joins. Skips the test if the engine cannot do what it asks for."""
-        if verify:
+        if verify and transport == "shm":
             only_on_host("FTCOMM_VERIFY=1", engine)
-        if transport in ("tcp", "nixl"):
-            only_on_host(transport.upper(), engine)
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
         if "elements" in arguments:
             arguments["elements"] = min(arguments["elements"], MOST)
@@ -127,18 +133,23 @@ class Job:
         for replica in range(replicas):
             (folder / f"pace-{replica}").write_bytes(bytes(8 * ranks))  # steps of the ranks, see `bodies.Pace`
         timeouts = Timeouts.derive(op_timeout, heartbeat_timeout, op_floor)
-        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify, engine=engine)
+        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify, engine=engine, algorithm=algorithm)
         self.processes: dict[tuple[int, int], Any] = {}
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = self._server(0)
+        self.server = self._server(free_port())
         self.do(self.server.start())
         self._lives = 0
 
     # -- the coordinator -----------------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """Where the ranks look for the coordinator."""
+        return self.server.endpoint
 
     def _server(self, port: int, **other: Any) -> CoordinatorServer:
         settings = dict(
@@ -197,14 +208,15 @@ class Job:
                     f"no {what} within {timeout:g} s; the last events: {self.events[-8:]}\n{self.stacks()}"
                 )
 
+    def contribute(self, replicas: set[int], since: int = 0) -> bool:
+        """Whether the newest view has all of `replicas`, contributing."""
+        views = [event for event in self.events[since:] if event["kind"] == "view"]
+        return bool(views) and replicas <= {x["replica"] for x in views[-1]["members"] if x["contributing"]}
+
     def wait_contributing(self, replicas: set[int], since: int = 0) -> None:
-        """Until the newest view has all of `replicas`, contributing."""
-
-        def found(events: list[dict[str, Any]]) -> bool:
-            views = [event for event in events[since:] if event["kind"] == "view"]
-            return bool(views) and replicas <= {x["replica"] for x in views[-1]["members"] if x["contributing"]}
-
-        self.wait_event(f"view in which {sorted(replicas)} contribute", found)
+        """Until that is so."""
+        what = f"view in which {sorted(replicas)} contribute"
+        self.wait_event(what, lambda _: self.contribute(replicas, since))
 
     # -- processes -----------------------------------------------------------------------------------------------
 
@@ -216,11 +228,9 @@ class Job:
         self._lives += 1
         listener = socket.create_server((self.host(replica), 0)) if self.ranks > 1 else None
         leader = f"{self.host(replica)}:{listener.getsockname()[1]}" if listener else ""
-        if listener:
-            listener.close()  # the port is free again for a moment; nothing else on this machine asks for it
         for rank in range(self.ranks):
             settings = Settings(
-                coordinator=self.server.endpoint,
+                coordinator=self.endpoint,
                 token=TOKEN,
                 replica=replica,
                 replicas=self.replicas,
@@ -232,9 +242,12 @@ class Job:
                 **self._settings,
             )
             path = self.folder / f"notes-{replica}-{rank}-{self._lives:04d}"
-            process = _context.Process(target=_rank, args=(settings, path, self._body, self._arguments), daemon=True)
+            arguments = settings, path, self._body, self._arguments, listener if rank == 0 else None
+            process = _context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.processes[replica, rank] = process
+        if listener:
+            listener.close()  # rank 0 has inherited it
 
     def kill(self, replica: int, rank: int | None = None) -> None:
         """SIGKILL to one rank, or to all of the replica; the others of a replica die with it, as under `ftcomm run`."""

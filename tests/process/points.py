@@ -39,6 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ftcomm.collective.express import Express
 from ftcomm.collective.stream import Stream
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
@@ -132,10 +133,10 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Node, "resumed", "resumed")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
-    before(
-        Stream, "_publish", lambda self, word, count: {POSTED: "posted", TAKEN: "taken"}.get(word) if count else None
-    )
-    if settings.engine == "interpret":
+    words = {POSTED: "posted", TAKEN: "taken"}
+    before(Stream, "_publish", lambda self, word, count: words.get(word) if count else None)
+    before(Express, "_raise", lambda self, word, target: words[word])
+    if settings.kernels_run_ops:
         inside.before_publish(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")

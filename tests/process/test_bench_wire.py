@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftcomm.bench.wire import Request, rows
-from ftcomm.bench.wire_rank import Block, Pair, Task
+from ftcomm.bench.wire import Request, Watched, idle, rows
+from ftcomm.bench.wire_rank import Pair, Place, Waited
+from ftcomm.bench.yardstick import Block, whole
 from ftcomm.errors import SettingsError
+from ftcomm.launch.hosts import SlowNetwork
+from ftcomm.launch.relay import Counts
 
 DEADLINE = 120.0
 
@@ -36,10 +39,11 @@ def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
     assert [row["library"] for row in found] == ["sockets", "ftcomm"]
     assert all(row["time_us"] > 0 for row in found)
     assert found[0]["of_sockets"] == 1
+    assert found[0]["of_link"] is None
 
 
 def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
-    task = Task(2, (1 << 20,), 1, 2, ("sockets", "ftcomm"), "")
+    task = Request((1 << 20,), iterations=1, rounds=2, gloo=False).task(2)
     times = {
         ("sockets", 0): (1000, 2000),
         ("sockets", 1): (4000, 1000),
@@ -51,26 +55,82 @@ def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
         for (library, number), both in times.items()
         for rank, took in enumerate(both)
     ]
+    assert whole(blocks, task, 1 << 20)
+    assert not whole(blocks[1:], task, 1 << 20)  # a rank is still at its last round
     sockets, ours = rows(blocks, task, 1 << 20)
     assert sockets.round_us == [2, 4]
     assert ours.round_us == [4, 5]
     assert ours.of_sockets == pytest.approx((2 / 4 + 4 / 5) / 2)
     assert sockets.busbw_gbps == pytest.approx((1 << 20) / 3e-6 / 1e9)
+    assert sockets.of_link is None
+    link = 8 * (1 << 20) / 12e-6  # bits a second at which each rank sends and receives the array in 12 us
+    assert [row.of_link for row in rows(blocks, task, 1 << 20, link)] == pytest.approx([12 / 3, 12 / 4.5])
+
+
+def test_what_waiting_takes_is_that_of_the_worst_of_those_who_waited() -> None:
+    one = idle([Waited(0, 5.0, 4.0), Waited(1, 5.0, 0.05), Waited(2, 4.0, 0.06)])
+    assert (one.ranks, one.seconds) == (3, 4.0)
+    assert one.cpu_pct == pytest.approx(1.5)
+
+
+def test_the_busiest_second_of_a_network_is_kept() -> None:
+    watched = Watched(4)
+    for now, cpu, dropped in ((10.0, 1.0, 0), (10.5, 1.4, 0), (11.0, 1.5, 2), (13.0, 1.7, 3)):
+        watched.saw(now, Counts(forwarded=int(now), crowded=dropped, cpu=cpu))
+    assert watched.line is not None
+    assert (watched.line.forwarded, watched.line.dropped) == (13, 3)
+    assert watched.line.busy_pct == pytest.approx(50)
+
+
+def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
+    try:
+        SlowNetwork(1).close()
+    except SettingsError as error:
+        pytest.skip(str(error))
+    path = tmp_path / "out.json"
+    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", "--hosts", "3"]
+    command += ["--rate", "200mbit", "--delay", "2ms", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    # What the link needs is in the time: the bytes at its rate, but for what a token bucket lets through at once.
+    assert all(row["ranks"] == 3 and 0 < row["of_link"] < 1.1 for row in found["rows"])
+    least = 2 * 2 / 3 * (1 << 20)
+    assert all(least < row["cable_bytes"] < 1.1 * least for row in found["rows"])
+    assert found["networks"][0]["forwarded"] > 100
+    assert found["idle"][0]["seconds"] >= 0.2
+
+
+def test_by_two_levels_a_host_sends_less_than_its_ranks_do_directly(tmp_path: Path) -> None:
+    try:
+        SlowNetwork(1).close()
+    except SettingsError as error:
+        pytest.skip(str(error))
+    path = tmp_path / "out.json"
+    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", "--hosts", "2"]
+    command += ["--ranks-per-host", "2", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["library"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {(row["hosts"], row["ranks"]) for row in found.values()} == {(2, 4)}
+    # Two hosts: each sends the array once, however many ranks it has; directly, twice that. And headers.
+    sent = {library: row["cable_bytes"] / (1 << 20) for library, row in found.items()}
+    assert sent == pytest.approx({"sockets": 1, "two levels": 1, "direct": 2}, rel=0.25)
 
 
 def test_every_rank_receives_what_its_left_neighbour_has() -> None:
     ranks, nbytes = 3, 1_000_003
-    gate, ports = threading.Barrier(ranks, timeout=DEADLINE), [0] * ranks
+    gate, places = threading.Barrier(ranks, timeout=DEADLINE), [("", 0)] * ranks
     given = [np.random.default_rng(rank).integers(0, 256, nbytes, np.uint8) for rank in range(ranks)]
     taken = [np.zeros(nbytes, np.uint8) for _ in range(ranks)]
 
     def body(rank: int) -> None:
-        def tell(port: int) -> list[int]:
-            ports[rank] = port
+        def tell(mine: Place) -> list[Place]:
+            places[rank] = mine
             gate.wait()
-            return ports
+            return places
 
-        Pair(rank, ranks, tell).carry(given[rank].data, taken[rank].data, nbytes)
+        Pair(rank, ranks, "127.0.0.1", tell).carry(given[rank].data, taken[rank].data, nbytes)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -87,6 +147,10 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
         (Request(ranks=(1,)), "expected 2 to 16"),
         (Request(iterations=0), "at least 1"),
         (Request(sizes=(1 << 42,)), "are free; lower"),
+        (Request(idle=0.0), "expected a positive time"),
+        (Request(rate=1e9), "say --hosts in place of --ranks"),
+        (Request(delay=0.005), "say --hosts in place of --ranks"),
+        (Request(ranks=(2,), ranks_per_host=2), "--hosts 1: expected at least 2"),
     ],
 )
 def test_what_cannot_be_measured_is_said(request_: Request, said: str) -> None:

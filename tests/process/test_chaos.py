@@ -23,7 +23,7 @@ from ftcomm.launch import Launcher, RunOptions, remote, run
 from ftcomm.launch import requests as r
 from ftcomm.launch.network import HUB_ADDRESS, Network, address, inside, netlink
 
-from .job import ENGINE, only_on_host
+from .job import ENGINE
 
 pytestmark = pytest.mark.protocol
 
@@ -123,7 +123,6 @@ def test_a_job_lives_through_every_fault_of_processes(here: Path) -> None:
 @pytest.mark.usefixtures("hosts")
 def test_a_job_lives_through_cuts_of_the_network(here: Path) -> None:
     """The seed draws cuts from everybody or from the coordinator, which are noticed within a heartbeat timeout."""
-    only_on_host("TCP")
     seed = next(seed for seed in range(100) if all(_far(fault.other) for fault in _draw(seed)))
     outcome, said, _ = chaos(
         {**TRAIN, "replicas": 3, "hosts": "netns", "transport": "tcp"},

@@ -18,7 +18,7 @@ from tests.process.job import only_on_host
 pytestmark = pytest.mark.protocol
 
 DEADLINE = 60.0
-SPAWN = multiprocessing.get_context("spawn")
+_context = multiprocessing.get_context("forkserver")  # of tests.process.job, which has imported what a member needs
 
 
 class Job:
@@ -31,8 +31,8 @@ class Job:
         self.pipes: dict[int, Any] = {}
         self.addresses: dict[int, Any] = {}
         for replica in range(count):
-            near, far = SPAWN.Pipe()
-            process = SPAWN.Process(target=main, args=(replica, mode, far), daemon=True)
+            near, far = _context.Pipe()
+            process = _context.Process(target=main, args=(replica, mode, far), daemon=True)
             process.start()
             far.close()
             self.processes[replica], self.pipes[replica] = process, near
@@ -92,8 +92,8 @@ class Job:
         process.join(DEADLINE)
         self.pipes.pop(replica).close()
 
-    def reduce(self, count: int, atomic: bool = False) -> None:
-        self.start_all("reduce", count, atomic)
+    def reduce(self, count: int, atomic: bool = False, wire: str = "input") -> None:
+        self.start_all("reduce", count, atomic, wire)
 
     def start_all(self, *command: Any) -> None:
         self.early = {}
@@ -127,10 +127,28 @@ def jobs() -> Iterator[list[Job]]:
         *[("tcp", 4, 16, True, seed) for seed in range(24, 26)],
         *[("ring", 4, 16, False, seed) for seed in range(34, 36)],
         ("ring", 4, 16, True, 38),
+        *[("hosts", 5, 16, False, seed) for seed in range(40, 44)],  # three members on one host, two on the other
+        ("hosts", 5, 16, True, 44),
     ],
 )
 def test_survivors_of_sigkill_return_the_same_bytes(
     jobs: list[Job], mode: str, members: int, megabytes: int, atomic: bool, seed: int
+) -> None:
+    one_after_the_other(jobs, mode, members, megabytes, atomic, seed, "input")
+
+
+@pytest.mark.parametrize(
+    ("mode", "members", "megabytes", "atomic", "seed"),
+    [("shm", 4, 8, False, 51), ("tcp", 4, 8, False, 52), ("tcp", 3, 8, True, 53), ("shm", 3, 8, False, 54)],
+)
+def test_survivors_of_sigkill_have_decoded_the_same_bytes(
+    jobs: list[Job], mode: str, members: int, megabytes: int, atomic: bool, seed: int
+) -> None:
+    one_after_the_other(jobs, mode, members, megabytes, atomic, seed, "fp8")
+
+
+def one_after_the_other(
+    jobs: list[Job], mode: str, members: int, megabytes: int, atomic: bool, seed: int, wire: str
 ) -> None:
     """One or two at a time are killed until one is left, each time in the middle of an op."""
     chance = random.Random(seed)
@@ -140,7 +158,7 @@ def test_survivors_of_sigkill_return_the_same_bytes(
     job.start()
     count = (megabytes << 20) // 4
     for _ in range(2):  # the first one touches fresh memory
-        job.reduce(count)
+        job.reduce(count, wire=wire)
         job.receive(0, "started")
         begun = time.monotonic()
         job.receive(0, "returned")
@@ -148,7 +166,7 @@ def test_survivors_of_sigkill_return_the_same_bytes(
         (result,) = job.results()
         assert result[2] == ((0, count, tuple(range(members))),)
     while len(job.processes) > 1:
-        job.reduce(count, atomic)
+        job.reduce(count, atomic, wire)
         watched = chance.choice(list(job.processes))
         job.receive(watched, "started")
         # A random moment, not a synchronisation: the op goes on whatever it is.
@@ -161,7 +179,7 @@ def test_survivors_of_sigkill_return_the_same_bytes(
         assert {m for _, _, who in result[2] for m in who} >= set(job.processes)
         assert not atomic or len(result[2]) == 1
         print([who for _, _, who in result[2]])
-    job.reduce(count)
+    job.reduce(count, wire=wire)
     (result,) = job.results()
     assert result[2] == ((0, count, tuple(job.processes)),)
 

@@ -196,7 +196,7 @@ else:
         torch.nn.init.constant_(weights, 0.01)
 optimizer = torch.optim.AdamW(model.parameters())
 if group.replica == 1 and first_life(os.curdir):
-    stop_at("copy", 20, engine=group.settings.engine)
+    stop_at("copy", 20, kernels=group.settings.kernels_run_ops)
 state = {"model": model, "optimizer": optimizer}
 for step in ftcomm.steps(1000000, state):
     x = torch.randn(2, 200, generator=torch.Generator().manual_seed(1000 * step + group.replica))

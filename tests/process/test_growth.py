@@ -68,6 +68,13 @@ def finish(running: Job, replicas: set[int], excused: Excused = lambda *error: F
 
 
 def hold_to_promises(running: Job, excused: Excused = lambda *error: False) -> None:
+    hold_at_every_step(running, excused)
+    epochs = stored_epochs(running)
+    assert epochs == sorted(set(epochs)), f"seed {SEED}: an epoch was used twice: {epochs}"
+    assert not [event for event in running.events if event["kind"] == "failed"]
+
+
+def hold_at_every_step(running: Job, excused: Excused = lambda *error: False) -> None:
     unexpected = [error for error in running.errors() if not excused(*error)]
     assert not unexpected, f"seed {SEED}: {unexpected}"
     steps = check(running)
@@ -86,9 +93,6 @@ def hold_to_promises(running: Job, excused: Excused = lambda *error: False) -> N
             assert len(states) <= 1, (
                 f"seed {SEED}: after step {step} the states of those who contribute differ: {notes}"
             )
-    epochs = stored_epochs(running)
-    assert epochs == sorted(set(epochs)), f"seed {SEED}: an epoch was used twice: {epochs}"
-    assert not [event for event in running.events if event["kind"] == "failed"]
 
 
 def stored_epochs(running: Job) -> list[int]:

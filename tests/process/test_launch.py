@@ -163,7 +163,7 @@ def test_a_rank_has_its_place_in_the_environment(here: Path) -> None:
         ranks_per_replica=2,
         transport="tcp",
         heartbeat_timeout=1.5,
-        env={MARK: str(here), "OMP_NUM_THREADS": "1", "FTCOMM_ENGINE": "host"},  # others have no TCP
+        env={MARK: str(here), "OMP_NUM_THREADS": "1", "FTCOMM_ENGINE": "host"},
     )
     assert job.run() == run.FINISHED, job.lines
     assert sorted(job.lines) == [(0, 0, "served rank 1"), (1, 0, "served rank 1")]

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 pytestmark = pytest.mark.protocol
 
@@ -329,8 +330,7 @@ def test_a_run_inside_a_rank(shell: Shell) -> None:
 
 
 def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     argv = ("coordinator", "--replicas", "3", "--ranks-per-replica", "2", "--port", port, "--heartbeat-timeout", "2")
     for _ in range(2):
         command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})

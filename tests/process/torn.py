@@ -7,7 +7,7 @@ reduced   the same for its shard of the reduced chunk                  both
 read      some shards of the others are copied into its result         both
 taken     the last of the result is there, and the word does not say so both
 frame     half of a frame is in the socket                             tcp
-put       a put is under way, and nobody looks for its end             nixl
+put       a put is under way, and nobody announces it                  nixl
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import ftcomm
 from ftcomm.collective import stream
-from ftcomm.transport import nixl_agent, tcp
+from ftcomm.transport import nixl_puts, tcp
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 
 from . import inside
@@ -35,8 +35,8 @@ _WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
 def reduce_and_stop(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """`reduce_forever`; the first life of the rank `arguments["victim"]` stops at `arguments["place"]`."""
     if [group.replica, group.rank] == list(arguments["victim"]) and first_life(arguments["marks"]):
-        engine = group.settings.engine
-        stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind), engine)
+        kernels = group.settings.kernels_run_ops
+        stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind), kernels)
     reduce_forever(group, notes, arguments)
 
 
@@ -48,7 +48,7 @@ def first_life(folder: str | Path) -> bool:
     return True
 
 
-def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: None, engine: str = "host") -> None:
+def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: None, kernels: bool = False) -> None:
     """Stop this process the `times`-th time that `place` is reached; `note` hears "stopped" before, "woke" after."""
     left = times
 
@@ -62,7 +62,7 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once, before the next line
         note("woke")
 
-    if engine == "interpret":
+    if kernels:
 
         def at(reached: str) -> None:
             if reached == place and now():
@@ -80,14 +80,15 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
 
         tcp.Reader.send = send_torn  # type: ignore[method-assign, assignment]
     elif place == "put":
-        put = nixl_agent.Endpoint.put
+        post = nixl_puts.Puts.post
 
-        def put_and_stop(self: nixl_agent.Endpoint, remote: Any, rail: int, payload: memoryview, *rest: Any) -> None:
-            put(self, remote, rail, payload, *rest)
+        def post_and_stop(self: nixl_puts.Puts, remote: Any, rail: int, payload: memoryview, *rest: Any) -> bool:
+            ended = post(self, remote, rail, payload, *rest)
             if len(payload) > 1000 and now():
                 stop()
+            return ended
 
-        nixl_agent.Endpoint.put = put_and_stop  # type: ignore[method-assign, assignment]
+        nixl_puts.Puts.post = post_and_stop  # type: ignore[method-assign, assignment]
     elif place in _WORDS:
         publish = stream.Stream._publish
 
@@ -98,7 +99,7 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
 
         stream.Stream._publish = publish_late  # type: ignore[method-assign]
     else:
-        make_lane = stream.Stream._lane
+        make_lane = stream.Stream.lane
 
         def torn_lane(self: stream.Stream, *args: Any) -> Any:
             lane = make_lane(self, *args)
@@ -109,7 +110,7 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
                     lane.reduced = TornList(lane.reduced, stop)
             return lane
 
-        stream.Stream._lane = torn_lane  # type: ignore[method-assign]
+        stream.Stream.lane = torn_lane  # type: ignore[method-assign]
 
 
 class _Once:
@@ -132,11 +133,11 @@ class _Once:
 
 class TornArray(_Once):
     def __setitem__(self, key: Any, values: Any) -> None:
-        half = len(values) // 2
-        self._real[:half] = values[:half]
+        there, half = self._real[key], len(values) // 2
+        there[:half] = values[:half]
         if self._first():
             self._stop()
-        self._real[half:] = values[half:]
+        there[half:] = values[half:]
 
 
 class TornList(_Once):
