@@ -1,8 +1,8 @@
 """`ftcomm bench page`: docs/performance.md from the JSON results that are kept, and from nothing else.
 
 A section for each kind of result, by its newest file on each processor. What was not measured says by which command it
-would be. The page
-is committed; a test renders it again and compares, so a figure in it cannot drift away from its measurement.
+would be. The page is committed; a test renders it again and compares, so a figure in it cannot drift away from what was
+measured.
 """
 
 from __future__ import annotations
@@ -79,33 +79,30 @@ def render(results: Mapping[str, Result]) -> str:
     lines = METHOD.strip().splitlines()
     for kind, (title, command, section) in SECTIONS.items():
         lines += ["", f"## {title}"]
-        if kind in results:
-            for result in (results[kind], *results[kind].elsewhere):
-                lines += ["", *section(result), "", result.machine]
-        else:
+        if kind not in results:
             lines += ["", f"Not measured yet; `{command}` does."]
+            continue
+        newest = results[kind]
+        for result in (newest, *newest.elsewhere):
+            lines += ["", *section(result)]
+            if result is newest and (picture := _picture(kind, result)):
+                lines += ["", f"![{picture.shows}]({_file(kind)})"]
+            lines += ["", result.machine]
     return "\n".join(lines) + "\n"
 
 
 def pictures(results: Mapping[str, Result], folder: Path) -> list[Path]:
     """Draw what the page shows, from the same files, as PNG and SVG. Needs matplotlib."""
-    from ftcomm.bench import collective, collective_plot, fleet, fleet_plot, recovery, recovery_plot
-
     drawn = []
-    if "allreduce" in results and _has_places(results["allreduce"]):
-        data, path = results["allreduce"].data, folder / "performance-allreduce.png"
-        collective_plot.draw(msgspec.convert(data["rows"], list[collective.Row]), data["header"], path)
-        drawn.append(path)
-    if "recovery" in results and _has_faults(results["recovery"]):
-        data, path = results["recovery"].data, folder / "performance-recovery.png"
-        events = msgspec.convert(data["events"], list[recovery.Event], str_keys=True)
-        recovery_plot.draw(events, recovery.Request(**data["request"]), data["header"], path)
-        drawn.append(path)
-    if "fleet" in results:
-        path = folder / "performance-fleet.png"
-        fleet_plot.draw(msgspec.convert(results["fleet"].data["rows"], list[fleet.Row]), path)
-        drawn.append(path)
+    for kind, result in results.items():
+        if picture := _picture(kind, result):
+            drawn.append(folder / _file(kind))
+            picture.draw(result.data, drawn[-1])
     return drawn
+
+
+def _file(kind: str) -> str:
+    return f"performance-{kind}.png"
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -132,8 +129,6 @@ def _allreduce(result: Result) -> list[str]:
             ratios = row["round_ratio"] if row else []
             cells.append(f"{row['ratio']:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if row and ratios else "-")
         lines.append(_line(*cells))
-    if _has_places(result):
-        lines += ["", "![Time and bandwidth by size](performance-allreduce.png)"]
     return lines
 
 
@@ -165,8 +160,6 @@ def _recovery(result: Result) -> list[str]:
             f"{median(beyond):+.0f} ms, p99 {percentile(beyond, 99):+.0f}, the last at {max(beyond):+.0f}. "
             f"Survivors sent {again:.1f} MB again at most, and {bound:.1f} MB can be in flight.",
         ]
-    if _has_faults(result) and not silent:
-        lines += ["", "![What each stall is made of](performance-recovery.png)"]
     return lines
 
 
@@ -279,7 +272,7 @@ def _fleet(result: Result) -> list[str]:
             lines.append(_line(pipeline["name"], "from death to the op's return", drawn, "drawn from `bench recovery`"))
             found = f"{pipeline['silent_share']:.0%} of failures are silent"
             lines.append(_line(pipeline["name"], found, f"{pipeline['silence']:.3f}", "the heartbeat timeout"))
-    return [*lines, "", "![Effective time by size and by stall](performance-fleet.png)"]
+    return lines
 
 
 def _train(result: Result) -> list[str]:
@@ -361,12 +354,56 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
 }
 
 
-def _has_places(result: Result) -> bool:
-    return any("in_place" in row for row in result.data["rows"])
+# -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def _has_faults(result: Result) -> bool:
-    return any("fault" in event for event in result.data["events"])
+class Picture(NamedTuple):
+    """Of the sections made by one function: what it shows, of which results it can be drawn, and how."""
+
+    shows: str
+    fits: Callable[[Mapping[str, Any]], bool]
+    draw: Callable[[Mapping[str, Any], Path], object]
+
+
+def _draw_allreduce(data: Mapping[str, Any], path: Path) -> None:
+    from ftcomm.bench import collective, collective_plot
+
+    collective_plot.draw(msgspec.convert(data["rows"], list[collective.Row]), data["header"], path)
+
+
+def _draw_recovery(data: Mapping[str, Any], path: Path) -> None:
+    from ftcomm.bench import recovery, recovery_plot
+
+    events = msgspec.convert(data["events"], list[recovery.Event], str_keys=True)
+    recovery_plot.draw(events, recovery.Request(**data["request"]), data["header"], path)
+
+
+def _draw_fleet(data: Mapping[str, Any], path: Path) -> None:
+    from ftcomm.bench import fleet, fleet_plot
+
+    fleet_plot.draw(msgspec.convert(data["rows"], list[fleet.Row]), path)
+
+
+def _has_places(data: Mapping[str, Any]) -> bool:
+    return any("in_place" in row for row in data["rows"])
+
+
+def _has_stages(data: Mapping[str, Any]) -> bool:
+    """Of a stall that is more than the silence before it."""
+    return any("fault" in e for e in data["events"]) and not any(e.get("heartbeat_ms") for e in data["events"])
+
+
+PICTURES: dict[Section, Picture] = {
+    _allreduce: Picture("Time and bandwidth by size", _has_places, _draw_allreduce),
+    _recovery: Picture("What each stall is made of", _has_stages, _draw_recovery),
+    _fleet: Picture("Effective time by size and by stall", lambda data: True, _draw_fleet),
+}
+
+
+def _picture(kind: str, result: Result) -> Picture | None:
+    """What is drawn of the newest result of a kind, if anything."""
+    picture = PICTURES.get(SECTIONS[kind][2]) if kind in SECTIONS else None
+    return picture if picture and picture.fits(result.data) else None
 
 
 def _who(row: Mapping[str, Any]) -> str:

@@ -89,6 +89,10 @@ def test_recoveries_of_all_and_from_before_there_were_faults() -> None:
     ours = "| ftcomm | 2 x kill | 2.0, 2.0 | 5.5, 5.5 | 30.0, 30.0 | 20.0, 20.0 | 1500.0, 1500.0 | 1.0 MB | 0 of 2 |"
     assert ours in text
     assert "| gloo | 1 x kill | 2.0, 2.0 | - | never | 20.0, 20.0 | 1500.0, 1500.0 | - | 1 of 1 |" in text
+    assert "performance-recovery.png" in text
+    smaller = render({"recovery-16m": result(request=request, events=[EVENT])})
+    assert "performance-recovery-16m.png" in smaller
+    assert "performance-recovery.png" not in smaller
     new = ("view_ms", "resume_ms", "bytes_resent", "library", "fault", "steps_lost")
     old = {k: v for k, v in EVENT.items() if k not in new}
     text = render({"recovery": result(request=request, events=[old])})
