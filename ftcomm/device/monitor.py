@@ -168,8 +168,8 @@ class Monitor:
                     op.finals[task.chunk] = task.contributors or view.contributors
             if op is not self._replay:
                 self._watch.returns(op)
+            self._returned(op)  # before anybody is told: who calls next then hears of its error
             flight.return_first()
-            self._returned(op)
         self._forget()
 
     def _has_returned(self, op: Operation) -> bool:

@@ -248,11 +248,14 @@ def test_an_error_for_which_nobody_waits_is_raised_by_the_next_call_once(played:
     op = member.submit()
     assert member.exchange.wait(op), "the caller has to wait for more than its stream"
     assert device.released == [1]
+    finish, kept = op.finish, []
+    op.finish = lambda error=None: (kept.append(member.exchange._unheard), finish(error))[1]  # type: ignore[method-assign]
     device.begin(0, 0)
     device.find_differences(0)
     until("the host has heard", lambda: device.ctl[words.HEARD] == 1)
     device.leave(returned=True)
     assert op.wait(30)
+    assert kept == [op.error], "who calls when the op is done would not hear of it"
     with pytest.raises(MismatchError, match="made different calls"):
         member.submit()
     device.begin(1, 1)
