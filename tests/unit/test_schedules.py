@@ -375,9 +375,13 @@ def test_survivors_finish_with_equal_bytes(block: int, segments: dict[int, Segme
             raise
 
 
-def test_the_schedules_have_shown_every_collective() -> None:
-    """After those above. All can return, and those whose data one member gives, and no other, can fail for its loss."""
-    if "allreduce" not in DONE:
-        pytest.skip("the schedules have not run")
+def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment]) -> None:
+    """All can return, and those whose data one member gives, and no other, can fail for its loss. Of the schedules above
+    this process may have played few, where several share them out."""
+    can_fail = {"broadcast", "all_gather", "gather", "scatter", "all_to_all"}
+    for seed in range(600):
+        if set(script.KINDS) <= DONE and can_fail <= LOST:
+            break
+        World(seed, segments).run()
     assert set(script.KINDS) == DONE
-    assert {"broadcast", "all_gather", "gather", "scatter", "all_to_all"} == LOST - {False}
+    assert can_fail == LOST - {False}
