@@ -302,13 +302,13 @@ def test_a_case_knows_the_right_result_and_a_wrong_one(name: str, dtype: str, re
 # ---- turns ----------------------------------------------------------------------------------------------------------
 
 
-def play(path: str, job: str, rank: int, answers: list[Block | None]) -> None:
-    """A rank that answers so, and leaves at None."""
-    seat = Seat(path, job, rank)
-    for _, answer in zip(seat.turns(), answers, strict=False):
-        if answer is None:
-            return
-        seat.answer(answer)
+def play(path: str, job: str, rank: int, answers: list[Block]) -> None:
+    """A rank that answers so, and then not any more; it stays until the command has gone."""
+    seat, left = Seat(path, job, rank), iter(answers)
+    for _ in seat.turns():
+        answer = next(left, None)
+        if answer is not None:
+            seat.answer(answer)
 
 
 def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
@@ -325,17 +325,17 @@ def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
             playing = asyncio.gather(*players)
             await turns.expect("peer", 2, process)
             turn = Turn("peer", 0)
-            assert [b.times for b in await turns.turn("peer", turn, 10, process)] == [[1], [3]]
+            assert [b.times for b in await turns.turn("peer", turn, 60, process)] == [[1], [3]]
             with pytest.raises(Refused, match="no such op"):
-                await turns.turn("peer", turn, 10, process)
-            assert [b.times for b in await turns.turn("peer", turn, 10, process)] == [[2], [4]]
+                await turns.turn("peer", turn, 60, process)
+            assert [b.times for b in await turns.turn("peer", turn, 60, process)] == [[2], [4]]
             with pytest.raises(Gone, match="it broke"):  # though the other rank never answers
-                await turns.turn("peer", turn, 10, process)
+                await turns.turn("peer", turn, 60, process)
             with pytest.raises(Gone, match="was not done"):
                 await turns.turn("peer", turn, 0.05, process)
             process.set_result("rank 1 ended with signal SIGKILL")
             with pytest.raises(Gone, match="SIGKILL"):
-                await turns.turn("peer", turn, 10, process)
+                await turns.turn("peer", turn, 60, process)
         await playing
 
     asyncio.run(command())
