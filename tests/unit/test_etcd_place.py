@@ -99,18 +99,20 @@ def test_answers_that_are_none(
     monkeypatch.setattr(Answers, "status", status)
     monkeypatch.setattr(Answers, "body", body.encode() if isinstance(body, str) else json.dumps(body).encode())
     with pytest.raises(kind) as error:
-        Etcd(Place.parse(f"etcd://127.0.0.1:{port}/job", {}), 5).grant(5)
+        Etcd(Place.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5)
     assert f"127.0.0.1:{port}" in str(error.value)
     assert said in str(error.value)
 
 
 def test_who_answers_is_asked_and_every_other_one_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answers, "body", b'{"ID": "7", "TTL": "5"}')
-    with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("127.0.0.1", 0)) as closed:
+    with socket.create_server(("127.0.0.1", 0)) as deaf, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # does not listen, and nobody else gets the port
         gone = closed.getsockname()[1]
-        closed.close()
         others = f"127.0.0.1:{gone},127.0.0.1:{deaf.getsockname()[1]}"
-        assert Etcd(Place.parse(f"etcd://{others},127.0.0.1:{port}/job", {}), 0.2).grant(5) == (7, 5)
+        asks = Etcd(Place.parse(f"etcd://{others},127.0.0.1:{port}/job", {}), 30)
+        asks._clients[1].timeout = 0.2  # of the deaf one
+        assert asks.grant(5) == (7, 5)
         with pytest.raises(Away) as error:
             Etcd(Place.parse(f"etcd://{others}/job", {}), 0.2).grant(5)
         assert f"127.0.0.1:{gone}: Connection refused; " in str(error.value)

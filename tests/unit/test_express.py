@@ -93,11 +93,13 @@ def test_an_op_goes_on_as_usual_from_where_it_stopped(seen: Seen, monkeypatch: p
     monkeypatch.setattr(Express, "_raise", impatient)
     with Rig(range(3)) as rig:
         rig.view(range(3))
-        for number in range(9):
+        for number in range(MANY):
             ops = made(range(3), number, 16)
             all_run(rig, ops)
             for one in ops.values():
                 check(one, 7)
+            if number >= 8 and True in seen.ended:
+                break
     assert True in seen.ended
     assert False in seen.ended
 
@@ -111,7 +113,10 @@ def test_a_member_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, word: i
         if which == word and self._view.me == 2 and target & 0xFFFFFFFF == 3:
             stopped.set()
             raise SystemExit
-        return raised(self, which, target)
+        came = raised(self, which, target)
+        while not came and self._view.me == 2 and target & 0xFFFFFFFF == 3:  # else it would go on as usual
+            came = raised(self, which, target)
+        return came
 
     monkeypatch.setattr(Express, "_raise", stops)
     with Rig(range(3)) as rig:
@@ -120,7 +125,7 @@ def test_a_member_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, word: i
             all_run(rig, made(range(3), number, 16))
         ops = made(range(3), 2, 16)
         callers = [Caller.start(rig.members[m].exchange.run, ops[m]) for m in range(3)]
-        assert stopped.wait(10)
+        assert stopped.wait(DEADLINE)
         rig.view((0, 1))
         for caller in callers[:2]:
             caller.join()
@@ -162,7 +167,7 @@ def test_no_op_returns_before_all_have_taken_it(monkeypatch: pytest.MonkeyPatch)
     def waits(self: Express, which: int, target: int) -> bool:
         if which == TAKEN and self._view.me == 1:
             there.set()
-            assert go.wait(60)
+            assert go.wait(DEADLINE)
         return raised(self, which, target)
 
     monkeypatch.setattr(Express, "_raise", waits)
@@ -211,6 +216,6 @@ def test_an_op_that_another_thread_adds_in_the_middle_is_not_forgotten(monkeypat
         caller.join(DEADLINE)
         if second[0].number < 0:
             pytest.fail("it did not go in one go")
-        assert second[0].wait(5), "it was never posted"
+        assert second[0].wait(DEADLINE), "it was never posted"
         check(first[0], 7)
         check(second[0], 7)

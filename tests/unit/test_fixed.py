@@ -115,7 +115,7 @@ def test_who_did_not_come_is_named() -> None:
 
         def make(i: int) -> str:
             with pytest.raises(TransportError) as raised:
-                FixedGroup.from_handles(ranks.endpoints[i], "g", ranks.handles, timeout=1.0)
+                FixedGroup.from_handles(ranks.endpoints[i], "g", ranks.handles, timeout=3.0)
             return str(raised.value)
 
         two, three = together(lambda i: make(i + 2), 2)
@@ -138,7 +138,7 @@ def test_members_that_mean_different_groups_are_told() -> None:
 
         def make(i: int) -> str:
             with pytest.raises((ArgumentError, TransportError)) as raised:
-                FixedGroup.from_handles(ranks.endpoints[i], "g", handles[i], timeout=0.5)
+                FixedGroup.from_handles(ranks.endpoints[i], "g", handles[i], timeout=DEADLINE)
             return str(raised.value)
 
         assert any("of other members, or in another order" in text for text in together(make, 2))
@@ -222,6 +222,7 @@ def test_an_op_that_not_all_call_times_out_and_ends_the_group(transport: str) ->
 
         texts = together(reduce, 2)
         assert any("op 0 has waited 0.5 s for " in text and "rank 2 (127.0.0.1" in text for text in texts)
+        until(lambda: groups[2].error is not None)
         with pytest.raises(LostError, match=r"has given up: .* has waited"):
             groups[2].allreduce(np.zeros(10))
 

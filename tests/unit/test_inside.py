@@ -86,6 +86,9 @@ def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
     inside, other = Inside(first), Inside(second)
     with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
         inside.exchange(b"alone")
+    inside.close()
+    other.close()
+    first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         inside, other = Inside(first), Inside(second)
         assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2

@@ -25,6 +25,7 @@ from ftcomm.transport.segment import Segment
 from ftcomm.transport.shm import ShmPeer
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.fixed_rig import together
+from tests.unit.test_post import expire
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
@@ -243,10 +244,11 @@ def test_a_message_that_fails_ends_when_no_copy_touches_it(members: list[Rank], 
 
     slots.on_copy = stop
     x, out = noise(SIZE), np.zeros(SIZE, np.uint8)
-    sent = members[0].send(x, 1, sms=0, async_op=True, timeout=0.3 if who == "sender" else None)
-    received = members[1].recv(out, 0, sms=0, async_op=True, timeout=0.3 if who == "receiver" else None)
+    sent = members[0].send(x, 1, sms=0, async_op=True)
+    received = members[1].recv(out, 0, sms=0, async_op=True)
     assert copying.wait(DEADLINE)
     mine, other = (sent, received) if who == "sender" else (received, sent)
+    expire(members[who == "receiver"], mine)
     with pytest.raises((LostError, CollectiveTimeout)):
         other.wait()  # has heard that it is over
     assert not mine.done()

@@ -16,6 +16,8 @@ from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.links import Listener, listen, open_socket
 
+DEADLINE = 60.0  # s
+
 
 def answer(sock: socket.socket, token: str) -> list[object]:
     """Drive the server side of a handshake in a thread; the list gets what came of it."""
@@ -26,7 +28,7 @@ def answer(sock: socket.socket, token: str) -> list[object]:
             conn, _ = sock.accept()
             conn.setblocking(False)
             try:
-                outcome.append(await wire.handshake(conn, wire.server_steps(token), 2.0))
+                outcome.append(await wire.handshake(conn, wire.server_steps(token), DEADLINE))
             except OSError as error:
                 outcome.append(error)
             finally:
@@ -49,9 +51,9 @@ def port():
 
 def test_blocking_client_is_let_in(port: socket.socket) -> None:
     outcome = answer(port, "secret")
-    with wire.connect(port.getsockname(), "secret", "data", {"replica": 3, "name": "x"}, 2.0):
+    with wire.connect(port.getsockname(), "secret", "data", {"replica": 3, "name": "x"}, DEADLINE):
         pass
-    outcome[0].join(5)
+    outcome[0].join(DEADLINE)
     opening = outcome[1]
     assert isinstance(opening, wire.Opening)
     assert opening.purpose == "data"
@@ -61,8 +63,8 @@ def test_blocking_client_is_let_in(port: socket.socket) -> None:
 def test_wrong_token_is_refused_on_both_sides_with_the_mend(port: socket.socket) -> None:
     outcome = answer(port, "secret")
     with pytest.raises(wire.HandshakeError, match="FTCOMM_TOKEN"):
-        wire.connect(port.getsockname(), "guess", "data", {}, 2.0)
-    outcome[0].join(5)
+        wire.connect(port.getsockname(), "guess", "data", {}, DEADLINE)
+    outcome[0].join(DEADLINE)
     assert isinstance(outcome[1], wire.HandshakeError)
 
 
@@ -80,7 +82,7 @@ def test_server_without_the_token_is_not_trusted(port: socket.socket) -> None:
 
     threading.Thread(target=serve, daemon=True).start()
     with pytest.raises(wire.HandshakeError, match="token"):
-        wire.connect(port.getsockname(), "secret", "data", {}, 2.0)
+        wire.connect(port.getsockname(), "secret", "data", {}, DEADLINE)
 
 
 def test_another_version_is_refused_with_both_versions(port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +90,11 @@ def test_another_version_is_refused_with_both_versions(port: socket.socket, monk
     steps = wire.client_steps("secret", "data", {})
     opening = msgspec.msgpack.decode(next(steps), type=wire.Opening)
     old = msgspec.msgpack.encode(msgspec.structs.replace(opening, version=wire.VERSION + 1))
-    with socket.create_connection(port.getsockname(), timeout=2) as sock:
+    with socket.create_connection(port.getsockname(), timeout=DEADLINE) as sock:
         sock.sendall(len(old).to_bytes(4, "big") + old)
         length = int.from_bytes(sock.recv(4), "big")
         challenge = msgspec.msgpack.decode(sock.recv(length), type=wire.Challenge)
-    outcome[0].join(5)
+    outcome[0].join(DEADLINE)
     assert f"version {wire.VERSION + 1}, expected {wire.VERSION}" in challenge.refused
 
 
@@ -111,9 +113,9 @@ def test_garbage_never_gets_past_the_server(data: bytes) -> None:
 
 def test_a_long_first_frame_is_not_read(port: socket.socket) -> None:
     outcome = answer(port, "secret")
-    with socket.create_connection(port.getsockname(), timeout=2) as sock:
+    with socket.create_connection(port.getsockname(), timeout=DEADLINE) as sock:
         sock.sendall((1 << 30).to_bytes(4, "big"))
-        outcome[0].join(5)
+        outcome[0].join(DEADLINE)
     assert "at most" in str(outcome[1])
 
 
@@ -129,7 +131,7 @@ def test_asyncio_client_and_listener() -> None:
         listener = Listener(sock, "secret", peer)
         client = await open_socket(sock.getsockname(), "secret", "member", {})
         client.close()
-        purpose = await asyncio.wait_for(arrived, 2)
+        purpose = await asyncio.wait_for(arrived, DEADLINE)
         await listener.close()
         return purpose
 

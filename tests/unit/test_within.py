@@ -19,9 +19,9 @@ def test_the_work_ends_it() -> None:
     async def fail() -> None:
         raise OSError("broken")
 
-    assert asyncio.run(within(10.0, work())) == 7
+    assert asyncio.run(within(60.0, work())) == 7
     with pytest.raises(OSError, match="broken"):
-        asyncio.run(within(10.0, fail()))
+        asyncio.run(within(60.0, fail()))
 
 
 def test_time_ends_it_and_the_work() -> None:
@@ -47,7 +47,7 @@ def test_a_cancellation_is_never_lost(turns: int) -> None:
         reached = []
 
         async def stranger() -> None:
-            await within(10.0, gate.wait())
+            await within(60.0, gate.wait())
             reached.append(True)
             await asyncio.Event().wait()
 
@@ -57,7 +57,7 @@ def test_a_cancellation_is_never_lost(turns: int) -> None:
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=5.0)
+        done, _ = await asyncio.wait({task}, timeout=60.0)
         return bool(done) and task.cancelled()
 
     assert asyncio.run(scene())
