@@ -376,8 +376,8 @@ def test_survivors_finish_with_equal_bytes(block: int, segments: dict[int, Segme
 
 
 def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment]) -> None:
-    """All can return, and those whose data one member gives, and no other, can fail for its loss. Of the schedules above
-    this process may have played few, where several share them out."""
+    """All can return, and those whose data one member gives, and no other, can fail for its loss. Of the schedules
+    above this process may have played few, where several share them out."""
     can_fail = {"broadcast", "all_gather", "gather", "scatter", "all_to_all"}
     for seed in range(600):
         if set(script.KINDS) <= DONE and can_fail <= LOST:
