@@ -13,13 +13,14 @@ class Detector(Generic[Peer]):
 
     It must be ticked several times per timeout. A gap between ticks of more than half the timeout means that the
     observer itself did not run (a stopped process, a suspended machine), so the silence proves nothing: every peer is
-    given a full timeout again.
+    given a full timeout again. That is no sign of life of anybody: `within` goes by what was heard.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._heard: dict[Peer, float] = {}
         self._ticked: float | None = None
+        self._since = float("-inf")  # silence before that proves nothing
 
     def heard(self, peer: Peer, now: float) -> None:
         self._heard[peer] = now
@@ -34,6 +35,7 @@ class Detector(Generic[Peer]):
     def silent(self, now: float) -> dict[Peer, float]:
         """Peers that are suspected, with the seconds of their silence."""
         if self._ticked is not None and now - self._ticked > self.timeout / 2:
-            self._heard = dict.fromkeys(self._heard, now)
+            self._since = now
         self._ticked = now
-        return {peer: now - at for peer, at in self._heard.items() if now - at > self.timeout}
+        silence = {peer: now - max(at, self._since) for peer, at in self._heard.items()}
+        return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}

@@ -331,3 +331,20 @@ def test_nobody_is_sent_away_before_that_is_written_down() -> None:
     actions = script.coordinator.receive(0, suspect, now=1.0)
     kinds = [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
     assert kinds.index(Persist) < kinds.index(m.Expelled) < kinds.index(m.NewView)
+
+
+def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stood_still() -> None:
+    """That it gives all of them time again is no sign of life of the stopped one."""
+    script = Script(2)
+    for beat in range(2, 30):
+        now = float(beat)
+        if 7 < beat < 13:  # the coordinator does not run, for more than half of the silence
+            continue
+        script.do(script.coordinator.receive(1, m.Heartbeat(0), now))
+        if beat < 3:
+            script.do(script.coordinator.receive(0, m.Heartbeat(0), now))
+        if beat == 7:
+            script.do(script.coordinator.receive(1, m.Suspect(0, "life-0", "silent for 5.0 s", False), now))
+        script.do(script.coordinator.tick(now))
+        assert 1 in script.newest[0]
+    assert script.newest == ((1,), {1})

@@ -23,6 +23,17 @@ def test_an_observer_that_did_not_run_suspects_nobody() -> None:
     assert list(detector.silent(65.5)) == ["a"]
 
 
+def test_an_observer_that_did_not_run_has_heard_nobody() -> None:
+    detector: Detector[str] = Detector(5.0)
+    detector.heard("a", 0.0)
+    detector.heard("b", 0.0)
+    detector.silent(0.5)
+    detector.silent(60.0)
+    detector.heard("b", 60.0)
+    assert not detector.within("a", 2.0, 60.0)
+    assert detector.within("b", 2.0, 60.0)
+
+
 def test_forgotten_peers_are_not_suspected() -> None:
     detector: Detector[str] = Detector(5.0)
     detector.heard("a", 0.0)
