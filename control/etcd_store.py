@@ -39,6 +39,7 @@ T = TypeVar("T")
 SHORTEST = 2  # s of a lease, as etcd has it
 PATIENCE = 10.0  # s for an etcd that does not answer at the start, or at the end
 PAUSE = 0.25  # s between two attempts
+LATE = 3.0  # s after its end until a busy etcd has ended a lease
 WORDS, BEATS = 0, 1  # our two threads: nothing keeps the lease waiting
 
 
@@ -105,6 +106,7 @@ class EtcdStore(Store):
         since = began  # when we met the present owner
         met: Record | None = None
         while True:
+            looked = now()
             try:
                 there = await self._attempt(met)
             except etcd.Away as away:
@@ -117,11 +119,13 @@ class EtcdStore(Store):
             owner, term = there
             if owner is not None and owner != met:
                 met, since = owner, now()
-                wait = "takes over when it is gone" if self._standby else f"looks for {owner.lease + 1} s if it lives"
+                wait = (
+                    "takes over when it is gone" if self._standby else f"looks for {owner.lease + LATE:g} s if it lives"
+                )
                 self.tell(f"{owner} has the job {self._prefix}; this one {wait}")
             elif owner is None and term is None and met is not None:
                 raise JobOver(f"{met} has ended the job {self._prefix}; there is nothing left to take over")
-            if met is not None and owner == met and not self._standby and now() - since > owner.lease + 1:
+            if met is not None and owner == met and not self._standby and looked - since > owner.lease + LATE:
                 raise StoreError(
                     f"{owner} has the job {self._prefix}; two of one job must not run. Stop that one, let this one "
                     "wait for its end with --standby, or give this job another name in --store"

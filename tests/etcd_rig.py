@@ -15,7 +15,7 @@ import pytest
 
 from tests.ports import free_port
 
-STARTS = 30.0  # s that it may take to start
+STARTS = 60.0  # s that it may take to start
 
 
 def binary() -> Path:
@@ -29,10 +29,11 @@ class EtcdServer:
 
     def __init__(self, folder: Path, *options: str, scheme: str = "http") -> None:
         self.folder = folder
-        self.port, others = free_port(), free_port()
+        self.port, self._health, others = free_port(), free_port(), free_port()
         here = f"{scheme}://127.0.0.1:{self.port}"
         self._command = [str(binary()), "--data-dir", str(folder / "etcd"), "--log-level", "warn"]
         self._command += ["--listen-client-urls", here, "--advertise-client-urls", here]
+        self._command += ["--listen-metrics-urls", f"http://127.0.0.1:{self._health}"]  # to ask without a certificate
         self._command += ["--listen-peer-urls", f"http://127.0.0.1:{others}", *options]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -41,13 +42,11 @@ class EtcdServer:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         end = time.monotonic() + STARTS
         while time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                if "https" in " ".join(self._command):
+            health = f"http://127.0.0.1:{self._health}/health"
+            with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:
+                if b'"true"' in answer.read():
+                    socket.create_connection(("127.0.0.1", self.port), 1).close()
                     return
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
-                    if b'"true"' in answer.read():
-                        return
             assert self._process.poll() is None, (self.folder / "etcd.log").read_text()[-2000:]
             time.sleep(0.05)
         raise AssertionError(f"etcd has not started: {(self.folder / 'etcd.log').read_text()[-2000:]}")

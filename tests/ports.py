@@ -12,7 +12,8 @@ import socket
 
 _FIRST, _EACH = 10_000, 5_000  # up to 30,000: four workers; Linux gives out those from 32,768 on
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-_ports = itertools.cycle(range(_FIRST + _WORKER * _EACH, _FIRST + (_WORKER + 1) * _EACH))
+_BEGIN = os.getpid() % _EACH  # so that two runs of the tests on one machine seldom choose the same
+_ports = itertools.cycle([_FIRST + _WORKER * _EACH + (_BEGIN + number) % _EACH for number in range(_EACH)])
 
 
 def free_port() -> int:

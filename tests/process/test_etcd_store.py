@@ -14,14 +14,15 @@ import trustme
 
 from ftcomm.control import etcd
 from ftcomm.control.etcd import Etcd, Place
-from ftcomm.control.etcd_store import EtcdStore, now
+from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import JobOver, StoreError
 from ftcomm.control.views import Address, Member, View
 from tests.etcd_rig import EtcdServer, etcd_server
 
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
 
-LEASE = 2.0
+LEASE = 30.0  # s; long, so that on a busy machine none ends that is not to
+SHORT = 5.0  # of those whose end is waited for
 SECRET = "hush"
 
 
@@ -43,8 +44,10 @@ def view(epoch: int) -> View:
 class Store(EtcdStore):
     """One that keeps what it says."""
 
-    def __init__(self, url: str, port: int = 1, standby: bool = False, env: dict[str, str] | None = None) -> None:
-        super().__init__(Place.parse(url, env or {}), port, LEASE, standby)
+    def __init__(
+        self, url: str, port: int = 1, standby: bool = False, env: dict[str, str] | None = None, lease: float = LEASE
+    ) -> None:
+        super().__init__(Place.parse(url, env or {}), port, lease, standby)
         self.said: list[str] = []
         self.tell = self.said.append
 
@@ -60,7 +63,7 @@ class Store(EtcdStore):
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
+        await asyncio.wait_for(test(), 100)
 
     asyncio.run(bounded())
 
@@ -97,22 +100,29 @@ def test_a_lease_that_was_taken_away_is_noticed_by_who_writes(url: str) -> None:
     run(test)
 
 
-def test_who_was_not_sure_for_a_moment_is_in_doubt() -> None:
+def test_who_was_not_sure_for_a_moment_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that keeps the lease comes late, but in its time. What was to be said meanwhile was not said."""
+    time = 100.0
+    monkeypatch.setattr("ftcomm.control.etcd_store.now", lambda: time)
 
     async def test() -> None:
-        store, may_answer = Store("etcd://127.0.0.1:1/job"), threading.Event()
+        nonlocal time
+        store = Store("etcd://127.0.0.1:1/job")
+        asked, may_answer = threading.Event(), threading.Event()
 
         def late(lease: int) -> int:
+            asked.set()
             may_answer.wait(30)
             return 60
 
         store._beats.keep_alive = late  # type: ignore[method-assign]
-        store._until = now() + 0.2
+        store._until = time + 1
         keeper = asyncio.ensure_future(store._keep())
-        assert store.sure
-        while store.sure:
+        while not asked.is_set():
             await asyncio.sleep(0.01)
+        assert store.sure
+        time += 2
+        assert not store.sure
         may_answer.set()
         await store.doubt()
         await keeper
@@ -174,7 +184,9 @@ def test_the_last_two_views_come_back_and_nothing_grows(url: str) -> None:
 
 def test_a_second_one_is_refused_with_the_name_of_the_first(url: str) -> None:
     async def test() -> None:
-        first, second = Store(url, 4711), Store(url)
+        first, second = Store(url, 4711, lease=2.0), Store(url)
+        grant = first._etcd.grant
+        first._etcd.grant = lambda seconds: grant(60)  # type: ignore[method-assign]  # it lives, however busy the machine
         await first.acquire()
         with pytest.raises(StoreError, match=r"port 4711 .* has the job .*two of one job must not run.*--standby"):
             await second.acquire()
@@ -188,7 +200,7 @@ def test_a_second_one_is_refused_with_the_name_of_the_first(url: str) -> None:
 
 def test_one_that_was_killed_is_waited_for_as_long_as_its_lease_lasts(url: str) -> None:
     async def test() -> None:
-        first, second = Store(url), Store(url)
+        first, second = Store(url, lease=SHORT), Store(url)
         await first.acquire()
         await first.append(view(1))
         first.fall_silent()
@@ -201,7 +213,7 @@ def test_one_that_was_killed_is_waited_for_as_long_as_its_lease_lasts(url: str) 
 
 def test_a_standby_takes_over_and_who_comes_back_is_fenced(url: str) -> None:
     async def test() -> None:
-        first, second = Store(url), Store(url, 4712, standby=True)
+        first, second = Store(url, lease=SHORT), Store(url, 4712, standby=True)
         await first.acquire()
         await first.append(view(1))
         taking = asyncio.ensure_future(second.acquire())
@@ -210,7 +222,7 @@ def test_a_standby_takes_over_and_who_comes_back_is_fenced(url: str) -> None:
         await taking
         assert not first.sure
         late = first.append(view(2))  # even if it is not asked whether it is sure
-        await asyncio.wait_for(first.doubt(), 10)
+        await asyncio.wait_for(first.doubt(), 60)
         assert not late.done()
         assert stored(url) == [1]
         await second.append(view(2))
@@ -292,7 +304,7 @@ def test_an_answer_that_is_lost_while_it_writes(url: str) -> None:
 
 def test_etcd_goes_for_longer_than_the_lease_and_comes_back(tmp_path: Path) -> None:
     async def test(server: EtcdServer) -> None:
-        store = Store(server.url("job"))
+        store = Store(server.url("job"), lease=SHORT)
         await store.acquire()
         await store.append(view(1))
         server.kill()
@@ -307,7 +319,8 @@ def test_etcd_goes_for_longer_than_the_lease_and_comes_back(tmp_path: Path) -> N
         await asyncio.sleep(0)
         server.start()
         await having
-        assert store.said[1:] == ["etcd can be used again"]
+        assert set(store.said[1::2]) == {"etcd can be used again"}  # a slow one may be gone, and come back, once more
+        assert all("training goes on" in text for text in store.said[::2])
         assert store.views[-1] in (view(1), view(2))
         await store.append(view(3))
         await store.release()
