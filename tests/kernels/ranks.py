@@ -29,7 +29,7 @@ if INTERPRETED:
 
 LANES, CHUNK, ONE_SHOT = 4, 1024, 4096
 THREADS = 128
-DEADLINE = 60.0  # s
+DEADLINE = 100.0  # s
 
 _TYPES = {
     torch.float32: tl.float32,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,9 +213,22 @@ def test_a_hundred_aborts_and_then_a_right_sum() -> None:
 def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
     """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
     ranks, xs = group(3), arrays(6000, torch.float32, 3)
-    with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
-        until("some chunks are taken", lambda: ranks[2].words[w.LANES_AT + w.TAKEN] > 1 << 32)
-        os.kill(processes[2].pid, signal.SIGSTOP)  # type: ignore[arg-type]
+
+    def stops() -> None:
+        take, taken = module.take, itertools.count()
+
+        def third_time(*args: object) -> object:
+            if next(taken) == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return take(*args)
+
+        module.take = third_time  # of this process
+        ranks[2].launch(xs[2])
+
+    with running(lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stops) as processes:
+        stat = Path(f"/proc/{processes[2].pid}/stat")
+        until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
+        assert ranks[2].words[w.LANES_AT + w.TAKEN] == 1 << 32 | 2
         for rank in ranks[:2]:
             rank.freeze()
         op = Op(xs, 0)
