@@ -27,6 +27,7 @@ from .test_promises import ENDLESS, HEARTBEAT
 pytestmark = pytest.mark.protocol
 
 TOKEN = "token"
+DEADLINE = 60.0
 COORDINATOR = (HUB_ADDRESS, 29400)
 
 
@@ -56,11 +57,11 @@ def server(line: SlowNetwork) -> Iterator[tuple[str, int]]:
 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    listener = asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
+    listener = asyncio.run_coroutine_threadsafe(serve(), loop).result(DEADLINE)
     yield there
-    asyncio.run_coroutine_threadsafe(listener.close(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(listener.close(), loop).result(DEADLINE)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(DEADLINE)
     loop.close()
 
 
@@ -104,7 +105,7 @@ def test_a_host_without_free_ports_says_so(line: SlowNetwork, server: tuple[str,
             for _ in range(2):
                 held.enter_context(socket.create_connection(server))
             with pytest.raises(OSError, match=words):
-                wire.connect(server, TOKEN, "data", {}, 5.0)
+                wire.connect(server, TOKEN, "data", {}, DEADLINE)
             with pytest.raises(OSError, match=words):
                 asyncio.run(open_socket(server, TOKEN, "data", {}))
         finally:
@@ -117,12 +118,12 @@ def test_a_way_that_loses_long_packets_fails_the_handshake(
 ) -> None:
     """Whichever way it loses them, there or back."""
     with line.inside(0):
-        wire.connect(server, TOKEN, "data", {}, 5.0).close()
+        wire.connect(server, TOKEN, "data", {}, DEADLINE).close()
         before = line.change(senders, line.places, longest=1500)
         with pytest.raises(OSError, match=r"short messages, and not one of 3600 bytes.* carry 8948 bytes.*mtu 1400"):
-            wire.connect(server, TOKEN, "data", {}, 1.0)
+            wire.connect(server, TOKEN, "data", {}, 3.0)
         line.restore(before)
-        wire.connect(server, TOKEN, "data", {}, 5.0).close()
+        wire.connect(server, TOKEN, "data", {}, DEADLINE).close()
 
 
 def test_two_hosts_that_never_reach_each_other_are_told_apart(line: SlowNetwork, tmp_path: Path) -> None:

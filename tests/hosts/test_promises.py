@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240 + 60 * ROUNDS)]
 
 SEED = int(os.environ.get("FTCOMM_TEST_SEED", str(random.randrange(1 << 30))))
 ENDLESS = 10_000_000
-HEARTBEAT = 3.0  # s; of a busy machine, on which nobody may be lost for being slow
+HEARTBEAT = 5.0  # s; of a busy machine, on which nobody may be lost for being slow
 SETTINGS: dict[str, Any] = dict(body=mixed, steps=ENDLESS, heartbeat_timeout=HEARTBEAT, op_timeout=30.0)
 GOES_ON = 6  # steps that a job has to make to be alive
 
@@ -72,7 +72,7 @@ class Watch:
     def goes_on(self, replicas: set[int]) -> None:
         """Each of `replicas` makes more steps."""
         goal = {replica: self.steps(replica) + GOES_ON for replica in replicas}
-        end = time.monotonic() + 60
+        end = time.monotonic() + 100
         while behind := {replica for replica in replicas if self.steps(replica) < goal[replica]}:
             assert time.monotonic() < end, f"seed {SEED}: {behind} make no steps\n{self.job.stacks()}"
             time.sleep(0.02)
