@@ -79,7 +79,7 @@ def fuzz(name: str, target: Target, words: set[str], seconds: int, seed: int, le
         "max_len": length,
         "dict": folder / "words",
         "artifact_prefix": f"{folder}/",
-        "timeout": 20,  # s for one input
+        "timeout": 100,  # s for one input; a target that waits gives up before
         "rss_limit_mb": 4096,
         "print_final_stats": 1,
         "verbosity": 0,
