@@ -100,7 +100,7 @@ class Coordinator:
         self.joiners = Joiners()  # no view has them, or one that nobody will install
         self.installed: set[int] = set()
         self.proposal: Proposal | None = None
-        self._margin = 1  # steps ahead that a change is proposed for; doubled when members were faster
+        self._margin = 1  # steps ahead that a change is proposed for; doubled for as long as members are faster
         self.caught_up: set[int] = set()
         self.leaving: set[int] = set()
         self.draining = False
@@ -184,7 +184,7 @@ class Coordinator:
         if self.view is None or epoch != self.view.epoch:
             return []
         self.installed.add(replica)
-        if self._settled():
+        if self._settled() and self.view.proposal:  # the view after one that was withdrawn says nothing of the next
             self._margin = 1
         return self._propose()
 

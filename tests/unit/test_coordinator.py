@@ -243,6 +243,26 @@ def test_a_proposal_is_given_up_when_somebody_is_lost() -> None:
     assert script.newest == ((0,), {0})
 
 
+def test_members_that_are_faster_than_the_commit_are_asked_for_a_boundary_ever_further_ahead() -> None:
+    """They stand at it, all without the commit, before the view is written down and sent."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.tell(0, m.Heartbeat(10))
+    script.join_ready(11)
+    ahead = []
+    for _ in range(4):
+        prepare = script.sent[0][-1]
+        assert isinstance(prepare, m.Prepare)
+        ahead.append(prepare.step - 10)
+        script.promise(0)
+        assert script.newest == ((0, 1), {0})
+        script.tell(0, m.Withdrawn(prepare.proposal))
+        assert script.newest == ((0,), {0})
+        script.install(0)
+    assert ahead == [1, 2, 4, 8]
+
+
 def test_a_second_life_that_comes_before_the_end_of_the_first_is_seen_is_not_expelled() -> None:
     script = Script(2)
     script.join_ready(11)
