@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import ftcomm
-from ftcomm.hsdp import catchup
+from ftcomm.hsdp import Replica, catchup
 from ftcomm.hsdp.state import digest
 from ftcomm.torch.buckets import GradientBuckets
 
@@ -28,10 +31,59 @@ def slow_network(seconds: float) -> None:
     catchup.send = slowly
 
 
+def outlast(steps: float) -> None:
+    """No block of a state is sent before its source has done that many steps more, or has come to the end of its loop:
+    however slow the steps are, the transfer is slower."""
+    send, source, due = catchup.send, catchup.Source, threading.local()
+    at_boundary, linger, answer = source.at_boundary, source.linger, source._answer
+    here, ended = -1, False
+
+    def pass_boundary(self: Any, step: int, view: Any) -> None:
+        nonlocal here
+        at_boundary(self, step, view)
+        here = step
+
+    def come_to_the_end(self: Any, seconds: float) -> None:
+        nonlocal ended
+        ended = True
+        linger(self, seconds)
+
+    def answer_from(self: Any, sock: Any, step: int, joiner: Any) -> None:
+        due.step = step + steps
+        answer(self, sock, step, joiner)
+
+    def send_late(sock: Any, frame: Any) -> None:
+        while isinstance(frame, catchup.Block) and here < due.step and not ended:
+            send(sock, catchup.Wait())
+            time.sleep(0.05)
+        send(sock, frame)
+
+    source.at_boundary, source.linger, source._answer = pass_boundary, come_to_the_end, answer_from
+    catchup.send = send_late
+
+
+def steps_until_told(
+    group: ftcomm.Group, arguments: dict[str, Any], state: dict[str, Any], replica: Replica | None = None
+) -> Iterator[int]:
+    """As `ftcomm.steps`, or those of `replica`; they end for all after the step in which one sees the file `over`."""
+    over, total = Path(arguments["marks"]) / "over", arguments["steps"]
+    loop = Replica(state, group, vote=False) if replica is None else replica
+    try:
+        while (step := loop.begin(total)) is not None:
+            told = torch.tensor([float(over.exists())])
+            group.allreduce(told, "max")
+            if told.item():
+                total = min(total, step + 1)
+            yield step
+    finally:
+        loop.close()
+
+
 def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """A training whose every step writes down the digest of the state after it; about 3 MB of state."""
     torch.set_num_threads(1)
     slow_network(arguments.get("slow", 0.0))
+    outlast(arguments.get("outlast", 0))
     torch.manual_seed(group.replica if group.fresh else 0)  # a joiner starts with other weights
     width = arguments.get("fresh_width", 128) if group.fresh else 128
     model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 1500), nn.GELU(), nn.Linear(1500, 4))
@@ -39,7 +91,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     buckets = GradientBuckets(model, group, bucket_bytes=200_000)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    for step in ftcomm.steps(arguments["steps"], state):
+    for step in steps_until_told(group, arguments, state):
         for settings in optimizer.param_groups:
             settings["weight_decay"] = 0.1 / (1 + step)
         generator = torch.Generator().manual_seed(1000 * step + group.replica)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -69,7 +70,7 @@ def end_together(job: Job, replicas: set[int]) -> None:
 
 
 def test_a_joiner_catches_up_while_the_others_train(tmp_path: Path) -> None:
-    with Job(tmp_path, replicas=3, body=bodies.train, steps=ENDLESS, slow=0.4) as job:
+    with Job(tmp_path, replicas=3, body=bodies.train, steps=ENDLESS, outlast=6) as job:
         job.wait_contributing({0, 1, 2})
         stepped(job, 5, {0, 1, 2})
         for victim in (1, 0):
@@ -118,7 +119,7 @@ def test_each_rank_catches_up_from_its_own_shard_group(tmp_path: Path, transport
 
 def test_all_sources_die(tmp_path: Path) -> None:
     """The joiner alone is left: its training cannot be continued, and it says so."""
-    with Job(tmp_path, replicas=2, body=bodies.train, steps=ENDLESS, slow=3.0) as job:
+    with Job(tmp_path, replicas=2, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
         job.wait_contributing({0, 1})
         stepped(job, 3, {0, 1})
         seen = len(job.events)
@@ -134,15 +135,20 @@ def test_all_sources_die(tmp_path: Path) -> None:
 
 
 def test_the_job_ends_before_the_state_has_arrived(tmp_path: Path) -> None:
-    with Job(tmp_path, replicas=3, body=bodies.train, steps=150, slow=4.0, pace=0.01) as job:
+    with Job(tmp_path, replicas=3, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
         job.wait_contributing({0, 1, 2})
         stepped(job, 5, {0, 1, 2})
+        seen = len(job.events)
         job.kill(2)
         job.start(2)
+        job.wait_event("joiner", lambda events: catching_up(2)(events[seen:]))
+        stepped(job, 5, {0, 1, 2})
+        (tmp_path / "over").touch()
         for replica in range(3):
             assert job.join(replica) == [0], job.errors()
+        (last,) = {max(n["step"] for r, _, n in job.notes() if r == each and n["kind"] == "step") for each in range(3)}
         (fetched,) = reported(job, "state_fetched")
-        assert fetched["step"] + fetched["replayed"] >= 150, "the state came before the end"
+        assert fetched["step"] + fetched["replayed"] > last, "the state came before the end"
         assert len({note["digest"] for note in finals(job)}) == 1
         assert sorted(note["contributes"] for note in finals(job)) == [False, True, True]
 

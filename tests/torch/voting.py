@@ -15,7 +15,7 @@ from ftcomm.hsdp.state import digest
 from ftcomm.torch.buckets import GradientBuckets
 
 from ..process.job import Notes
-from .bodies import slow_network
+from .bodies import outlast, steps_until_told
 
 
 class Passing(Exception):
@@ -56,7 +56,7 @@ def fault(arguments: dict[str, Any], group: ftcomm.Group, step: int, attempt: in
 
 def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    slow_network(arguments.get("slow", 0.0))
+    outlast(arguments.get("outlast", 0))
     torch.manual_seed(group.replica if group.fresh else 0)
     model = nn.Sequential(
         nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1500), nn.GELU(), nn.Linear(1500, 4)
@@ -128,7 +128,7 @@ def begin_and_commit(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
             parameter.fill_(group.replica if group.fresh else 0.5)
     replica = Replica({"model": model}, group, nan=lambda step: Verdict.REPEAT)
     tried: set[int] = set()
-    while (step := replica.begin(arguments["steps"])) is not None:
+    for step in steps_until_told(group, arguments, {}, replica):
         x = model.weight.detach().sin().add(step)
         group.allreduce(x, "avg")
         bad = step % 5 == group.replica and step not in tried
