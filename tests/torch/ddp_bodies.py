@@ -20,7 +20,7 @@ import ftcomm
 import ftcomm.torch
 from ftcomm.collective.stream import Stream
 from ftcomm.hsdp.state import digest
-from ftcomm.transport.segment import POSTED
+from ftcomm.transport.segment import POSTED, TAKEN
 
 from ..process.job import DEADLINE, Notes
 
@@ -106,6 +106,8 @@ def one_dies(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> No
     def dying(stream: Stream, word: int, count: int) -> Any:
         posted[0] += word == POSTED
         if posted[0] > 3:
+            while not stream._all(TAKEN, count - 3):  # else nobody need have taken anything of it
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         return publish(stream, word, count)
 

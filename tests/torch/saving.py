@@ -48,6 +48,8 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     notes.write(kind="restored", step=first, digest=digest(state))
     for step in ftcomm.steps(arguments["steps"], state, group):
         checkpoints.before(step)
+        if step % EVERY == EVERY // 2:
+            checkpoints.close()  # the disk may be slow, and the next one is to be written
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1000 * step + group.replica))
         model(x).square().mean().backward()
         for p in model.parameters():
@@ -55,6 +57,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
-        time.sleep(0.01)
+        waits = "back" in arguments and step >= 3 * EVERY and not (marks / "back").exists()
+        time.sleep(0.5 if waits else 0.01)  # for a replica that died, which can come back at a boundary only
     checkpoints.close(arguments["steps"])
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)

@@ -31,10 +31,13 @@ def restored(job: Job) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_replica_dies_while_it_writes_and_the_next_job_has_other_replicas(tmp_path: Path, ranks: int) -> None:
-    with job(tmp_path, "one", 3, ranks=ranks, steps=STEPS) as one:
+    with job(tmp_path, "one", 3, ranks=ranks, steps=STEPS, back=True) as one:
         one.wait_event("death", lambda events: any("lost 0" in str(event.get("why")) for event in events))
+        seen = len(one.events)
         one.kill(0)  # its other ranks, as under the launcher
         one.start(0)
+        one.wait_contributing({0, 1, 2}, since=seen)
+        (tmp_path / "one/back").touch()
         for replica in range(3):
             assert one.join(replica) == [0] * ranks, one.errors()
         written = {(event["step"], event["replica"]) for event in reported(one, "checkpoint") if event["complete"]}

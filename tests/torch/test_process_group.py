@@ -104,7 +104,7 @@ def run(folder: Path, environment: dict[str, str]) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     return done.stdout if done.returncode == 0 else done.stderr
 
