@@ -19,9 +19,9 @@ import pytest
 
 from tests.ports import free_port
 
-pytestmark = pytest.mark.protocol
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
-DEADLINE = 60.0  # s; everything here takes a second or two
+DEADLINE = 120.0  # s; everything here takes a second or two
 MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the keeper
 
 

@@ -31,9 +31,9 @@ def slow_network(seconds: float) -> None:
     catchup.send = slowly
 
 
-def outlast(steps: float) -> None:
-    """No block of a state is sent before its source has done that many steps more, or has come to the end of its loop:
-    however slow the steps are, the transfer is slower."""
+def outlast(steps: float, go: Path) -> None:
+    """No block of a state is sent before its source has done that many steps more, or has come to the end of its loop,
+    or the test says `go`: however slow the steps are, the transfer is slower."""
     send, source, due = catchup.send, catchup.Source, threading.local()
     at_boundary, linger, answer = source.at_boundary, source.linger, source._answer
     here, ended = -1, False
@@ -53,7 +53,7 @@ def outlast(steps: float) -> None:
         answer(self, sock, step, joiner)
 
     def send_late(sock: Any, frame: Any) -> None:
-        while isinstance(frame, catchup.Block) and here < due.step and not ended:
+        while isinstance(frame, catchup.Block) and here < due.step and not ended and not go.exists():
             send(sock, catchup.Wait())
             time.sleep(0.05)
         send(sock, frame)
@@ -83,7 +83,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """A training whose every step writes down the digest of the state after it; about 3 MB of state."""
     torch.set_num_threads(1)
     slow_network(arguments.get("slow", 0.0))
-    outlast(arguments.get("outlast", 0))
+    outlast(arguments.get("outlast", 0), Path(arguments["marks"]) / "go")
     torch.manual_seed(group.replica if group.fresh else 0)  # a joiner starts with other weights
     width = arguments.get("fresh_width", 128) if group.fresh else 128
     model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 1500), nn.GELU(), nn.Linear(1500, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def fault(arguments: dict[str, Any], group: ftcomm.Group, step: int, attempt: in
 
 def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    outlast(arguments.get("outlast", 0))
+    outlast(arguments.get("outlast", 0), Path(arguments["marks"]) / "go")
     torch.manual_seed(group.replica if group.fresh else 0)
     model = nn.Sequential(
         nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1500), nn.GELU(), nn.Linear(1500, 4)
