@@ -64,7 +64,11 @@ class Member:
     def accept(self) -> None:
         while True:
             sock, _ = self.server.accept()
-            replica, epoch, nonce = _HANDSHAKE.unpack(sock.recv(_HANDSHAKE.size, socket.MSG_WAITALL))
+            said = sock.recv(_HANDSHAKE.size, socket.MSG_WAITALL)
+            if len(said) < _HANDSHAKE.size:  # it was killed meanwhile
+                sock.close()
+                continue
+            replica, epoch, nonce = _HANDSHAKE.unpack(said)
             self.exchange.attach(sock, replica, epoch, nonce.decode())
 
     def dial(self, there: Address, purpose: str, fields: Fields) -> socket.socket:

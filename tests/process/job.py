@@ -36,6 +36,7 @@ ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs o
 MOST = {"interpret": 50_000}.get(ENGINE, 1 << 30)  # elements: a chunk takes the interpreter as long as 4 MB the host
 SLOWER = {"interpret": 10}.get(ENGINE, 1)  # roughly, so that tests end within their times
 DEADLINE = 60.0  # s for anything that a test waits for
+SILENCE = 5.0  # s, the heartbeat timeout where a test waits for it: so long that on a busy machine nobody else is lost
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
@@ -250,9 +251,13 @@ class Job:
             listener.close()  # rank 0 has inherited it
 
     def kill(self, replica: int, rank: int | None = None) -> None:
-        """SIGKILL to one rank, or to all of the replica; the others of a replica die with it, as under `ftcomm run`."""
+        """SIGKILL to one rank, or to all of the replica; the others of a replica die with it, as under `ftcomm run`:
+        they stand still meanwhile, so that none of them has time to say that it is left alone."""
         order = [rank] if rank is not None else []
         order += [other for other in range(self.ranks) if other not in order]
+        for each in order[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[replica, each].pid, signal.SIGSTOP)
         for each in order:
             self.processes[replica, each].kill()
 

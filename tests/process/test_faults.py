@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .bodies import end_apart, reduce_forever
-from .job import SLOWER, Job, fewer
+from .job import DEADLINE, SILENCE, SLOWER, Job, fewer
 from .test_kills import ENDLESS, check
 
 pytestmark = pytest.mark.protocol
@@ -95,7 +95,7 @@ def test_a_replica_of_two_ranks_dies_as_one(tmp_path: Path, rank: int) -> None:
 
 
 def test_a_frozen_replica_is_expelled_and_learns_it(tmp_path: Path) -> None:
-    with job(tmp_path, replicas=3, heartbeat_timeout=2.0) as running:
+    with job(tmp_path, replicas=3, heartbeat_timeout=SILENCE) as running:
         for _ in _until(lambda: bool(steps_of(running, 1)), "replica 1 makes no steps"):
             pass
         running.signal(1, signal.SIGSTOP)
@@ -110,7 +110,7 @@ def test_a_frozen_replica_is_expelled_and_learns_it(tmp_path: Path) -> None:
 
 def test_a_frozen_rank_takes_its_replica_along(tmp_path: Path) -> None:
     """It is not the leader, whose heartbeats go on: the leader has to notice."""
-    with job(tmp_path, replicas=3, ranks=2, elements=1000, heartbeat_timeout=2.0) as running:
+    with job(tmp_path, replicas=3, ranks=2, elements=1000, heartbeat_timeout=SILENCE) as running:
         for _ in _until(lambda: bool(steps_of(running, 1)), "replica 1 makes no steps"):
             pass
         pid = running.processes[1, 1].pid
@@ -152,7 +152,7 @@ def test_the_coordinator_dies_and_nobody_notices(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_back(tmp_path: Path) -> None:
-    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=2.0) as running:
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=SILENCE) as running:
         running.wait_contributing({0, 1, 2})
         running.stop_coordinator()
         running.kill(2)
@@ -163,7 +163,7 @@ def test_a_replica_that_dies_while_the_coordinator_is_away_is_lost_when_it_is_ba
 
 def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) -> None:
     """`ftcomm coordinator` gets SIGKILL; while it is away the training goes on, and after it a loss is dealt with."""
-    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=2.0) as running:
+    with job(tmp_path, replicas=3, elements=1000, heartbeat_timeout=SILENCE) as running:
 
         def steps(replica: int, more: int) -> None:
             goal = len(steps_of(running, replica)) + fewer(more)
@@ -187,7 +187,9 @@ def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) ->
 
 def test_drain_ends_all_at_the_same_step(tmp_path: Path) -> None:
     with job(tmp_path, elements=1000) as running:
-        running.wait_contributing({0, 1, 2, 3})
+        for replica in range(4):  # the first boundary would do, too
+            for _ in _until(lambda r=replica: bool(steps_of(running, r)), f"replica {replica} makes no steps"):  # type: ignore[misc]
+                pass
         finish(running, {0, 1, 2, 3})
         assert len({steps_of(running, replica)[-1] for replica in range(4)}) == 1
         refusals = [note["text"] for _, _, note in running.notes() if note["kind"] == "left"]
@@ -203,7 +205,7 @@ def test_a_job_that_ends_by_itself(tmp_path: Path) -> None:
         running.do(running.server.wait_done())
 
 
-def _until(condition: object, text: str, seconds: float = 30.0 if SLOWER == 1 else 90.0) -> object:
+def _until(condition: object, text: str, seconds: float = DEADLINE if SLOWER == 1 else 1.5 * DEADLINE) -> object:
     """Look again and again, for what no event tells."""
     end = time.monotonic() + seconds
     for _ in itertools.count():

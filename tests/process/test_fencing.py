@@ -20,7 +20,7 @@ from ftcomm.launch import run
 
 from . import torn
 from .bodies import reduce_forever
-from .job import Job, fewer
+from .job import SILENCE, Job, fewer
 from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .test_launch_training import Job as LaunchedJob
@@ -32,7 +32,6 @@ VICTIM = 1
 ELEMENTS = 300_001  # three chunks
 LONG_AGO = fewer(100)  # ops that the others run before the victim wakes; they have used all of their staging many times
 TIMES = 20  # the ops that run before
-SILENCE = 4.0  # s after which a stopped replica is expelled; so long that on a busy machine nobody else is
 
 
 def job(folder: Path, place: str, transport: str, **settings: Any) -> Job:
@@ -58,8 +57,12 @@ def go_on(running: Job, steps: int = LONG_AGO, replicas: tuple[int, ...] = (0, 2
     """Until each of these has run that many more steps."""
     for replica in replicas:
         goal = len(steps_of(running, replica)) + steps
-        for _ in _until(lambda r=replica, n=goal: len(steps_of(running, r)) >= n, f"{replica} makes no steps"):  # type: ignore[misc]
-            pass
+        try:
+            for _ in _until(lambda r=replica, n=goal: len(steps_of(running, r)) >= n, f"{replica} makes no steps"):  # type: ignore[misc]
+                pass
+        except AssertionError as error:
+            now = len(steps_of(running, replica))
+            raise AssertionError(f"{error}: {now}, and not {goal}; {running.events[-8:]}\n{running.stacks()}") from None
 
 
 def set_aside(running: Job, replica: int, name: int) -> None:
@@ -82,9 +85,11 @@ def wake(running: Job, name: int) -> None:
 
 
 def disturbed(running: Job, seen: int, members: set[int]) -> list[dict[str, Any]]:
-    """What has happened to `members` since then. To begin to contribute may take several views, which is no harm."""
+    """What has happened to `members` since then. To begin to contribute may take several views, which is no harm, nor
+    is a complaint that on a busy machine one of them was not heard for a while."""
     lost = [e for e in running.events[seen:] if e["kind"] == "view" and not members <= set(_members(e))]
-    return lost + [e for e in running.events[seen:] if e["kind"] == "suspect"]
+    suspects = [e for e in running.events[seen:] if e["kind"] == "suspect"]
+    return lost + [e for e in suspects if not e["reason"].startswith("silent for")]
 
 
 def finish(running: Job, replicas: tuple[int, ...]) -> None:
@@ -94,7 +99,7 @@ def finish(running: Job, replicas: tuple[int, ...]) -> None:
     check(running)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("transport", "place"), [*(("shm", place) for place in torn.SHARED), *(("tcp", place) for place in torn.TCP)]
 )
@@ -119,7 +124,7 @@ def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transp
         finish(running, (0, 2))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "place"), [("shm", "copy"), ("shm", "taken"), ("tcp", "frame")])
 def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, place: str) -> None:
     """Its next life is in the view, under the same number: nothing that it sends is taken for that one's."""
@@ -138,7 +143,7 @@ def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, plac
         finish(running, (0, 1, 2))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("shm", 1), ("tcp", 1)])
 def test_a_rank_that_is_expelled_takes_its_sibling_along(tmp_path: Path, transport: str, rank: int) -> None:
     """The other rank of the replica runs all the while: it must stop, too, and say why."""
@@ -150,7 +155,7 @@ def test_a_rank_that_is_expelled_takes_its_sibling_along(tmp_path: Path, transpo
         finish(running, (0, 2))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
     """From outside, several lives of one replica; each wakes when the next one is in the view."""
@@ -210,7 +215,7 @@ print("final", digest(state), flush=True)
 """
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_the_launcher_brings_it_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Its script ends with the error that says so, is started again, and catches up to equal weights."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

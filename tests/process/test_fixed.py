@@ -21,7 +21,7 @@ import ftcomm
 from ftcomm.errors import LostError
 from ftcomm.fixed.endpoint import Endpoint
 from ftcomm.fixed.group import FixedGroup
-from tests.process.job import DEADLINE, Job, Notes, only_on_host
+from tests.process.job import DEADLINE, SILENCE, Job, Notes, only_on_host
 
 pytestmark = pytest.mark.protocol
 
@@ -75,7 +75,7 @@ def fixed_in_job(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -
 @pytest.mark.parametrize(("transport", "how"), [("auto", "kill"), ("tcp", "kill"), ("auto", "stop")])
 def test_a_lost_replica_ends_the_fixed_groups_it_is_in(tmp_path: Path, transport: str, how: str) -> None:
     """Killed, which is seen at once, or stopped, until the job goes on without it."""
-    silence = {} if how == "kill" else {"heartbeat_timeout": 3.0}
+    silence = {} if how == "kill" else {"heartbeat_timeout": SILENCE}
     with Job(tmp_path, replicas=2, ranks=2, body=fixed_in_job, transport=transport, elements=500_000, **silence) as job:
         end = time.monotonic() + DEADLINE
         while sum(note["kind"] == "reducing" for _, _, note in job.notes()) < 4:
