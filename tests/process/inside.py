@@ -11,8 +11,8 @@ from typing import Any
 import ftcomm
 
 
-def before_publish(hook: Callable[[str], None]) -> None:
-    """`hook` is called with "posted", "reduced" or "taken" just before a lane says so of a task."""
+def before_publish(hook: Callable[[str], None], after: Callable[[str], None] = lambda what: None) -> None:
+    """`hook` is called with "posted", "reduced" or "taken" just before a lane says so of a task, `after` just after."""
     from ftcomm.kernels.device import allreduce, lane, words
 
     publish = lane.publish
@@ -21,9 +21,12 @@ def before_publish(hook: Callable[[str], None]) -> None:
     def watched(address: Any, value: Any) -> Any:
         device = _device()
         line, word = divmod((_number(address) - device.own.words) // 8 - words.LANES_AT, words.LINE)
-        if 0 <= line < device.layout.lanes and word in names:
-            hook(names[word])
-        return publish(address, value)
+        if not (0 <= line < device.layout.lanes and word in names):
+            return publish(address, value)
+        hook(names[word])
+        result = publish(address, value)
+        after(names[word])
+        return result
 
     allreduce.publish = lane.publish = watched
 

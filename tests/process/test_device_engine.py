@@ -30,7 +30,7 @@ from ftcomm.settings import Settings
 
 from . import inside, torn
 from .bodies import reduce_forever
-from .job import Job, Notes
+from .job import DEADLINE, SILENCE, Job, Notes
 from .points import Points, watch_points
 from .test_kills import ENDLESS, SEED, check
 
@@ -186,17 +186,27 @@ def test_one_is_killed_inside_the_kernel(tmp_path: Path, point: str, elements: i
 
 
 def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """`reduce_forever`; replica 1 dies just before it says for the `take`-th time that it has all of a chunk."""
+    """`reduce_forever`; replica 1 dies just before it says for the `take`-th time that it has all of a chunk, when the
+    others have said so of theirs."""
+    have = [Path(arguments["marks"]) / f"has-{replica}" for replica in range(3)]
     left = arguments["take"]
 
     def at(point: str) -> None:
         nonlocal left
         left -= point == "taken"
-        if left == 0:
+        if left or point != "taken":
+            return
+        have[group.replica].touch()
+        if group.replica == 1:
+            end = time.monotonic() + 30
+            while not all(path.exists() for path in have) and time.monotonic() < end:
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
     if group.replica == 1:
         inside.before_publish(at)
+    else:
+        inside.before_publish(lambda point: None, after=at)
     reduce_forever(group, notes, arguments)
 
 
@@ -236,7 +246,7 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("place", ["copy", "taken", "read"])
 def test_who_is_stopped_inside_the_kernel_and_wakes_expelled(tmp_path: Path, place: str) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""
-    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, heartbeat_timeout=4.0)
+    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, heartbeat_timeout=SILENCE)
     with job(tmp_path, 3, torn.reduce_and_stop, **how) as running:
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 8)
@@ -263,7 +273,7 @@ def _go_on(running: Job, steps: int, watched: int = 0) -> None:
 def test_the_one_that_stands_still_is_removed(tmp_path: Path) -> None:
     """Nobody is dead: its deadline passes in the kernels of the others, which say so, and it is the one that goes."""
     with job(
-        tmp_path, 3, elements=TWO_SHOT, prepare=watch_points, op_timeout=6.0, op_floor=2.0, heartbeat_timeout=1.5
+        tmp_path, 3, elements=TWO_SHOT, prepare=watch_points, op_timeout=16.0, op_floor=6.0, heartbeat_timeout=SILENCE
     ) as running:
         points = Points(tmp_path)
         running.wait_contributing({0, 1, 2})
@@ -281,7 +291,8 @@ def test_the_one_that_stands_still_is_removed(tmp_path: Path) -> None:
 
 
 def wait_alone(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """Replica 0 calls an op that nobody else calls, and leaves while the kernel waits in it."""
+    """Replica 0 calls an op that nobody else calls, and leaves while the kernel waits in it, and the other is there."""
+    left = Path(arguments["marks"]) / "left"
     array = np.full(TWO_SHOT, 1.0 + group.replica, np.float32)
     group.allreduce(array)
     mine = np.full(TWO_SHOT, 7.0, np.float32)
@@ -292,6 +303,10 @@ def wait_alone(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
             work.wait(30)
         except ftcomm.FtcommError as error:
             notes.write(kind="ended", text=str(error), input=bool((mine == 7.0).all()), sum=float(array[0]))
+        left.touch()
+    end = time.monotonic() + DEADLINE
+    while not left.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def test_a_kernel_that_waits_ends_when_the_engine_does(tmp_path: Path) -> None:
@@ -308,7 +323,7 @@ def open_without_variable(first: str, transport: str) -> subprocess.CompletedPro
     settings = f"coordinator='', token='', replica=0, replicas=1, engine='interpret', transport='{transport}'"
     code = f"import {first}; from ftcomm.device.choose import open_engine, Settings; open_engine(Settings({settings}))"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])
