@@ -18,10 +18,10 @@ COMMAND = [sys.executable, "-c", "from ftcomm.cli import main; main()", "demo"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
-    arguments = ["--steps=300", "--seed=5", f"--out={tmp_path}"]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=220)
+    arguments = ["--steps=400", "--seed=5", f"--out={tmp_path}"]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["missing"] == []
@@ -34,13 +34,13 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert all(event["ops"] > 0 for event in run["resumed"].values())
     assert [mark["kind"] for mark in run["marks"]] == ["killed", "resumed", "rejoined", "caught up"]
     assert run["validation"][-1][1] < run["validation"][0][1] - 2.0, "the loss did not fall"
-    assert [step for step, _, _ in run["train"]] == list(range(300))
+    assert [step for step, _, _ in run["train"]] == list(range(400))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    for line in ("SIGKILL to replica", "weights equal on all replicas", "yes (", "0 (each survivor reported all 300)"):
+    for line in ("SIGKILL to replica", "weights equal on all replicas", "yes (", "0 (each survivor reported all 400)"):
         assert line in done.stdout
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
     demo = subprocess.Popen([*COMMAND, "--replicas=2", f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True)
     try:
@@ -48,7 +48,7 @@ def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
         assert "2 replicas, 400 steps" in demo.stdout.readline()
         assert any("view 1" in line for line in demo.stdout)
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(50) == 3
+        assert demo.wait(100) == 3
         assert "interrupted at step" in demo.stdout.read()
     finally:
         demo.kill()

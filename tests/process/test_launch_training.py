@@ -15,7 +15,8 @@ import pytest
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.policy import State
 
-DEADLINE = 100.0  # s; these take a few, most of them for imports
+DEADLINE = 200.0  # s; these take a few, most of them for imports
+pytestmark = pytest.mark.timeout(DEADLINE + 40)
 
 TRAIN = """
 import os, sys, time
