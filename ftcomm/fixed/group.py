@@ -368,14 +368,14 @@ class FixedGroup(Calls, Messages):
             self._doubts.setdefault(rank, (time.monotonic(), why))
         self._pairs.wake()
 
-    def _settle(self) -> bool:
-        """Whether something is still to be waited for. In the thread of the pairs."""
-        now = time.monotonic()
+    def _settle(self, looked: float) -> bool:
+        """Whether something is still to be waited for. In the thread of the pairs. A doubt ends by what was heard until
+        `looked`: this thread itself may not have run for longer than that."""
         with self._lock:
             doubts = {rank: doubt for rank, doubt in self._doubts.items() if rank not in self._left}
             left = dict(self._left) if self._error is None else {}
         for rank, (since, why) in doubts.items():
-            if now - since > _DOUBT:
+            if looked - since > _DOUBT:
                 self._lose(rank, why)
         for rank, returned in left.items():
             # What it has returned is FINAL here, so nobody is needed to return it here too.

@@ -250,7 +250,8 @@ class Pairs:
     """A thread that hears what the other members say, and how they end.
 
     `on_said(member, said)` is called for `Closing` and `Failed`, `on_end(member, why)` if a connection ends without
-    either; both in this thread. While `settle` returns True it is called again, a few hundred times a second.
+    either; both in this thread. While `settle(looked)` returns True it is called again, a few hundred times a second;
+    what had come at the moment `looked` is heard by then.
     `on_start` is the first and `on_stop` the last thing that the thread does, which lives as long as the member does.
     `on_broken(error)` is called if it cannot go on.
     """
@@ -261,7 +262,7 @@ class Pairs:
         *,
         on_said: Callable[[int, Said], None],
         on_end: Callable[[int, str], None],
-        settle: Callable[[], bool],
+        settle: Callable[[float], bool],
         on_start: Callable[[], object],
         on_stop: Callable[[], object],
         on_broken: Callable[[Exception], object],
@@ -326,6 +327,7 @@ class Pairs:
             self._on_stop()
 
     def _hear_all(self) -> None:
+        wait: float | None = 0.0
         while True:
             with self._lock:
                 new, self._new = self._new, {}
@@ -340,12 +342,14 @@ class Pairs:
                     with contextlib.suppress(OSError):
                         sock.sendall(last)
                 return
-            for key, _ in self._selector.select(_LOOK if self._settle() else None):
+            looked = time.monotonic()
+            for key, _ in self._selector.select(wait):
                 if key.data is None:
                     with contextlib.suppress(BlockingIOError):
                         self._near.recv(4096)
                 else:
                     self._receive(key.data)
+            wait = _LOOK if self._settle(looked) else None
 
     def _receive(self, member: int) -> None:
         heard = self._heard[member]

@@ -274,7 +274,7 @@ def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
         heard.put((1, error))
 
     hears = dict(on_said=lambda *said: heard.put(said), on_end=lambda *end: heard.put(end), on_broken=broken)
-    pairs = Pairs("fuzz", settle=lambda: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
+    pairs = Pairs("fuzz", settle=lambda looked: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
     pairs.add({1: near})
     with contextlib.suppress(OSError):
         far.sendall(data)

@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, MismatchError, TransportError
-from ftcomm.fixed import endpoint
+from ftcomm.fixed import endpoint, group
 from ftcomm.fixed.endpoint import Endpoint
 from ftcomm.fixed.group import FixedGroup
+from ftcomm.fixed.pairs import Closing, Pairs, encode
 from tests.exchange_rig import DEADLINE, Caller
 from tests.fixed_rig import Ranks, nothing_left, together
 
 pytestmark = pytest.mark.protocol
 
 BIG = 400_000  # elements: several chunks
+
+
+@pytest.fixture(autouse=True)
+def _time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take its time between the end of a connection for data and the word that says why."""
+    monkeypatch.setattr(group, "_DOUBT", DEADLINE)
 
 
 def total(groups: list[FixedGroup], count: int = 1000) -> list[float]:
@@ -293,6 +300,34 @@ def test_close_delivers_the_messages_that_were_sent() -> None:
                 assert (out == i).all()
             closing.join()
             groups[1].close()
+
+
+def test_what_has_come_is_heard_before_a_doubt_ends() -> None:
+    """Though the thread did not run for as long as a doubt may last."""
+    near, far = socket.socketpair()
+    said: list[int] = []
+    looks: list[tuple[float, int]] = []
+    stands, go = threading.Event(), threading.Event()
+
+    def settle(looked: float) -> bool:
+        looks.append((looked, len(said)))
+        stands.set()
+        assert go.wait(DEADLINE)
+        return True
+
+    nothing: Any = lambda *args: None  # noqa: E731
+    hears = dict(on_said=lambda member, _: said.append(member), on_end=nothing, on_broken=nothing)
+    pairs = Pairs("g", settle=settle, on_start=nothing, on_stop=nothing, **hears)
+    with far:
+        pairs.add({1: near})
+        assert stands.wait(DEADLINE)
+        far.sendall(encode(Closing(7)))
+        sent = time.monotonic()
+        go.set()
+        until(lambda: looks[-1][0] > sent)
+        pairs.end(Closing(0))
+        pairs.join()
+    assert all(heard for looked, heard in looks if looked > sent)
 
 
 def test_a_mismatch_is_no_loss() -> None:
