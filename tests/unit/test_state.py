@@ -66,19 +66,20 @@ DTYPES = [
 ]
 DTYPES += [torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+text = st.text(max_size=12)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text | st.binary(max_size=12)
 values = st.recursive(
     plain,
     lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.integers(-(2**63), 2**63 - 1), inner)
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(text | st.integers(-(2**63), 2**63 - 1), inner, max_size=5)
     ),
     max_leaves=20,
 )
 
 
-@given(st.dictionaries(st.text(), values))
+@given(st.dictionaries(text, values, max_size=5))
 @settings(deadline=None)
 def test_plain_values_come_back_as_they_were(value):
     assert same(value, round_trip(value))
