@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,7 @@ HEADS = 4
 PEAK = 8e-3 * 128  # learning rate times width: the demo's, which is near the best there as this is here
 LEAD = 5  # steps that joining and catching up take about, at one every PACE
 PACE = 0.05  # s
+SLOW = 0.5  # s before each step if it takes twice as many: on a busy machine there would else be none left for it
 AWAY = 7200.0  # s that an absence lasts at most: hundreds of steps of the others, however busy the machine is
 
 
@@ -71,8 +73,8 @@ class Absences:
             turn = self._mark("turn", self._diary.replica, life)
             wait_until("the others came to the end of this absence", turn.exists, AWAY)
 
-    def at(self, step: int) -> None:
-        """At the begin of each step."""
+    def at(self, step: int, counted: Collection[int]) -> None:
+        """At the begin of each step, the last of which was of those that `counted`."""
         now = time.monotonic()
         usual, self._began = now - self._began, now
         for (replica, life), turn in self._turns.items():
@@ -82,8 +84,14 @@ class Absences:
                 self._mark("turn", replica, life).touch()
             if turn <= step < turn + SETTLE:
                 time.sleep(PACE)
+            if step >= turn + 2 * LEAD and replica not in counted and not self._gone_again(replica, turn, step):
+                time.sleep(SLOW)
         if any(one.begin == step for one in self._own):
             threading.Timer(self._chance.uniform(0, usual), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def _gone_again(self, replica: int, turn: int, step: int) -> bool:
+        """Whether the next absence of the replica has begun."""
+        return any(one.replica == replica and turn + LEAD < one.begin <= step for one in self._all)
 
     def weight(self, step: int, replicas: int) -> float:
         """Of this replica's loss, if nobody is killed: so that the average over all is that over who is not absent."""
@@ -118,7 +126,7 @@ def main(task: Task, settings: Settings) -> None:
     for step in replica.steps(task.steps):
         outcome = replica.outcome
         diary.settled(outcome)
-        absences.at(step)
+        absences.at(step, outcome.counted if outcome else range(settings.replicas))
         if step % task.validate_every == 0:
             before = range(settings.replicas) if step == 0 else outcome.counted if outcome else ()
             diary.validate(step, model, samples, list(before))

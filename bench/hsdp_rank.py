@@ -31,6 +31,7 @@ CONTEXT = 64  # bytes of a sequence
 PEAK = 4e-3  # learning rate
 ALONE = 1  # steps that the survivors do before they hold
 PACE = 0.1  # s before each of their steps from then until all contribute
+SOON, SLOW = 10, 0.5  # and so long after so many steps: on a busy machine it takes longer to join
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class Hold:
         if self._alone == ALONE:
             wait_until("the replica that was killed had started again", lambda: not self._file.exists())
         elif self._alone > ALONE:
-            time.sleep(PACE)
+            time.sleep(PACE if self._alone < SOON else SLOW)
 
 
 def main(task: Task, settings: Settings) -> None:

@@ -112,12 +112,12 @@ class Turns:
             line = await answer
         except OSError:
             line = b""
-        if not line.endswith(b"\n"):
-            await asyncio.wait([process], timeout=5)  # to say how it ended, not only that it did
-            raise Gone(process.result() if process.done() else "a rank closed its connection")
-        block = msgspec.json.decode(line, type=Block)
-        if block.error and not block.refused:
-            raise Gone(block.error)
+        block = msgspec.json.decode(line, type=Block) if line.endswith(b"\n") else None
+        if block is None or (block.error and not block.refused):
+            # To say how it ended, not only that it did, be it that another one has heard of that first.
+            await asyncio.wait([process], timeout=5 if block is None else 3)
+            otherwise = "a rank closed its connection" if block is None else block.error
+            raise Gone(process.result() if process.done() else otherwise)
         return block
 
     async def _or_gone(

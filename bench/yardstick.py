@@ -138,7 +138,10 @@ def run(
                         begin = perf_counter_ns()
                         op()
                         times.append(perf_counter_ns() - begin)
-                    block = Block(group.replica, size, number, library, times, count() - before)
+                    group.allreduce(token)  # what ranks of one host send is counted together: all have ended,
+                    sent = count() - before
+                    group.allreduce(token)  # and none begins with the next before all have counted
+                    block = Block(group.replica, size, number, library, times, sent)
                     out.write(encoder.encode(block) + b"\n")
 
 

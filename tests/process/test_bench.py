@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -37,12 +39,17 @@ ROW = {
 }
 
 
+LIMIT = 300.0  # s for a test: each command imports torch in several processes, on a busy machine for a minute
+pytestmark = pytest.mark.timeout(LIMIT)
+MARK = "FTCOMM_TEST_RUN"  # in the environment of a command, and of all that it starts
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "ftcomm.cli", "bench", *arguments]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=110)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=LIMIT - 20)
 
 
 def test_allreduce_beside_its_peers(tmp_path: Path) -> None:
@@ -90,17 +97,17 @@ def test_other_collectives(name: str) -> None:
 
 def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    arguments = ("allreduce", "--sizes", "1K,2K,4K", "-n", "3", "--rounds", "1", "--compare", "gloo")
-    with subprocess.Popen(
-        command(*arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    sizes = "1K" + ",2K" * 100 + ",4K"  # more lines than the pipe holds: it cannot end before they are read
+    arguments = ("allreduce", "--sizes", sizes, "-n", "3", "--rounds", "1", "--compare", "gloo")
+    with started(tmp_path, *arguments, "--json", str(path)) as process:
         assert process.stdout is not None
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
         for line in process.stdout:
             if not line.startswith("#"):
                 break
         peers = ranks(process.pid, b"gloo")
         os.kill(peers[0], signal.SIGKILL)
-        said, complaint = process.communicate(timeout=100)
+        said, complaint = process.communicate(timeout=LIMIT - 60)
     assert process.returncode == 0, complaint
     rows = json.loads(path.read_text())["rows"]
     assert not [row for row in rows if row["library"] == "ftcomm" and row["error"]]
@@ -111,7 +118,7 @@ def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_p
     assert "signal SIGKILL" in last["error"]
     assert last["time_us_p50"] is None
     assert "# gloo: rank 0 ended with signal SIGKILL" in said
-    assert not _children_of_the_run(process.pid)
+    assert not left_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +146,19 @@ def test_allreduce_kinds(arguments: tuple[str, ...]) -> None:
 )
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, endless: tuple[str, ...], rows: str) -> None:
     path = tmp_path / "out.json"
-    whole = command(*endless, "--json", str(path))
-    with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(tmp_path, *endless, "--json", str(path)) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith("#"):
                 break
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT - 60)
     assert process.returncode == 130
     result = json.loads(path.read_text())
     assert result[rows]
     assert result[rows][0].get("bytes", 1024) == 1024
     assert result["header"]["command"]
-    assert not _children_of_the_run(process.pid)
+    assert not left_of(tmp_path)
 
 
 def test_recovery_beside_gloo(tmp_path: Path) -> None:
@@ -227,19 +233,24 @@ def ranks(command_pid: int, job: bytes) -> list[int]:
     return sorted(found)
 
 
-def _children_of_the_run(pid: int) -> list[str]:
-    """Ranks of a run carry the pid of their launcher nowhere, but are its children; orphans go to 1 or a reaper."""
-    deadline = time.monotonic() + 10
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Known by `folder` from those of tests that run at the same time."""
+    environment = {**os.environ, MARK: str(folder)}
+    return subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def left_of(folder: Path) -> list[str]:
+    """Processes of the command that was started with `folder` that do not end."""
+    deadline = time.monotonic() + 30
+    mark = f"{MARK}={folder}".encode()
     while True:
         alive = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if b"ftcomm.bench.collective_rank" in words:
-                    alive.append(entry.name)
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    alive.append((entry / "cmdline").read_text())
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.05)
@@ -259,7 +270,7 @@ def test_tune_writes_a_file_with_which_a_job_runs(tmp_path: Path) -> None:
     within = [*command("tune", "--smoke", "--file", str(path))]
     environment = {**os.environ, "FTCOMM_TUNING": str(path)}
     launch = [sys.executable, "-m", "ftcomm.cli", "run", "--replicas", "2", "-m", "ftcomm.cli", *within[3:]]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=110, env=environment)
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT - 20, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("with 2 members on one host") == 1  # one rank speaks
     assert sorted(json.loads(path.read_text())["one_shot_on_one_host"]) == ["2", "3"]

@@ -14,7 +14,9 @@ from ftcomm.bench.convergence import Run
 from ftcomm.errors import FtcommError
 from ftcomm.settings import Settings
 
-from .test_bench import run
+from .test_bench import LIMIT, run
+
+pytestmark = pytest.mark.timeout(LIMIT)
 
 RUN = {
     *("kind", "seed", "steps", "kills", "deaths", "absent", "lost", "discarded", "disputed", "equal", "validation"),
@@ -42,7 +44,7 @@ def test_replicas_that_are_away_for_a_part_of_the_steps(tmp_path: Path) -> None:
     request = accuracy.Request(2, 16, 1, 1, 100, 0.2, 1, ("linear",), (1,), validate_every=25, windows=8)
     request.check()
     seen: list[float] = []
-    one: Run = asyncio.run(asyncio.wait_for(accuracy.train(request, 1, "linear", seen.append), 100))
+    one: Run = asyncio.run(asyncio.wait_for(accuracy.train(request, 1, "linear", seen.append), 240))
     assert one.kept, one
     assert one.kills == 2
     assert one.absent >= 0.1, "they came back earlier than was drawn"
@@ -64,4 +66,4 @@ def test_a_rank_that_fails_ends_the_job_with_its_words(tmp_path: Path, monkeypat
                 pass
 
     with pytest.raises(FtcommError, match=r"exit code 1(.|\n)*broken on purpose, replica 0"):
-        asyncio.run(asyncio.wait_for(job(), 100))
+        asyncio.run(asyncio.wait_for(job(), 240))

@@ -12,7 +12,9 @@ from ftcomm.bench.train import Request, step_rows, torchft_missing
 from ftcomm.bench.train_rank import Timed
 from ftcomm.errors import SettingsError
 
-from .test_bench import run
+from .test_bench import LIMIT, run
+
+pytestmark = pytest.mark.timeout(LIMIT)
 
 STEP = {
     *("library", "ranks", "parameters", "rounds", "iterations", "step_ms_p50", "step_ms_p99", "round_ms", "ratio"),

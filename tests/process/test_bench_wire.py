@@ -18,7 +18,8 @@ from ftcomm.errors import SettingsError
 from ftcomm.launch.hosts import SlowNetwork
 from ftcomm.launch.relay import Counts
 
-DEADLINE = 120.0
+DEADLINE = 240.0
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:

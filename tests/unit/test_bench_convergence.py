@@ -228,7 +228,7 @@ def test_leaving_samples_out_gives_the_average_over_the_others(tmp_path: Path) -
     assert weights[5] == weights[7] == pytest.approx([4 / 3, 4 / 3, 0, 4 / 3])
     assert weights[6] == [0, 2, 0, 2]
     for rank in ranks:
-        rank.at(5)  # and nobody dies of it
+        rank.at(5, ())  # and nobody dies of it
 
 
 def test_survivors_hold_after_the_same_step_while_the_file_is_there(tmp_path: Path) -> None:
