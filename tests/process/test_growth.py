@@ -26,7 +26,7 @@ from .test_faults import _members, _until, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .training import train
 
-pytestmark = pytest.mark.protocol
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
 
 ALL = {0, 1, 2}
 JOINER = 2
@@ -152,7 +152,6 @@ def shuffled(points: tuple[str, ...]) -> list[str]:
 # -- every point -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(("ranks", "points_of_all"), [(1, None), (2, 5)])
 def test_a_joiner_that_dies_at_every_point_of_its_joining(
@@ -173,7 +172,6 @@ def test_a_joiner_that_dies_at_every_point_of_its_joining(
         finish(running, ALL, lambda replica, rank, _: (replica, rank) == (JOINER, 1))  # it outlived its rank 0
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_coordinator_that_is_restarted_at_every_point_of_a_joining(tmp_path: Path, half: int) -> None:
     """A half of the points each, chosen at random; at every second one the joiner dies while it is away."""
@@ -199,7 +197,6 @@ def test_a_coordinator_that_is_restarted_at_every_point_of_a_joining(tmp_path: P
         finish(running, ALL)
 
 
-@pytest.mark.timeout(120)
 def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
     """Of two members, while a third joins: before its promise, between that and the commit, at the boundary, after."""
     points = Points(tmp_path)
@@ -220,7 +217,6 @@ def test_a_member_that_dies_at_every_point_of_a_change(tmp_path: Path) -> None:
         finish(running, ALL)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("leaves", [False, True], ids=["another dies", "another leaves and a third dies"])
 def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None:
     """One member is held in the middle of the change, so that it goes no further, while another is killed."""
@@ -255,7 +251,6 @@ def test_a_loss_at_every_point_of_a_change(tmp_path: Path, leaves: bool) -> None
 # -- several at a time -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 def test_two_joins_at_once(tmp_path: Path) -> None:
     """The second comes when the first has come to some point, and dies, or the first does."""
     points = Points(tmp_path)
@@ -283,7 +278,6 @@ def _joined(events: list[dict[str, Any]], replica: int) -> bool:
     return any(e["kind"] == "joined" and e["replica"] == replica for e in events)
 
 
-@pytest.mark.timeout(120)
 def test_everything_at_random(tmp_path: Path) -> None:
     """Replicas die and come, the coordinator goes and comes, at moments that a seed chooses."""
     print(f"seed {SEED}")
@@ -326,10 +320,9 @@ def _pause(seconds: float) -> None:
     time.sleep(seconds)  # no synchronisation: the moment is what is random
 
 
-@pytest.mark.timeout(120)
 def test_a_join_waits_for_a_step_that_is_longer_than_the_heartbeat_timeout(tmp_path: Path) -> None:
     """The joiner is in the view, and knows it, while the others still compute and have not heard of it."""
-    with job(tmp_path, pace=2.5, heartbeat_timeout=1.6, op_timeout=5.0) as running:
+    with job(tmp_path, pace=4.0, heartbeat_timeout=2.6, op_timeout=8.0) as running:
         running.wait_contributing(ALL)
         go_on(running, ALL, 1)
         lose(running, JOINER)
@@ -379,7 +372,6 @@ def views_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == "view"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nobody_waits_for_a_joiner_that_builds_its_model(tmp_path: Path, ranks: int) -> None:
     """From `init` to its first boundary it is in no view: the others train on as if it were not there, also through a
@@ -406,7 +398,6 @@ def test_nobody_waits_for_a_joiner_that_builds_its_model(tmp_path: Path, ranks: 
         assert [_members(event) for event in early] == [[0]]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["dies", "leaves", "drain"])
 def test_a_joiner_that_goes_while_it_builds_its_model(tmp_path: Path, how: str) -> None:
     """Nobody notices; and but for the first way it ends without an error, after a loop of no steps."""
@@ -438,7 +429,6 @@ def test_a_joiner_that_goes_while_it_builds_its_model(tmp_path: Path, how: str) 
 # -- leaving -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("point", ["connected", "known", "ready", "queued", "viewed", "resuming", "agreeing", "said"])
 def test_a_drain_while_a_replica_joins(tmp_path: Path, point: str) -> None:
     """Who is not in the job yet is turned away; all others leave at one boundary, with no step lost."""
@@ -471,7 +461,6 @@ def test_a_drain_while_a_replica_joins(tmp_path: Path, point: str) -> None:
             hold_to_promises(running)
 
 
-@pytest.mark.timeout(120)
 def test_who_is_told_to_leave_while_the_coordinator_is_away_leaves_when_it_is_back(tmp_path: Path) -> None:
     with job(tmp_path) as running:
         begin(running)
@@ -489,7 +478,6 @@ def test_who_is_told_to_leave_while_the_coordinator_is_away_leaves_when_it_is_ba
         finish(running, ALL)
 
 
-@pytest.mark.timeout(120)
 def test_all_are_replaced_one_after_the_other(tmp_path: Path) -> None:
     """A rolling restart: each leaves, and comes back, while the others train on. Nobody is lost."""
     with job(tmp_path) as running:
@@ -508,7 +496,6 @@ def test_all_are_replaced_one_after_the_other(tmp_path: Path) -> None:
 # -- the coordinator ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("mistake", "reason"),
     [
@@ -543,7 +530,6 @@ def _refusals(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == "refused"]
 
 
-@pytest.mark.timeout(120)
 def test_a_second_coordinator_of_the_job_refuses(tmp_path: Path) -> None:
     """On the same file, or at the same port, or on the file of another job; the job does not notice."""
     with job(tmp_path) as running:
@@ -566,11 +552,10 @@ def test_a_second_coordinator_of_the_job_refuses(tmp_path: Path) -> None:
         finish(running, ALL)
 
 
-@pytest.mark.timeout(120)
 def test_a_coordinator_of_its_own_is_killed_while_a_replica_joins(tmp_path: Path) -> None:
     """SIGKILL to `ftcomm coordinator`, which says goodbye to nobody, at some points of a joining."""
     points = Points(tmp_path)
-    with job(tmp_path, heartbeat_timeout=2.0) as running:
+    with job(tmp_path) as running:
         begin(running)
         with running.own_coordinator() as own:
             for life, point in enumerate(shuffled(JOINING + CATCHING_UP)[:3], start=2):

@@ -34,6 +34,17 @@ for step in ftcomm.steps(int(sys.argv[1])):
 """
 FOREVER = "1000000"
 
+# All stand in step 30 until somebody was killed, so that nobody has finished by then.
+UNTIL_KILLED = """
+    while step == 30 and not os.path.exists("killed"):
+        time.sleep(0.01)
+""".lstrip("\n")
+# The last steps are slow until the one that was started again is in the job: boundaries have to be passed for that.
+UNTIL_BACK = """
+    if step > 50 and not os.path.exists("go"):
+        time.sleep(0.3)
+""".lstrip("\n")
+
 
 class Job:
     """A launcher, its events, and a coroutine beside it that makes things happen."""
@@ -71,6 +82,10 @@ class Job:
     def steps(self) -> int:
         return max((event["step"] for event in self.of("report")), default=0)
 
+    def kill(self, replica: int) -> None:
+        os.kill(self.launcher.pids()[replica, 0], signal.SIGKILL)
+        Path("killed").touch()
+
     def contributing(self) -> set[int]:
         """Of the latest view."""
         views = self.of("view")
@@ -100,8 +115,7 @@ def test_a_drain_lets_all_leave_at_one_step(here: Path) -> None:
 
 
 def test_a_killed_replica_comes_back_and_all_finish(here: Path) -> None:
-    wait = "    if step > 50 and not os.path.exists('go'):\n        time.sleep(0.3)\n"
-    job = Job(here, TRAIN + wait + "print('end', step)", "300")
+    job = Job(here, TRAIN + UNTIL_BACK + "print('end', step)", "300")
 
     async def plan() -> None:
         await job.until(lambda: job.steps() > 5)
@@ -168,10 +182,16 @@ def test_who_is_killed_after_its_training_is_not_restarted(here: Path) -> None:
 
 def test_who_gives_up_in_the_middle_is_restarted(here: Path) -> None:
     """By sys.exit, of which Python tells nobody: at exit it looks as if the script had ended well."""
-    script = TRAIN + "    if replica == 1 and first_life and step == 5:\n        sys.exit(1)\n"
-    job = Job(here, script + "print('end', step)", "600")
-    assert job.run() == run.FINISHED, job.said
-    assert [line for line in job.lines if line.startswith("end")] == ["end 599"] * 3
+    script = TRAIN + "    if replica == 1 and first_life and step == 5:\n        sys.exit(1)\n" + UNTIL_BACK
+    job = Job(here, script + "print('end', step)", "300")
+
+    async def plan() -> None:
+        await job.until(lambda: [event["replica"] for event in job.of("joined")].count(1) == 2)
+        await job.until(lambda: job.contributing() == {0, 1, 2})
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert [line for line in job.lines if line.startswith("end")] == ["end 299"] * 3
     assert any("exited with code 1; restarting it" in text for text in job.said)
 
 
@@ -206,11 +226,11 @@ def test_who_is_turned_away_when_the_others_have_finished_is_no_failure(here: Pa
     while not (os.path.exists("over-0") and os.path.exists("over-1")):
         time.sleep(0.01)
 group = """
-    job = Job(here, TRAIN.replace("group = ", late) + textwrap.dedent(script), "60")
+    job = Job(here, TRAIN.replace("group = ", late) + UNTIL_KILLED + textwrap.dedent(script), "60")
 
     async def plan() -> None:
         await job.until(lambda: job.steps() > 5)
-        os.kill(job.launcher.pids()[2, 0], signal.SIGKILL)
+        job.kill(2)
         await job.until(lambda: job.launcher.states()[2] is State.STOPPED)
         (here / "go").touch()
 
@@ -223,11 +243,15 @@ def test_who_is_committed_for_a_boundary_that_nobody_reaches_is_no_failure(here:
     """Named in a view that nobody installs."""
     script = """
         if step == 40:
+            open("standing", "w").close()
             while not os.path.exists("go"):
                 time.sleep(0.01)
             break
     """
-    job = Job(here, TRAIN + textwrap.dedent(script).replace("\n", "\n    "), FOREVER)
+    late = """while os.path.exists("lived-2") and not os.path.exists("standing"):
+    time.sleep(0.01)
+group = """
+    job = Job(here, TRAIN.replace("group = ", late) + textwrap.dedent(script).replace("\n", "\n    "), FOREVER)
 
     async def plan() -> None:
         await job.until(lambda: job.steps() > 5)
@@ -246,11 +270,11 @@ def test_who_comes_back_when_all_is_over_is_ended(here: Path) -> None:
         "group = ",
         'if os.path.exists("lived-2") and os.environ["FTCOMM_REPLICA"] == "2":\n    time.sleep(600)\ngroup = ',
     )
-    job = Job(here, script, "60")
+    job = Job(here, script + UNTIL_KILLED, "60")
 
     async def plan() -> None:
         await job.until(lambda: job.steps() > 5)
-        os.kill(job.launcher.pids()[2, 0], signal.SIGKILL)
+        job.kill(2)
 
     assert job.run(plan) == run.FINISHED, job.said
     assert any("replica 2 is ended: the others finished before it could rejoin" in text for text in job.said)

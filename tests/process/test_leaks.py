@@ -89,7 +89,7 @@ def test_thirty_losses_leave_nothing_behind(tmp_path: Path, transport: str, veri
             job.wait_contributing({0, 1, 2}, since=seen)
         for pid, then in zip(pids, before, strict=True):
             # What serves a change of view (a thread, a connection) may be on its way out.
-            for _ in _until(lambda pid=pid, then=then: not held(pid).beyond(then), held(pid).beyond(then), 10.0):  # type: ignore[misc]
+            for _ in _until(lambda pid=pid, then=then: not held(pid).beyond(then), held(pid).beyond(then), 30.0):  # type: ignore[misc]
                 time.sleep(0.1)
         job.drain()
         for replica in (0, 1, 2):

@@ -25,7 +25,7 @@ from ftcomm.transport.segment import LIVES, Memory, Segment, life
 
 pytestmark = pytest.mark.protocol
 
-DEADLINE = 10.0
+DEADLINE = 30.0
 
 HOLDER = """
 import ctypes, mmap, sys, time

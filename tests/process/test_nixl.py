@@ -23,7 +23,7 @@ ELEMENTS = 300_001  # three chunks, in puts; the last is cut where nothing divid
 KILLS = 5
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_kills_and_joins(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
@@ -51,7 +51,7 @@ def _has(events: list[dict[str, Any]], members: set[int]) -> bool:
     return any(e["kind"] == "view" and {x["replica"] for x in e["members"]} == members for e in events)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_stopped_with_puts_under_way(tmp_path: Path) -> None:
     """It stops in the middle of a put, is expelled, and wakes when its next life is in the view under its number.
 

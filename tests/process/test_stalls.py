@@ -26,8 +26,8 @@ from .test_kills import ENDLESS, check
 pytestmark = pytest.mark.protocol
 
 ONE_SHOT, TWO_SHOT = 300, 300_001  # elements
-# Short, with a heartbeat that a busy machine can keep. A stall is removed about 4 s after it began.
-LONGER = 1 if SLOWER == 1 else 3
+# Short, with a heartbeat that a busy machine can keep. A stall is removed about 8 s after it began.
+LONGER = 2 if SLOWER == 1 else 3
 CHAIN: dict[str, Any] = dict(op_timeout=5.0 * LONGER, heartbeat_timeout=1.6 * LONGER, op_floor=1.7 * LONGER)
 
 
