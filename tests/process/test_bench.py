@@ -219,18 +219,20 @@ def test_detection(tmp_path: Path) -> None:
 
 
 def ranks(command_pid: int, job: bytes) -> list[int]:
-    """Processes that measure for this command, of one library, in the order in which they were started."""
-    found = []
+    """Processes that measure for this command, of one library, in the order of their ranks: pids may begin anew."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
             if parent == command_pid and b"ftcomm.bench.collective_rank" in words and words[-2] == job:
-                found.append(int(entry.name))
-    return sorted(found)
+                rank = next(int(each[5:]) for each in environment if each.startswith(b"RANK="))
+                found[rank] = int(entry.name)
+    return [pid for _, pid in sorted(found.items())]
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
