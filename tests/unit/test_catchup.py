@@ -23,7 +23,7 @@ from ftcomm.hsdp.frames import MAX_FRAME, Block, Offer, Refusal, Stream, Wait, W
 from ftcomm.hsdp.state import allocate, digest, flatten, load
 from ftcomm.hsdp.throttle import Throttle
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 class Box:

@@ -18,7 +18,7 @@ HERE = Address("here", 0, "", 0, 0, "")
 class Rank:
     """What `Inside` uses of a group. `served` is set by rank 0; before that a connection is closed, as by an agent."""
 
-    def __init__(self, ranks, rank, first=None, patience=20.0):
+    def __init__(self, ranks, rank, first=None, patience=60.0):
         self.replica, self.rank, self.first, self.served = 2, rank, first, None
         self.insides = 0
         self.called = threading.Event()
@@ -41,7 +41,7 @@ class Rank:
         return here
 
 
-def ranks_of(count, patience=20.0):
+def ranks_of(count, patience=60.0):
     first = Rank(count, 0, patience=patience)
     return [first, *(Rank(count, rank, first, patience) for rank in range(1, count))]
 
@@ -65,7 +65,7 @@ def test_a_rank_comes_before_rank_0_serves():
         early = Inside(second)
         asked = pool.submit(early.exchange, b"second")
         late = Inside(first)
-        assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(20)
+        assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
 
 
 def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
@@ -76,9 +76,9 @@ def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
         other.close()
         second.called.clear()
         asked = pool.submit(Inside(second).exchange, b"second")
-        assert second.called.wait(20)
+        assert second.called.wait(60)
         inside.close()
-        assert Inside(first).exchange(b"firsts") == [b"firsts", b"second"] == asked.result(20)
+        assert Inside(first).exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
 
 
 def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
@@ -108,4 +108,4 @@ def test_ranks_at_different_exchanges_are_not_mixed_up():
             inside.exchange(b"y")
         inside.close()
         with pytest.raises(TransportError):
-            asked.result(20)
+            asked.result(60)
