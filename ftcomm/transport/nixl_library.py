@@ -193,6 +193,7 @@ class _Log:
     def __init__(self) -> None:
         self._environment = threading.Lock()  # there is one
         self._fd = -1
+        self._reading = threading.Lock()  # guards what follows: several endpoints of a process ask for the one log
         self._read = 0
         self._rest = b""
         self._flush: Callable[[], object] | None = None
@@ -221,13 +222,14 @@ class _Log:
     def lines(self) -> list[str]:
         if self._fd < 0:
             return []
-        if self._flush is None:
-            self._flush = _flusher()
-        self._flush()
-        size = os.fstat(self._fd).st_size
-        new = os.pread(self._fd, size - self._read, self._read)
-        self._read += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
+        with self._reading:
+            if self._flush is None:
+                self._flush = _flusher()
+            self._flush()
+            size = os.fstat(self._fd).st_size
+            new = os.pread(self._fd, size - self._read, self._read)
+            self._read += len(new)
+            *lines, self._rest = (self._rest + new).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import mmap
+import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from ftcomm.doctor.check import Finding
 from ftcomm.errors import SettingsError
 from ftcomm.transport import nixl_frames as frames
 from ftcomm.transport import nixl_hello as hello
+from ftcomm.transport import nixl_library
 from ftcomm.transport.nixl import rails, rdma_devices
 from ftcomm.transport.nixl_frames import Frame, InOrder, pack, unpack
 from ftcomm.transport.nixl_library import Library, NixlMissing, Ways, link_rate
 from ftcomm.transport.nixl_memory import Mirrors, Region, Registrations, source_of
 from ftcomm.transport.nixl_window import ALIGN, LEAST, Window, cut, spread
 from ftcomm.transport.segment import CHUNK, POSTED, TAKEN
+from tests.fixed_rig import together
 
 EPOCH = 3
 BEGUN = EPOCH << 32
@@ -418,6 +423,27 @@ def test_the_interfaces_that_are_named(sys_class: Path, env: dict[str, str], ver
     assert all(
         "eth0" in one.mend or one.verdict == "ok" or "interface" in one.mend or "these" in one.mend for one in found
     )
+
+
+def test_lines_of_the_log_are_read_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two endpoints of a process at a time: both knew how long it was before either had read it."""
+    log, both, pread = nixl_library._Log(), threading.Barrier(2), os.pread
+    log._fd, log._flush = os.memfd_create("log"), lambda: None
+    os.write(log._fd, b"one\ntwo\n")
+
+    def reads(*what: int) -> bytes:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return pread(*what)
+
+    monkeypatch.setattr(os, "pread", reads)
+    try:
+        found = together(lambda _: log.lines(), 2)
+        assert sorted(found, key=len) == [[], ["one", "two"]]
+        os.write(log._fd, b"three\n")
+        assert log.lines() == ["three"]
+    finally:
+        os.close(log._fd)
 
 
 def test_what_is_wrong_has_a_mend() -> None:
