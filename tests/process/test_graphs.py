@@ -80,20 +80,31 @@ def in_graph(group: ftcomm.Group) -> bool:
 
 def replay_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """The n-th life of replica 1 dies as it is about to say for the `left`-th time in a graph what is the n-th of
-    `arguments["deaths"]`, (point, left). It stands still instead with `arguments["hold"]`, for as long."""
-    life = len(list(Path(arguments["marks"]).glob("notes-1-*[0-9]"))) - 1
-    point, left = arguments["deaths"][life] if group.replica == 1 else ("", 0)
+    `arguments["deaths"]`, (point, left); if it is to die `last`, when the others have said so. It stands still instead
+    with `arguments["hold"]`, for as long."""
+    marks, last = Path(arguments["marks"]), "last" in arguments
+    life = len(list(marks.glob("notes-1-*[0-9]"))) - 1
+    point, left = arguments["deaths"][life] if last or group.replica == 1 else ("", 0)
 
     def at(here: str) -> None:
         nonlocal left
         left -= here == point and in_graph(group)
-        if left == 0 and "hold" in arguments:
+        if group.replica != 1 or left:
+            return
+        if "hold" in arguments:
             time.sleep(arguments["hold"])
-        elif left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            return
+        end = time.monotonic() + 60
+        while last and len(list(marks.glob("has-*"))) < 2 and time.monotonic() < end:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def after(here: str) -> None:
+        if last and here == point and left == 0:
+            (marks / f"has-{group.replica}").touch()
 
     if point:
-        inside.before_publish(at)
+        inside.before_publish(at, after)
     replayed = Replayed(group)
     for step in ftcomm.steps(arguments["steps"]):
         replayed.step(notes, step)
@@ -129,7 +140,7 @@ def test_what_the_others_hold_of_a_replay_when_one_dies_in_it(tmp_path: Path, at
     """In step 1, at the second of four chunks: two are FINAL at the others, with the input of the one that dies. They
     stay, if they may; those of the atomic op are reduced again. What is called behind it goes on among the two."""
     left = 8 + 2 + 4 * atomic
-    with job(tmp_path, 3, replay_forever, deaths=[("taken", left)]) as running:
+    with job(tmp_path, 3, replay_forever, deaths=[("taken", left)], last=True) as running:
         _without(running, 1)
         _go_on(running, 3)
         steps = _finish(running, {0, 2})
