@@ -24,7 +24,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, two_shot
 from ftcomm.collective.wire import WIRES
 from ftcomm.kernels.wait import IN_POLL, Waiter, wake
-from ftcomm.transport.segment import ASLEEP, DETAIL, POSTED, SLOTS, TAKEN, Peer, Segment, descriptor
+from ftcomm.transport.segment import ASLEEP, DETAIL, NEAR, POSTED, SLOTS, TAKEN, Peer, Segment, descriptor
 
 if TYPE_CHECKING:
     from ftcomm.collective.stream import Stream
@@ -66,13 +66,13 @@ class Express:
             for word in (POSTED, TAKEN)
         }
         self._tokens = {word: (token(view.me, word), segment.address + 8 * word) for word in (POSTED, TAKEN)}
-        self._shots: list[dict[int, _Shot]] = [{} for _ in range(SLOTS)]  # by call
+        self._shots: list[dict[int, _Shot]] = [{} for _ in range(NEAR)]  # by call
 
     def run(self, stream: Stream, op: Operation) -> bool:
         """`op` is the only one in flight, and nothing of it is posted. True: all members hold it FINAL. False: the
         stream is to go on with it."""
         index, number, call = stream.taken, op.number, op.call
-        slot = index % SLOTS
+        slot = index % NEAR
         shot = self._shots[slot].get(call)
         if shot is None:
             shot = self._shot(stream, op, slot)
@@ -80,7 +80,7 @@ class Express:
                 return False
         if self._waiter.poked:
             return False
-        own, array, at = self._own, op.array, descriptor(slot)
+        own, array, at = self._own, op.array, descriptor(index % SLOTS)
         own[at] = number
         own[at + 1] = call
         own[at + DETAIL] = 0

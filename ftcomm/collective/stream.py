@@ -21,7 +21,8 @@ takes those that are for it, see `ftcomm.collective.script`.
     level(l)  owner           tasks that have   the right   it reads the shard of that level, see
                               reached level l   neighbour   `ftcomm.collective.ring`
 
-Words hold `epoch << 32 | counter` and only grow. Task `index` uses slot `index % SLOTS` of the staging.
+Words hold `epoch << 32 | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging, the
+slot of that number; among members of one host slot `index % NEAR`.
 
 Fencing. A member enters an epoch with a new stream, whose first act is to raise its words to the epoch, before any
 staging is written. A member that was left behind in the old epoch may still read that staging while it changes, and
@@ -64,6 +65,7 @@ from ftcomm.transport.segment import (
     ASLEEP,
     DETAIL,
     FINGERPRINT,
+    NEAR,
     POSTED,
     PUBLISHED,
     REDUCED,
@@ -82,8 +84,8 @@ from ftcomm.tuning import Tuning
 # Tasks posted and not taken. 64 MB, two members: 1 (nothing overlaps) 5.65 ms, 2 5.1, 3 5.4 (spills the cache); four
 # members on two cores: 1 19.2 ms, 2 18.1. Half of the slots is also what makes a slot free when its turn comes, without
 # looking: I post task p after I have taken p - AHEAD, so all had posted that, so all had taken p - 2 * AHEAD, which had
-# the same slot.
-AHEAD = SLOTS // 2
+# the same slot. Between hosts members look, and are ahead by as many tasks as there are slots.
+AHEAD = NEAR // 2
 
 _TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # words that all others look at
 
@@ -223,6 +225,7 @@ class Stream:
         # Whoever reads through a connection has a shard of the caller's input from where it lies: it is final, and
         # overwritten, only when all have reduced, and so have what they need of it.
         self._far = not view.one_host
+        self._slots = SLOTS if self._far else NEAR  # of the staging, that are used
         self._last = True  # the task that was taken last was the last one of its op
         self._straight = lines is not None and len(lines.peers) == len(self._peers)
         self._straight_from = 0 if lines is None else lines.straight_from
@@ -252,7 +255,7 @@ class Stream:
         if reader.replica == self._right:
             for _, told in self._relayed:
                 told[POSTED] = told[TAKEN] = 0
-        first = max(0, self.posted - SLOTS)
+        first = max(0, self.posted - self._slots)
         for index in range(first, self.posted):
             self._send(reader, POSTED, index + 1)
         for index in range(first, self.arrived):
@@ -263,7 +266,7 @@ class Stream:
                 for hop in self._route.hops[: max(0, slot.hop)]:
                     if hop.makes and reader.replica in self._route.readers[hop.makes]:
                         self._send(reader, level(hop.makes), index + 1)
-        for index in range(max(0, self.taken - SLOTS), self.taken):
+        for index in range(max(0, self.taken - self._slots), self.taken):
             self._send(reader, TAKEN, index + 1)
 
     def close(self, lives: Mapping[int, str] | None = None) -> list[Reader]:
@@ -354,7 +357,7 @@ class Stream:
         if lines is not None and lines.peers and not self._straight:
             return lines.wait(clogged, lambda: self.advance() or self.stable(oldest))
         if lines is not None and (lines.peers or clogged):
-            return lines.wait(clogged) and not self.missing(oldest)
+            return lines.wait(clogged)
         word, count, peers = self._obstacle(oldest)
         target = self._low + count
         for peer in peers:
@@ -430,7 +433,7 @@ class Stream:
             slot.op, slot.task, slot.first, slot.two_shot, slot.straight, slot.hop = op, task, first, False, False, -1
             if self._hearsay:
                 slot.needs = self._want(self._peers)
-            self._carrier.give(op, task, index % SLOTS)
+            self._carrier.give(op, task, self.staging(index))
             self.posted = index + 1
             self._publish(POSTED, index + 1)
             return
@@ -449,7 +452,7 @@ class Stream:
         slot.op, slot.task, slot.first, slot.here = op, task, first, here
         slot.two_shot = op.two_shot and task.holder == REDUCE
         wire = op.wire if coded or op.wire != FP8 else WIRES[0]  # what is FINAL is given as it is
-        slot.lane = lane = self.lane(op.dtype, wire, len(here), index % SLOTS)
+        slot.lane = lane = self.lane(op.dtype, wire, len(here), self.staging(index))
         slot.hop = 0 if op.routed and task.holder == REDUCE else -1
         straight = self._straight and not coded and op.nbytes >= self._straight_from
         slot.straight = straight and (slot.two_shot or slot.hop == 0 or (self._pair_straight and task.holder == REDUCE))
@@ -620,7 +623,7 @@ class Stream:
         assert isinstance(op, Scripted)
         assert isinstance(batch, Batch)
         if op.error is None:
-            self._carrier.take(op, batch, index % SLOTS)
+            self._carrier.take(op, batch, self.staging(index))
         if self._alarm is not None:
             self._alarm.taken_batch(index, op, batch)
         self._last = op.end == index + 1
@@ -694,7 +697,7 @@ class Stream:
             else:
                 start, end = self._read_by(reader.replica, word, slot, slot.task.holder)
                 nbytes = end - start
-        base = self._segment.offset(word, index) + start
+        slot_at = self.staging(count - 1) * self._segment.chunk
         try:
             if word == POSTED and slot.straight:
                 # None if it is taken: then all have what they need of it, whatever connection this is.
@@ -704,8 +707,9 @@ class Stream:
                     start_of = slot.task.chunk * slot.op.elements * slot.op.itemsize + start
                     payload = slot.op.memory[start_of : start_of + nbytes]
             else:
+                base = self._segment.offset(word, 0) + slot_at + start
                 payload = self._segment.buffer[base : base + nbytes]
-            reader.send(word, self._low + count, start, payload, belongs)
+            reader.send(word, self._low + count, slot_at + start, payload, belongs)
         except OSError as error:
             self._drop(reader, error)
 
@@ -776,6 +780,10 @@ class Stream:
         if oldest.end < 0:
             return TAKEN, self.posted - SLOTS + 1, self._slot_readers()
         return TAKEN, oldest.end, self._peers
+
+    def staging(self, index: int) -> int:
+        """The slot in which task `index` is staged."""
+        return index % self._slots
 
     def lane(self, dtype: str, wire: str, count: int, slot: int) -> _Lane:
         lanes = self._lanes[slot]

@@ -236,7 +236,7 @@ class Live:
             start = slot.task.chunk * op.elements
             slot.here = op.array[start : start + op.elements]
             slot.needs = ()
-            slot.lane = live.lane(op.dtype, op.wire, len(slot.here), index % SLOTS)
+            slot.lane = live.lane(op.dtype, op.wire, len(slot.here), live.staging(index))
 
     def _operation(self, number: int, content: bytes, others: Any) -> Operation:
         op = self._operations[number]

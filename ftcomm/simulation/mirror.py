@@ -57,7 +57,7 @@ class Mirror(TinyMemory):
         self._begin_epoch(epoch)
         slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
         if payload:
-            base = self.offset(word, slot) + start
+            base = self.place(word, start, len(payload))
             self.buffer[base : base + len(payload)] = payload
         if epoch < self._newest:
             return

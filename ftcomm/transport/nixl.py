@@ -251,12 +251,11 @@ class NixlPeer(Peer):
     def _apply(self, frame: frames.Frame) -> None:
         """Every field is checked: a wrong one must not reach beyond the chunk that it names."""
         word, value = frame.word, frame.value
-        frames.check(frame, self.words[word] if word in frames.WORDS else 0, self._epoch, self.chunk)
-        slot = frames.slot_of(value)
+        frames.check(frame, self.words[word] if word in frames.WORDS else 0, self._epoch)
+        base = self.place(word, frame.start, frame.nbytes)
         if frame.payload:
-            base = self.offset(word, slot) + frame.start
             self.buffer[base : base + frame.nbytes] = frame.payload
-        at = descriptor(slot)
+        at = descriptor(((value & 0xFFFFFFFF) - 1) % SLOTS)
         number, call, detail = frame.belongs
         if word == POSTED:
             self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail

@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ftcomm.transport.segment import PUBLISHED, SLOTS, TAKEN
+from ftcomm.transport.segment import PUBLISHED, TAKEN
 
-# Magic, word, channel, number; of the payload: where in the chunk, bytes, whether it follows; value; what belongs to
+# Magic, word, channel, number; of the payload: where in its region, bytes, whether it follows; value; what belongs to
 # the word.
 _HEAD = struct.Struct("<IIQIIIIQQQQ")
 _MAGIC = 0x66746E32
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
     word: int
     channel: int  # of which epoch and connection it is
     number: int  # of the frame in its channel
-    start: int  # of the payload, in the chunk
+    start: int  # of the payload, in its region
     nbytes: int
     follows: int  # 1: the payload is in the frame; 0: it has been put
     value: int
@@ -71,16 +71,12 @@ def unpack(message: bytes) -> list[Frame]:
     return frames
 
 
-def check(frame: Frame, seen: int, epoch: int, chunk: int) -> None:
+def check(frame: Frame, seen: int, epoch: int) -> None:
     """Raise `ValueError` if this cannot be the next frame where the word holds `seen`."""
     if frame.word not in WORDS or not seen < frame.value < (epoch + 1) << 32:
         raise ValueError(f"a frame that cannot be: word {frame.word}, value {frame.value:#x} after {seen:#x}")
-    if frame.start + frame.nbytes > (0 if frame.word == TAKEN else chunk):
-        raise ValueError(f"a payload of {frame.nbytes} bytes at {frame.start} of a chunk of {chunk}")
-
-
-def slot_of(value: int) -> int:
-    return ((value & 0xFFFFFFFF) - 1) % SLOTS
+    if frame.word == TAKEN and frame.nbytes:
+        raise ValueError(f"a payload of {frame.nbytes} bytes that tells of what is taken")
 
 
 class InOrder:

@@ -155,7 +155,7 @@ class NixlReader(Sender):
         if count > 1:
             first = address_of(payload) - address_of(payload.obj)
             payload = memoryview(payload.obj)[first : first + sum(len(queue[i][3]) for i in range(count))]
-        base = HEADER + ((word != POSTED) * SLOTS + frames.slot_of(value)) * CHUNK + start
+        base = HEADER + (word != POSTED) * SLOTS * CHUNK + start
         pieces = cut(len(payload), len(windows))
         rails = spread(pieces, windows) if len(windows) > 1 else [0] if windows[0].fits(len(payload)) else None
         if rails is None:
@@ -178,9 +178,7 @@ class NixlReader(Sender):
             if not (
                 word_next == word
                 and value_next == value + 1
-                and start + len(payload) == CHUNK
-                and start_next == 0
-                and frames.slot_of(value_next)
+                and start_next == start + len(payload)
                 and next_payload.obj is payload.obj
                 and len(next_payload) > frames.INLINE
                 and address_of(next_payload) == address_of(payload) + len(payload)

@@ -34,9 +34,13 @@ HEADER = 4096
 # Two ranks on two cores with 1 MB of L2 each, 64 MB: chunks of 128 KB 5.5 ms, 256 KB 5.0, 512 KB 5.0, 1 MB 6.0, 2 MB
 # 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. On a Xeon with as much L2, two ranks:
 # 128 KB 34, 256 KB 27, 512 KB 26; huge pages change nothing. A chunk and its copy must stay in the cache.
-# For the slots see AHEAD in ftcomm/collective/stream.py.
 CHUNK = 512 << 10
-SLOTS = 4
+# Between hosts a chunk is under way for as long as there and back, twice: of four hosts on a line of 1 Gbit/s and 5 ms
+# with four slots 73 to 75% of the line carry a sum of 64 MB, with eight 81 to 83%. Members of one host use the first
+# NEAR of them alone, which stay in the caches: with all eight four ranks need 1.5 times as long. For how many tasks may
+# be ahead there see AHEAD in ftcomm/collective/stream.py.
+SLOTS = 8
+NEAR = 4
 
 EPOCHS = 1 << 31  # epochs are below it
 
@@ -131,6 +135,14 @@ class Memory:
     def offset(self, region: int, slot: int) -> int:
         """Where in the memory the chunk of `slot` starts; `region` may be the word that announces what lies there."""
         return HEADER + ((region != POSTED) * SLOTS + slot) * self.chunk
+
+    def place(self, region: int, start: int, nbytes: int) -> int:
+        """Where in the memory byte `start` of a region is, from which so many bytes lie in one slot.
+
+        Raises `ValueError` if they do not."""
+        if start % self.chunk + nbytes > self.chunk or start >= SLOTS * self.chunk:
+            raise ValueError(f"a payload of {nbytes} bytes at {start} of {SLOTS} slots of {self.chunk}")
+        return self.offset(region, 0) + start
 
 
 class Segment(Memory):

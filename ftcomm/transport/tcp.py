@@ -62,8 +62,8 @@ from ftcomm.transport.segment import (
 
 Lost = Callable[[int, int, str], None]  # (replica, epoch, reason)
 
-# Magic, word, its value; of the payload: where in the chunk, bytes; what belongs to the word: to POSTED the number, the
-# call and the detail of the op, to TAKEN the fingerprint of the result and two zeros.
+# Magic, word, its value; of the payload: where in its region, bytes; what belongs to the word: to POSTED the number,
+# the call and the detail of the op, to TAKEN the fingerprint of the result and two zeros.
 _FRAME = struct.Struct("<IIQIIQQQ")
 _MAGIC = 0x66746332
 _WORDS = frozenset(PUBLISHED)
@@ -317,12 +317,12 @@ class TcpPeer(Peer):
         again = epoch == self._newest and word in _WORDS and value <= self.words[word]
         if magic != _MAGIC or word not in _WORDS or not 0 < epoch < EPOCHS or not count or again:
             raise ValueError(f"a frame that cannot be: magic {magic:#x}, word {word}, value {value:#x}")
-        if start + nbytes > (0 if word == TAKEN else self.chunk):
-            raise ValueError(f"a payload of {nbytes} bytes at {start} of a chunk of {self.chunk}")
+        if word == TAKEN and nbytes:
+            raise ValueError(f"a payload of {nbytes} bytes that tells of what is taken")
+        base = self.place(word, start, nbytes)
         self._begin_epoch(epoch)
         self._begin += _FRAME.size
         if nbytes:
-            base = self.offset(word, (count - 1) % SLOTS) + start
             there = self.buffer[base : base + nbytes]
             here = self._inbox[self._begin : min(self._end, self._begin + nbytes)]
             there[: len(here)] = here

@@ -35,7 +35,7 @@ from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
 from ftcomm.messages.parcels import WHOLE, Receive, Send
 from ftcomm.messages.post import Post
 from ftcomm.transport import nixl_frames, nixl_hello
-from ftcomm.transport.segment import CHUNK, EPOCHS, HEADER, POSTED, REDUCED, TAKEN
+from ftcomm.transport.segment import CHUNK, EPOCHS, HEADER, POSTED, REDUCED, SIZE, TAKEN, Memory
 from ftcomm.transport.tcp import Lost, Reader, TcpPeer
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
@@ -446,9 +446,10 @@ def notifications(data: bytes) -> None:
     for part in _parts(data):
         try:
             for frame in (ready for told in nixl_frames.unpack(part) for ready in order.arrive(told)):
-                nixl_frames.check(frame, words.get(frame.word, 0), EPOCH, CHUNK)
+                nixl_frames.check(frame, words.get(frame.word, 0), EPOCH)
                 assert frame.value >> 32 == EPOCH
-                assert frame.start + frame.nbytes <= CHUNK
+                place = Memory().place(frame.word, frame.start, frame.nbytes)
+                assert HEADER <= place <= place + frame.nbytes <= SIZE
                 assert len(frame.payload) in (0, frame.nbytes)
                 words[frame.word] = frame.value
         except ValueError:

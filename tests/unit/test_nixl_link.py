@@ -121,7 +121,7 @@ def test_frames_fill_the_mirror(link: Link, pair: tuple[NixlReader, NixlPeer]) -
     large, odd, small = (rng.bytes(nbytes) for nbytes in (CHUNK, 200_001, 100))
     reader.send(POSTED, BEGUN | 1, 0, link.staged(POSTED, 0, 0, large), (41, 99, 7))
     callers = np.frombuffer(odd, np.uint8).copy()
-    reader.send(POSTED, BEGUN | 2, 64, memoryview(callers), (42, 99, 7))
+    reader.send(POSTED, BEGUN | 2, CHUNK + 64, memoryview(callers), (42, 99, 7))
     reader.send(REDUCED, BEGUN | 1, 128, link.staged(REDUCED, 0, 128, small), (41, 99, 7))
     reader.send(TAKEN, BEGUN | 1, 0, memoryview(b""), (1 << 63, 0, 0))
     until(reader.flush, "no room")
@@ -143,7 +143,7 @@ def test_never_more_than_all_slots_under_way(link: Link, pair: tuple[NixlReader,
     total = 3 * SLOTS
     payload = memoryview(np.zeros(CHUNK, np.uint8))
     for count in range(1, total + 1):
-        reader.send(POSTED, BEGUN | count, 0, payload, (count, 0, 0))
+        reader.send(POSTED, BEGUN | count, (count - 1) % SLOTS * CHUNK, payload, (count, 0, 0))
         assert sum(window.bytes for window in remote.windows) <= SLOTS * CHUNK
     until(reader.flush, "no room")
     until(lambda: reader.told(POSTED, BEGUN | total), "puts that do not end")
@@ -318,14 +318,14 @@ def test_chunks_side_by_side_are_one_put(
     order = [0, 1, 3, 2, 4]  # of the array; the third and the fourth are not side by side
     for count, chunk in enumerate(order, 1):
         at = chunk * CHUNK
-        reader.send(POSTED, BEGUN | count, 0, memory[at : at + sizes[chunk]], (count, 0, 0))
+        reader.send(POSTED, BEGUN | count, (count - 1) * CHUNK, memory[at : at + sizes[chunk]], (count, 0, 0))
     for count in range(1, len(order) + 1):
         reader.send(TAKEN, BEGUN | count, 0, memoryview(b""), (count, 0, 0))
     until(reader.flush, "no room")
     wait(peer, TAKEN, len(order))
-    for slot, chunk in enumerate(order[-SLOTS:], max(0, len(order) - SLOTS)):
+    for slot, chunk in enumerate(order):
         at = chunk * CHUNK
-        there = peer.carve(POSTED, slot % SLOTS, 0, sizes[chunk], np.dtype(np.uint8))
+        there = peer.carve(POSTED, slot, 0, sizes[chunk], np.dtype(np.uint8))
         assert (there == array[at : at + sizes[chunk]]).all(), f"chunk {chunk}"
     assert reader.told(TAKEN, BEGUN | len(order))
     assert sum(len(frames.unpack(message)) for message in told) == 2 * len(order)
@@ -344,7 +344,8 @@ def test_an_array_is_held_until_its_put_has_ended(
     array = np.zeros(2 * CHUNK, np.uint8)
     gone = weakref.ref(array)
     for count in (1, 2):  # one put
-        reader.send(POSTED, BEGUN | count, 0, memoryview(array)[(count - 1) * CHUNK : count * CHUNK], (count, 0, 0))
+        at = (count - 1) * CHUNK
+        reader.send(POSTED, BEGUN | count, at, memoryview(array)[at : at + CHUNK], (count, 0, 0))
     assert [reader.told(POSTED, BEGUN | count) for count in (1, 2)] == [False, False]
     del array
     reader.close()

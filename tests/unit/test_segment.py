@@ -69,7 +69,7 @@ def test_other_engines_and_layouts_are_told_apart() -> None:
         segment = Segment(theirs)
         with pytest.raises(OtherEngine, match=f"FTCOMM_ENGINE={mine.engine} .layout {mine.magic & 0xFFFF:#x}."):
             ShmPeer(3, os.getpid(), segment.fd, segment.nonce, mine)
-    for change in (dict(lanes=4), dict(chunk=CHUNK // 2), dict(slots=8), dict(size=SIZE - 4096)):
+    for change in (dict(lanes=4), dict(chunk=CHUNK // 2), dict(slots=SLOTS // 2), dict(size=SIZE - 4096)):
         segment = Segment(dataclasses.replace(HOST, **change))
         with pytest.raises(TransportError, match=r"install one version everywhere|bytes, not") as caught:
             open_peer(segment)
@@ -98,5 +98,5 @@ def test_too_little_memory_is_an_error_with_the_mend() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert "cannot reserve 4 MB of shared memory" in done.stdout
+    assert "cannot reserve 8 MB of shared memory" in done.stdout
     assert "ulimit -f; now 1048576 bytes" in done.stdout

@@ -56,12 +56,17 @@ class Wire:
             assert end < DEADLINE * 100
 
 
+def at(count: int) -> int:
+    """Where in its region the payload of a task lies."""
+    return (count - 1) % SLOTS * CHUNK
+
+
 def test_a_frame_fills_the_mirror() -> None:
     wire = Wire()
     reader = Reader(wire.far, 1, EPOCH)
     assert wire.peer.words[TAKEN] == EPOCH << 32
     payload = np.arange(1000, dtype=np.uint16)
-    reader.send(POSTED, EPOCH << 32 | 2, 64, memoryview(payload).cast("B"), (41, 99, 7))
+    reader.send(POSTED, EPOCH << 32 | 2, CHUNK + 64, memoryview(payload).cast("B"), (41, 99, 7))
     reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
     assert reader.flush()
     wire.wait(TAKEN, EPOCH << 32 | 1)
@@ -82,7 +87,8 @@ WRONG = {
     "beyond all epochs": (MAGIC, POSTED, EPOCHS << 32 | 1, 0, 0),
     "no task": (MAGIC, POSTED, (EPOCH + 1) << 32, 0, 0),
     "no increase": (MAGIC, POSTED, EPOCH << 32, 0, 0),
-    "beyond the chunk": (MAGIC, REDUCED, EPOCH << 32 | 1, CHUNK - 4, 8),
+    "beyond the slot": (MAGIC, REDUCED, EPOCH << 32 | 1, CHUNK - 4, 8),
+    "beyond the last slot": (MAGIC, REDUCED, EPOCH << 32 | 1, SLOTS * CHUNK, 8),
     "payload of nothing": (MAGIC, TAKEN, EPOCH << 32 | 1, 0, 8),
 }
 
@@ -194,7 +200,7 @@ def test_the_counter_of_bytes_under_way_begins_anew_in_each_epoch() -> None:
     for epoch in range(EPOCH, EPOCH + 3):
         reader.send(REDUCED, epoch << 32 | 1, 64, chunk[:1], (0, 0, 0))  # of a task of which this one gives nothing
         for count in range(1, SLOTS + 1):
-            reader.send(POSTED, epoch << 32 | count, 0, chunk, (0, 0, 0))
+            reader.send(POSTED, epoch << 32 | count, at(count), chunk, (0, 0, 0))
         assert reader.turn()
     near.close()
     reader.close()
@@ -248,7 +254,7 @@ def test_a_full_socket_leaves_the_rest_to_flush_and_nothing_is_torn() -> None:
     wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     payloads = [np.random.default_rng(number).bytes(CHUNK) for number in range(SLOTS)]
     for number, payload in enumerate(payloads):
-        reader.send(POSTED, EPOCH << 32 | number + 1, 0, memoryview(payload), (number, 0, 0))
+        reader.send(POSTED, EPOCH << 32 | number + 1, at(number + 1), memoryview(payload), (number, 0, 0))
     reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
     assert not reader.flush()
     end = time.monotonic() + DEADLINE
@@ -270,10 +276,8 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
     for count in range(1, SLOTS + 1):
         for word in (POSTED, REDUCED, TAKEN):
             payload = chance.randbytes(0 if word == TAKEN else chance.choice((0, 1, 300, 3000, 4096, 9000, 70_000)))
-            frames += (
-                FRAME.pack(MAGIC, word, EPOCH << 32 | count, 0 if word == TAKEN else 8, len(payload), count, 2, 3)
-                + payload
-            )
+            start = 0 if word == TAKEN else at(count) + 8
+            frames += FRAME.pack(MAGIC, word, EPOCH << 32 | count, start, len(payload), count, 2, 3) + payload
             content[word, count - 1] = payload
     wire = Wire()
     wire.peer.drive()
@@ -301,8 +305,8 @@ def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader
     reader = Reader(far, 5, EPOCH)
     half = memoryview(bytes(CHUNK // 2))
     for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << 32 | count, 0, half, (0, 0, 0))
-        reader.send(REDUCED, EPOCH << 32 | count, CHUNK // 2, half, (0, 0, 0))
+        reader.send(POSTED, EPOCH << 32 | count, at(count), half, (0, 0, 0))
+        reader.send(REDUCED, EPOCH << 32 | count, at(count) + CHUNK // 2, half, (0, 0, 0))
     reader.send(POSTED, EPOCH << 32 | SLOTS + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
     reader.send(REDUCED, EPOCH << 32 | SLOTS + 1, 64, half[:56], (0, 0, 0))
     near.close()
@@ -314,7 +318,7 @@ def test_more_than_the_slots_hold_is_never_on_its_way_to_a_reader() -> None:
     reader = Reader(far, 5, EPOCH)
     chunk = memoryview(bytes(CHUNK))
     for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << 32 | count, 0, chunk, (0, 0, 0))
+        reader.send(POSTED, EPOCH << 32 | count, at(count), chunk, (0, 0, 0))
     with pytest.raises(AssertionError, match="on their way to replica 5"):
         reader.send(REDUCED, EPOCH << 32 | 1, 64, chunk[:1], (0, 0, 0))
     near.close()
