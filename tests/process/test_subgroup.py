@@ -131,9 +131,12 @@ def test_a_group_is_made_used_and_closed_while_members_are_lost(tmp_path: Path) 
         for replica in (0, 1):
             assert job.join(replica) == [0], job.errors()
     did = {(r, note["step"]): (note["got"], note["roster"]) for r, _, note in job.notes() if note["kind"] == "did"}
-    _, first = did[1, 0]
-    assert first in ([1, 2], [1, 2, 3]), "replica 3 may be missed before the step begins, or in it"
-    assert did == {(1, 0): (6.0, first), (2, 0): (6.0, first), (1, 1): (2.0, [1, 2])}
+    # Replica 3 may be missed before step 0 begins or in it, and replica 0, which waits for nobody, may have passed
+    # further boundaries by then: it leaves the roster at the next one that none has passed.
+    first, second = did[1, 0][1], did[1, 1][1]
+    assert first in ([1, 2], [1, 2, 3])
+    assert second in ([1, 2], first)
+    assert did == {(1, 0): (6.0, first), (2, 0): (6.0, first), (1, 1): (2.0, second)}
     assert [note["got"] for _, _, note in job.notes() if note["kind"] == "message"] == [
         6.0,
         7.0,
