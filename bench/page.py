@@ -19,7 +19,7 @@ from ftcomm.bench.stats import median, percentile
 from ftcomm.errors import SettingsError
 
 RESULTS = Path(__file__).parent / "results"
-NAME = re.compile(r"(\d{4}-\d\d-\d\d)-(.+)-cpu\.json")
+NAME = re.compile(r"(\d{4}-\d\d-\d\d(?:T\d\d)?)-(.+)-cpu\.json")  # a second one of a day says the hour
 
 METHOD = """
 # Performance

@@ -36,7 +36,7 @@ HEADER = 4096
 # 128 KB 34, 256 KB 27, 512 KB 26; huge pages change nothing. A chunk and its copy must stay in the cache.
 CHUNK = 512 << 10
 # Between hosts a chunk is under way for as long as there and back, twice: of four hosts on a line of 1 Gbit/s and 5 ms
-# with four slots 73 to 75% of the line carry a sum of 64 MB, with eight 81 to 83%. Members of one host use the first
+# with four slots 73 to 75% of the line carry a sum of 64 MB, with eight 81 to 85%. Members of one host use the first
 # NEAR of them alone, which stay in the caches: with all eight four ranks need 1.5 times as long. For how many tasks may
 # be ahead there see AHEAD in ftcomm/collective/stream.py.
 SLOTS = 8

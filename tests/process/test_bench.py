@@ -200,8 +200,9 @@ def test_profile(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["ranks"], row["bytes"]) == (2, 1024)
-    assert 0 < row["waits_us"] + row["reductions_us"] + row["rest_us"] <= 1.001 * row["time_us"]
-    assert row["reductions_us"] > 0
+    # Each is a median over rounds of its own, so that on a busy machine they need not add up to the time.
+    assert all(row[name] >= 0 for name in ("waits_us", "rest_us"))
+    assert all(row[name] > 0 for name in ("time_us", "reductions_us", "limit_us"))
     assert 500 < row["instructions"] < 1500
 
 
