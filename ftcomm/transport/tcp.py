@@ -30,8 +30,8 @@ between two processes on two cores in 28 ms, one alone in 22.
 
 Where the processor time goes in `ftcomm bench wire --sizes 64M --ranks 4` on two EPYC cores, by samples of each rank (a
 handler of SIGPROF): half into `sendmsg` and `recvmsg_into`, which plain sockets take for the same bytes, too; a tenth
-into the copy of the sums to the caller's array, 6% into the sums, a third into the interpreter, for 768 frames each way.
-By `time.process_time`, chunks of 1 MB would save a tenth of it all; more tasks ahead save nothing.
+into the copy of the sums to the caller's array, 6% into the sums, a third into the interpreter, for 768 frames each
+way. By `time.process_time`, chunks of 1 MB would save a tenth of it all; more tasks ahead save nothing.
 """
 
 from __future__ import annotations
