@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,17 +84,21 @@ def test_the_busiest_second_of_a_network_is_kept() -> None:
     assert watched.line.busy_pct == pytest.approx(50)
 
 
-def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
+def between_hosts(folder: Path, *arguments: str) -> Any:
+    """The JSON of a short run between hosts of their own, where this machine can have them."""
     try:
         SlowNetwork(1).close()
     except SettingsError as error:
         pytest.skip(str(error))
-    path = tmp_path / "out.json"
-    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", "--hosts", "3"]
-    command += ["--rate", "200mbit", "--delay", "2ms", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    path = folder / "out.json"
+    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", *arguments]
+    done = subprocess.run([*command, f"--json={path}"], capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
+    return json.loads(path.read_text())
+
+
+def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
+    found = between_hosts(tmp_path, "--hosts=3", "--rate=200mbit", "--delay=2ms")
     # What the link needs is in the time: the bytes at its rate, but for what a token bucket lets through at once.
     assert all(row["ranks"] == 3 and 0 < row["of_link"] < 1.1 for row in found["rows"])
     least = 2 * 2 / 3 * (1 << 20)
@@ -103,16 +108,8 @@ def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
 
 
 def test_by_two_levels_a_host_sends_less_than_its_ranks_do_directly(tmp_path: Path) -> None:
-    try:
-        SlowNetwork(1).close()
-    except SettingsError as error:
-        pytest.skip(str(error))
-    path = tmp_path / "out.json"
-    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", "--hosts", "2"]
-    command += ["--ranks-per-host", "2", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {row["library"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = between_hosts(tmp_path, "--hosts=2", "--ranks-per-host=2")["rows"]
+    found = {row["library"]: row for row in rows}
     assert {(row["hosts"], row["ranks"]) for row in found.values()} == {(2, 4)}
     # Two hosts: each sends the array once, however many ranks it has; directly, twice that. And headers.
     sent = {library: row["cable_bytes"] / (1 << 20) for library, row in found.items()}
