@@ -25,9 +25,9 @@ import ftcomm
 from ftcomm.bench.yardstick import DEADLINE, Task, run
 from ftcomm.transport import nixl_library
 from ftcomm.transport.nixl_memory import address_of
-from ftcomm.transport.segment import CHUNK, SLOTS
+from ftcomm.transport.segment import CHUNK, NEAR
 
-STAGED = SLOTS * CHUNK  # bytes that ftcomm may have under way to a peer
+STAGED = NEAR * CHUNK  # bytes that ftcomm may have under way to a peer on this host
 LARGE = 8 << 20  # bytes of a large put
 _BLOB = 4096  # bytes that an agent's metadata fit in
 

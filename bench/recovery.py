@@ -26,7 +26,7 @@ from ftcomm.chaos.cut import Unplugged
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch import RunOptions
 from ftcomm.launch.answers import status
-from ftcomm.transport.segment import CHUNK, SLOTS
+from ftcomm.transport.segment import STAGED
 
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message
 PATIENCE = 60.0  # s that a return of the op, or of the replica, may take before the measurement gives up
@@ -277,7 +277,7 @@ class _Watch:
             resume_ms=max((float(event["resume_ms"]) for event in resumed), default=None),
             steps_lost=0 if completed else 1,
             bytes_resent=sum(int(event["resent"]) for event in resumed) if resumed else None,
-            bytes_in_flight=SLOTS * CHUNK * len(resumed) if resumed else None,
+            bytes_in_flight=STAGED * len(resumed) if resumed else None,
             heartbeat_ms=None if hit.fault == "kill" else self._job.launcher.options.timeouts.heartbeat * 1e3,
         )
 

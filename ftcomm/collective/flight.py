@@ -21,7 +21,7 @@ class Resumed(NamedTuple):
     copied: int  # chunks that this member gets from one that holds them FINAL
     reduced: int  # chunks that are reduced again
     again: int = 0  # chunks that this member had posted before and may give again; not counted of scripted ops
-    resent: int = 0  # their bytes, which a neighbour gets once more, or a part of them; SLOTS chunks at most, see below
+    resent: int = 0  # their bytes, which a neighbour gets once more, or a part of them; SLOTS x SPAN at most, see below
 
 
 class Flight:

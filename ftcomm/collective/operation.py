@@ -130,8 +130,8 @@ class Operation:
             self._latch.release()
         return self.done
 
-    def keep(self, chunk: int, here: np.ndarray[Any, Any], again: bool) -> None:
-        """Before the chunk, which lies in `here`, is posted. By the thread that drives; nothing waits in between.
+    def keep(self, chunk: int, again: bool) -> None:
+        """Before the chunk is posted. By the thread that drives; nothing waits in between.
 
         INPUT is copied, to be gone back to. FINAL becomes INPUT if the chunk is to be reduced `again`; until this
         moment it is FINAL, whatever the plan says, so that each chunk is INPUT or FINAL at every interruption.
@@ -139,11 +139,11 @@ class Operation:
         kept = self._kept
         if kept is None:
             return
-        start = chunk * self.elements
+        here = slice(chunk * self.elements, (chunk + 1) * self.elements)
         if self.finals[chunk] is None:
-            kept[start : start + len(here)] = here
+            kept[here] = self.array[here]
         elif again:
-            here[...] = kept[start : start + len(here)]
+            self.array[here] = kept[here]
             self.finals[chunk] = None
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:

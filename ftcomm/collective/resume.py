@@ -25,7 +25,8 @@ has returned is never reduced again: then each member of the view holds all chun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,6 +53,14 @@ class ProtocolError(FtcommError):
 def all_reduce(chunks: int) -> tuple[Task, ...]:
     """The tasks of an op that nobody holds any part of."""
     return tuple(Task(chunk, REDUCE, ()) for chunk in range(chunks))
+
+
+def side_by_side(tasks: Sequence[Task]) -> int:
+    """How many of the first tasks, at least one, can be done as one: chunks in a row, all of them to be reduced."""
+    if tasks[0].holder != REDUCE:
+        return 1
+    alike = (task == (tasks[0].chunk + number, REDUCE, ()) for number, task in enumerate(tasks))
+    return sum(itertools.takewhile(bool, alike))
 
 
 def base(progress: Iterable[Progress]) -> int:

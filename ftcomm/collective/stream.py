@@ -9,7 +9,8 @@ through three stages at every member, in order; the counters `posted`, `arrived`
     take     one-shot: reduce all inputs into the caller's buffer. Two-shot: when all have reduced, copy the shards
              there
 
-That is a chunk of an all-reduce. On a route it goes over hops between `arrive` and `take`, see
+That is a chunk of an all-reduce; between hosts, where frames cost more than caches save, it may be SPAN chunks that lie
+side by side. On a route it goes over hops between `arrive` and `take`, see
 `ftcomm.collective.route`. Other collectives move batches of parts, of which a member posts those that it gives and
 takes those that are for it, see `ftcomm.collective.script`.
 
@@ -22,7 +23,7 @@ takes those that are for it, see `ftcomm.collective.script`.
                               reached level l   neighbour   `ftcomm.collective.ring`
 
 Words hold `epoch << 32 | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging, the
-slot of that number; among members of one host slot `index % NEAR`.
+room of SPAN chunks of that number; among members of one host that of chunk `index % NEAR`.
 
 Fencing. A member enters an epoch with a new stream, whose first act is to raise its words to the epoch, before any
 staging is written. A member that was left behind in the old epoch may still read that staging while it changes, and
@@ -47,7 +48,7 @@ from ftcomm.collective.divergence import Alarm, Divergence
 from ftcomm.collective.express import Express, may, token
 from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView, by_route, shards, two_shot
-from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.collective.resume import REDUCE, Task, side_by_side
 from ftcomm.collective.ring import Ring
 from ftcomm.collective.route import Route
 from ftcomm.collective.script import AROUND, TWO_LEVEL, Batch
@@ -70,6 +71,7 @@ from ftcomm.transport.segment import (
     PUBLISHED,
     REDUCED,
     SLOTS,
+    SPAN,
     TAKEN,
     Memory,
     Peer,
@@ -136,10 +138,11 @@ class _Lane:
 class _Slot:
     """A task on its way. `op` and `here` end when it is taken: the caller's arrays are not ours to keep."""
 
-    __slots__ = ("first", "here", "hop", "lane", "needs", "op", "straight", "task", "two_shot")
+    __slots__ = ("first", "here", "hop", "lane", "needs", "op", "span", "straight", "task", "two_shot")
 
     op: Operation
     task: Task | Batch
+    span: int  # chunks that it is of, from that of `task` on
     first: bool  # of its op in this epoch
     two_shot: bool
     hop: int  # of the route, the next one; -1: it does not go by it
@@ -202,7 +205,7 @@ class Stream:
         self._pair = len(view.members) == 2 and len(contributors) == 2
         self._mine_first = contributors[:1] == (view.me,)
         self._place = contributors.index(view.me) if self._contributes else -1
-        self._lanes: list[dict[tuple[str, str, int], _Lane]] = [{} for _ in range(SLOTS)]
+        self._lanes: list[dict[tuple[str, str, int], _Lane]] = [{} for _ in range(SLOTS * SPAN)]
         self._ring = [_Slot() for _ in range(SLOTS)]
         self._carrier = Carrier(view, self.memories, reducer)
         self._route: Route | None = None
@@ -311,7 +314,7 @@ class Stream:
     def fill(self, index: int, op: Operation, lane: _Lane) -> None:
         """Task `index`, the only one of an all-reduce, was posted from elsewhere."""
         slot = self._ring[index % SLOTS]
-        slot.op, slot.task, slot.first, slot.here, slot.lane = op, op.tasks[0], True, op.array, lane
+        slot.op, slot.task, slot.span, slot.first, slot.here, slot.lane = op, op.tasks[0], 1, True, op.array, lane
         slot.two_shot, slot.straight, slot.hop = False, False, -1
 
     def advance(self) -> bool:
@@ -424,7 +427,8 @@ class Stream:
             self._own[at] = op.number
             self._own[at + 1] = op.call
             self._own[at + DETAIL] = self._detail if op.script is None else op.detail
-        op.next += 1
+        span = self._span(op)
+        op.next += span
         if op.next == len(op.tasks):
             op.end = index + 1
             self.unposted.popleft()
@@ -443,13 +447,13 @@ class Stream:
         here = op.array
         if len(op.finals) > 1:
             start = task.chunk * op.elements
-            here = here[start : start + op.elements]
-            if op.atomic:
-                op.keep(task.chunk, here, task.holder == REDUCE)
+            here = here[start : start + span * op.elements]
+            for chunk in range(task.chunk, task.chunk + span if op.atomic else 0):
+                op.keep(chunk, task.holder == REDUCE)
         coded = task.holder == REDUCE and op.wire == FP8
         if task.holder == REDUCE and self._sole != REDUCE and not coded:
             task = Task(task.chunk, self._sole, self.contributors)
-        slot.op, slot.task, slot.first, slot.here = op, task, first, here
+        slot.op, slot.task, slot.span, slot.first, slot.here = op, task, span, first, here
         slot.two_shot = op.two_shot and task.holder == REDUCE
         wire = op.wire if coded or op.wire != FP8 else WIRES[0]  # what is FINAL is given as it is
         slot.lane = lane = self.lane(op.dtype, wire, len(here), self.staging(index))
@@ -468,6 +472,13 @@ class Stream:
                 lane.mine[start:stop] = here[start:stop]
         self.posted = index + 1
         self._publish(POSTED, index + 1)
+
+    def _span(self, op: Operation) -> int:
+        """Of how many chunks the next task is. All members say the same, as they have the same tasks."""
+        if not self._far or op.script is not None or len(op.finals) <= SLOTS:  # each of these finds a slot of its own
+            return 1
+        tasks: Any = op.tasks
+        return side_by_side(tasks[op.next : op.next + SPAN])
 
     def _want(self, peers: Sequence[Peer]) -> Sequence[Peer]:
         """Those of them of whom this one may know by hearsay alone; from now on by a connection."""
@@ -584,7 +595,7 @@ class Stream:
                     here[part] = source
             else:
                 self.reduction(op, lane)(here)
-            op.finals[chunk] = contributors or self.contributors
+            op.finals[chunk : chunk + slot.span] = [contributors or self.contributors] * slot.span
         if self._alarm is not None:
             self._alarm.taken(index, op, chunk, slot.here)
         self._last = op.end == index + 1
@@ -782,8 +793,8 @@ class Stream:
         return TAKEN, oldest.end, self._peers
 
     def staging(self, index: int) -> int:
-        """The slot in which task `index` is staged."""
-        return index % self._slots
+        """From which chunk of the staging on task `index` is staged."""
+        return index % SLOTS * SPAN if self._far else index % NEAR
 
     def lane(self, dtype: str, wire: str, count: int, slot: int) -> _Lane:
         lanes = self._lanes[slot]

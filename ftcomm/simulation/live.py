@@ -234,7 +234,7 @@ class Live:
                 setattr(slot, name, thaw(value))
             slot.op = op = by_number[number]
             start = slot.task.chunk * op.elements
-            slot.here = op.array[start : start + op.elements]
+            slot.here = op.array[start : start + slot.span * op.elements]
             slot.needs = ()
             slot.lane = live.lane(op.dtype, op.wire, len(slot.here), live.staging(index))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.transport.segment import HEADER, POSTED, SLOTS, Memory
+from ftcomm.transport.segment import HEADER, POSTED, SLOTS, SPAN, Memory
 
 CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a shard of it in two-shot
 
@@ -25,11 +25,11 @@ class TinyMemory(Memory):
         self.replica = replica
         self.chunk = chunk  # bytes
         self.words: Any = [0] * (HEADER // 8)
-        self._bytes = np.zeros(2 * SLOTS * chunk, np.uint8)
+        self._bytes = np.zeros(2 * SLOTS * SPAN * chunk, np.uint8)
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
 
     def offset(self, region: int, slot: int) -> int:
-        return ((region != POSTED) * SLOTS + slot) * self.chunk
+        return ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
 
     def serves(self, epoch: int) -> bool:
         return True

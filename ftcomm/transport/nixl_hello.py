@@ -22,7 +22,7 @@ from ftcomm.control import bounds as b
 from ftcomm.control.dropped import printable
 from ftcomm.errors import TransportError
 
-VERSION = 2  # of this exchange and of the frames
+VERSION = 3  # of this exchange and of the frames
 PATIENCE = 10.0  # seconds for all of it; a rank that compiles something large may hold its interpreter that long
 _MOST = 1 << 20  # bytes of a message
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]

@@ -23,7 +23,7 @@ from ftcomm.errors import TransportError
 from ftcomm.transport import nixl_library
 from ftcomm.transport.nixl_memory import DRAM, Region, Registrations, address_of, keep, source_of
 from ftcomm.transport.nixl_window import Window
-from ftcomm.transport.segment import CHUNK, SLOTS
+from ftcomm.transport.segment import STAGED
 
 _PREPARED = 2048  # places from and to which puts to a peer are kept ready: the chunks of an array of 1 GB
 
@@ -62,7 +62,7 @@ class Remote:
 
     def __init__(self, names: tuple[str, ...], token: int, address: int) -> None:
         self.names, self.token, self.address = names, token, address
-        self.windows = [Window(SLOTS * CHUNK // len(names)) for _ in names]
+        self.windows = [Window(STAGED // len(names)) for _ in names]
         self.idle: OrderedDict[Place, list[Put]] = OrderedDict()  # the least recently used first
         self.failed: list[Put] = []
         self.users = 0

@@ -16,7 +16,7 @@ from ftcomm.transport.nixl_agent import Endpoint
 from ftcomm.transport.nixl_memory import address_of
 from ftcomm.transport.nixl_puts import Remote, Sender
 from ftcomm.transport.nixl_window import cut, spread
-from ftcomm.transport.segment import CHUNK, HEADER, POSTED, SLOTS
+from ftcomm.transport.segment import CHUNK, HEADER, POSTED, STAGED
 from ftcomm.transport.tcp import Lost
 
 _AT_ONCE = 2 * CHUNK  # bytes that are put at once; what is less waits for what comes next, or until the driver waits
@@ -155,7 +155,7 @@ class NixlReader(Sender):
         if count > 1:
             first = address_of(payload) - address_of(payload.obj)
             payload = memoryview(payload.obj)[first : first + sum(len(queue[i][3]) for i in range(count))]
-        base = HEADER + (word != POSTED) * SLOTS * CHUNK + start
+        base = HEADER + (word != POSTED) * STAGED + start
         pieces = cut(len(payload), len(windows))
         rails = spread(pieces, windows) if len(windows) > 1 else [0] if windows[0].fits(len(payload)) else None
         if rails is None:

@@ -2,8 +2,8 @@
 
     bytes 0..4095         words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
                           levels of the ring
-    SLOTS x CHUNK bytes   region POSTED:  the owner's input of a chunk, for the others to read
-    SLOTS x CHUNK bytes   region REDUCED: the owner's shard of a reduced chunk
+    STAGED bytes          region POSTED:  the owner's input of a chunk, for the others to read
+    STAGED bytes          region REDUCED: the owner's shard of a reduced chunk
 
 That is the layout of the host's engine. Other engines have another one (ftcomm.device.layout), with the same header and
 lives; the first word tells them apart.
@@ -27,7 +27,7 @@ import numpy as np
 
 from ftcomm.errors import TransportError
 
-MAGIC = 0x6674636F6D6D0001  # "ftcomm", layout 1, of the host's engine
+MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
 _FAMILY = 16  # bits of the layout's number in it
 HEADER = 4096
 
@@ -35,12 +35,17 @@ HEADER = 4096
 # 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. On a Xeon with as much L2, two ranks:
 # 128 KB 34, 256 KB 27, 512 KB 26; huge pages change nothing. A chunk and its copy must stay in the cache.
 CHUNK = 512 << 10
-# Between hosts a chunk is under way for as long as there and back, twice: of four hosts on a line of 1 Gbit/s and 5 ms
-# with four slots 73 to 75% of the line carry a sum of 64 MB, with eight 81 to 85%. Members of one host use the first
-# NEAR of them alone, which stay in the caches: with all eight four ranks need 1.5 times as long. For how many tasks may
-# be ahead there see AHEAD in ftcomm/collective/stream.py.
+# Between hosts a task is under way for as long as its hops take: around a ring of four hosts on a line of 1 Gbit/s and
+# 5 ms (`ftcomm bench wire --hosts 4 --rate 1gbit --delay 5ms --sizes 64M --algorithm ring`) 55 ms, in which the line
+# carries 7 MB. With 8 slots of one chunk it is full to 86%, with 16 to 91%, with 8 of two chunks to 95%, and those take
+# half as many frames. Members of one host use the room of NEAR chunks alone, which stay in the caches: with 8 slots
+# four ranks need 1.5 times as long, and with tasks of two chunks over TCP two need 1.2 times as long. For how many
+# tasks may be ahead there see AHEAD in ftcomm/collective/stream.py.
 SLOTS = 8
+SPAN = 2  # chunks that one task may be of, between hosts
 NEAR = 4
+
+STAGED = SLOTS * SPAN * CHUNK  # bytes of a region, and the most that is under way to a peer
 
 EPOCHS = 1 << 31  # epochs are below it
 
@@ -57,7 +62,7 @@ LEVELS = 2 * 16 - 2  # of the ring of the largest group, see ftcomm.collective.r
 LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
 FINGERPRINT = 2  # see ftcomm.collective.divergence
 DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.script
-SIZE = HEADER + 2 * SLOTS * CHUNK
+SIZE = HEADER + 2 * STAGED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Memory:
     """A segment or a mirror of one. `words` are its 64-bit words; `address` is where the first lies."""
 
     layout = HOST
-    chunk = CHUNK  # bytes staged in a slot
+    chunk = CHUNK  # bytes
     words: memoryview
     address: int
     buffer: memoryview  # all of it, in bytes
@@ -128,20 +133,22 @@ class Memory:
         return self.words
 
     def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """`count` elements from element `start` of the chunk in `slot`; `region` is POSTED or REDUCED."""
+        """`count` elements from element `start` on of what lies from the `slot`-th chunk of the region on; `region` is
+        POSTED or REDUCED."""
         base = self.offset(region, slot) + start * carrier.itemsize
         return self._bytes[base : base + count * carrier.itemsize].view(carrier)
 
     def offset(self, region: int, slot: int) -> int:
-        """Where in the memory the chunk of `slot` starts; `region` may be the word that announces what lies there."""
-        return HEADER + ((region != POSTED) * SLOTS + slot) * self.chunk
+        """Where in the memory the `slot`-th chunk starts; `region` may be the word that announces what lies there."""
+        return HEADER + ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
 
     def place(self, region: int, start: int, nbytes: int) -> int:
         """Where in the memory byte `start` of a region is, from which so many bytes lie in one slot.
 
         Raises `ValueError` if they do not."""
-        if start % self.chunk + nbytes > self.chunk or start >= SLOTS * self.chunk:
-            raise ValueError(f"a payload of {nbytes} bytes at {start} of {SLOTS} slots of {self.chunk}")
+        room = SPAN * self.chunk
+        if start % room + nbytes > room or start >= SLOTS * room:
+            raise ValueError(f"a payload of {nbytes} bytes at {start} of {SLOTS} slots of {room}")
         return self.offset(region, 0) + start
 
 

@@ -51,7 +51,6 @@ from typing import Any
 from ftcomm.control.dropped import drop
 from ftcomm.kernels.wait import Bell, wake
 from ftcomm.transport.segment import (
-    CHUNK,
     DETAIL,
     EPOCHS,
     FINGERPRINT,
@@ -60,6 +59,7 @@ from ftcomm.transport.segment import (
     PUBLISHED,
     SIZE,
     SLOTS,
+    STAGED,
     TAKEN,
     Peer,
     descriptor,
@@ -456,5 +456,5 @@ class Reader:
         if nbytes:
             self._under_way += nbytes - slot.get(start, 0)
             slot[start] = nbytes
-        if self._under_way > SLOTS * CHUNK:
+        if self._under_way > STAGED:
             raise AssertionError(f"{self._under_way} bytes on their way to replica {self.replica}: {self._staged}")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ftcomm.bench.peers import missing
-from ftcomm.transport.segment import CHUNK, SLOTS
+from ftcomm.transport.segment import STAGED
 from ftcomm.tuning_file import load
 
 ROW = {
@@ -176,7 +176,7 @@ def test_recovery_beside_gloo(tmp_path: Path) -> None:
     assert event["stall_ms"] == max(event["survivor_ms"].values())
     assert len(event["survivor_ms"]) == 2
     assert event["steps_lost"] == 0
-    assert event["bytes_resent"] <= event["bytes_in_flight"] == 2 * SLOTS * CHUNK
+    assert event["bytes_resent"] <= event["bytes_in_flight"] == 2 * STAGED
     assert (gloo["library"], gloo["completed"], gloo["stall_ms"], gloo["steps_lost"]) == ("gloo", False, None, 1)
     assert 0 < gloo["detect_ms"] < gloo["rejoin_ms"]
     assert [summary["library"] for summary in result["summary"]] == ["ftcomm", "gloo"]

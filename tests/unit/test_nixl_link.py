@@ -22,7 +22,18 @@ from ftcomm.transport import nixl_frames as frames
 from ftcomm.transport import nixl_hello as hello
 from ftcomm.transport.nixl import Nixl, NixlPeer
 from ftcomm.transport.nixl_reader import NixlReader
-from ftcomm.transport.segment import CHUNK, DETAIL, FINGERPRINT, POSTED, REDUCED, SLOTS, TAKEN, Segment, descriptor
+from ftcomm.transport.segment import (
+    CHUNK,
+    DETAIL,
+    FINGERPRINT,
+    POSTED,
+    REDUCED,
+    SLOTS,
+    STAGED,
+    TAKEN,
+    Segment,
+    descriptor,
+)
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.unit.test_nixl import GpuArray
 
@@ -141,10 +152,10 @@ def test_never_more_than_all_slots_under_way(link: Link, pair: tuple[NixlReader,
     reader, peer = pair
     remote = reader._remote
     total = 3 * SLOTS
-    payload = memoryview(np.zeros(CHUNK, np.uint8))
+    payload = memoryview(np.zeros(STAGED // SLOTS, np.uint8))
     for count in range(1, total + 1):
-        reader.send(POSTED, BEGUN | count, (count - 1) % SLOTS * CHUNK, payload, (count, 0, 0))
-        assert sum(window.bytes for window in remote.windows) <= SLOTS * CHUNK
+        reader.send(POSTED, BEGUN | count, (count - 1) % SLOTS * len(payload), payload, (count, 0, 0))
+        assert sum(window.bytes for window in remote.windows) <= STAGED
     until(reader.flush, "no room")
     until(lambda: reader.told(POSTED, BEGUN | total), "puts that do not end")
     wait(peer, POSTED, total)

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from ftcomm.collective.chunks import pack
 from ftcomm.collective.flight import Flight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.resume import REDUCE, ProtocolError, Task, all_reduce, base, failure, resume_tasks
+from ftcomm.collective.resume import (
+    REDUCE,
+    ProtocolError,
+    Task,
+    all_reduce,
+    base,
+    failure,
+    resume_tasks,
+    side_by_side,
+)
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.transport.segment import CHUNK
 
@@ -204,3 +213,18 @@ def test_what_is_sent_again_is_counted_in_bytes() -> None:
         told = {0: flight.progress(), 1: Progress(0, (OpProgress(0, there),))}
         resumed = flight.resume(told, (0, 1))
         assert (resumed.again, resumed.resent) == (again, resent), posted
+
+
+@pytest.mark.parametrize(
+    ("tasks", "together"),
+    [
+        ([Task(3, REDUCE, ())], 1),
+        ([Task(3, REDUCE, ()), Task(4, REDUCE, ())], 2),
+        ([Task(3, REDUCE, ()), Task(5, REDUCE, ())], 1),  # the one between is FINAL everywhere
+        ([Task(3, REDUCE, ()), Task(4, 0, (0, 1)), Task(5, REDUCE, ())], 1),
+        ([Task(3, 0, (0, 1)), Task(4, 0, (0, 1))], 1),  # who holds the one need not lack the other
+        ([Task(3, REDUCE, ()), Task(4, REDUCE, ()), Task(5, REDUCE, ())], 3),
+    ],
+)
+def test_chunks_that_follow_each_other_are_reduced_as_one(tasks: list[Task], together: int) -> None:
+    assert side_by_side(tasks) == together

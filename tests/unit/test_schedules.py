@@ -27,7 +27,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.kernels.wait import Waiter
-from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, TAKEN, Segment
+from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, SPAN, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.tuning import BUILT_IN, MEMBERS
 from tests.coded import coded
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.protocol
 CHUNK = 4096  # bytes; more chunks of less to copy
 DONE: set[object] = set()  # collectives that have returned, and that have failed for a loss, in any schedule
 LOST: set[object] = set()
+SPANS: set[int] = set()  # chunks of a task
 TUNING = dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, 64 << 10),))
 COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot, or by a route
 
@@ -191,6 +192,7 @@ class World:
             alike = self.kinds[op.number] in ("allreduce", "broadcast", "all_gather")
             outcome = (op.array.tobytes(), op.spans()) if alike else "each its own"
             DONE.add(self.kinds[op.number])
+            SPANS.update(getattr(slot, "span", 1) for slot in node.stream._ring)
         assert self.outcomes.setdefault(op.number, outcome) == outcome
 
     def diverged(self, divergence: Divergence) -> None:
@@ -280,8 +282,8 @@ class World:
         done = list(node.flight.ops)
         atomic = any(op.atomic for op in done)
         resumed = node.flight.resume(progress, view.contributors)
-        assert resumed.again <= SLOTS or atomic, "more is sent again than was in flight"
-        assert resumed.resent <= SLOTS * CHUNK or atomic
+        assert resumed.again <= SLOTS * SPAN or atomic, "more is sent again than was in flight"
+        assert resumed.resent <= SLOTS * SPAN * CHUNK or atomic
         for op in done:
             if op.done:
                 self.returned(node, op)
@@ -376,12 +378,13 @@ def test_survivors_finish_with_equal_bytes(block: int, segments: dict[int, Segme
 
 
 def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment]) -> None:
-    """All can return, and those whose data one member gives, and no other, can fail for its loss. Of the schedules
-    above this process may have played few, where several share them out."""
+    """All can return, and those whose data one member gives, and no other, can fail for its loss; and tasks were of
+    one chunk and of several. Of the schedules above this process may have played few, where several share them out."""
     can_fail = {"broadcast", "all_gather", "gather", "scatter", "all_to_all"}
     for seed in range(600):
-        if set(script.KINDS) <= DONE and can_fail <= LOST:
+        if set(script.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
             break
         World(seed, segments).run()
     assert set(script.KINDS) == DONE
     assert can_fail == LOST - {False}
+    assert set(range(1, SPAN + 1)) == SPANS

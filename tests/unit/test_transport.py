@@ -25,6 +25,8 @@ from ftcomm.transport.segment import (
     REDUCED,
     SIZE,
     SLOTS,
+    SPAN,
+    STAGED,
     TAKEN,
     OtherEngine,
     Segment,
@@ -87,8 +89,8 @@ WRONG = {
     "beyond all epochs": (MAGIC, POSTED, EPOCHS << 32 | 1, 0, 0),
     "no task": (MAGIC, POSTED, (EPOCH + 1) << 32, 0, 0),
     "no increase": (MAGIC, POSTED, EPOCH << 32, 0, 0),
-    "beyond the slot": (MAGIC, REDUCED, EPOCH << 32 | 1, CHUNK - 4, 8),
-    "beyond the last slot": (MAGIC, REDUCED, EPOCH << 32 | 1, SLOTS * CHUNK, 8),
+    "beyond the slot": (MAGIC, REDUCED, EPOCH << 32 | 1, SPAN * CHUNK - 4, 8),
+    "beyond the last slot": (MAGIC, REDUCED, EPOCH << 32 | 1, STAGED, 8),
     "payload of nothing": (MAGIC, TAKEN, EPOCH << 32 | 1, 0, 8),
 }
 
@@ -316,11 +318,11 @@ def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader
 def test_more_than_the_slots_hold_is_never_on_its_way_to_a_reader() -> None:
     near, far = socket_pair()
     reader = Reader(far, 5, EPOCH)
-    chunk = memoryview(bytes(CHUNK))
+    full = memoryview(bytes(SPAN * CHUNK))
     for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << 32 | count, at(count), chunk, (0, 0, 0))
+        reader.send(POSTED, EPOCH << 32 | count, (count - 1) * len(full), full, (0, 0, 0))
     with pytest.raises(AssertionError, match="on their way to replica 5"):
-        reader.send(REDUCED, EPOCH << 32 | 1, 64, chunk[:1], (0, 0, 0))
+        reader.send(REDUCED, EPOCH << 32 | 1, 64, full[:1], (0, 0, 0))
     near.close()
     reader.close()
 
