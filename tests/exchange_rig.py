@@ -12,11 +12,12 @@ from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.stall import Stall
-from ftcomm.transport.segment import Peer, Segment
+from ftcomm.transport.segment import HOST, Peer, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import TcpPeer
 
 DEADLINE = 60.0  # seconds; for everything that a test waits for
+LAYOUT = HOST  # of all segments
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -38,7 +39,7 @@ class Member:
 
     def __init__(self, replica: int, op_timeout: float = DEADLINE, verify: bool = False) -> None:
         self.replica = replica
-        self.segment = Segment()
+        self.segment = Segment(LAYOUT)
         self.stalls: list[Stall] = []
         self.lost: list[tuple[int, int, str]] = []
         self.divergences: list[Divergence] = []
@@ -114,7 +115,7 @@ class Rig:
         tcp = self.how in ("tcp", "ring", "loopback", "alike", "tcp hosts") or between
         if not tcp:
             segment = self.members[other].segment
-            return ShmPeer(other, os.getpid(), segment.fd, segment.nonce)
+            return ShmPeer(other, os.getpid(), segment.fd, segment.nonce, LAYOUT)
         known = self.members[me].exchange._peers.get(other)
         if known is not None and known.serves(self.epoch):
             return known

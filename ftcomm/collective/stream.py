@@ -23,7 +23,8 @@ takes those that are for it, see `ftcomm.collective.script`.
                               reached level l   neighbour   `ftcomm.collective.ring`
 
 Words hold `epoch << 32 | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging, the
-room of SPAN chunks of that number; among members of one host that of chunk `index % NEAR`.
+room of SPAN chunks of that number; among members of one host the `index % NEAR`-th of as many as their layout has for a
+task.
 
 Fencing. A member enters an epoch with a new stream, whose first act is to raise its words to the epoch, before any
 staging is written. A member that was left behind in the old epoch may still read that staging while it changes, and
@@ -228,7 +229,7 @@ class Stream:
         # Whoever reads through a connection has a shard of the caller's input from where it lies: it is final, and
         # overwritten, only when all have reduced, and so have what they need of it.
         self._far = not view.one_host
-        self._slots = SLOTS if self._far else NEAR  # of the staging, that are used
+        self._slots, self._most = (SLOTS, SPAN) if self._far else (NEAR, segment.layout.near)  # used; chunks of a task
         self._last = True  # the task that was taken last was the last one of its op
         self._straight = lines is not None and len(lines.peers) == len(self._peers)
         self._straight_from = 0 if lines is None else lines.straight_from
@@ -475,10 +476,10 @@ class Stream:
 
     def _span(self, op: Operation) -> int:
         """Of how many chunks the next task is. All members say the same, as they have the same tasks."""
-        if not self._far or op.script is not None or len(op.finals) <= SLOTS:  # each of these finds a slot of its own
+        if self._most == 1 or op.script is not None or len(op.finals) <= SLOTS:  # each of these finds a slot of its own
             return 1
         tasks: Any = op.tasks
-        return side_by_side(tasks[op.next : op.next + SPAN])
+        return side_by_side(tasks[op.next : op.next + self._most])
 
     def _want(self, peers: Sequence[Peer]) -> Sequence[Peer]:
         """Those of them of whom this one may know by hearsay alone; from now on by a connection."""
@@ -794,7 +795,7 @@ class Stream:
 
     def staging(self, index: int) -> int:
         """From which chunk of the staging on task `index` is staged."""
-        return index % SLOTS * SPAN if self._far else index % NEAR
+        return index % self._slots * self._most
 
     def lane(self, dtype: str, wire: str, count: int, slot: int) -> _Lane:
         lanes = self._lanes[slot]

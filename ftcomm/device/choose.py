@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings import Settings
-from ftcomm.transport.segment import HOST, Layout, Segment
+from ftcomm.transport.segment import HOST, Layout, Segment, putting
 
 if TYPE_CHECKING:
     from ftcomm.device.device import Device
@@ -28,12 +28,14 @@ class Opened(NamedTuple):
 
 def open_engine(settings: Settings) -> Opened:
     """Raises `SettingsError` or `InitError` if the device cannot be had here, `TransportError` without memory."""
-    if settings.engine == "host":
-        return Opened(Segment(), None, Reducer())
     if settings.kernels_run_ops:
         segment, device = _open_device(settings.engine, settings.staging)
         return Opened(segment, device, Reducer())
-    return _open_reducer(settings.engine, settings.sms)
+    layout = HOST if settings.engine == "host" else _REDUCED[settings.engine]
+    segment = Segment(putting(layout) if settings.transport == "nixl" else layout)
+    if settings.engine == "host":
+        return Opened(segment, None, Reducer())
+    return Opened(segment, None, _open_reducer(settings.engine, settings.sms, segment))
 
 
 def _open_device(engine: str, staging: str) -> tuple[Segment, Device]:
@@ -53,7 +55,7 @@ def _open_device(engine: str, staging: str) -> tuple[Segment, Device]:
     return segment, CudaDevice(segment, staging=staging)
 
 
-def _open_reducer(engine: str, sms: int | None) -> Opened:
+def _open_reducer(engine: str, sms: int | None, segment: Segment) -> Reducer:
     if engine == "interpret":
         from ftcomm.device.interpreter import InterpretedPlace
 
@@ -67,11 +69,10 @@ def _open_reducer(engine: str, sms: int | None) -> Opened:
         place = MappedPlace(sms)
     from ftcomm.device.reducer import DeviceReducer
 
-    segment = Segment(_REDUCED[engine])
     reducer = DeviceReducer(place)
     reducer.use([segment.buffer])
     reducer.warm()
-    return Opened(segment, None, reducer)
+    return reducer
 
 
 # Staging as the host has it; members of one group reduce alike.

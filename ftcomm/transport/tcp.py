@@ -28,10 +28,14 @@ Where all peers are reached like this the driver receives by itself (`ftcomm.tra
 sleeps until the connection ends: two threads that hand the interpreter lock to each other for every frame move 64 MB
 between two processes on two cores in 28 ms, one alone in 22.
 
-Where the processor time goes in `ftcomm bench wire --sizes 64M --ranks 4` on two EPYC cores, by samples of each rank (a
-handler of SIGPROF): half into `sendmsg` and `recvmsg_into`, which plain sockets take for the same bytes, too; a tenth
-into the copy of the sums to the caller's array, 6% into the sums, a third into the interpreter, for 768 frames each
-way. By `time.process_time`, chunks of 1 MB would save a tenth of it all; more tasks ahead save nothing.
+What it reaches depends on the cores. On two EPYC cores `ftcomm bench wire --sizes 64M` gives two ranks 89 to 147% of
+plain sockets, but four ranks 67 to 81%, and `taskset -c 0 ftcomm bench wire --sizes 64M --ranks 2` 50 to 73%: where
+ranks share a core, each finds its caches cold when its turn comes, and all that sockets do not do comes on top. Where
+the processor time of each of four goes, by samples (a handler of SIGPROF): half into `sendmsg` and `recvmsg_into`,
+which plain sockets take for the same bytes, too; a tenth into the copy of the sums to the caller's array, 6% into the
+sums; a third into the interpreter, for 768 frames each way. Tried without gain: for four, shorter ways through this
+file and the stream for each frame, tasks of 1 or 2 MB, more of them ahead, to sleep without a look before; for two, to
+send from the array what both sum, which saves a copy and leaves the caches cold.
 """
 
 from __future__ import annotations

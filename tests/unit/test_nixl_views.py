@@ -14,7 +14,8 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.transport.nixl import Nixl
-from ftcomm.transport.segment import Peer
+from ftcomm.transport.segment import HOST, Peer, putting
+from tests import exchange_rig
 from tests.exchange_rig import Rig, socket_pair
 from tests.unit import test_exchange
 from tests.unit.test_exchange import _switch_often, check, start  # noqa: F401
@@ -60,7 +61,8 @@ def rig(ways: list[Nixl], monkeypatch: pytest.MonkeyPatch) -> type[Rig]:
 
 @pytest.mark.parametrize("how", ["nixl", "loopback", "mixed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_view_changes_at_random_moments(seed: int, how: str, rig: type[Rig]) -> None:
+def test_view_changes_at_random_moments(seed: int, how: str, rig: type[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_rig, "LAYOUT", putting(HOST))
     test_exchange.test_view_changes_at_random_moments(seed, how)
 
 

@@ -21,6 +21,7 @@ from ftcomm.transport.segment import (
     CHUNK,
     DETAIL,
     EPOCHS,
+    HOST,
     POSTED,
     REDUCED,
     SIZE,
@@ -31,6 +32,7 @@ from ftcomm.transport.segment import (
     OtherEngine,
     Segment,
     descriptor,
+    putting,
 )
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp import Reader, TcpPeer
@@ -372,6 +374,14 @@ def test_staging_of_another_layout_is_refused_with_both(mode: str) -> None:
     there = msgspec.structs.replace(there, layout=str(other))
     with pytest.raises(OtherEngine, match=f"{SLOTS + 1} slots of {CHUNK // 2} .* {SLOTS} slots of {CHUNK} "):
         connect(0, here(segment), 1, there, epoch=EPOCH, mode=mode, dial=ignore, on_lost=ignore)  # type: ignore[arg-type]
+
+
+def test_who_makes_tasks_of_other_sizes_is_refused() -> None:
+    """One rank was told FTCOMM_TRANSPORT=nixl, the other was not: their streams would have other tasks."""
+    segment, other = Segment(), Segment(putting(HOST))
+    there = here_is("127.0.0.1", 1, other)
+    with pytest.raises(OtherEngine, match=r"tasks of 2 chunks.*FTCOMM_TRANSPORT"):
+        connect(0, here(segment), 1, there, epoch=EPOCH, mode="tcp", dial=ignore, on_lost=ignore)  # type: ignore[arg-type]
 
 
 def test_shared_memory_that_is_demanded_and_cannot_be_had_is_an_error() -> None:
