@@ -21,12 +21,13 @@ help: ## this list
 demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
-# Two tests at a time: first those that start no processes of a job, so that the kernels' tests fork from one that has no
-# threads of them, then those that do. A selection may be empty (pytest's exit code 5).
+# First those that start no processes of a job, two at a time, so that the kernels' tests fork from one that has no
+# threads of them, then those that do, which wait for a third of their time: three. A selection may be empty (pytest's
+# exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
 define RUN_TESTS
 	$(1)/bin/python -m pytest $(PURE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
-	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 2 --dist worksteal $(2) $(ARGS) || test $$? -eq 5
+	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 3 --dist worksteal $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch

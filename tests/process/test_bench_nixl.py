@@ -18,7 +18,7 @@ from ftcomm.bench.nixl_rank import STAGED, Ring
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 
 DEADLINE = 240.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
 
 def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:

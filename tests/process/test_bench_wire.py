@@ -20,7 +20,7 @@ from ftcomm.launch.hosts import SlowNetwork
 from ftcomm.launch.relay import Counts
 
 DEADLINE = 240.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
 
 def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ftcomm.demo.story import Story
 COMMAND = [sys.executable, "-c", "from ftcomm.cli import main; main()", "demo"]
 
 
+@pytest.mark.protocol
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
@@ -40,6 +41,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
         assert line in done.stdout
 
 
+@pytest.mark.protocol
 @pytest.mark.timeout(240)
 def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
     demo = subprocess.Popen([*COMMAND, "--replicas=2", f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True)

@@ -10,7 +10,7 @@ import pytest
 from ftcomm.launch import run
 from tests.process.test_launch_training import DEADLINE, Job
 
-pytestmark = pytest.mark.timeout(DEADLINE + 40)
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
 
 # Replica 1 flips a bit of its result in one step of its first life, before it tells the others that it has the result.
 FAULTY = """

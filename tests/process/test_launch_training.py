@@ -16,7 +16,7 @@ from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.policy import State
 
 DEADLINE = 200.0  # s; these take a few, most of them for imports
-pytestmark = pytest.mark.timeout(DEADLINE + 40)
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
 
 TRAIN = """
 import os, sys, time
