@@ -278,7 +278,7 @@ class Stream:
         `ftcomm.collective.lobby` for `lives`; those of others are closed.
 
         Nothing of it may hold the memory of members that are gone: the alarm and the stream know each other, and what
-        frees such pairs runs so rarely that 4 MB and a descriptor of every loss would be kept."""
+        frees such pairs runs so rarely that the memory and a descriptor of every loss would be kept."""
         kept = []
         for reader in self._readers:
             if (lives or {}).get(reader.replica) == reader.life and reader.turn():
