@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ftcomm.device import choose
 from ftcomm.settings import Settings
-from ftcomm.transport.segment import HOST, Segment
+from ftcomm.transport.segment import HOST
 from ftcomm.tuning_file import load
 
 from .bodies import reduce_forever
@@ -27,7 +28,7 @@ def other_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
 def other_layout(settings: Settings, arguments: dict[str, Any]) -> None:
     if settings.replica == 1:
-        Segment.__init__.__defaults__ = (OTHER,)
+        choose.HOST = OTHER
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
