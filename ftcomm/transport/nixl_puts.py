@@ -25,7 +25,7 @@ from ftcomm.transport.nixl_memory import DRAM, Region, Registrations, address_of
 from ftcomm.transport.nixl_window import Window
 from ftcomm.transport.segment import STAGED
 
-_PREPARED = 2048  # places from and to which puts to a peer are kept ready: the chunks of an array of 1 GB
+_PREPARED = 2048  # places from and to which puts to a peer are kept ready: 1 GB in puts of a chunk each
 
 Place = tuple[int, int, int, int]  # rail, address here, address there, bytes
 
