@@ -5,14 +5,14 @@ TORCH_LATEST := torch>=2.14,<2.16
 
 VENV   := .venv
 LATEST := .venv-latest
-EXTRAS := dev,jax
+EXTRAS := dev,jax,docs
 ROUNDS := 20
 ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help demo test test-kernels test-hosts test-latest bench bench-micro setup setup-latest lint types format clean
+.PHONY: help demo docs test test-kernels test-hosts test-latest test-upstream bench bench-micro setup setup-latest lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -22,12 +22,15 @@ demo: setup ## train four replicas, kill one inside an all-reduce, watch the oth
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
 # First those that start no processes of a job, two at a time, so that the kernels' tests fork from one that has no
-# threads of them, then those that do, which wait for a third of their time: three. A selection may be empty (pytest's
-# exit code 5).
+# threads of them, then those that do, which wait for a third of their time: four. Whoever is free takes the next one,
+# the longest first (tests/conftest.py). A selection may be empty (pytest's exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
+NEXT := --dist load --maxschedchunk 1
 define RUN_TESTS
-	$(1)/bin/python -m pytest $(PURE) -q -n 2 $(2) $(ARGS) || test $$? -eq 5
-	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 3 --dist worksteal $(2) $(ARGS) || test $$? -eq 5
+	@echo "==> $(1): functions, kernels and histories"
+	@$(1)/bin/python -m pytest $(PURE) -q -n 2 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
+	@echo "==> $(1): jobs of real processes"
+	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 4 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
@@ -43,9 +46,18 @@ test-hosts: setup ## jobs on hosts of their own, whose network fails again and a
 test-latest: setup-latest ## every test that depends on torch, on the newest
 	$(call RUN_TESTS,$(LATEST),-m "not protocol")
 
+test-upstream: setup-latest ## torch's own distributed tests, and torchft's worker, on ftcomm and gloo side by side (ARGS="-k barrier")
+	$(LATEST)/bin/python -m tests.upstream $(ARGS)
+
 bench: setup ## all-reduce beside gloo, then recovery after a kill
 	$(VENV)/bin/ftcomm bench allreduce --ranks 2,4 --sizes 1K,1M,64M --compare gloo
 	$(VENV)/bin/ftcomm bench recovery
+
+# mkdocstrings reads the sources, by the tree of links that the types are checked in, and imports nothing.
+SITE := build/site
+docs: setup tree ## the documents as a site, in build/site; no warnings
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "==> $(SITE)/index.html"
 
 bench-micro: setup ## what the parts cost one by one, saved and compared with the last time
 	$(VENV)/bin/python -m pytest tests/micro/bench_parts.py -q --benchmark-autosave --benchmark-compare \
@@ -66,11 +78,13 @@ format: setup ## let ruff mend what it can
 # mypy sees neither through the import hook of an editable install nor new files in the tree of a strict one, so the
 # folders are linked here as the package that they make. The tree is rebuilt each time; mypy's cache is not.
 TYPES := build/types
-types: setup ## mypy, strict, on ftcomm.control and ftcomm.collective
+tree:
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/ftcomm
 	@ln -s $(addprefix ../../../,$(wildcard ftcomm/*) bench control kernels) $(TYPES)/ftcomm/
+
+types: setup tree ## mypy, strict, on all packages that pass it
 	cd $(TYPES) && "$(abspath $(VENV))/bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		-p ftcomm.control -p ftcomm.collective
+		-p ftcomm.control -p ftcomm.collective -p ftcomm.sync -p ftcomm.transport -p ftcomm.launch -p ftcomm.training -p ftcomm.lab
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .venv-latest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
@@ -108,6 +122,8 @@ $(VENV)/.ready: WANTED = $(TORCH)
 $(LATEST)/.ready: WANTED = $(TORCH_LATEST)
 $(LATEST)/.ready: EXTRAS := $(EXTRAS),torchft
 %/.ready: %/.made pyproject.toml Makefile
-	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once"
-	$(@D)/bin/python -m pip install --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]"
+	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once (tail -f $(@D)/install.log)"
+	@$(@D)/bin/python -m pip install --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]" > $(@D)/install.log 2>&1 \
+		|| { cat $(@D)/install.log; echo "==> $(@D): the installation failed, as said above"; exit 1; }
+	@echo "==> $(@D): installed $$($(@D)/bin/python -m pip list --disable-pip-version-check | tail -n +3 | wc -l) packages"
 	@touch $@

@@ -43,11 +43,11 @@ def measure(say: Callable[[str], None] = print) -> list[Row]:
     from ftcomm.device.probe import require_cuda
 
     require_cuda()
-    from ftcomm.bench.gpu_ranks import Ranks
+    from ftcomm.bench.gpu_ranks import ON_GPU, Ranks
     from ftcomm.device.cuda import CudaDevice
     from ftcomm.device.layout import CUDA
 
-    ranks = Ranks(RANKS, CUDA, CudaDevice)
+    ranks = Ranks(RANKS, CUDA, CudaDevice, deadline=ON_GPU)
     try:
         ranks.enter()
         rate = copy_rate()

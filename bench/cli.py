@@ -1,48 +1,55 @@
-"""`ftcomm bench`: what it costs, and what a failure costs. Each command is a file of its own in `commands/`.
+"""`ftcomm bench`: measure ftcomm, and what a failure costs. Each command is the experiment of one file.
 
-Those files import what they measure with when their command runs, so that `ftcomm bench --help` stays quick.
+A file is imported when its command runs, so that `ftcomm bench --help` stays quick and a machine without an optional
+library has all other commands.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import ClassVar
+
 import click
 
-from ftcomm.bench.commands.collective import COMMANDS
-from ftcomm.bench.commands.convergence import accuracy, hsdp
-from ftcomm.bench.commands.detection import detection
-from ftcomm.bench.commands.fleet import fleet
-from ftcomm.bench.commands.gpu_check import gpu_check
-from ftcomm.bench.commands.kernels import kernels
-from ftcomm.bench.commands.nixl import nixl
-from ftcomm.bench.commands.overhead import overhead
-from ftcomm.bench.commands.page import page
-from ftcomm.bench.commands.profile import profile
-from ftcomm.bench.commands.recovery import recovery
-from ftcomm.bench.commands.rejoin import rejoin
-from ftcomm.bench.commands.train import train
-from ftcomm.bench.commands.tune import tune
-from ftcomm.bench.commands.wire import wire
+from ftcomm.bench.harness import Experiment
+from ftcomm.cli import LazyGroup
 
 
-@click.group()
+class Experiments(LazyGroup):
+    LAZY: ClassVar[dict[str, tuple[str, str]]] = {
+        "accuracy": ("research.accuracy", "Compare what is learned with replicas away and with all there."),
+        "allgather": ("collective:ALLGATHER", "All-gather: the parts of all on all."),
+        "alltoall": ("collective:ALLTOALL", "All-to-all: from each rank a part to each."),
+        "allreduce": ("collective:ALLREDUCE", "All-reduce: the sum of all on all."),
+        "broadcast": ("collective:BROADCAST", "Broadcast: what rank 0 has to all."),
+        "detection": ("detection", "Kill ranks of a training, and time until the coordinator knows."),
+        "fleet": ("research.fleet", "Compute the share of time that a large fleet trains."),
+        "gather": ("collective:GATHER", "Gather: the parts of all on rank 0."),
+        "gpu-check": ("gpu_check_command:gpu_check", "All that needs a GPU, in stages."),
+        "hsdp": ("research.hsdp", "Kill ranks of an FSDP2 training, and compare what is learned."),
+        "kernels": ("kernels", "Copy, reduce and quantise on one GPU."),
+        "nixl": ("nixl", "All-reduce over NIXL beside NIXL alone."),
+        "overhead": ("overhead", "Time all-reduces without fault tolerance, and with it."),
+        "page": ("report:page", "Make docs/performance.md from the results that are kept."),
+        "profile": ("profile", "Say where the time of an all-reduce goes."),
+        "recovery": ("recovery", "Take a replica out of an all-reduce, and time what the others do."),
+        "reduce": ("collective:REDUCE", "Reduce: the sum of all on rank 0."),
+        "reduce_scatter": ("collective:REDUCE_SCATTER", "Reduce-scatter: on each rank one part of the sum of all."),
+        "rejoin": ("rejoin", "Kill a training replica, and see what the others notice of its return."),
+        "scatter": ("collective:SCATTER", "Scatter: from rank 0 a part to each."),
+        "train": ("train", "Time steps of DDP, then kill replicas of a training."),
+        "tune": ("tune:tune", "Find the switch points of all-reduces on this machine."),
+        "wire": ("wire", "All-reduce over TCP beside plain sockets and gloo."),
+    }
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.LAZY:
+            return None
+        module, _, name = self.LAZY[cmd_name][0].partition(":")
+        found = getattr(importlib.import_module(f"ftcomm.bench.{module}"), name or "EXPERIMENT")
+        return found.command() if isinstance(found, Experiment) else found
+
+
+@click.group(cls=Experiments)
 def bench() -> None:
     """Measure ftcomm on this machine, beside what else there is."""
-
-
-for collective in COMMANDS:
-    bench.add_command(collective)
-bench.add_command(accuracy)
-bench.add_command(detection)
-bench.add_command(fleet)
-bench.add_command(gpu_check)
-bench.add_command(hsdp)
-bench.add_command(kernels)
-bench.add_command(overhead)
-bench.add_command(page)
-bench.add_command(recovery)
-bench.add_command(rejoin)
-bench.add_command(train)
-bench.add_command(profile)
-bench.add_command(tune)
-bench.add_command(wire)
-bench.add_command(nixl)

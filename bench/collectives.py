@@ -3,8 +3,8 @@
 A size is that of nccl-tests: of the whole array, the one that holds the data of all ranks where there are two.
 
     allreduce, broadcast, reduce    the array on each rank
-    all_gather, gather              the result, n parts        reduce_scatter, scatter     the input, n parts
-    all_to_all                      the input of one rank, and its result
+    allgather, gather               the result, n parts        reduce_scatter, scatter     the input, n parts
+    alltoall                        the input of one rank, and its result
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Collective:
 
     def bytes_moved(self, ranks: int, place: str) -> float:
         """In place a rank need not write what is where it belongs."""
-        own = {"all_gather": 1.0, "broadcast": 1.0}.get(self.name, 0.0) if place == IN else 0.0
+        own = {"allgather": 1.0, "broadcast": 1.0}.get(self.name, 0.0) if place == IN else 0.0
         return self.moved(ranks) - own
 
 
@@ -42,9 +42,9 @@ COLLECTIVES = {
     one.name: one
     for one in (
         Collective("allreduce", lambda n: 2 * (n - 1) / n, lambda n: 2.0 * n, reduces=True),
-        Collective("all_gather", lambda n: (n - 1) / n, lambda n: 1.0 + n, parts=True),
+        Collective("allgather", lambda n: (n - 1) / n, lambda n: 1.0 + n, parts=True),
         Collective("reduce_scatter", lambda n: (n - 1) / n, lambda n: 1.0 + n, reduces=True, parts=True),
-        Collective("all_to_all", lambda n: (n - 1) / n, lambda n: 2.0 * n, parts=True, places=(OUT,)),
+        Collective("alltoall", lambda n: (n - 1) / n, lambda n: 2.0 * n, parts=True, places=(OUT,)),
         Collective("broadcast", lambda n: 1.0, lambda n: 1.0 + n, rooted=True, places=(IN,)),
         Collective("reduce", lambda n: 1.0, lambda n: 1.0 + n, reduces=True, rooted=True, places=(IN,)),
         Collective("gather", lambda n: (n - 1) / n, lambda n: 2.0, rooted=True, parts=True, places=(OUT,)),
@@ -77,13 +77,13 @@ class Case:
         if name in ("allreduce", "broadcast", "reduce"):
             self.x = new(count)
             self.out = self.x if place == IN else new(count)
-        elif name == "all_gather":
+        elif name == "allgather":
             self.out = new(count)
             self.x = self.out[mine] if place == IN else new(self.part)
         elif name == "reduce_scatter":
             self.x = new(count)
             self.out = self.x[mine] if place == IN else new(self.part)
-        elif name == "all_to_all":
+        elif name == "alltoall":
             self.x, self.out = new(count), new(count)
         elif name == "gather":
             self.x, self.out = new(self.part), new(count) if at_root else None
@@ -115,7 +115,7 @@ class Case:
             return self._differs(out, ROOT, 0)
         if name == "scatter":
             return self._differs(out, ROOT, self.rank * self.part)
-        start = self.rank * self.part if name == "all_to_all" else 0
+        start = self.rank * self.part if name == "alltoall" else 0
         return sum(self._differs(part, rank, start) for rank, part in enumerate(out.split(self.part)))
 
     def _differs(self, found: torch.Tensor, rank: int, start: int) -> int:

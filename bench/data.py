@@ -30,7 +30,7 @@ class Pattern:
     ranks: int
     dtype: str  # of FLOATS or INTEGERS
     redop: str  # of REDOPS
-    coded: bool = False  # with wire="fp8", by which a value changes by up to a 16th of it
+    coded: bool = False  # with compression="fp8", by which a value changes by up to a 16th of it
 
     def max_ops(self) -> int:
         """All-reduces in a row before the values leave the range of the dtype."""

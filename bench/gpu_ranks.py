@@ -16,16 +16,21 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.device.device import Device, Launch, Reached
 from ftcomm.device.launch import constants, lane_word, view_words
 from ftcomm.kernels.device import words as w
+from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.segment import Layout, Segment
 from ftcomm.transport.shm import ShmPeer
 
-DEADLINE = 60.0  # s
+DEADLINE = 60.0  # s; for the interpreter on a busy host
+ON_GPU = 10.0  # s; a GPU is that late only if it hangs
 
 
 class Ranks:
     """`make(segment)` is the device of a rank; `ranks` of them are members, numbered from 0, and all contribute."""
 
-    def __init__(self, ranks: int, layout: Layout, make: Callable[[Segment], Any]) -> None:
+    def __init__(
+        self, ranks: int, layout: Layout, make: Callable[[Segment], Any], *, deadline: float = DEADLINE
+    ) -> None:
+        self.deadline = deadline
         self.segments = [Segment(layout) for _ in range(ranks)]
         self.devices: list[Any] = [make(segment) for segment in self.segments]
         self.layout = layout
@@ -50,7 +55,7 @@ class Ranks:
         for device in self.devices:
             for lane in range(self.layout.lanes):
                 for word in (w.POSTED, w.REDUCED, w.TAKEN):
-                    device.own.lanes[lane_word(lane, word)] = self.epoch << 32
+                    device.own.lanes[lane_word(lane, word)] = self.epoch << COUNTER
         for me, device in enumerate(self.devices):
             returned = int(device.ctl[w.RETURNED]) if number is None else number
             device.enter(view_words(self.view(me), self.reached[me]), returned)
@@ -60,20 +65,27 @@ class Ranks:
     def begun(self, launches: int, of: Sequence[int]) -> None:
         """Wait until the ranks `of` have begun so many launches, ever; one that has not when the ranks are frozen waits
         for the next epoch. Raises `TimeoutError`."""
-        deadline = time.monotonic() + DEADLINE
-        while any(self.devices[me].ctl[w.BEGUN] < launches for me in of):
+        deadline = time.monotonic() + self.deadline
+        while not all(self._has_begun(self.devices[me].ctl, launches) for me in of):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a launch did not begin within {DEADLINE:g} s")
+                raise TimeoutError(f"a launch did not begin within {self.deadline:g} s")
 
-    def freeze(self, seconds: float = DEADLINE) -> None:
+    @staticmethod
+    def _has_begun(ctl: Any, launches: int) -> bool:
+        """A launch that says so (BEGUN) looks at OPEN once more, microseconds later, and is held if it is frozen by
+        then. STARTED comes behind that look."""
+        started = ctl[w.STARTED] > ctl[w.RETURNED]
+        return ctl[w.BEGUN] >= launches and (started or ctl[w.BEGUN] == ctl[w.FINISHED])
+
+    def freeze(self) -> None:
         """No launch runs any more, of any rank. Raises `TimeoutError`."""
         for device in self.devices:
             device.ctl[w.OPEN] = 0
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self.deadline
         for device in self.devices:
             while device.ctl[w.BEGUN] != device.ctl[w.FINISHED]:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"a launch did not end within {seconds:g} s of the abort word")
+                    raise TimeoutError(f"a launch did not end within {self.deadline:g} s of the abort word")
 
     def let_go(self) -> None:
         """The gates of ops that will never return."""
@@ -91,12 +103,13 @@ class Ranks:
         device.launch(Launch(flat, operation.count, operation.call, 0, 0, chunks, None, programs, compiled))
         return operation
 
-    def settle(self, seconds: float = DEADLINE) -> None:
+    def settle(self) -> None:
         """All that was launched has ended. Raises `TimeoutError`, with how each rank stands."""
         for device in self.devices:
-            if not device.settle(seconds):
+            if not device.settle(self.deadline):
                 stand = [(int(d.ctl[w.STARTED]), int(d.ctl[w.RETURNED]), int(d.ctl[w.STATUS])) for d in self.devices]
-                raise TimeoutError(f"an op did not end within {seconds:g} s; (STARTED, RETURNED, STATUS) are {stand}")
+                late = f"an op did not end within {self.deadline:g} s"
+                raise TimeoutError(f"{late}; (STARTED, RETURNED, STATUS) are {stand}")
 
     def close(self) -> None:
         """Whatever runs or waits ends."""

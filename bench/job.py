@@ -1,11 +1,20 @@
-"""A job under the real launcher, with somebody beside it who reads what its ranks write."""
+"""Jobs under the real launcher: started with a task, followed by the coordinator's events and the ranks' records.
+
+The command writes the task to a file; each rank (`ftcomm.bench.rank`) reads it, and appends its records as lines of
+JSON to a file of its own (`Records`), from which the command reads them while the job runs (`Tail`). A rank that is
+killed leaves whole lines behind.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import contextlib
-from collections.abc import Callable, Iterable
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -14,10 +23,15 @@ import msgspec
 
 from ftcomm.errors import FtcommError
 from ftcomm.launch import Launcher, RunOptions
+from ftcomm.launch.policy import State
 from ftcomm.launch.run import DRAINED, FINISHED
 
 Record = TypeVar("Record")
 KEPT_LINES = 30  # of the ranks' output, for the error when a job fails
+PATIENCE = 60.0  # s that what an experiment waits for may take, before it gives up
+FOREVER = 1 << 40  # steps of ranks that run until the job is drained
+
+Progress = Callable[[str, float], None]  # what runs now, and the share that is done
 
 
 class Job:
@@ -49,6 +63,13 @@ class Job:
         if code not in (FINISHED, DRAINED):
             raise FtcommError(f"the ranks failed (exit code {code}); their last lines:\n  " + "\n  ".join(self.lines))
 
+    def finished(self) -> None:
+        """Raise `FtcommError`, with the last lines of the ranks, unless every replica has done all of its work."""
+        for number, state in self.launcher.states().items():
+            if state is not State.FINISHED:
+                said = "\n  ".join(self.lines)
+                raise FtcommError(f"replica {number} has not finished ({state.value}); the last lines:\n  {said}")
+
     def _line(self, replica: int, rank: int, line: str) -> None:
         self.lines.append(f"[{replica}] {line}")
 
@@ -73,3 +94,149 @@ class Tail(Generic[Record]):
             found += [self._decoder.decode(line) for line in data[:whole].splitlines()]
             self._places[path] = place + whole
         return found
+
+
+class Records:
+    """What one rank writes down. One write a record, so that no reader, and no later process of this rank, sees half of
+    one."""
+
+    def __init__(self, folder: str, number: int) -> None:
+        self._file = records_path(folder, number).open("ab", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, record: Any) -> None:
+        self._file.write(self._encoder.encode(record) + b"\n")
+
+
+def records_path(folder: str, number: int) -> Path:
+    return Path(folder) / f"rank-{number}.jsonl"
+
+
+def tail(folder: str, ranks: int, kind: Any) -> Tail[Any]:
+    return Tail([records_path(folder, rank) for rank in range(ranks)], kind)
+
+
+@contextlib.contextmanager
+def written_task(task: Any) -> Iterator[tuple[Any, Path]]:
+    """A folder for the job and its task, a struct with a field `folder`, as a file in it; both go with the block."""
+    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
+        task = msgspec.structs.replace(task, folder=folder)
+        path = Path(folder) / "task.json"
+        path.write_bytes(msgspec.json.encode(task))
+        yield task, path
+
+
+def rank_arguments(function: Callable[..., None], task: Path, *more: str) -> tuple[str, ...]:
+    """Of `python -m ftcomm.bench.rank`, for a function of an experiment's module."""
+    return (f"{function.__module__}:{function.__name__}", str(task), *more)
+
+
+def job_options(
+    function: Callable[..., None], task: Path, replicas: int, *, env: Mapping[str, str] | None = None, **options: Any
+) -> RunOptions:
+    """Further `options` are those of `RunOptions`."""
+    env = {"OMP_NUM_THREADS": "1", **(env or {})}
+    arguments = rank_arguments(function, task)
+    return RunOptions(replicas=replicas, script="ftcomm.bench.rank", module=True, args=arguments, env=env, **options)
+
+
+def part(progress: Progress, number: int, of: int) -> Progress:
+    """That of one of several jobs, which run one after the other."""
+    return lambda what, share: progress(what, (number + share) / of)
+
+
+async def run_ranks(
+    function: Callable[..., None],
+    task: Any,
+    ranks: int,
+    kind: Any,
+    total: int,
+    progress: Progress,
+    look: Callable[[Job, list[Any]], object] = lambda job, records: None,
+    **options: Any,
+) -> list[Any]:
+    """A job of so many ranks that call `function` with `task`, and its records of `kind`, about `total` of them. `look`
+    is called a few times a second with those that have come so far. Raises `FtcommError` if a rank fails; no process is
+    left."""
+    records: list[Any] = []
+    with written_task(task) as (task, path):
+        new = tail(task.folder, ranks, kind)
+        # A measurement among fewer would be another one: without a restart the job fails.
+        async with Job(job_options(function, path, ranks, min_replicas=ranks, max_restarts=0, **options)) as job:
+            runs = True
+            while runs:
+                progress(f"{ranks} ranks", min(1.0, len(records) / total))
+                runs = await job.runs(0.2)
+                records += new.read()
+                look(job, records)
+            await job.finish()
+            job.finished()
+    return records
+
+
+class Observer(Generic[Record]):
+    """A job whose replicas are hit, as its coordinator and its ranks tell of it."""
+
+    def __init__(self, job: Job, events: list[dict[str, Any]], new: Tail[Record], replicas: int) -> None:
+        self.job, self.events = job, events
+        self.records: list[Record] = []
+        self.replicas = replicas
+        self.new = new
+
+    async def until(self, what: str, true: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.02) -> None:
+        """Raises `FtcommError` when the job ends before that, or the patience does."""
+        if not await self.comes(true, patience, pause):
+            said = "\n  ".join([*map(str, self.records[-self.replicas :]), *self.job.lines])
+            raise FtcommError(f"it did not come to pass within {patience:g} s that {what}; last seen:\n  {said}")
+
+    async def comes(self, true: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.02) -> bool:
+        """Likewise, but False when the patience ends."""
+        deadline = time.monotonic() + patience
+        while not true():
+            if time.monotonic() > deadline:
+                return False
+            if not await self.job.runs(pause):
+                await self.job.finish()
+                raise FtcommError("the job ended by itself")
+            self.records += self.new.read()
+        return True
+
+    def kill(self, replica: int, rank: int = 0) -> float:
+        """SIGKILL; returns `time.monotonic()` of the call."""
+        now = time.monotonic()
+        os.kill(self.job.launcher.pids()[replica, rank], signal.SIGKILL)
+        return now
+
+    def said(self, kind: str, since: int) -> list[dict[str, Any]]:
+        return [event for event in self.events[since:] if event["kind"] == kind]
+
+    def full_view(self, since: int) -> dict[str, Any] | None:
+        """The newest view since then, if all replicas contribute in it."""
+        views = self.said("view", since)
+        members = views[-1]["members"] if views else []
+        return views[-1] if len(members) == self.replicas and all(m["contributing"] for m in members) else None
+
+    def view_without(self, replica: int, since: int) -> dict[str, Any] | None:
+        """The first one."""
+        views = self.said("view", since)
+        return next((view for view in views if all(m["replica"] != replica for m in view["members"])), None)
+
+
+@contextlib.asynccontextmanager
+async def observed(
+    function: Callable[..., None], task: Any, kind: type[Record], replicas: int, **options: Any
+) -> AsyncIterator[Observer[Record]]:
+    """A job of replicas that go on until they are drained, which the end of the block does, and are restarted at once
+    when the block kills them."""
+    events: list[dict[str, Any]] = []
+    with written_task(task) as (task, path):
+        chosen = job_options(function, path, replicas, max_restarts=1000, backoff=0.05, backoff_limit=0.05, **options)
+        async with Job(chosen, events.append) as job:
+            yield Observer(job, events, tail(task.folder, replicas, kind), replicas)
+            job.launcher.drain()
+            await job.finish()
+
+
+def together(records: Sequence[Any], replicas: int, least: int) -> bool:
+    """Whether each replica has written so many of these records."""
+    return all(sum(record.replica == replica for record in records) >= least for replica in range(replicas))

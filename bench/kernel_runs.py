@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ftcomm.bench.header import available_memory
-from ftcomm.bench.kernels import INTERPRETED, MEMCPY, Point, Request
+from ftcomm.bench.kernel_points import INTERPRETED, MEMCPY, Point, Request
 from ftcomm.bench.sizes import format_size
 from ftcomm.errors import SettingsError
 from ftcomm.kernels import device as mode

@@ -41,20 +41,19 @@ class Ours:
         if self._group.replica != rank or len(self._group.members) != ranks:
             raise RuntimeError(f"the job began with ranks {self._group.members}, expected {ranks} of them")
         self._token = torch.zeros(1)
+        self.before_op: Callable[[ftcomm.Group, str], None] | None = None
 
     def op(self, name: str, case: Case, wire: str | None) -> Op:
         if name == "copy":
             source, into = torch.ones_like(_whole(case)), torch.empty_like(_whole(case))
             into.zero_()  # no page is touched for the first time while it is timed
             return lambda: into.copy_(source)
-        if name not in ("ftcomm", "atomic"):
-            from ftcomm.bench.overhead import take_out
-
-            take_out(self._group, name)
+        if self.before_op is not None:
+            self.before_op(self._group, name)
         group, x, out, redop = self._group, case.x, case.out, case.pattern.redop
         more: dict[str, Any] = {"atomic": True} if name == "atomic" else {}
         if wire is not None:
-            more["wire"] = wire
+            more["compression"] = wire
         match case.collective.name:
             case "allreduce":
                 return _in_place(case, lambda: group.allreduce(out, op=redop, **more))
@@ -62,12 +61,12 @@ class Ours:
                 return lambda: group.broadcast(out, ROOT)
             case "reduce":
                 return lambda: group.reduce(out, ROOT, redop)
-            case "all_gather":
-                return lambda: group.all_gather(out, x)
+            case "allgather":
+                return lambda: group.allgather(out, x)
             case "reduce_scatter":
                 return lambda: group.reduce_scatter(out, x, redop)
-            case "all_to_all":
-                return lambda: group.all_to_all(out, x)
+            case "alltoall":
+                return lambda: group.alltoall(out, x)
             case "gather":
                 return lambda: group.gather(out, x, ROOT)
             case _:
@@ -107,11 +106,11 @@ class Torch:
                 return lambda: dist.broadcast(out, ROOT)
             case "reduce":
                 return lambda: dist.reduce(out, ROOT, op=how)
-            case "all_gather":
+            case "allgather":
                 return lambda: dist.all_gather_into_tensor(out, x)
             case "reduce_scatter":
                 return lambda: dist.reduce_scatter_tensor(out, x, op=how)
-            case "all_to_all":
+            case "alltoall":
                 return lambda: dist.all_to_all_single(out, x)
             case "gather":
                 parts = None if out is None else list(out.split(case.part))
@@ -161,13 +160,13 @@ class Mpi:
                 if case.rank != ROOT:
                     return lambda: world.Reduce(out, None, op=how, root=ROOT)
                 return lambda: world.Reduce(same, out, op=how, root=ROOT)
-            case "all_gather":
+            case "allgather":
                 return lambda: world.Allgather(given, out)
             case "reduce_scatter":
                 if case.place == IN:
                     raise NotImplementedError("MPI's reduce_scatter in place leaves its result somewhere else")
                 return lambda: world.Reduce_scatter_block(x, out, op=how)
-            case "all_to_all":
+            case "alltoall":
                 return lambda: world.Alltoall(x, out)
             case "gather":
                 return lambda: world.Gather(x, out, ROOT)

@@ -1,27 +1,59 @@
-"""`ftcomm bench nixl`: how much of what NIXL alone puts an all-reduce over NIXL carries, in the same run."""
+"""`ftcomm bench nixl`: how much of what NIXL alone puts an all-reduce over NIXL carries, in the same run.
+
+The baseline is NIXL alone in the pattern of a ring: each rank puts to its right neighbour what an all-reduce has to
+send, 2 (n - 1) / n of the array, out of an array of that size into one at the neighbour, in puts as large as a chunk of
+ftcomm, as many at a time as ftcomm may have in flight, and receives as much from its left one. One thread, agents of
+its own. No agreement, and no notification but at the end.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from ftcomm.bench.job import Job
+import ftcomm
+from ftcomm.bench.baseline import DEADLINE, Block, Task, check, rounds_us, run, share, whole
+from ftcomm.bench.harness import SIZES, Column, Experiment, Report, Table, option
+from ftcomm.bench.job import Job, run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import busbw_factor, median
-from ftcomm.bench.yardstick import Block, Column, Task, check, rounds_us, run_ranks, share, whole
 from ftcomm.errors import SettingsError
+from ftcomm.transport.nixl import library as nixl_library
+from ftcomm.transport.nixl import network as nixl_network
+from ftcomm.transport.nixl.memory import address_of
+from ftcomm.transport.segment import CHUNK, NEAR
 
 LIBRARIES = ("puts", "large puts", "in cache", "one way", "with sum", "ftcomm")
+STAGED = NEAR * CHUNK  # bytes that ftcomm may have under way to a peer on this host
+LARGE = 8 << 20  # bytes of a large put
+_BLOB = 4096  # bytes that an agent's metadata fit in
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    sizes: Sequence[int] = (64 << 20, 256 << 20)  # bytes
-    ranks: int = 2
-    iterations: int = 5
-    rounds: int = 5
+    """All-reduce over NIXL beside NIXL alone, which puts the same bytes.
+
+    puts: every rank puts 2 (n - 1) / n of the array to the next one, out of an array of that size into one there, in
+    puts as large as a chunk of ftcomm, both ways at once. large puts: of 8 MB. in cache: within the first MB, which no
+    all-reduce of a larger array can: it tells what the memory costs. one way: every other rank puts, and the others
+    receive. with sum: each also adds as many bytes as it puts, as an all-reduce has to. None agrees on anything. Shares
+    are of rounds, in which all ran one after the other. UCX_NET_DEVICES and UCX_TLS choose the way, for both.
+    """
+
+    sizes: Sequence[int] = option((64 << 20, 256 << 20), kind=SIZES, help="Arrays (fp32).")
+    ranks: int = option(2, help="Processes.")
+    iterations: int = option(5, "-n", "--iters", help="Timed ops in a round.")
+    rounds: int = option(5, help="So many times puts, ftcomm.")
+
+    def smoke(self) -> Request:
+        """Two ranks and 1 MB, to see that it runs."""
+        return Request((1 << 20,), 2, 2, 1)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -42,10 +74,9 @@ class Row(msgspec.Struct, frozen=True):
     round_us: list[float]
 
 
-async def measure(
-    request: Request, on_rows: Callable[[list[Row]], None], progress: Callable[[str, float], None]
-) -> None:
-    """Hand over the rows of each size as soon as the ranks have measured it. Raises `FtcommError` if one fails."""
+async def measure(request: Request, report: Report) -> None:
+    """Report the rows of each size as soon as the ranks have measured it. Raises `FtcommError` if one fails."""
+    report.more["nixl"] = nixl_library.load().version
     task = Task(
         ranks=request.ranks,
         sizes=tuple(request.sizes),
@@ -58,13 +89,14 @@ async def measure(
 
     def look(job: Job, blocks: list[Block]) -> None:
         while left and whole(blocks, task, left[0]):
-            on_rows(rows(blocks, task, left.pop(0)))
+            for row in rows(blocks, task, left.pop(0)):
+                report.add(row)
 
-    await run_ranks("ftcomm.bench.nixl_rank", task, request.ranks, Block, total, progress, look, transport="nixl")
+    await run_ranks(rank, task, request.ranks, Block, total, report.progress, look, transport="nixl")
 
 
 def rows(blocks: Iterable[Block], task: Task, size: int) -> list[Row]:
-    """All ranks' blocks of one size -> a row for each library, the yardstick first."""
+    """All ranks' blocks of one size -> a row for each library, the baseline first."""
     found = rounds_us(blocks, task, size)
     made = size * busbw_factor(task.ranks) / 1e3  # GB a second, over us
     return [
@@ -81,3 +113,104 @@ COLUMNS = (
     Column("rate", "(GB/s)", 13, lambda row: f"{row.rate_gbps:.2f}"),
     Column("of puts", "", 10, lambda row: f"{row.of_puts:.0%}"),
 )
+
+EXPERIMENT = Experiment(
+    "nixl",
+    Request,
+    measure,
+    [Table("rows", Row, COLUMNS)],
+    heading=lambda request: [f"# NIXL {nixl_library.load().version}"],
+)
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Ring:
+    """The agents of two neighbours, and puts that are prepared once. `most` is the size of their arrays in bytes."""
+
+    def __init__(
+        self, rank: int, ranks: int, most: int, gather: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+    ) -> None:
+        self._agent = agent = nixl_library.load().agent(f"bench.{rank}", "", nixl_network.here())
+        self.given, self.taken = arrays = [np.zeros(max(most, STAGED), np.uint8) for _ in range(2)]
+        for number, array in enumerate(arrays):
+            array[:] = rank + number  # a first touch costs a page fault
+        self._handles = [agent.register_memory([(address_of(a), len(a), 0, "")], "DRAM") for a in arrays]
+        metadata = agent.get_agent_metadata()
+        card = np.zeros(_BLOB, np.uint8)
+        card[:16] = np.frombuffer(np.array([address_of(self.taken), len(metadata)], np.int64).tobytes(), np.uint8)
+        card[16 : 16 + len(metadata)] = np.frombuffer(metadata, np.uint8)
+        right = gather(card)[(rank + 1) % ranks]
+        self._there, length = (int(word) for word in right[:16].view(np.int64))
+        self._right = agent.add_remote_agent(right[16 : 16 + length].tobytes())
+        self._prepared: dict[tuple[int, int], Any] = {}
+        self._expected = self._ended = 0  # runs of the left neighbour, which may be one ahead of us
+
+    def carry(
+        self, nbytes: int, span: int, mine: bool = True, theirs: bool = True, size: int = CHUNK, sums: bool = False
+    ) -> None:
+        """Put so many bytes to the right, if `mine`, and be put as many by the left, if `theirs`: out of and into the
+        first `span` bytes of the arrays, which are gone through again and again, `size` bytes at a time. With `sums`
+        what lies in the one array is added to the other, as many bytes as are put."""
+        agent = self._agent
+        size = min(size, nbytes, span)
+        left = -(-nbytes // size) if mine else 0
+        places = itertools.cycle(range(0, span - size + 1, size))
+        flying: list[Any] = []
+        most = max(1, min(STAGED, span) // size)
+        self._expected += theirs
+        end = monotonic() + DEADLINE
+        while left or flying or self._ended < self._expected:
+            while left and len(flying) < most:
+                left -= 1
+                at = next(places)
+                handle = self._prepare(at, size)
+                if agent.transfer(handle) == "PROC":
+                    flying.append(handle)
+                if sums:
+                    out = self.given[at : at + size].view(np.float32)
+                    np.add(out, self.taken[at : at + size].view(np.float32), out=out)
+            while flying and agent.check_xfer_state(flying[0]) == "DONE":  # in their order: that is when they go on
+                del flying[0]
+            if mine and not left and not flying:
+                agent.send_notif(self._right, b"all")
+                mine = False
+            self._ended += sum(len(messages) for messages in agent.get_new_notifs().values())
+            if monotonic() > end:
+                raise TimeoutError(f"{len(flying)} puts of {size} bytes have not ended within {DEADLINE:g} s")
+
+    def _prepare(self, at: int, size: int) -> Any:
+        handle = self._prepared.get((at, size))
+        if handle is None:
+            here = self._agent.get_xfer_descs([(address_of(self.given) + at, size, 0)], "DRAM")
+            there = self._agent.get_xfer_descs([(self._there + at, size, 0)], "DRAM")
+            handle = self._prepared[at, size] = self._agent.initialize_xfer("WRITE", here, there, self._right, b"")
+        return handle
+
+
+def rank(task: Task) -> None:
+    group = ftcomm.init()
+    ranks = task.ranks
+
+    def gather(card: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        out = np.zeros(ranks * len(card), np.uint8)
+        group.allgather(out, card)
+        return out.reshape(ranks, -1)
+
+    ring = Ring(group.replica, ranks, max(task.sizes), gather)
+    even = group.replica % 2 == 0
+
+    def ops(size: int) -> dict[str, Callable[[], Any]]:
+        x, each = np.zeros(size // 4, np.float32), 2 * (ranks - 1) * size // ranks
+        return {
+            "puts": lambda: ring.carry(each, size),
+            "large puts": lambda: ring.carry(each, size, size=LARGE),
+            "in cache": lambda: ring.carry(each, min(size, STAGED)),
+            "one way": lambda: ring.carry(each, size, even, not even),
+            "with sum": lambda: ring.carry(each, size, sums=True),
+            "ftcomm": lambda: group.allreduce(x),
+        }
+
+    run(task, group, ops)
+    ftcomm.shutdown()

@@ -15,13 +15,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
 
-from ftcomm.bench.collective import Contestant, Request, Row
+from ftcomm.bench import collective
+from ftcomm.bench.collective import Contestant, Row, Task, measure_sizes
+from ftcomm.bench.harness import INTS, SIZES, Column, Experiment, Report, Table, option
 from ftcomm.bench.stats import median
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.stall import Due, StallWatch
-from ftcomm.collective.stream import Stream
+from ftcomm.collective.pipeline import Pipeline
+from ftcomm.collective.watchdog import Due, Watchdog
+from ftcomm.errors import FtcommError
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -33,32 +37,35 @@ SMALL, MOST_US = 1 << 10, 1.0  # and microseconds at this one
 QUIET = (("heartbeat_timeout", 3600.0), ("op_timeout", 100_000.0))
 
 
-class Hasty(Stream):
-    """Returns an op without knowing that the others hold it: right while nobody is lost, wrong at the first loss."""
-
-    def stable(self, op: Operation) -> bool:
-        return 0 <= op.end <= self.taken
-
-
-class Blind(StallWatch):
-    """Does not know how long anything takes."""
-
-    def returns(self, op: Operation) -> None:
-        pass
-
-    def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
-        return Due.NOTHING
-
-
-def take_out(group: Group, level: str) -> None:
-    """From here on ops of this rank run at that level; all ranks must call it between the same two ops."""
-    exchange: Any = group._exchange
-    exchange._stream.__class__ = Hasty if level == "off" else Stream
-    exchange._watch.__class__ = Blind if level in ("off", "stability") else StallWatch
-
-
 @dataclasses.dataclass(frozen=True)
-class Overhead(Request):
+class Request:
+    """Time all-reduces with fault tolerance taken out of the engine, and put back piece by piece.
+
+    Levels: off; stability, an op returns when all are known to hold it; ftcomm, that and detection, which is the
+    product; verify, and FTCOMM_VERIFY=1. They take turns within each round; the differences to `off` are of the same
+    round, and their median is shown. What is taken out is taken out by the bench: ftcomm has no switch for it.
+    """
+
+    sizes: Sequence[int] = option((1 << 10, 64 << 10, 1 << 20, 16 << 20), kind=SIZES)
+    ranks: Sequence[int] = option((2,), kind=INTS, help="Processes.")
+    iterations: int | None = option(
+        None, "-n", "--iters", kind=click.INT, help="Timed ops in a round.", show="100 to 10, by size"
+    )
+    rounds: int = option(9, help="So many times one level after the other.")
+
+    def smoke(self) -> Request:
+        """A few ops at 1K, to see that it runs."""
+        return dataclasses.replace(self, sizes=(1 << 10,), rounds=2, iterations=5)
+
+    @property
+    def measured(self) -> Levels:
+        return Levels(self.sizes, self.ranks, rounds=self.rounds, iterations=self.iterations, transports=("shm",))
+
+    def check(self) -> None:
+        self.measured.check()
+
+
+class Levels(collective.Request):
     def contestants(self) -> list[Contestant]:
         return [
             Contestant("off", "shm", "ftcomm-quiet", options=QUIET),
@@ -117,23 +124,79 @@ def costs(rows: Sequence[Row]) -> list[Cost]:
     return found
 
 
-# -- for the terminal --------------------------------------------------------------------------------------------------
+async def measure(request: Request, report: Report) -> None:
+    def on_rows(rows: list[Row]) -> None:
+        if rows[0].in_place:
+            try:
+                found = costs(rows)
+            except ValueError as error:
+                raise FtcommError(str(error)) from None
+            for cost in found:
+                report.add(cost)
+
+    await measure_sizes(request.measured, rank, on_rows, report.progress, report.line)
 
 
-def heading() -> list[str]:
-    first = f"#{'size':>10} {'ranks':>5} {'level':>10} {'p50':>10} {'over off':>10} {'over off':>9} {'over rounds':>19}"
-    return [f"{first} {'#wrong':>7}", f"#{'(B)':>10} {'':>16} {'(us)':>10} {'(us)':>10} {'(%)':>9} {'(us)':>19}"]
+def _over_rounds(cost: Cost) -> str:
+    over = cost.round_over_off_us
+    return f"{min(over):.2f} to {max(over):.2f}" if over else ""
 
 
-def line(cost: Cost) -> str:
-    text = f" {cost.bytes:>10} {cost.ranks:>5} {cost.level:>10} {cost.time_us_p50:>10.2f}"
-    if cost.over_off_us is None or cost.over_off_pct is None:
-        return f"{text} {'':>10} {'':>9} {'':>19} {cost.wrong:>7}"
-    spread = f"{min(cost.round_over_off_us):.2f} to {max(cost.round_over_off_us):.2f}"
-    return f"{text} {cost.over_off_us:>10.2f} {cost.over_off_pct:>9.1f} {spread:>19} {cost.wrong:>7}"
+COLUMNS = (
+    Column("size", "(B)", 9, lambda cost: str(cost.bytes)),
+    Column("ranks", "", 5, lambda cost: str(cost.ranks)),
+    Column("level", "", 10, lambda cost: cost.level),
+    Column("p50", "(us)", 10, lambda cost: f"{cost.time_us_p50:.2f}"),
+    Column("over off", "(us)", 10, lambda cost: "" if cost.over_off_us is None else f"{cost.over_off_us:.2f}"),
+    Column("over off", "(%)", 9, lambda cost: "" if cost.over_off_pct is None else f"{cost.over_off_pct:.1f}"),
+    Column("over rounds", "(us)", 19, _over_rounds),
+    Column("#wrong", "", 7, lambda cost: str(cost.wrong)),
+)
 
 
 def footer(costs: Sequence[Cost]) -> str:
     missed = [cost for cost in costs if not cost.good]
     said = f"fault tolerance on against off: {MOST_PCT:g}% at most from 1M on, {MOST_US:g} us at 1K"
     return f"# {said}: " + ("OK" if not missed else f"missed at {', '.join(str(cost.bytes) for cost in missed)} bytes")
+
+
+EXPERIMENT = Experiment(
+    "overhead",
+    Request,
+    measure,
+    [Table("costs", Cost, COLUMNS)],
+    csv="costs",
+    footer=lambda report: [footer(report["costs"])],
+    good=lambda report: not any(cost.wrong for cost in report["costs"]),
+)
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Hasty(Pipeline):
+    """Returns an op without knowing that the others hold it: right while nobody is lost, wrong at the first loss."""
+
+    def is_stable(self, op: Operation) -> bool:
+        return 0 <= op.end <= self.taken
+
+
+class Blind(Watchdog):
+    """Does not know how long anything takes."""
+
+    def returns(self, op: Operation) -> None:
+        pass
+
+    def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
+        return Due.NOTHING
+
+
+def rank(task: Task, job: str) -> None:
+    collective.run(task, job, before_op=take_out)
+
+
+def take_out(group: Group, level: str) -> None:
+    """From here on ops of this rank run at that level; all ranks must call it between the same two ops."""
+    exchange: Any = group._exchange
+    exchange._stream.pipeline.__class__ = Hasty if level == "off" else Pipeline
+    exchange._watch.__class__ = Blind if level in ("off", "stability") else Watchdog

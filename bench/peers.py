@@ -52,14 +52,16 @@ def mpirun() -> str | None:
 
 @contextlib.asynccontextmanager
 async def ours(
-    ranks: int, module: str, args: Sequence[str], transport: str, env: Mapping[str, str], **options: Any
+    ranks: int, arguments: Sequence[str], transport: str, env: Mapping[str, str], **options: Any
 ) -> AsyncIterator[asyncio.Future[str]]:
-    """A job under the launcher. The future is done, with words, when it has ended; none lives on after the block."""
+    """A job under the launcher; `arguments` are those of `ftcomm.bench.rank`.
+
+    The future is done, with words, when it has ended; none lives on after the block."""
     options = RunOptions(
         replicas=ranks,
-        script=module,
+        script="ftcomm.bench.rank",
         module=True,
-        args=tuple(args),
+        args=tuple(arguments),
         min_replicas=ranks,  # a measurement among fewer would be another one: no restart, the job fails
         max_restarts=0,
         transport=transport,
@@ -83,11 +85,9 @@ async def ours(
 
 
 @contextlib.asynccontextmanager
-async def theirs(
-    peer: str, ranks: int, module: str, args: Sequence[str], folder: str
-) -> AsyncIterator[asyncio.Future[str]]:
+async def theirs(peer: str, ranks: int, arguments: Sequence[str], folder: str) -> AsyncIterator[asyncio.Future[str]]:
     """The ranks of a peer; likewise."""
-    python = [sys.executable, "-m", module, *args]
+    python = [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log = Path(folder) / f"{peer}.log"
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How far a measurement is, for who watches a terminal; rows go to standard output between two looks at it."""
+"""A progress bar for people at a terminal; rows of the result go to standard output between two refreshes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class Watch:
+class ProgressBar:
     """A bar on standard error while it is a terminal, nothing otherwise."""
 
     def __init__(self, first: str = "starting the ranks") -> None:
@@ -28,7 +28,7 @@ class Watch:
         )
         self._task = self._bar.add_task(first, total=1.0)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 

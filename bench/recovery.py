@@ -1,49 +1,107 @@
-"""`ftcomm bench recovery`: take a replica out of an all-reduce, again and again, and time what the others do."""
+"""`ftcomm bench recovery`: take a replica out of an all-reduce, again and again, and time what the others do.
+
+In the ranks all-reduces run back to back, one a step, until the job is drained. Replica r puts in 2^r times a common
+pattern, so every element of a result tells whose inputs are in it. Around a change of the view the bytes of the results
+are hashed, for the command to compare between the survivors, and every element has to hold the inputs of all that
+contributed before, or of all that contribute after. Hashing takes longer than an op. It waits until the next op has
+returned, so that it holds up no op that is timed; two arrays take turns for that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
+import hashlib
 import os
 import random
 import signal
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
+import click
 import msgspec
+import torch
+import torch.distributed as dist
 
+import ftcomm
+from ftcomm.bench import peers
+from ftcomm.bench.checks import check_at_least_one, check_memory, check_replicas
 from ftcomm.bench.data import PERIOD
-from ftcomm.bench.job import Job, Tail
-from ftcomm.bench.limits import check_at_least_one, check_memory, check_replicas
-from ftcomm.bench.recovery_rank import Op, Task
+from ftcomm.bench.harness import SIZE, Column, Experiment, Report, Table, choices, figure_text, option
+from ftcomm.bench.job import (
+    FOREVER,
+    PATIENCE,
+    Observer,
+    Records,
+    observed,
+    rank_arguments,
+    tail,
+    together,
+    written_task,
+)
+from ftcomm.bench.lighthouse import lighthouse
+from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, percentile
-from ftcomm.bench.victim import stop_inside_op
-from ftcomm.chaos.cut import Unplugged
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import RunOptions
-from ftcomm.launch.answers import status
-from ftcomm.transport.segment import STAGED
+from ftcomm.lab.chaos.network_faults import Unplugged
+from ftcomm.lab.netns.slow_network import settle
+from ftcomm.lab.observe import open_words, stop
+from ftcomm.launch.admin.handlers import status
+from ftcomm.settings import TRANSPORTS, Settings
+from ftcomm.transport.segment import POSTED, STAGED, TAKEN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message
-PATIENCE = 60.0  # s that a return of the op, or of the replica, may take before the measurement gives up
 SETTLED = 3  # ops that every replica has run in the full view before the next fault
-FAULTS = ("kill", "stop", "cut")
-PEERS = ("gloo", "torchft")
+TIMEOUT = timedelta(seconds=30)  # of a peer's op; the default of gloo is half an hour, of torchft a minute
+TRIES = 2000  # looks at a process, to stop it in the middle of an op
+PARTS = (  # of a stall, in the picture
+    ("heard of by the coordinator", "#7c2d12"),
+    ("new view decided and on disk", "#c2410c"),
+    ("survivors in that op again", "#f59e0b"),
+    ("the rest of the op", "#d9dee5"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    replicas: int = 4
-    size: int = 64 << 20
-    kills: int = 20  # of each of `faults`
-    transport: str = "auto"
-    seed: int = 0
-    faults: Sequence[str] = ("kill",)
-    compare: Sequence[str] = ()
+    """Take a replica out of an all-reduce, and time what the others do.
+
+    Replicas under the launcher run all-reduces back to back. One is stopped, seen to be in the middle of an op, and
+    killed, left stopped, or cut off. Counted from there: `detect` until the coordinator has heard of it, `view` until
+    it has decided on the view without it, `stall` until that very op has returned on the last survivor, with the time
+    that the op usually takes beside it, `rejoin` until the replica contributes again; then the next is hit. `resume` is
+    what the last survivor took from hearing of the view until it was in that op again, `resent` what survivors had
+    posted and posted again. Results are compared by their SHA-256, and every element with the sums that there can be.
+    Exits with 1 if ftcomm lost an op, if its bytes were not equal or wrong, or if more was sent again than was in
+    flight: as much as the slots of each survivor hold. A peer that fails has a line that says so, and the rest goes on.
+    """
+
+    replicas: int = option(4, help="Processes; one of them is hit each time.")
+    size: int = option(64 << 20, kind=SIZE, help="Array of the all-reduce (fp32).")
+    kills: int = option(20, help="Of each fault, a replica after the other.")
+    transport: str = option("auto", kind=click.Choice(TRANSPORTS), help="Of ftcomm.")
+    seed: int = option(0, help="Of the points in an op at which they come.")
+    faults: Sequence[str] = option(
+        ("kill",),
+        kind=choices("kill", "stop", "cut"),
+        help="SIGKILL; SIGSTOP; its cable, between network namespaces and by root.",
+    )
+    compare: Sequence[str] = option((), kind=choices("gloo", "torchft"), help="The same faults, but cuts, for these.")
+
+    def smoke(self) -> Request:
+        """Two kills of three replicas at 4M, to see that it runs."""
+        return dataclasses.replace(self, replicas=3, size=4 << 20, kills=2)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -144,51 +202,45 @@ def good(summary: Summary) -> bool:
     return summary.library != "ftcomm" or (every and not lost)
 
 
-async def measure(request: Request, on_event: Callable[[Event], None], progress: Callable[[str, float], None]) -> None:
-    """Run a job, hit its replicas in turn, each when all are back, and hand over what happened after every fault.
+async def measure(request: Request, report: Report) -> None:
+    await measure_ftcomm(request, report)
+    errors = report.more["errors"] = {}  # peer -> why it could not be measured to the end
+    for peer in request.compare:
+        if (why := peers.missing(peer, "cpu", request.replicas)) is not None:
+            report.line(f"# {why}")
+            continue
+        try:
+            await measure_peer(peer, request, report)
+        except FtcommError as error:  # what was measured of it stays, and the rest goes on
+            errors[peer] = str(error)
+            report.line(f"# {peer}: {error}")
 
-    Raises `FtcommError` when the job fails or a replica does not come back; no process is left, however this ends.
-    """
+
+async def measure_ftcomm(request: Request, report: Report) -> None:
+    """Hit the replicas of a job in turn, each when all are back. Raises `FtcommError` when the job fails or a replica
+    does not come back; no process is left, however this ends."""
     chance = random.Random(request.seed)
     for fault in request.faults:
-        with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-            path = Path(folder) / "task.json"
-            path.write_bytes(msgspec.json.encode(Task(request.size // 4, folder, apart=fault == "cut")))
-            tail = Tail([Path(folder) / f"replica-{replica}.jsonl" for replica in range(request.replicas)], Op)
-            log: list[dict[str, Any]] = []
-            async with Job(_options(request, fault, str(path)), log.append) as job:
-                watch = _Watch(job, tail, log, request.replicas)
-                for number in range(request.kills):
-                    progress(f"{fault} {number + 1} of {request.kills}", number / request.kills)
-                    await watch.settle()
-                    on_event(await _hit(watch, job, number, fault, chance, request.replicas))
-                progress("draining", 1.0)
-                job.launcher.drain()
-                await job.finish()
+        cut = fault == "cut"
+        where: dict[str, Any] = dict(hosts="netns" if cut else "shared", transport="tcp" if cut else request.transport)
+        async with observed(rank, Task(request.size // 4, apart=cut), Op, request.replicas, **where) as job:
+            for number in range(request.kills):
+                report.progress(f"{fault} {number + 1} of {request.kills}", number / request.kills)
+                await _settle(job)
+                report.add(await _hit(job, number, fault, chance))
 
 
-async def _hit(watch: _Watch, job: Job, number: int, fault: str, chance: random.Random, replicas: int) -> Event:
-    victim = number % replicas
-    usual = median([op.end - op.start for op in watch.ops[-8 * replicas :]])
-    pid = job.launcher.pids()[victim, 0]
-    mark = len(watch.log)
-    hit = await stop_inside_op(pid, usual, chance)
-    if fault == "kill":
-        os.kill(pid, signal.SIGKILL)
-        await watch.survive(victim, pid, mark)
-    elif fault == "stop":
-        await watch.survive(victim, pid, mark)
-        os.kill(pid, signal.SIGKILL)  # so that it comes back
-    else:
-        # In a thread: pyroute2 has an event loop of its own.
-        unplugged = await asyncio.to_thread(Unplugged, status(job.launcher), victim)
-        try:
-            hit = time.monotonic()
-            os.kill(pid, signal.SIGCONT)
-            await watch.survive(victim, pid, mark)
-        finally:
-            await asyncio.to_thread(unplugged.close)
-    return await watch.after(Hit(number, fault, victim, pid, hit, usual, mark))
+async def _settle(job: Observer[Op]) -> None:
+    """Until all replicas contribute and have run a few ops in that view."""
+
+    def settled() -> bool:
+        view = job.full_view(0)
+        return view is not None and together(
+            [op for op in job.records if op.epoch == view["epoch"]], job.replicas, SETTLED
+        )
+
+    job.records.clear()
+    await job.until("all replicas run together", settled)
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -198,128 +250,548 @@ class Hit(msgspec.Struct, frozen=True):
     pid: int
     at: float
     usual: float  # s of an op
-    mark: int  # how long the log was before
+    mark: int  # how many events there were before
 
 
-class _Watch:
-    """What the replicas and the coordinator have said so far."""
+async def _hit(job: Observer[Op], number: int, fault: str, chance: random.Random) -> Event:
+    victim = number % job.replicas
+    usual = median([op.end - op.start for op in job.records[-8 * job.replicas :]])
+    pid = job.job.launcher.pids()[victim, 0]
+    mark = len(job.events)
+    hit = Hit(number, fault, victim, pid, await stop_inside_op(pid, usual, chance), usual, mark)
+    if fault == "kill":
+        os.kill(pid, signal.SIGKILL)
+        await _survive(job, hit)
+    elif fault == "stop":
+        await _survive(job, hit)
+        os.kill(pid, signal.SIGKILL)  # so that it comes back
+    else:
+        # In a thread: pyroute2 has an event loop of its own.
+        unplugged = await asyncio.to_thread(Unplugged, status(job.job.launcher), victim)
+        try:
+            hit = msgspec.structs.replace(hit, at=time.monotonic())
+            os.kill(pid, signal.SIGCONT)
+            await _survive(job, hit)
+        finally:
+            await asyncio.to_thread(unplugged.close)
+    return await _outcome(job, hit)
 
-    def __init__(self, job: Job, tail: Tail[Op], log: list[dict[str, Any]], replicas: int) -> None:
-        self.ops: list[Op] = []
-        self.log = log
-        self._job, self._tail = job, tail
-        self._replicas = frozenset(range(replicas))
 
-    async def settle(self) -> None:
-        """Until all replicas contribute and have run a few ops in that view."""
+async def stop_inside_op(pid: int, op_seconds: float, chance: random.Random) -> float:
+    """Stop `pid` while it has chunks posted that it has not taken, at a random point of an op; it stays stopped.
 
-        def settled() -> bool:
-            view = self._full_view(0)
-            return view is not None and all(
-                sum(op.replica == replica and op.epoch == view["epoch"] for op in self.ops) >= SETTLED
-                for replica in self._replicas
+    Stopped, looked at, and let go on if it was between two ops: what was seen holds for as long as it is stopped.
+    Returns `time.monotonic()` of the moment in which that was seen.
+    """
+    try:
+        words = open_words(pid)
+    except OSError as error:
+        raise FtcommError(str(error)) from error
+    for _ in range(TRIES):
+        await asyncio.sleep(chance.uniform(0, op_seconds))
+        stop(pid)
+        if words[POSTED] > words[TAKEN]:
+            return time.monotonic()
+        os.kill(pid, signal.SIGCONT)
+    raise FtcommError(f"process {pid} was never inside an op in {TRIES} looks at it")
+
+
+def _step(job: Observer[Op], hit: Hit) -> int:
+    """That of the op in which the victim was hit: the one after the last that it wrote down."""
+    return max(op.step for op in job.records if op.pid == hit.pid) + 1
+
+
+def _returned(job: Observer[Op], hit: Hit) -> dict[int, Op]:
+    """That op on each survivor."""
+    step = _step(job, hit)
+    return {op.replica: op for op in job.records if op.replica != hit.victim and op.step == step}
+
+
+def _resumed(job: Observer[Op], hit: Hit) -> list[dict[str, Any]]:
+    return [event for event in job.said("resumed", hit.mark) if event["replica"] != hit.victim]
+
+
+async def _survive(job: Observer[Op], hit: Hit) -> None:
+    """Until the op has returned on all others, been hashed there, and all have told of how they resumed it."""
+    others = job.replicas - 1
+    await job.comes(lambda: sum(op.digest != "" for op in _returned(job, hit).values()) == others)
+    await job.comes(lambda: len(_resumed(job, hit)) >= others, 5.0)
+
+
+async def _outcome(job: Observer[Op], hit: Hit) -> Event:
+    """Follow a fault, which the others have survived or not, up to the return of the victim."""
+    step, ops = _step(job, hit), _returned(job, hit)
+    completed = len(ops) == job.replicas - 1
+    stalls = {replica: (op.end - hit.at) * 1e3 for replica, op in sorted(ops.items())}
+    digests = {op.digest for op in ops.values()}
+    suspects = [event for event in job.said("suspect", hit.mark) if event.get("replica") == hit.victim]
+    without = job.view_without(hit.victim, hit.mark)
+    resumed = _resumed(job, hit)
+    if without is not None:
+        resumed = [event for event in resumed if event["epoch"] == without["epoch"]]
+    await job.comes(lambda: job.full_view(hit.mark) is not None)
+
+    def since(event: dict[str, Any] | None) -> float | None:
+        return None if event is None else (event["mono"] - hit.at) * 1e3
+
+    return Event(
+        number=hit.number,
+        victim=hit.victim,
+        step=step,
+        detect_ms=since(suspects[0] if suspects else without),
+        stall_ms=max(stalls.values()) if completed else None,
+        survivor_ms=stalls,
+        usual_ms=hit.usual * 1e3,
+        completed=completed,
+        equal=completed and "" not in digests and len(digests) == 1,
+        wrong=sum(op.wrong for op in ops.values()),
+        rejoin_ms=since(job.full_view(hit.mark)),
+        fault=hit.fault,
+        view_ms=since(without),
+        resume_ms=max((float(event["resume_ms"]) for event in resumed), default=None),
+        steps_lost=0 if completed else 1,
+        bytes_resent=sum(int(event["resent"]) for event in resumed) if resumed else None,
+        bytes_in_flight=STAGED * len(resumed) if resumed else None,
+        heartbeat_ms=None if hit.fault == "kill" else job.job.launcher.options.timeouts.heartbeat * 1e3,
+    )
+
+
+# -- the same for peers ------------------------------------------------------------------------------------------------
+#
+# A peer's words do not tell when it is inside an op, so it is hit at a random moment of ops that follow each other
+# without a pause. It is timed by what the survivors write down:
+#
+#     torchft  stall until all survivors have committed a step of their own; lost are the steps they threw away before
+#     gloo     detected when the last survivor has its error; then all are started again, and rejoin when all have
+#              completed an op. The op itself never returns
+
+
+async def measure_peer(library: str, request: Request, report: Report) -> None:
+    """Report what happened after every fault. Raises `FtcommError`; no process is left, however this ends."""
+    chance = random.Random(request.seed)
+    for fault in (fault for fault in request.faults if fault != "cut"):
+        task = PeerTask(request.size // 4, request.replicas)
+        with written_task(task) as (task, path), contextlib.ExitStack() as stack:
+            log = stack.enter_context((path.parent / "log").open("w"))
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            if library == "torchft":
+                environment["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(log))
+            peer = _Peer(library, task, path, environment, log)
+            stack.callback(peer.end)
+            for number in range(request.kills):
+                report.progress(f"{library}: {fault} {number + 1} of {request.kills}", number / request.kills)
+                report.add(await peer.hit(number, fault, chance))
+
+
+class _Peer:
+    def __init__(self, library: str, task: PeerTask, path: Path, environment: dict[str, str], log: IO[str]) -> None:
+        self._library, self._replicas, self._path = library, task.replicas, path
+        self._environment, self._log = environment, log
+        self._tail = tail(task.folder, task.replicas, Attempt)
+        self._attempts: list[Attempt] = []
+        self._life = 0
+        self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
+
+    async def hit(self, number: int, fault: str, chance: random.Random) -> Event:
+        await self._until(lambda: self._whole(0.0, SETTLED), "all replicas ran together")
+        usual = median([one.end - one.start for one in self._attempts[-8 * self._replicas :]])
+        victim = number % self._replicas
+        process = self._processes[victim]
+        await asyncio.sleep(chance.uniform(0, usual))
+        step = max(one.step for one in self._attempts)
+        at = time.monotonic()
+        process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        others = [replica for replica in range(self._replicas) if replica != victim]
+        if self._library == "gloo":
+            await self._until(
+                lambda: {one.replica for one in self._after(at) if not one.committed} >= set(others), "survivors failed"
             )
-
-        self.ops.clear()
-        if not await self._until(settled):
-            seen = ", ".join(f"{op.replica} in step {op.step}" for op in {op.replica: op for op in self.ops}.values())
-            raise FtcommError(
-                f"the {len(self._replicas)} replicas did not all run together within {PATIENCE:g} s; "
-                f"last seen: {seen or 'none'}\n  " + "\n  ".join(self._job.lines)
-            )
-
-    def _returned(self, victim: int, pid: int) -> dict[int, Op]:
-        """The op that the victim was hit in, on each survivor: the one after the last that the victim wrote down."""
-        step = max(op.step for op in self.ops if op.pid == pid) + 1
-        return {op.replica: op for op in self.ops if op.replica != victim and op.step == step}
-
-    async def survive(self, victim: int, pid: int, mark: int) -> None:
-        """Until the op has returned on all others, been hashed there, and all have told of how they resumed it."""
-        others = len(self._replicas) - 1
-
-        def told() -> bool:
-            return len(self._said("resumed", mark, victim)) >= others
-
-        await self._until(lambda: sum(op.digest != "" for op in self._returned(victim, pid).values()) == others)
-        await self._until(told, 5.0)
-
-    async def after(self, hit: Hit) -> Event:
-        """Follow a fault, that the others have survived or not, up to the return of the victim."""
-        ops = self._returned(hit.victim, hit.pid)
-        completed = len(ops) == len(self._replicas) - 1
-        stalls = {replica: (op.end - hit.at) * 1e3 for replica, op in sorted(ops.items())}
-        digests = {op.digest for op in ops.values()}
-        suspects = [one for one in self.log[hit.mark :] if (one["kind"], one.get("replica")) == ("suspect", hit.victim)]
-        without = self._view(hit.mark, lambda view: hit.victim not in _members(view))
-        resumed = self._said("resumed", hit.mark, hit.victim)
-        if without is not None:
-            resumed = [event for event in resumed if event["epoch"] == without["epoch"]]
-        back = await self._until(lambda: self._full_view(hit.mark) is not None)
-        full = self._full_view(hit.mark)
-
-        def since(event: dict[str, Any] | None) -> float | None:
-            return None if event is None else (event["mono"] - hit.at) * 1e3
-
+        else:
+            await self._until(lambda: set(self._alone(at)) >= set(others), "survivors went on")
+        stalls = {
+            replica: 1e3 * (one.end - at) for replica, one in sorted(self._alone(at).items()) if replica != victim
+        }
+        failed = [one for one in self._after(at) if not one.committed and one.replica != victim]
+        process.kill()
+        process.wait(30)
+        if self._library == "gloo":  # what is left of it are processes that have ended
+            self._life += 1
+            self.end()
+            self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
+        else:
+            self._processes[victim] = self._start(victim)
+        again = time.monotonic()
+        await self._until(lambda: self._whole(again, 1), "the replica came back")
+        back = min(
+            max(one.end for one in self._after(again) if one.replica == replica and one.members == self._replicas)
+            for replica in range(self._replicas)
+        )
+        self._attempts = self._after(again)
+        went_on = bool(stalls)
         return Event(
-            number=hit.number,
-            victim=hit.victim,
-            step=max(op.step for op in self.ops if op.pid == hit.pid) + 1,
-            detect_ms=since(suspects[0] if suspects else without),
-            stall_ms=max(stalls.values()) if completed else None,
+            number=number,
+            victim=victim,
+            step=step + 1,
+            detect_ms=max((1e3 * (one.end - at) for one in failed), default=None),
+            stall_ms=max(stalls.values()) if went_on else None,
             survivor_ms=stalls,
-            usual_ms=hit.usual * 1e3,
-            completed=completed,
-            equal=completed and "" not in digests and len(digests) == 1,
-            wrong=sum(op.wrong for op in ops.values()),
-            rejoin_ms=since(full) if back else None,
-            fault=hit.fault,
-            view_ms=since(without),
-            resume_ms=max((float(event["resume_ms"]) for event in resumed), default=None),
-            steps_lost=0 if completed else 1,
-            bytes_resent=sum(int(event["resent"]) for event in resumed) if resumed else None,
-            bytes_in_flight=STAGED * len(resumed) if resumed else None,
-            heartbeat_ms=None if hit.fault == "kill" else self._job.launcher.options.timeouts.heartbeat * 1e3,
+            usual_ms=1e3 * usual,
+            completed=went_on and not failed,
+            equal=False,  # is not looked at
+            wrong=0,
+            rejoin_ms=1e3 * (back - at),
+            library=self._library,
+            fault=fault,
+            steps_lost=max((sum(one.replica == replica for one in failed) for replica in others), default=0),
         )
 
-    async def _until(self, true: Callable[[], bool], patience: float = PATIENCE) -> bool:
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            if not await self._job.runs(0.05):
-                await self._job.finish()
-                raise FtcommError("the job ended by itself")
-            self.ops += self._tail.read()
-            if true():
-                return True
-        return False
+    def _after(self, moment: float) -> list[Attempt]:
+        return [one for one in self._attempts if one.end > moment]
 
-    def _full_view(self, mark: int) -> dict[str, Any] | None:
-        """The latest view since `mark` of the log, if all replicas contribute in it."""
-        views = [event for event in self.log[mark:] if event["kind"] == "view"]
-        if views and all(m["contributing"] for m in views[-1]["members"]) and _members(views[-1]) == self._replicas:
-            return views[-1]
-        return None
+    def _alone(self, at: float) -> dict[int, Attempt]:
+        """The first step that each survivor has committed without the victim."""
+        found: dict[int, Attempt] = {}
+        for one in self._after(at):
+            if one.committed and one.members < self._replicas:
+                found.setdefault(one.replica, one)
+        return found
 
-    def _view(self, mark: int, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
-        return next((event for event in self.log[mark:] if event["kind"] == "view" and wanted(event)), None)
+    def _whole(self, moment: float, steps: int) -> bool:
+        """All replicas have done so many steps with all, in processes that live."""
+        pids = {process.pid for process in self._processes.values()}
+        full = [
+            one for one in self._after(moment) if one.members == self._replicas and one.committed and one.pid in pids
+        ]
+        return all(sum(one.replica == replica for one in full) >= steps for replica in range(self._replicas))
 
-    def _said(self, kind: str, mark: int, victim: int) -> list[dict[str, Any]]:
-        return [event for event in self.log[mark:] if event["kind"] == kind and event["replica"] != victim]
+    async def _until(self, true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 2 * PATIENCE
+        while not true():
+            await asyncio.sleep(0.02)
+            self._attempts += self._tail.read()
+            ended = [process for process in self._processes.values() if process.poll() is not None]
+            if any(process.returncode > 0 for process in ended) or time.monotonic() > deadline:
+                last = "\n  ".join(Path(self._log.name).read_text().splitlines()[-20:])
+                raise FtcommError(f"{self._library}: it did not come to pass that {what}; last lines:\n  {last}")
+
+    def _start(self, replica: int) -> subprocess.Popen[bytes]:
+        arguments = rank_arguments(peer_rank, self._path, self._library, str(replica), str(self._life))
+        command = [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
+        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait(30)
 
 
-def _members(view: dict[str, Any]) -> frozenset[int]:
-    return frozenset(member["replica"] for member in view["members"])
+# -- for the terminal --------------------------------------------------------------------------------------------------
 
 
-def _options(request: Request, fault: str, task_file: str) -> RunOptions:
-    return RunOptions(
-        replicas=request.replicas,
-        script="ftcomm.bench.recovery_rank",
-        module=True,
-        args=(task_file,),
-        max_restarts=request.kills,
-        backoff=0.05,  # the deaths are ours; waiting would only make the measurement longer
-        backoff_limit=0.05,
-        transport="tcp" if fault == "cut" else request.transport,
-        hosts="netns" if fault == "cut" else "shared",
-        env={"OMP_NUM_THREADS": "1"},
+def _figure(name: str, unit: str, value: Any) -> Column:
+    return Column(name, unit, 10, lambda event: figure_text(value(event)))
+
+
+def _equal(event: Event) -> str:
+    return "-" if event.library != "ftcomm" else "equal" if event.equal else "NOT EQUAL"
+
+
+def _megabytes(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+COLUMNS = (
+    Column("library", "", 8, lambda event: event.library),
+    Column("fault", "", 5, lambda event: event.fault),
+    Column("no", "", 4, lambda event: str(event.number + 1)),
+    Column("replica", "", 8, lambda event: str(event.victim)),
+    Column("in step", "", 8, lambda event: str(event.step)),
+    _figure("detect", "(ms)", lambda event: event.detect_ms),
+    _figure("view", "(ms)", lambda event: event.view_ms),
+    _figure("resume", "(ms)", lambda event: event.resume_ms),
+    _figure("stall", "(ms)", lambda event: event.stall_ms),
+    _figure("usual op", "(ms)", lambda event: event.usual_ms),
+    _figure("rejoin", "(ms)", lambda event: event.rejoin_ms),
+    _figure("resent", "(MB)", lambda event: _megabytes(event.bytes_resent)),
+    Column("lost", "", 5, lambda event: str(event.steps_lost)),
+    Column("bytes", "", 9, _equal),
+    Column("#wrong", "", 7, lambda event: str(event.wrong)),
+)
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    spreads = (summary.detect_ms, summary.view_ms, summary.resume_ms, summary.stall_ms, summary.usual_ms)
+    spreads += (summary.rejoin_ms, {name: value / 1e6 for name, value in summary.bytes_resent.items()})
+    lines = [
+        f"#{summary.library:>9} {summary.fault:>5} {name:>4} {'':>17}"
+        + "".join(f" {figure_text(s.get(name)):>10}" for s in spreads)
+        for name in ("p50", "p99", "max")
+    ]
+    said = [f"ops that survived: {summary.completed} of {summary.kills}"]
+    if summary.library == "ftcomm":
+        said += [
+            f"equal bytes on all survivors: {summary.equal} of {summary.kills}",
+            f"wrong elements: {summary.wrong}",
+            f"steps lost: {summary.steps_lost}",
+            f"sent again more than was in flight: {summary.over_bound} {'OK' if good(summary) else 'FAILED'}",
+        ]
+        if over := summary.over_heartbeat_ms:
+            lines.append(
+                f"# stall beyond the heartbeat timeout: p50 {over['p50']:.0f} ms, p99 {over['p99']:.0f} ms, max "
+                f"{over['max']:.0f} ms"
+            )
+    else:
+        said.append(f"steps lost: {summary.steps_lost}")
+    return [*lines, f"# {summary.library}, {summary.fault}: {'; '.join(said)}"]
+
+
+def _footer(report: Report) -> list[str]:
+    return [line for summary in summaries(report["events"]) for line in summary_lines(summary)]
+
+
+def _draw(report: Report, path: Path) -> None:
+    if report["events"]:
+        draw(report["events"], report.request, report.fields, path)
+
+
+TABLE = Table("events", Event, COLUMNS)
+EXPERIMENT = Experiment(
+    "recovery",
+    Request,
+    measure,
+    [TABLE],
+    csv="events",
+    summary=lambda report: {"summary": summaries(report["events"])} if report["events"] else {},
+    footer=_footer,
+    good=lambda report: all(map(good, summaries(report["events"]))),
+    draw=_draw,
+)
+
+
+# -- the picture: what each stall is made of, and the same faults with the peers ---------------------------------------
+
+
+def spans(event: Event) -> list[float]:
+    """Milliseconds at which each of PARTS has ended; what is unknown takes no time."""
+    ends = [event.detect_ms or 0.0]
+    ends.append(max(ends[-1], event.view_ms or 0.0))
+    ends.append(ends[-1] + (event.resume_ms or 0.0))
+    ends.append(event.stall_ms or 0.0)
+    return [min(end, ends[-1]) for end in ends]
+
+
+def draw(events: Sequence[Event], request: Request, header: Mapping[str, str | int | float], path: Path) -> None:
+    """Write `path` in both formats."""
+    own = [event for event in events if event.library == "ftcomm" and event.stall_ms is not None]
+    faults = list(dict.fromkeys(event.fault for event in own))
+    subtitle = (
+        f"{request.replicas} replicas on {header['cores']} cores of {header['cpu']}, all-reduces of "
+        f"{format_size(request.size)}, {str(header['date'])[:10]}. "
+        f"Steps lost by ftcomm: {sum(event.steps_lost for event in events if event.library == 'ftcomm')}."
     )
+    rows = max(len(own), 6)
+    with figure(path, "A replica is lost inside an all-reduce", subtitle, (12, 1.6 + 0.16 * rows + 1.2)) as drawn:
+        grid = drawn.add_gridspec(len(faults) or 1, 2, width_ratios=(1.5, 1))
+        for place, fault in enumerate(faults):
+            axes = drawn.add_subplot(grid[place, 0])
+            _timelines(axes, [event for event in own if event.fault == fault], fault)
+            if not place:
+                drawn.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+        _compare(drawn.add_subplot(grid[:, 1]), events)
+
+
+def _timelines(axes: Axes, events: Sequence[Event], fault: str) -> None:
+    ordered = sorted(events, key=lambda event: event.stall_ms or 0.0)
+    for row, event in enumerate(ordered):
+        start = 0.0
+        for end, (label, colour) in zip(spans(event), PARTS, strict=True):
+            name = label if not row else None
+            axes.barh(row, max(end - start, 0.0), left=start, height=0.74, color=colour, label=name)
+            start = max(start, end)
+    usual = sum(event.usual_ms for event in ordered) / len(ordered)
+    axes.axvline(usual, color=INK, linewidth=1, linestyle=":", label="an op without a fault")
+    axes.set_title(f"{len(ordered)} x {fault}: milliseconds from the fault to the op's return on all survivors")
+    axes.set_yticks([])
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(left=0)
+
+
+def _compare(axes: Axes, events: Sequence[Event]) -> None:
+    found = summaries(events)
+    names = []
+    for row, one in enumerate(found):
+        colour = COLOURS.get(one.library, INK)
+        names.append(f"{one.library}\n{one.fault}")
+        if one.stall_ms:
+            low, high = one.stall_ms["p50"], one.stall_ms["p99"]
+            axes.plot([low, high], [row, row], color=colour, linewidth=5, solid_capstyle="round", alpha=0.35)
+            axes.plot(low, row, "o", color=colour, markersize=8)
+            said = f"{_time(low)}, p99 {_time(high)}" + (f"; {one.steps_lost} steps lost" if one.steps_lost else "")
+        else:
+            low = one.rejoin_ms.get("p50", 1.0)
+            axes.plot(low, row, "X", color=colour, markersize=9)
+            said = f"never; all started again {_time(low)}"
+        place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(said, (low, row), fontsize=9, color=colour, **place)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xscale("log")
+    axes.margins(x=0.35)
+    axes.grid(axis="y", visible=False)
+    axes.set_title("The stall of the survivors: median to p99")
+    axes.set_xlabel("milliseconds", color=MUTED)
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1e3:.1f} s"
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Task(msgspec.Struct, frozen=True):
+    count: int  # fp32 elements
+    folder: str = ""
+    apart: bool = False  # each replica takes itself for a host of its own
+
+
+class Op(msgspec.Struct, frozen=True):
+    """Times are of `time.monotonic()`, one clock for all processes of a host. Written again once `digest` is known."""
+
+    replica: int
+    pid: int
+    step: int
+    epoch: int  # of the view in force when it returned
+    start: float
+    end: float
+    digest: str = ""  # of the result
+    wrong: int = 0  # elements
+
+
+def rank(task: Task) -> None:
+    torch.set_num_threads(1)
+    if task.apart:
+        settle(f"host-{Settings.from_env().replica}")
+    group = ftcomm.init()
+    pattern = torch.arange(PERIOD, dtype=torch.float32) % 7 + 1
+    mine = pattern * 2.0**group.replica
+    x, other = torch.empty(task.count), torch.empty(task.count)
+    # Of the last two ops: a replica may learn of a loss while it leaves one op and the others are in the next already.
+    epochs = collections.deque([group.epoch] * 2, maxlen=2)
+    contributing = collections.deque([group.contributing] * 3, maxlen=3)
+    due: Op | None = None  # its result, in `other`, is to be hashed
+    records = Records(task.folder, group.replica)
+    for step in ftcomm.steps(FOREVER):
+        _fill(x, mine)
+        start = time.monotonic()
+        ftcomm.allreduce(x)
+        op = Op(group.replica, os.getpid(), step, group.epoch, start, time.monotonic())
+        records.write(op)
+        if due is not None:
+            digest = hashlib.sha256(other.numpy().data).hexdigest()
+            records.write(msgspec.structs.replace(due, digest=digest, wrong=_wrong(other, pattern, set(contributing))))
+        contributing.append(group.contributing)
+        due = op if op.epoch != epochs[0] else None
+        epochs.append(op.epoch)
+        x, other = other, x
+    ftcomm.shutdown()
+
+
+def _fill(x: torch.Tensor, row: torch.Tensor) -> None:
+    whole = x.numel() // PERIOD * PERIOD
+    x[:whole].view(-1, PERIOD).copy_(row)
+    x[whole:].copy_(row[: x.numel() - whole])
+
+
+def _wrong(x: torch.Tensor, pattern: torch.Tensor, allowed: Iterable[Iterable[int]]) -> int:
+    """Elements of `x` (count,) that are no sum over one of the `allowed` sets of replicas."""
+    wanted = torch.empty_like(x)
+    right = torch.zeros_like(x, dtype=torch.bool)
+    for replicas in allowed:
+        _fill(wanted, pattern * float(sum(1 << replica for replica in replicas)))
+        right |= x == wanted
+    return x.numel() - int(right.sum())
+
+
+# -- in a rank of a peer ----------------------------------------------------------------------------------------------
+
+
+Note = Callable[[int, float, bool, int], None]
+
+
+class PeerTask(msgspec.Struct, frozen=True):
+    count: int  # fp32 elements
+    replicas: int
+    folder: str = ""
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """Times are of `time.monotonic()`. Not `committed`: failed, or thrown away."""
+
+    replica: int
+    pid: int
+    step: int
+    start: float
+    end: float
+    committed: bool
+    members: int
+
+
+def peer_rank(task: PeerTask, library: str, replica: str, life: str) -> None:
+    """All-reduces back to back, one a step. Plain gloo ends with its first error; its whole job begins anew after each
+    fault, and has a `life` more. torchft's manager swallows the error, discards the step and forms a quorum of who is
+    left."""
+    torch.set_num_threads(1)
+    x = torch.empty(task.count)
+    records = Records(task.folder, int(replica))
+
+    def note(step: int, start: float, committed: bool, members: int) -> None:
+        records.write(Attempt(int(replica), os.getpid(), step, start, time.monotonic(), committed, members))
+
+    if library == "gloo":
+        _gloo(task, int(replica), life, x, note)
+    else:
+        _torchft(int(replica), x, note)
+
+
+def _gloo(task: PeerTask, replica: int, life: str, x: torch.Tensor, note: Note) -> None:
+    where = f"file://{task.folder}/rendezvous-{life}"
+    dist.init_process_group("gloo", init_method=where, rank=replica, world_size=task.replicas, timeout=TIMEOUT)
+    step = 0
+    while True:
+        x.fill_(1)
+        start = time.monotonic()
+        try:
+            dist.all_reduce(x)
+        except RuntimeError:
+            note(step, start, False, 0)
+            os._exit(0)  # what gloo destroys on the way out may wait for the dead
+        note(step, start, True, task.replicas)
+        step += 1
+
+
+def _torchft(replica: int, x: torch.Tensor, note: Note) -> None:
+    from torchft import Manager, ProcessGroupGloo
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=lambda state: None,
+        state_dict=lambda: {"nothing": torch.zeros(1)},
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        hostname="localhost",
+        replica_id=f"replica_{replica}_",
+    )
+    while True:
+        x.fill_(1)
+        start, step = time.monotonic(), manager.current_step()
+        manager.start_quorum()
+        manager.allreduce(x, reduce_op=dist.ReduceOp.SUM).wait()
+        members = manager.num_participants()
+        note(step, start, manager.should_commit(), members)

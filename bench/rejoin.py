@@ -1,38 +1,56 @@
-"""`ftcomm bench rejoin`: what the others notice of a replica that comes back, and how fast its state gets there."""
+"""`ftcomm bench rejoin`: what the others notice of a replica that comes back, and how fast its state gets there.
+
+The ranks train a stack of linear layers, data-parallel and by AdamW, until the job is drained. They write down what
+each step took, and what of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
+import click
 import msgspec
 
-from ftcomm.bench.job import Job, Tail
-from ftcomm.bench.limits import check_memory, check_replicas
-from ftcomm.bench.rejoin_rank import WIDTH, Step, Task, layers_for
+import ftcomm
+from ftcomm.bench.checks import check_memory, check_replicas
+from ftcomm.bench.harness import SIZE, Column, Experiment, Report, Table, option
+from ftcomm.bench.job import FOREVER, Observer, Records, observed, together
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
-from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import RunOptions
+from ftcomm.errors import SettingsError
+from ftcomm.torch.buckets import GradientBuckets
+from ftcomm.training import StepLoop
 
 PATIENCE = 180.0  # s for a replica to come back and contribute
 SETTLED = 8  # steps that all replicas have done together before the next kill
 TARGET = 0.1  # of a step: what a rejoin may stall a healthy replica
+WIDTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    replicas: int = 3
-    size: int = 400_000_000
-    batch: int = 256
-    rejoins: int = 3
-    mbps: float | None = None  # FTCOMM_CATCHUP_MBPS of the sources
+    """Kill a training replica, and see what the others notice of its return.
+
+    `transfer` is what its state took to arrive, of weights and AdamW's moments, while all trained on; `stall` for how
+    long the loop of a healthy replica stood still for the copy that it serves, the worst of them, and that beside one
+    of its steps. The steps are those of the healthy replicas: with all, without the one, and while it catches up; it
+    computes then as they do, so on few cores they share those with it; the longest of all these. Exits with 1 above a
+    tenth of a step.
+    """
+
+    replicas: int = option(3, help="Processes; one is killed and comes back.")
+    size: int = option(400_000_000, kind=SIZE, help="Of weights and moments, in bytes.", show="400 MB")
+    batch: int = option(256, help="Samples of a step: how long it takes.")
+    rejoins: int = option(3, help="One replica after the other.")
+    mbps: float | None = option(None, kind=click.FLOAT, help="Throttle of the sources (FTCOMM_CATCHUP_MBPS).")
+    judged: bool = True  # by TARGET
+
+    def smoke(self) -> Request:
+        """One return of one of two replicas with 40 MB, to see that it runs."""
+        return Request(2, 40_000_000, 32, 1, self.mbps, judged=False)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -67,106 +85,59 @@ class Rejoin(msgspec.Struct, frozen=True):
         return max(self.stalls.values(), default=0.0) / self.step
 
 
-async def measure(
-    request: Request, on_rejoin: Callable[[Rejoin], None], progress: Callable[[str, float], None]
-) -> None:
-    """Kill replicas in turn, each when all are back, and hand over what its return took.
-
-    Raises `FtcommError` when the job fails or a replica does not come back; no process is left, however this ends.
-    """
-    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-        path = Path(folder) / "task.json"
-        path.write_bytes(msgspec.json.encode(Task(layers_for(request.size), request.batch, folder)))
-        tail = Tail([Path(folder) / f"replica-{replica}.jsonl" for replica in range(request.replicas)], Step)
-        log: list[dict[str, Any]] = []
-        async with Job(_options(request, str(path)), log.append) as job:
-            watch = _Watch(job, tail, log, request.replicas)
-            for number in range(request.rejoins):
-                progress(f"rejoin {number + 1} of {request.rejoins}: all train", number / request.rejoins)
-                await watch.settle()
-                victim = request.replicas - 1 - number % (request.replicas - 1)
-                progress(f"rejoin {number + 1} of {request.rejoins}: replica {victim}", number / request.rejoins)
-                on_rejoin(await watch.kill(number, victim))
-            progress("draining", 1.0)
-            job.launcher.drain()
-            await job.finish()
+async def measure(request: Request, report: Report) -> None:
+    """Kill replicas in turn, each when all are back. Raises `FtcommError` when the job fails or a replica does not come
+    back; no process is left, however this ends."""
+    env = {} if request.mbps is None else {"FTCOMM_CATCHUP_MBPS": str(request.mbps)}
+    task = Task(layers_for(request.size), request.batch)
+    async with observed(rank, task, Step, request.replicas, env=env) as job:
+        for number in range(request.rejoins):
+            said = f"rejoin {number + 1} of {request.rejoins}"
+            report.progress(f"{said}: all train", number / request.rejoins)
+            job.records.clear()
+            await job.until(
+                "all replicas train together", lambda: together(_full(job), job.replicas, SETTLED), PATIENCE
+            )
+            victim = request.replicas - 1 - number % (request.replicas - 1)
+            report.progress(f"{said}: replica {victim}", number / request.rejoins)
+            report.add(await _kill(job, number, victim))
 
 
-class _Watch:
-    """What the replicas and the coordinator have said so far."""
+def _full(job: Observer[Step]) -> list[Step]:
+    return [step for step in job.records if step.counted == job.replicas]
 
-    def __init__(self, job: Job, tail: Tail[Step], log: list[dict[str, Any]], replicas: int) -> None:
-        self._job, self._tail, self._log, self._replicas = job, tail, log, replicas
-        self._steps: list[Step] = []
 
-    async def settle(self) -> None:
-        """Until all have done some steps together."""
-        self._steps.clear()
-
-        def together() -> bool:
-            full = [step for step in self._steps if step.counted == self._replicas]
-            each = [sum(step.replica == replica for step in full) for replica in range(self._replicas)]
-            return min(each) >= SETTLED
-
-        await self._until("all replicas train together", together)
-
-    async def kill(self, number: int, victim: int) -> Rejoin:
-        before = self._times(lambda step: step.counted == self._replicas)
-        self._steps.clear()
-        mark = len(self._log)
-        killed = time.monotonic()
-        os.kill(self._job.launcher.pids()[victim, 0], signal.SIGKILL)
-        await self._until(f"replica {victim} contributes again", lambda: self._full(mark) is not None)
-        await self._until("its state was told of", lambda: bool(self._said(mark, "state_fetched")))
-        full, (fetched, *_) = self._full(mark), self._said(mark, "state_fetched")
-        assert full is not None
-        after = {replica for replica in range(self._replicas) if replica != victim}
-        await self._until(
-            "the others have ended the step after that",
-            lambda: after <= {step.replica for step in self._steps if step.start > full["mono"]},
-        )
-        healthy = [step for step in self._steps if step.replica != victim]
-        stalls = {event["replica"]: float(event["seconds"]) for event in self._said(mark, "state_snapshot")}
-        return Rejoin(
-            number=number,
-            replica=victim,
-            nbytes=fetched["bytes"],
-            transfer=fetched["seconds"],
-            load=fetched["load_seconds"],
-            replayed=fetched["replayed"],
-            stalls=stalls,
-            step=median(before),
-            step_without=_middle(lengths(healthy, lambda step: step.members < self._replicas)),
-            step_meanwhile=_middle(lengths(healthy, lambda step: step.counted < self._replicas == step.members)),
-            longest=max(lengths(healthy, lambda step: step.end > killed), default=None),
-            back=full["mono"] - killed,
-        )
-
-    def _times(self, wanted: Callable[[Step], bool]) -> list[float]:
-        return lengths(self._steps, wanted)
-
-    async def _until(self, what: str, true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            if not await self._job.runs(0.1):
-                await self._job.finish()
-                raise FtcommError("the job ended by itself")
-            self._steps += self._tail.read()
-            if true():
-                return
-        raise FtcommError(
-            f"it did not come to pass within {PATIENCE:g} s that {what}; the last lines:\n  "
-            + "\n  ".join(self._job.lines)
-        )
-
-    def _full(self, mark: int) -> dict[str, Any] | None:
-        """The last view since `mark`, if all replicas contribute in it."""
-        views = self._said(mark, "view")
-        members = views[-1]["members"] if views else []
-        return views[-1] if len(members) == self._replicas and all(m["contributing"] for m in members) else None
-
-    def _said(self, mark: int, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self._log[mark:] if event["kind"] == kind]
+async def _kill(job: Observer[Step], number: int, victim: int) -> Rejoin:
+    before = lengths(job.records, lambda step: step.counted == job.replicas)
+    job.records.clear()
+    mark = len(job.events)
+    killed = job.kill(victim)
+    await job.until(f"replica {victim} contributes again", lambda: job.full_view(mark) is not None, PATIENCE)
+    await job.until("its state was told of", lambda: bool(job.said("state_fetched", mark)), PATIENCE)
+    full, (fetched, *_) = job.full_view(mark), job.said("state_fetched", mark)
+    assert full is not None
+    others = set(range(job.replicas)) - {victim}
+    await job.until(
+        "the others have ended the step after that",
+        lambda: others <= {step.replica for step in job.records if step.start > full["mono"]},
+        PATIENCE,
+    )
+    healthy = [step for step in job.records if step.replica != victim]
+    stalls = {event["replica"]: float(event["seconds"]) for event in job.said("state_snapshot", mark)}
+    return Rejoin(
+        number=number,
+        replica=victim,
+        nbytes=fetched["bytes"],
+        transfer=fetched["seconds"],
+        load=fetched["load_seconds"],
+        replayed=fetched["replayed"],
+        stalls=stalls,
+        step=median(before),
+        step_without=_middle(lengths(healthy, lambda step: step.members < job.replicas)),
+        step_meanwhile=_middle(lengths(healthy, lambda step: step.counted < job.replicas == step.members)),
+        longest=max(lengths(healthy, lambda step: step.end > killed), default=None),
+        back=full["mono"] - killed,
+    )
 
 
 def lengths(steps: Sequence[Step], wanted: Callable[[Step], bool]) -> list[float]:
@@ -185,23 +156,24 @@ def _middle(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def heading() -> list[str]:
-    names = (
-        ("rejoin", "replica", "state", "transfer", "rate", "stall"),
-        ("stall", "step", "without", "joining", "longest", "back"),
-    )
-    units = (("", "", "(MB)", "(s)", "(MB/s)", "(ms)"), ("(% step)", "(s)", "(s)", "(s)", "(s)", "(s)"))
-    return ["#" + "".join(f"{text:>9}" for part in row for text in part) for row in (names, units)]
+def _seconds(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
-def line(rejoin: Rejoin) -> str:
-    mb = rejoin.nbytes / 1e6
-    stall = 1e3 * max(rejoin.stalls.values(), default=0.0)
-    times = "".join(
-        f"{'-' if x is None else f'{x:.3f}':>9}" for x in (rejoin.step_without, rejoin.step_meanwhile, rejoin.longest)
-    )
-    first = f" {rejoin.number + 1:>9}{rejoin.replica:>9}{mb:>9.1f}{rejoin.transfer:>9.2f}{mb / rejoin.transfer:>9.0f}"
-    return f"{first}{stall:>9.2f}{100 * rejoin.share:>9.2f}{rejoin.step:>9.3f}{times}{rejoin.back:>9.2f}"
+COLUMNS = (
+    Column("rejoin", "", 7, lambda one: str(one.number + 1)),
+    Column("replica", "", 8, lambda one: str(one.replica)),
+    Column("state", "(MB)", 8, lambda one: f"{one.nbytes / 1e6:.1f}"),
+    Column("transfer", "(s)", 8, lambda one: f"{one.transfer:.2f}"),
+    Column("rate", "(MB/s)", 8, lambda one: f"{one.nbytes / 1e6 / one.transfer:.0f}"),
+    Column("stall", "(ms)", 8, lambda one: f"{1e3 * max(one.stalls.values(), default=0.0):.2f}"),
+    Column("stall", "(% step)", 8, lambda one: f"{100 * one.share:.2f}"),
+    Column("step", "(s)", 8, lambda one: _seconds(one.step)),
+    Column("without", "(s)", 8, lambda one: _seconds(one.step_without)),
+    Column("joining", "(s)", 8, lambda one: _seconds(one.step_meanwhile)),
+    Column("longest", "(s)", 8, lambda one: _seconds(one.longest)),
+    Column("back", "(s)", 8, lambda one: _seconds(one.back, 2)),
+)
 
 
 def footer(rejoins: Sequence[Rejoin]) -> str:
@@ -212,17 +184,66 @@ def footer(rejoins: Sequence[Rejoin]) -> str:
     )
 
 
-def _options(request: Request, task_file: str) -> RunOptions:
-    env = {"OMP_NUM_THREADS": "1"}
-    if request.mbps is not None:
-        env["FTCOMM_CATCHUP_MBPS"] = str(request.mbps)
-    return RunOptions(
-        replicas=request.replicas,
-        script="ftcomm.bench.rejoin_rank",
-        module=True,
-        args=(task_file,),
-        max_restarts=request.rejoins,
-        backoff=0.05,  # the deaths are ours; waiting would only make the measurement longer
-        backoff_limit=0.05,
-        env=env,
-    )
+def _good(report: Report) -> bool:
+    return not report.request.judged or all(one.share <= TARGET for one in report["rejoins"])
+
+
+EXPERIMENT = Experiment(
+    "rejoin",
+    Request,
+    measure,
+    [Table("rejoins", Rejoin, COLUMNS)],
+    footer=lambda report: [footer(report["rejoins"])],
+    good=_good,
+)
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Task(msgspec.Struct, frozen=True):
+    layers: int  # of WIDTH x WIDTH weights
+    batch: int  # samples of a step
+    folder: str = ""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Times are of `time.monotonic()`, one clock for all processes of a host."""
+
+    replica: int
+    pid: int
+    number: int
+    counted: int  # replicas that contributed
+    members: int  # of the view it ended in
+    start: float  # when the loop gave it out
+    end: float  # when the body was through
+
+
+def layers_for(nbytes: int) -> int:
+    """That make a state of about `nbytes`: weights and two moments of each, in fp32."""
+    return max(1, round(nbytes / (12 * WIDTH * WIDTH)))
+
+
+def rank(task: Task) -> None:
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(task.layers)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x = torch.randn(task.batch, WIDTH)
+    group = ftcomm.init()
+    buckets = GradientBuckets(model, group)
+    loop = StepLoop({"model": model, "optimizer": optimizer}, group)
+    records = Records(task.folder, group.replica)
+    for number in loop.steps(FOREVER):
+        start = time.monotonic()
+        model(x).square().mean().backward()
+        buckets.wait()
+        optimizer.step()
+        buckets.zero_grad()
+        end = time.monotonic()
+        step = Step(group.replica, os.getpid(), number, len(group.contributing), len(group.members), start, end)
+        records.write(step)
+    ftcomm.shutdown()

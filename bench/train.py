@@ -1,46 +1,94 @@
-"""`ftcomm bench train`: what a step costs with each library, and what kills leave of the pace of a training."""
+"""`ftcomm bench train`: what a step costs with each library, and what kills leave of the pace of a training.
+
+In a rank with rounds, DDP over each library in turn, A B A B, in the same process on the same weights: the time of
+whole steps, forward to update. "none" is DDP that exchanges nothing (`no_sync`), the least that a step can take.
+Without, one training under the step loop, which goes on until the job is drained, for the command to kill replicas of.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import random
 import signal
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
+import click
 import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from ftcomm.bench.job import Job, Tail
-from ftcomm.bench.limits import check_memory, check_replicas
+import ftcomm
+from ftcomm.bench.checks import check_memory, check_replicas
+from ftcomm.bench.harness import Column, Experiment, Report, Several, Table, option
+from ftcomm.bench.job import (
+    FOREVER,
+    Observer,
+    Progress,
+    Records,
+    Tail,
+    observed,
+    rank_arguments,
+    records_path,
+    run_ranks,
+    tail,
+    written_task,
+)
+from ftcomm.bench.lighthouse import lighthouse
 from ftcomm.bench.stats import median, percentile, slowest
-from ftcomm.bench.train_rank import Step, Task, Timed
+from ftcomm.demo.model import Transformer
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import RunOptions
+from ftcomm.training import StepLoop
+from ftcomm.training.state import digest
 
 RANK_MEMORY = 500 << 20  # bytes of a rank without its model
 COPIES = 7  # of the weights, at most: gradients and buckets of three libraries, the optimizer's, a snapshot
 PATIENCE = 120.0  # s without a step that was done, after which the measurement gives up
 SETTLED = 3  # steps that all replicas have done together before anything is measured
+GRACE = 5.0  # s for survivors to end by the error of their all-reduce, before they are killed
+EVERY = 5  # steps between checkpoints
+TIMEOUT = timedelta(seconds=30)
 PEERS = ("gloo", "torchft", "restart")
+CONTEXT = 64  # bytes of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    width: int = 512  # with 8 layers 25 M parameters
-    layers: int = 8
-    batch: int = 2
-    rounds: int = 5  # 0: do not compare steps
-    iterations: int = 4
-    replicas: int = 4
-    steps: int = 40  # undisturbed, and as many under kills; 0: no kills
-    kill_every: int = 10
-    compare: Sequence[str] = ("gloo",)
-    seed: int = 0
+    """Time steps of DDP beside gloo, then kill replicas of a training and see what is left of its pace.
+
+    First two ranks: whole steps, forward to update, of one model, each library in turn. "none" exchanges nothing. Then
+    replicas under the step loop: so many steps undisturbed, and as many in which one of them gets SIGKILL every few
+    steps, anywhere in a step, and is started again. With --compare torchft its lighthouse and gloo do the same; with
+    restart plain gloo does, where one that dies ends all, and all begin again with the last of their checkpoints. Exits
+    with 1 if the weights were not equal on all in the end.
+    """
+
+    width: int = option(512, help="Of the transformer; with 8 layers 25 M parameters.")
+    layers: int = option(8)
+    batch: int = option(2, help="Sequences of 64 bytes of a replica in a step.")
+    rounds: int = option(5, help="Libraries take turns; 0: compare no steps.")
+    iterations: int = option(4, "-n", "--iters", help="Timed steps of a library in a round.")
+    replicas: int = option(4, help="Of the training that is disturbed.")
+    steps: int = option(40, help="Undisturbed, then killed; 0: no kills.")
+    kill_every: int = option(10, help="Steps between two SIGKILLs.")
+    compare: Sequence[str] = option(
+        ("gloo",), kind=Several(click.STRING, "LIBRARY,..."), help="gloo, torchft, restart."
+    )
+    seed: int = option(0, help="Of the points in a step at which kills come.")
+
+    def smoke(self) -> Request:
+        """A tiny model and one kill, to see that it runs."""
+        return Request(16, 1, 1, 1, 2, 2, 20, 20, self.compare, self.seed)
 
     @property
     def parameters(self) -> int:
@@ -60,8 +108,8 @@ class Request:
             f"{self.replicas} replicas of {self.parameters / 1e6:.1f} M parameters", need, "--replicas or --width"
         )
 
-    def task(self, folder: str, **other: Any) -> Task:
-        return Task(self.width, self.layers, self.batch, folder, **other)
+    def task(self, **other: Any) -> Task:
+        return Task(self.width, self.layers, self.batch, **other)
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -102,24 +150,13 @@ def torchft_missing() -> str | None:
     return None
 
 
-async def compare_steps(
-    request: Request, on_row: Callable[[StepRow], None], progress: Callable[[str, float], None]
-) -> None:
+async def compare_steps(request: Request, report: Report) -> None:
     """Raises `FtcommError` when a rank fails; no process is left, however this ends."""
     libraries = ("ftcomm", *(peer for peer in request.compare if peer == "gloo"), "none")
-    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-        task = request.task(folder, libraries=libraries, rounds=request.rounds, iterations=request.iterations)
-        tail = Tail([Path(folder) / f"replica-{replica}.jsonl" for replica in range(2)], Timed)
-        timed: list[Timed] = []
-        async with Job(_options(task, folder, 2)) as job:
-            while await job.runs(0.1):
-                timed += tail.read()
-                share = len(timed) / (2 * len(libraries) * request.rounds)
-                progress("steps of 2 ranks, one library after the other", share)
-            await job.finish()
-        timed += tail.read()
-    for row in step_rows(timed, libraries, request):
-        on_row(row)
+    task = request.task(libraries=libraries, rounds=request.rounds, iterations=request.iterations)
+    total = 2 * len(libraries) * request.rounds
+    for row in step_rows(await run_ranks(rank, task, 2, Timed, total, report.progress), libraries, request):
+        report.add(row)
 
 
 def step_rows(timed: Sequence[Timed], libraries: Sequence[str], request: Request) -> list[StepRow]:
@@ -162,22 +199,17 @@ class Training(Protocol):
         """Wait; False if it has ended by itself."""
 
 
-async def kill_ftcomm(request: Request, progress: Callable[[str, float], None]) -> KillRow:
+async def kill_ftcomm(request: Request, progress: Progress) -> KillRow:
     """Raises `FtcommError` when the job fails; no process is left, however this ends."""
-    log: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-        options = _options(request.task(folder), folder, request.replicas)
-        async with Job(options, log.append) as job:
-            row = await measure_kills("ftcomm", request, _Ours(job), folder, progress)
-            job.launcher.drain()
-            await job.finish()
-    hashes = {event["final_hash"] for event in log if event["kind"] == "report" and event.get("contributes")}
+    async with observed(rank, request.task(), Step, request.replicas) as job:
+        row = await measure_kills("ftcomm", request, _Ours(job), job.new, progress)
+    hashes = {event["final_hash"] for event in job.said("report", 0) if event.get("contributes")}
     return msgspec.structs.replace(row, equal=len(hashes) == 1)
 
 
 class _Ours:
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Observer[Step]) -> None:
+        self._job = job.job
 
     def pids(self) -> dict[int, int]:
         return {replica: pid for (replica, _), pid in self._job.launcher.pids().items()}
@@ -190,30 +222,29 @@ class _Ours:
 
 
 async def measure_kills(
-    library: str, request: Request, training: Training, folder: str, progress: Callable[[str, float], None]
+    library: str, request: Request, training: Training, new: Tail[Step], progress: Progress
 ) -> KillRow:
     """Follow a training that runs, kill its replicas, and say what became of its pace."""
     chance = random.Random(request.seed)
-    tail = Tail([Path(folder) / f"replica-{replica}.jsonl" for replica in range(request.replicas)], Step)
-    watch = _Watch(training, tail)
-    await watch.until(lambda: watch.together(request.replicas) >= SETTLED, "the replicas did not all train together")
-    begin = watch.last
-    await watch.until(lambda: watch.last >= begin + request.steps, "no step came to its end")
-    usual = median(watch.gaps(begin, watch.last))
-    calm = watch.rate(begin, begin + request.steps)
-    start, kills, lost = watch.last, 0, watch.lost
-    while watch.last < start + request.steps:
-        victim = watch.victim(kills)
-        await watch.pause(chance.uniform(0, usual))  # anywhere in a step
+    pace = _Pace(training, new)
+    await pace.until(lambda: pace.together(request.replicas) >= SETTLED, "the replicas did not all train together")
+    begin = pace.last
+    await pace.until(lambda: pace.last >= begin + request.steps, "no step came to its end")
+    usual = median(pace.gaps(begin, pace.last))
+    calm = pace.rate(begin, begin + request.steps)
+    start, kills, lost = pace.last, 0, pace.lost
+    while pace.last < start + request.steps:
+        victim = pace.victim(kills)
+        await pace.pause(chance.uniform(0, usual))  # anywhere in a step
         os.kill(training.pids()[victim], signal.SIGKILL)
         kills += 1
-        progress(f"{library}: kill {kills}", (watch.last - start) / request.steps)
+        progress(f"{library}: kill {kills}", (pace.last - start) / request.steps)
         due = min(start + kills * request.kill_every, start + request.steps)
-        await watch.until(lambda due=due: watch.last >= due, "the survivors did not go on")  # type: ignore[misc]
+        await pace.until(lambda due=due: pace.last >= due, "the survivors did not go on")  # type: ignore[misc]
     end = start + request.steps
-    disturbed = watch.rate(start, end)
-    lost = watch.lost - lost
-    await watch.until(lambda: watch.together(request.replicas) >= SETTLED, "the killed replicas did not come back")
+    disturbed = pace.rate(start, end)
+    lost = pace.lost - lost
+    await pace.until(lambda: pace.together(request.replicas) >= SETTLED, "the killed replicas did not come back")
     return KillRow(
         library=library,
         replicas=request.replicas,
@@ -225,16 +256,16 @@ async def measure_kills(
         share=disturbed / calm,
         lost=lost,
         usual_gap_ms=usual * 1e3,
-        longest_gap_ms=max(watch.gaps(start, end)) * 1e3,
+        longest_gap_ms=max(pace.gaps(start, end)) * 1e3,
         equal=None,
     )
 
 
-class _Watch:
+class _Pace:
     """When each step counted, as the first replica that says so has it."""
 
-    def __init__(self, training: Training, tail: Tail[Step]) -> None:
-        self._training, self._tail = training, tail
+    def __init__(self, training: Training, new: Tail[Step]) -> None:
+        self._training, self._new = training, new
         self._done: dict[int, float] = {}  # step -> when
         self._latest: dict[int, Step] = {}  # of each replica
         self._who: dict[int, set[int]] = {}  # step -> who contributed
@@ -278,7 +309,7 @@ class _Watch:
         while not true():
             if not await self._training.runs(0.02):
                 raise FtcommError("the training ended by itself")
-            for step in self._tail.read():
+            for step in self._new.read():
                 self._read(step)
             if self.last > last:
                 deadline, last = time.monotonic() + PATIENCE, self.last
@@ -298,63 +329,340 @@ class _Watch:
             self._discarded.add(step.step)
 
 
-async def measure(
-    request: Request,
-    on_step: Callable[[StepRow], None],
-    on_kills: Callable[[KillRow], None],
-    progress: Callable[[str, float], None],
-) -> None:
+# -- peers: torchft, where one that was killed is started again at once; and gloo, which restarts from checkpoints -----
+
+
+async def kill_torchft(request: Request, progress: Progress) -> KillRow:
+    """Raises `FtcommError` when a replica ends of itself; no process is left, however this ends."""
+    return await _kill("torchft", _Replicas, torchft_rank, request, progress)
+
+
+async def kill_restart(request: Request, progress: Progress) -> KillRow:
+    """Raises `FtcommError` when a rank fails; no process is left, however this ends."""
+    return await _kill("restart", _Ranks, restarted_rank, request, progress)
+
+
+async def _kill(
+    library: str, kind: type[_Processes], function: Callable[..., None], request: Request, progress: Progress
+) -> KillRow:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.ExitStack() as stack:
+        task, path = stack.enter_context(written_task(request.task()))
+        log = stack.enter_context((path.parent / "log").open("w"))
+        if library == "torchft":
+            environment["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(log))
+        processes = kind(function, path, request.replicas, environment, log)
+        stack.callback(processes.end)
+        return await measure_kills(library, request, processes, tail(task.folder, request.replicas, Step), progress)
+
+
+class _Processes:
+    def __init__(
+        self, function: Callable[..., None], task: Path, replicas: int, environment: dict[str, str], log: IO[str]
+    ) -> None:
+        self._function = function
+        self._task, self._replicas, self._environment, self._log = task, replicas, environment, log
+        self._life = 0
+        self._processes = {replica: self._start(replica) for replica in range(replicas)}
+
+    def pids(self) -> dict[int, int]:
+        return {replica: process.pid for replica, process in self._processes.items() if process.poll() is None}
+
+    async def runs(self, seconds: float) -> bool:
+        await asyncio.sleep(seconds)
+        codes = {replica: process.poll() for replica, process in self._processes.items()}
+        if failed := {replica: code for replica, code in codes.items() if self._has_failed(code)}:
+            last = "\n  ".join(Path(self._log.name).read_text().splitlines()[-20:])
+            raise FtcommError(f"replicas exited by themselves ({failed}); last lines:\n  {last}")
+        if ended := [replica for replica, code in codes.items() if code is not None]:
+            await self._restart(ended)
+        return True
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait(30)
+
+    def _start(self, replica: int) -> subprocess.Popen[bytes]:
+        more = (str(replica), str(self._replicas), str(self._life))
+        command = [sys.executable, "-m", "ftcomm.bench.rank", *rank_arguments(self._function, self._task, *more)]
+        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
+
+    def _has_failed(self, code: int | None) -> bool:
+        raise NotImplementedError
+
+    async def _restart(self, ended: list[int]) -> None:
+        raise NotImplementedError
+
+
+class _Replicas(_Processes):
+    def _has_failed(self, code: int | None) -> bool:
+        return code is not None and code >= 0
+
+    async def _restart(self, ended: list[int]) -> None:
+        self._processes |= {replica: self._start(replica) for replica in ended}
+
+
+class _Ranks(_Processes):
+    """One life of the whole job after the other."""
+
+    def _has_failed(self, code: int | None) -> bool:
+        return code is not None and code > 0
+
+    async def _restart(self, ended: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + GRACE
+        while self.pids() and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        self.end()
+        self._life += 1
+        self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
+
+
+async def measure(request: Request, report: Report) -> None:
+    torchft = "torchft" in request.compare
+    if torchft and (why := torchft_missing()) is not None:
+        report.line(f"# {why}")
+        torchft = False
     if request.rounds:
-        await compare_steps(request, on_step, progress)
+        await compare_steps(request, report)
     if request.steps:
-        runs: list[Callable[[Request, Callable[[str, float], None]], Awaitable[KillRow]]] = [kill_ftcomm]
-        if "torchft" in request.compare and torchft_missing() is None:
-            from ftcomm.bench.train_torchft import kill_torchft
-
-            runs.append(kill_torchft)
+        report.add(await kill_ftcomm(request, report.progress))
+        if torchft:
+            report.add(await kill_torchft(request, report.progress))
         if "restart" in request.compare:
-            from ftcomm.bench.train_restart import kill_restart
-
-            runs.append(kill_restart)
-        for run in runs:
-            on_kills(await run(request, progress))
+            report.add(await kill_restart(request, report.progress))
 
 
-def _options(task: Task, folder: str, replicas: int) -> RunOptions:
-    path = Path(folder) / "task.json"
-    path.write_bytes(msgspec.json.encode(task))
-    return RunOptions(
-        replicas=replicas,
-        script="ftcomm.bench.train_rank",
-        module=True,
-        args=(str(path),),
-        max_restarts=1000,
-        backoff=0.05,  # the deaths are ours; waiting would only make the measurement longer
-        backoff_limit=0.05,
-        env={"OMP_NUM_THREADS": "1"},
+def _millions(row: StepRow | KillRow) -> str:
+    return f"{row.parameters / 1e6:.1f} M"
+
+
+STEPS = (
+    Column("step of", "", 8, lambda row: row.library),
+    Column("ranks", "", 6, lambda row: str(row.ranks)),
+    Column("params", "", 9, _millions),
+    Column("p50 (ms)", "", 10, lambda row: f"{row.step_ms_p50:.1f}"),
+    Column("p99 (ms)", "", 10, lambda row: f"{row.step_ms_p99:.1f}"),
+    Column("/ ftcomm", "", 9, lambda row: "" if row.ratio is None else f"{row.ratio:.3f}"),
+)
+KILLS = (
+    Column("", "", 8, lambda row: row.library),
+    Column("kills", "", 6, lambda row: str(row.kills)),
+    Column("params", "", 9, _millions),
+    Column("steps/min", "", 10, lambda row: f"{row.steps_per_minute:.1f}"),
+    Column("killed", "", 10, lambda row: f"{row.steps_per_minute_killed:.1f}"),
+    Column("share", "", 7, lambda row: f"{row.share:.1%}"),
+    Column("lost", "", 5, lambda row: str(row.lost)),
+    Column("gap (ms)", "", 9, lambda row: f"{row.usual_gap_ms:.1f}"),
+    Column("longest", "", 9, lambda row: f"{row.longest_gap_ms:.1f}"),
+    Column("equal", "", 6, lambda row: {None: "-", True: "yes", False: "NO"}[row.equal]),
+)
+EXPERIMENT = Experiment(
+    "train",
+    Request,
+    measure,
+    [Table("steps", StepRow, STEPS, late=True), Table("kills", KillRow, KILLS, late=True)],
+    good=lambda report: all(row.equal is not False for row in report["kills"]),
+)
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class Task(msgspec.Struct, frozen=True):
+    width: int  # of the model
+    layers: int
+    batch: int  # sequences of a replica
+    folder: str = ""
+    libraries: tuple[str, ...] = ()
+    rounds: int = 0
+    iterations: int = 0  # timed steps of a round
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """Steps of one library on one rank, back to back; seconds."""
+
+    replica: int
+    library: str
+    round: int
+    times: list[float]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """An attempt at a step, of a replica. `end` is of `time.monotonic()`, one clock for all processes of a host."""
+
+    replica: int
+    pid: int
+    step: int
+    end: float
+    committed: bool
+    contributes: bool
+
+
+def build(task: Task) -> Transformer:
+    """The same weights in all ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Transformer(task.width, task.layers, 8, CONTEXT)
+
+
+def batch(task: Task, step: int, replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randint(0, 256, (task.batch, CONTEXT + 1), generator=generator)
+
+
+def rank(task: Task) -> None:
+    # What takes long comes first: from the moment at which a replica has joined, the others wait for its steps.
+    model = build(task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(batch(task, 0, 0)).backward()
+    dist.init_process_group("ftcomm")
+    group = ftcomm.default_group()
+    records = Records(task.folder, group.replica)
+    if task.rounds:
+        compare(task, group, records, model, optimizer)
+    else:
+        train(task, group, records, model, optimizer)
+    dist.destroy_process_group()
+
+
+def compare(
+    task: Task, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
+) -> None:
+    wrapped = {"none": DistributedDataParallel(model), "ftcomm": DistributedDataParallel(model)}
+    if "gloo" in task.libraries:
+        wrapped["gloo"] = DistributedDataParallel(model, process_group=_gloo(task, group.replica, len(group.members)))
+    for number in range(-1, task.rounds):  # the first is to warm up: DDP orders its buckets in it
+        for library in task.libraries:
+            times = []
+            for iteration in range(task.iterations):
+                x = batch(task, iteration, group.replica)
+                group.allreduce(torch.zeros(1))  # all begin together
+                started = time.perf_counter()
+                _step(wrapped[library], optimizer, x, library != "none")
+                times.append(time.perf_counter() - started)
+            if number >= 0:
+                records.write(Timed(group.replica, library, number, times))
+
+
+def _step(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: torch.Tensor, reduce: bool = True
+) -> None:
+    optimizer.zero_grad()
+    if reduce:
+        model(x).backward()
+    else:
+        with model.no_sync():
+            model(x).backward()
+    optimizer.step()
+
+
+def _gloo(task: Task, rank: int, ranks: int) -> dist.ProcessGroup:
+    store = dist.FileStore(f"{task.folder}/rendezvous", ranks)
+    group = dist.ProcessGroup(store, rank, ranks)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = dist.ProcessGroupGloo(store, rank, ranks, timedelta(minutes=5))
+    backend._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def train(
+    task: Task, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
+) -> None:
+    state = {"model": model, "optimizer": optimizer}
+    parallel = DistributedDataParallel(model)
+    note = noting(records, group.replica)
+    loop = StepLoop(state)
+    for step in loop.steps(FOREVER):
+        optimizer.zero_grad()
+        parallel(batch(task, step, group.replica)).backward()
+        optimizer.step()
+        note(step, loop.commit(), group.contributes)
+    group.report(final_hash=digest(state), contributes=group.contributes)
+
+
+def noting(records: Records, replica: int) -> Callable[[int, bool, bool], None]:
+    return lambda step, committed, contributes: records.write(
+        Step(replica, os.getpid(), step, time.monotonic(), committed, contributes)
     )
 
 
-# -- for the terminal --------------------------------------------------------------------------------------------------
+def torchft_rank(task: Task, place: str, replicas: str, life: str) -> None:
+    """The training of train.py as torchft has it, with gloo."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    replica = int(place)
+    model = build(task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(batch(task, 0, 0)).backward()  # to warm up, as train.py does
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load_state_dict,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        hostname="localhost",
+        replica_id=f"replica_{replica}_",
+    )
+    parallel = DistributedDataParallel(manager, model)
+    managed = Optimizer(manager, optimizer)
+    note = noting(Records(task.folder, replica), replica)
+    while True:
+        managed.zero_grad()
+        step = manager.current_step()
+        parallel(batch(task, step, replica)).backward()
+        contributes = manager.is_participating()
+        managed.step()
+        committed = manager.current_step() > step
+        note(manager.current_step() - committed, committed, contributes)
 
 
-def step_heading() -> str:
-    return f"#{'step of':>9} {'ranks':>6} {'params':>9} {'p50 (ms)':>10} {'p99 (ms)':>10} {'/ ftcomm':>9}"
+def restarted_rank(task: Task, place: str, replicas: str, life: str) -> None:
+    """The training of train.py over plain gloo, with checkpoints. Ends with the first error; the command then starts
+    all ranks again, which begin with the last checkpoint."""
+    replica, where = int(place), f"file://{task.folder}/rendezvous-{life}"
+    dist.init_process_group("gloo", init_method=where, rank=replica, world_size=int(replicas), timeout=TIMEOUT)
+    model = build(task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    path = Path(task.folder) / "checkpoint.pt"
+    first = 0
+    if path.exists():
+        state = torch.load(path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    furthest = last_step(task, replica)
+    parallel = DistributedDataParallel(model)
+    note = noting(Records(task.folder, replica), replica)
+    for step in range(first, FOREVER):
+        try:
+            optimizer.zero_grad()
+            parallel(batch(task, step, replica)).backward()
+        except RuntimeError:
+            os._exit(0)  # what gloo destroys on the way out may wait for the dead
+        optimizer.step()
+        note(step, step > furthest, True)  # a step that had been done before is one that was lost
+        if replica == 0 and (step + 1) % EVERY == 0:
+            new = path.with_suffix(".new")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, new)
+            os.replace(new, path)
 
 
-def step_line(row: StepRow) -> str:
-    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-    times = f"{row.step_ms_p50:>10.1f} {row.step_ms_p99:>10.1f}"
-    return f" {row.library:>9} {row.ranks:>6} {f'{row.parameters / 1e6:.1f} M':>9} {times} {ratio:>9}"
-
-
-def kill_heading() -> str:
-    rates = f"{'steps/min':>10} {'killed':>10} {'share':>7} {'lost':>5} {'gap (ms)':>9} {'longest':>9}"
-    return f"#{'':>9} {'kills':>6} {'params':>9} {rates} {'equal':>6}"
-
-
-def kill_line(row: KillRow) -> str:
-    rates = f"{row.steps_per_minute:>10.1f} {row.steps_per_minute_killed:>10.1f} {row.share:>7.1%}"
-    rates += f" {row.lost:>5} {row.usual_gap_ms:>9.1f} {row.longest_gap_ms:>9.1f}"
-    equal = {None: "-", True: "yes", False: "NO"}[row.equal]
-    return f" {row.library:>9} {row.kills:>6} {f'{row.parameters / 1e6:.1f} M':>9} {rates} {equal:>6}"
+def last_step(task: Task, replica: int) -> int:
+    """That an earlier life of this replica has done; -1: none."""
+    path = records_path(task.folder, replica)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return max((msgspec.json.decode(line, type=Step).step for line in lines), default=-1)

@@ -1,41 +1,94 @@
-"""`ftcomm bench tune`: up to which size which way of an all-reduce is quicker, here, in which order a ring is, and the
-file that says so."""
+"""`ftcomm bench tune`: the sizes at which one algorithm of an all-reduce becomes quicker than another, here, the order
+of a ring, and the file that says so.
+
+The algorithms take turns within each round, in one set of processes: all members change their switch points between the
+same two ops. The time of an op is that of its slowest member, which they find by an all-reduce.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
+import inspect
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
+import numpy as np
 
-from ftcomm.bench.limits import check_at_least_one
-from ftcomm.bench.neighbours import Links
+import ftcomm
+from ftcomm.bench import bandwidth
+from ftcomm.bench.bandwidth import Links
+from ftcomm.bench.baseline import check
+from ftcomm.bench.checks import check_at_least_one
+from ftcomm.bench.harness import FILE, INTS, choices, click_options, option, write_json, written_at_the_end
+from ftcomm.bench.header import header, header_lines
+from ftcomm.bench.job import Progress, Records, part, run_ranks
+from ftcomm.bench.progress import ProgressBar
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
-from ftcomm.bench.tune_rank import LEVELS, ONE, RING, TWO, Block, Task, turns
-from ftcomm.bench.yardstick import Progress, check, part, run_ranks
+from ftcomm.collective.exchange import Exchange
 from ftcomm.errors import SettingsError
+from ftcomm.group import Group
+from ftcomm.lab.netns.slow_network import settle
+from ftcomm.settings import Settings
+from ftcomm.tuning import EVER, MEMBERS, Tuning
 from ftcomm.tuning_file import File
 
 SMALL = tuple(1 << power for power in range(12, 23))  # 4K to 4M
 LARGE = tuple(1 << power for power in range(14, 23, 2))  # 16K to 4M
+ALWAYS, NEVER = ((MEMBERS, EVER),), ((MEMBERS, 0),)
+ONE, TWO, RING, LEVELS = "one-shot", "two-shot", "ring", "two levels"
+WAYS = {
+    ONE: Tuning(ALWAYS, ALWAYS, ALWAYS, ALWAYS, source=ONE),
+    TWO: Tuning(NEVER, NEVER, ALWAYS, ALWAYS, source=TWO),
+    RING: Tuning(NEVER, NEVER, NEVER, ALWAYS, source=RING),
+    LEVELS: Tuning(NEVER, NEVER, ALWAYS, NEVER, source=LEVELS),
+}
+WARMUP = 2  # ops
+FULL, FEWEST = 128 << 10, 5  # bytes up to which all iterations are made; and iterations
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """`hosts`: "shared", ranks of this host; "netns", hosts of their own on this machine, of `ranks_per_host` each."""
+    """Find the switch points of all-reduces on this machine, or between the hosts of a job.
 
-    ranks: Sequence[int] = (3, 4)
-    hosts: Sequence[str] = ("shared",)
-    ranks_per_host: int = 1
-    iterations: int = 20
-    rounds: int = 7
+    Small ones are reduced by each member itself (one-shot), larger ones in shards (two-shot); still larger ones go
+    around, with FTCOMM_ALGORITHM=ring, or by two levels, where members share hosts. The file that is written says up to
+    which size; give it to all ranks with FTCOMM_TUNING. Of other numbers of members, and of what was not measured, it
+    keeps what it said before.
+
+    Started as a rank of a job (FTCOMM_COORDINATOR is set), as by `srun ftcomm bench tune`, it measures among the
+    members of that job, where they are and by the transport that they have; the lowest replica writes the file. With
+    four hosts and more it also measures what each two of them exchange a second, 8 MB at a time: the file then says in
+    which order a ring goes through them, so that its slowest link is as fast as it can be.
+    """
+
+    file: Path = option(  # noqa: RUF009 - a field
+        Path("ftcomm-tuning.json"), kind=FILE, help="Written, or brought up to date."
+    )
+    ranks: Sequence[int] = option((3, 4), kind=INTS, help="Members.")
+    hosts: Sequence[str] = option(
+        ("shared",),
+        kind=choices("shared", "netns"),
+        help="Ranks of this host; hosts of their own on this machine, over TCP and by root.",
+    )
+    ranks_per_host: int = option(1, help="With netns: they share hosts.")
+    iterations: int = option(20, "-n", "--iters", help="Timed ops in a turn; fewer of large ones.")
+    rounds: int = option(7, help="Turns of each algorithm at each size.")
     small: Sequence[int] = SMALL  # bytes; one-shot or two-shot
     large: Sequence[int] = LARGE  # each with each, or around a ring or by two levels
+
+    def smoke(self) -> Request:
+        """Two sizes and a few ops, to see that it runs."""
+        few = dict(ranks=self.ranks[:1], iterations=3, rounds=2, small=SMALL[2:7:4], large=LARGE[:2])
+        return dataclasses.replace(self, **few)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -156,7 +209,30 @@ def before(path: Path) -> File:
         raise SettingsError(f"--file {path} is no tuning file ({error}); choose another, or remove it.") from None
 
 
-async def measure(request: Request, on_blocks: Callable[[list[Block]], object], progress: Progress) -> None:
+class Task(msgspec.Struct, frozen=True):
+    """`pairs`: (first way, second way, sizes in bytes of fp32), for each switch point that is looked for."""
+
+    pairs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    iterations: int
+    rounds: int
+    folder: str = ""
+    per_host: int = 0  # so many replicas are on each host, in the order of their numbers; 0: all are where they are
+
+
+class Block(msgspec.Struct, frozen=True):
+    """The timings of one turn. All members find the same."""
+
+    members: int
+    one_host: bool
+    first: str  # of the pair that is compared
+    second: str
+    way: str
+    bytes: int
+    round: int
+    times: list[float]  # us of each op
+
+
+async def run_jobs(request: Request, on_blocks: Callable[[list[Block]], object], progress: Progress) -> None:
     """Jobs of all numbers of ranks, one after the other; hand over all that was measured so far, again and again.
     Raises `FtcommError` if one fails; no process is left."""
     jobs = [(hosts, ranks) for hosts in request.hosts for ranks in request.ranks]
@@ -171,7 +247,7 @@ async def measure(request: Request, on_blocks: Callable[[list[Block]], object], 
             per_host = request.ranks_per_host
             task, transport, algorithm = request.task(LEVELS, per_host=per_host), "auto", "auto"
         blocks += await run_ranks(
-            "ftcomm.bench.tune_rank",
+            rank,
             task,
             ranks,
             Block,
@@ -187,3 +263,128 @@ async def measure(request: Request, on_blocks: Callable[[list[Block]], object], 
 
 def _look(on_blocks: Callable[[list[Block]], object], earlier: Sequence[Block], job: object, came: list[Block]) -> None:
     on_blocks([*earlier, *came])
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+def turns(task: Task) -> int:
+    return sum(2 * len(sizes) for *_, sizes in task.pairs) * task.rounds
+
+
+def iterations(size: int, most: int) -> int:
+    """Fewer of large ones, which take long and vary less."""
+    return max(min(most, FEWEST), min(most, most * FULL // size))
+
+
+def ways(group: Group) -> tuple[str, ...]:
+    """Those that an all-reduce may take here beyond one-shot, for `Request.task`. On all members alike."""
+    group.allreduce(np.zeros(1, np.float32))
+    view = _exchange(group).view
+    return (TWO, *((RING,) if len(view.ring) > 2 else ()), *((LEVELS,) if view.hosts else ()))
+
+
+def _exchange(group: Group) -> Exchange:
+    exchange = group._exchange
+    assert isinstance(exchange, Exchange)  # the switch points are of this engine
+    return exchange
+
+
+def measure(group: Group, task: Task, on_block: Callable[[Block], None]) -> None:
+    """On all members alike. Blocks; raises what an all-reduce raises."""
+    exchange = _exchange(group)
+    token = np.zeros(1, np.float32)
+    group.allreduce(token)
+    view = exchange.view
+    for first, second, sizes in task.pairs:
+        for size in sizes:
+            x = np.zeros(size // 4, np.float32)
+            for number in range(task.rounds):
+                for way in (first, second):
+                    exchange.tune(WAYS[way])
+                    times = _time(lambda x=x: group.allreduce(x), iterations(size, task.iterations))
+                    group.allreduce(times, op="max")
+                    found = [float(each) for each in times]
+                    on_block(Block(len(view.members), view.one_host, first, second, way, size, number, found))
+    exchange.tune(view.tuning)
+
+
+def _time(op: Callable[[], object], iterations: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    for _ in range(WARMUP):
+        op()
+    times = np.empty(iterations)
+    for i in range(iterations):
+        begin = time.perf_counter_ns()
+        op()
+        times[i] = (time.perf_counter_ns() - begin) / 1e3
+    return times
+
+
+def rank(task: Task) -> None:
+    if task.per_host:
+        settle(f"host-{Settings.from_env().replica // task.per_host}")
+    group = ftcomm.init()
+    records = Records(task.folder, group.replica)
+    measure(group, task, records.write if group.replica == group.roster[0] else lambda block: None)
+    ftcomm.shutdown()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def _here(request: Request) -> None:
+    request.check()
+    earlier, fields = before(request.file), header()
+    blocks: list[Block] = []
+    said = 0
+
+    def write(path: Path) -> None:
+        write_json(path, to_file(points(blocks, request), None, earlier, fields))
+
+    with written_at_the_end("--file", request.file, write), ProgressBar() as bar:
+        for text in header_lines(fields):
+            bar.line(text)
+
+        def on_blocks(measured: list[Block]) -> None:
+            nonlocal said
+            blocks[:] = measured
+            for point in points(blocks, request)[said:]:
+                bar.line(str(point))
+                said += 1
+
+        try:
+            asyncio.run(run_jobs(request, on_blocks, bar.update))
+        except KeyboardInterrupt:  # all processes are gone by now
+            raise click.exceptions.Exit(130) from None
+    click.echo(f"# {request.file}; use it with FTCOMM_TUNING={request.file} on all ranks")
+
+
+def _in_job(request: Request) -> None:
+    group = ftcomm.init()
+    speaks = group.shard == 0 and group.replica == group.roster[0]
+    blocks: list[Block] = []
+    measure(group, request.task(*ways(group)), blocks.append)
+    found = points(blocks, request)
+    links = bandwidth.measure(group, lambda text: click.echo(f"# {text}") if speaks else None)
+    if speaks:
+        file = to_file(found, links, before(request.file), header())
+        with written_at_the_end("--file", request.file, lambda path: write_json(path, file)):
+            for said in (*found, *([] if links is None else [links])):
+                click.echo(str(said))
+    ftcomm.shutdown()
+
+
+def _run(smoke: bool, **options: Any) -> None:
+    request = Request(**options)
+    request = request.smoke() if smoke else request
+    (_in_job if "FTCOMM_COORDINATOR" in os.environ else _here)(request)
+
+
+def _command() -> click.Command:
+    body = click.option("--smoke", is_flag=True, help=inspect.getdoc(Request.smoke))(_run)
+    for each in reversed(click_options(Request)):
+        body = each(body)
+    return click.command("tune", help=inspect.getdoc(Request))(body)
+
+
+tune = _command()

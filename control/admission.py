@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from ftcomm.control import messages as m
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.wire import MAX_MESSAGE
+
+REST = 1024  # bytes of a replica in a view beside its addresses, and its share of all else
+
+
+def too_large(join: m.Join, replicas: int, most: int = MAX_MESSAGE) -> str:
+    """Why a view of so many replicas like this one cannot be sent, and the mend; empty if it can."""
+    each = len(msgspec.msgpack.encode(join.ranks)) + REST
+    if each * replicas <= most:
+        return ""
+    return (
+        f"a view of {replicas} replicas with {len(join.ranks)} ranks takes {each * replicas} bytes, {each} for the "
+        f"addresses of replica {join.replica}, and a message has at most {most}; start fewer ranks "
+        f"({most // each} such replicas are possible), or give hosts, racks and tuning files shorter names"
+    )
 
 
 def other_job(join: m.Join, ranks: int, timeouts: Timeouts) -> str:

@@ -17,19 +17,22 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control import wire
 from ftcomm.control.dropped import drop
 from ftcomm.control.engine import Engine, Unreachable
-from ftcomm.control.links import Link, Listener, hand_over, serve_messages
+from ftcomm.control.links import Link, Listener, event_loop, hand_over, serve_messages
+from ftcomm.control.liveness import Knock, state_of
 from ftcomm.control.peers import Peers
+from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
 log = logging.getLogger("ftcomm.control")
 
-Handler = Callable[[socket.socket, wire.Fields], None]
+Handler = Callable[[Channel, wire.Fields], None]
 
 NUDGE = 0.001  # s between wake-ups of an engine that sleeps on a dead peer's flag
 
@@ -50,7 +53,7 @@ class Agent:
         engine: Engine,
         *,
         coordinator: tuple[str, int],
-        token: str,
+        credentials: wire.Credentials,
         replica: int,
         rank: int,
         ranks: int,
@@ -64,23 +67,23 @@ class Agent:
         """`on_start` is called first in the control thread, which lives as long as this rank takes part."""
         self.engine = engine
         self.replica, self.rank = replica, rank
-        self._coordinator, self._token = coordinator, token
+        self._coordinator, self._credentials = coordinator, credentials
         self._leader_address, self._leader_socket = leader, leader_socket
         self._sock, self.address = sock, address
         self._timeouts = timeouts
-        self._node = n.Node(replica, rank, ranks, secrets.token_hex(8), address, timeouts)
+        self._node = n.Node(replica, rank, ranks, secrets.token_hex(8), address, timeouts, state_of)
         self._lock = threading.Lock()  # guards the node; never held across a wait
-        self._loop = asyncio.new_event_loop()
+        self._loop = event_loop()
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
         self._handlers: dict[str, Handler] = {}
         self._up: Link | None = None  # to the coordinator (rank 0) or to the leader
-        self._ranks: dict[int, asyncio.StreamWriter] = {}  # rank 0: the other ranks of the replica
+        self._ranks: dict[int, wire.Writer] = {}  # rank 0: the other ranks of the replica
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(
             replica,
             rank,
-            token,
+            credentials,
             on_open=lambda peer: self._do(self._node.peer_opened, peer),
             on_lost=self._lost,
             on_back=lambda peer: self._do(self._node.peer_back, peer),
@@ -92,6 +95,7 @@ class Agent:
         self._news = "no connection was tried yet"
         self._since = 0.0  # when the newest view was heard of
         self._refused: Exception | None = None
+        self._warned = ""  # the last refusal that was logged
         self.left = False
 
     @property
@@ -138,7 +142,7 @@ class Agent:
             now = time.monotonic()
             if not self._thread.is_alive():
                 raise Gone("the group was shut down (ftcomm.shutdown)")
-            if isinstance(self._refused, wire.Refused):
+            if isinstance(self._refused, wire.Refused):  # any other refusal may be forged: it is tried again
                 raise JoinError(str(self._refused))
             if news.startswith("joins") and self._news != news:  # it was on the way in: a new wait for another thing
                 deadline = now + timeout
@@ -154,7 +158,7 @@ class Agent:
         view in force. Raises `Gone`, `TimeoutError`."""
         with self._lock:
             actions = self._node.boundary(step)
-            if len(actions) == 1 and isinstance(actions[0], n.Passed):
+            if len(actions) == 1 and isinstance(actions[0], act.Passed):
                 self.left = actions[0].left
                 return actions[0].view
             if self._node.machine.phase == "failed":
@@ -189,7 +193,7 @@ class Agent:
         The ranks of a replica live and die together, so they wait for each other here, as long as they all live; then
         for the acknowledgement of the coordinator, `timeout` seconds at most.
         """
-        self.tell(m.Finished())
+        self.tell(m.Finished(True))
         deadline: float | None = None
         while self._thread.is_alive() and self._node.machine.phase != "failed" and not self._acked.wait(0.05):
             if not self._node.all_finished:
@@ -199,29 +203,35 @@ class Agent:
             if now > deadline:
                 return
 
+    def give_up(self, reason: str) -> None:
+        """Say that the script has ended, and not well: nobody is to wait for this replica. Does not wait."""
+        self.tell(m.Finished(False, reason))
+
     def stop(self) -> None:
         """End the control thread; idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5)
 
-    def dial(self, replica: int, purpose: str, fields: wire.Fields, timeout: float = 5.0) -> socket.socket:
-        """An authenticated blocking connection to this rank of another replica of the newest view. Raises `OSError`."""
+    def dial(self, replica: int, purpose: str, fields: wire.Fields, timeout: float | None = None) -> Channel:
+        """An authenticated blocking connection to this rank of another replica of the newest view. Raises `OSError`.
+
+        `timeout` as `ftcomm.control.wire.connect` has it; None: as long as an op waits, since whoever dials need not be
+        quicker than who calls an op, and a stall ends what takes longer.
+        """
         view = self._node.machine.view
         member = view.member(replica) if view is not None else None
         if member is None:
             raise ConnectionError(f"replica {replica} is not in the view")
-        address = member.ranks[self.rank]
-        return self.dial_address((address.host, address.port), purpose, fields, timeout)
+        return self.dial_address(member.ranks[self.rank], purpose, fields, timeout)
 
-    def dial_address(
-        self, address: tuple[str, int], purpose: str, fields: wire.Fields, timeout: float = 5.0
-    ) -> socket.socket:
-        """The same to any rank of the job. Raises `OSError`."""
-        return wire.connect(address, self._token, purpose, fields, timeout)
+    def dial_address(self, there: Address, purpose: str, fields: wire.Fields, timeout: float | None = None) -> Channel:
+        """The same to any rank of the job, and to no other process that listens there by now. Raises `OSError`."""
+        patience = self._timeouts.give_up if timeout is None else timeout
+        return wire.connect((there.host, there.port), self._credentials, purpose, fields, patience, to=there.nonce)
 
     def serve(self, purpose: str, handler: Handler) -> None:
-        """Hand incoming authenticated connections of `purpose` (blocking sockets) to `handler`, each in a thread."""
+        """Hand incoming authenticated connections of `purpose` (blocking) to `handler`, each in a thread."""
         self._handlers[purpose] = handler
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -240,6 +250,9 @@ class Agent:
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._peers.close()
             self._loop.close()
+            for sock in (self._sock, self._leader_socket):  # nobody is to be found here any more
+                if sock is not None:
+                    sock.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task whose error ends this rank: a control thread that has lost a task must not seem alive."""
@@ -258,9 +271,10 @@ class Agent:
         self._do(self._node.failed, f"internal error in the control thread: {error!r}; please report it")
 
     async def _main(self) -> None:
-        listeners = [Listener(self._sock, self._token, self._peer)]
+        name = self.address.nonce
+        listeners = [Listener(self._sock, self._credentials, self._peer, name=name)]
         if self._leader_socket is not None:
-            listeners.append(Listener(self._leader_socket, self._token, self._peer))
+            listeners.append(Listener(self._leader_socket, self._credentials, self._peer, name=name))
         self._do(self._node.start)
         if self._node.leader is not None:
             what, address, purpose, fields = "coordinator", self._coordinator, "leader", {"replica": self.replica}
@@ -269,16 +283,32 @@ class Agent:
             what, address, purpose, fields = "leader of the replica", self._leader_address, "rank", {"rank": self.rank}
         self._up = Link(
             address,
-            self._token,
+            self._credentials,
             purpose,
             dict(fields),
             on_open=self._up_opened,
             on_message=lambda message: self._do(self._node.from_up, message),
             on_down=lambda error: self._up_lost(what, error),
+            on_mute=lambda: self._up_mute(what),
         )
         while True:
             await asyncio.sleep(self._timeouts.beat)
+            self._look()
             self._do(self._node.tick, time.monotonic())
+
+    def _look(self) -> None:
+        """Whose kernels answer, before anything more is sent to them."""
+        now = time.monotonic()
+        above = self._up.unanswered() if self._up is not None else None
+        if above is not None:
+            self._do(self._node.up_acknowledged, now - above)
+        for rank, writer in list(self._ranks.items()):
+            seconds = writer.unanswered()
+            if seconds is not None:
+                self._do(self._node.rank_acknowledged, rank, now - seconds)
+        peers = self._peers.unanswered()
+        self._do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
+        self._do(self._node.reaching, self.engine.reaching())
 
     def _up_opened(self) -> None:
         self._refused = None
@@ -293,54 +323,85 @@ class Agent:
         )
         if self.view is not None:
             log.debug("replica %d rank %d: %s", self.replica, self.rank, self._news)
-        self._do(self._node.up_lost, f"the {what} is lost: {error}")
+        elif isinstance(error, wire.HandshakeError) and str(error) != self._warned:
+            self._warned = str(error)
+            log.warning("replica %d rank %d: %s", self.replica, self.rank, self._news)
+        self._do(self._node.up_lost, f"the {what} is lost: {error}", isinstance(error, ConnectionRefusedError))
 
-    async def _peer(self, sock: socket.socket, opening: wire.Opening) -> None:
+    def _up_mute(self, what: str) -> None:
+        address = self._up.address if self._up is not None else self._coordinator
+        where = f"{address[0]}:{address[1]}"
+        self._news = f"the {what} at {where} has not answered yet; it is stopped, or something else listens there"
+
+    async def _peer(self, channel: Channel, opening: wire.Opening) -> None:
         if opening.purpose == "member":
-            await self._serve_member(sock, wire.number(opening.fields, "replica"))
+            await self._serve_member(channel, wire.number(opening.fields, "replica"))
         elif opening.purpose == "rank" and self._node.leader is not None:
-            await self._serve_rank(sock, wire.number(opening.fields, "rank", least=1, most=self._node.leader.ranks - 1))
+            most = self._node.leader.ranks - 1
+            await self._serve_rank(channel, wire.number(opening.fields, "rank", least=1, most=most))
         elif opening.purpose == "coordinator" and self._node.leader is not None:
-            self._called(sock, opening.fields)
+            self._called(channel, opening.fields)
         elif opening.purpose in self._handlers:
-            sock.setblocking(True)
+            channel.setblocking(True)
             handler = self._handlers[opening.purpose]
             name = f"ftcomm-{opening.purpose}"
-            threading.Thread(target=hand_over, args=(handler, sock, opening.fields), name=name, daemon=True).start()
+            threading.Thread(target=hand_over, args=(handler, channel, opening.fields), name=name, daemon=True).start()
         else:
             drop("purpose", f"a connection for {opening.purpose!r}, which nothing here serves")
-            sock.close()
+            channel.close()
 
-    def _called(self, sock: socket.socket, fields: wire.Fields) -> None:
+    def _called(self, channel: Channel, fields: wire.Fields) -> None:
         """By a coordinator that has taken the place of another, from where it can be reached."""
-        host, port = fields.get("host", sock.getpeername()[0]), wire.number(fields, "port", least=1, most=65535)
-        sock.close()
+        host, port = fields.get("host", channel.getpeername()[0]), wire.number(fields, "port", least=1, most=65535)
+        channel.close()
         if self._up is not None:
             self._up.redirect((str(host), port))
 
-    async def _serve_member(self, sock: socket.socket, replica: int) -> None:
+    async def _serve_member(self, channel: Channel, replica: int) -> None:
         def received(message: m.AnyMessage) -> None:
             if getattr(message, "replica", replica) != replica:
                 drop("message", f"replica {replica} speaks for another: {type(message).__name__}")
                 return
             self._do(self._node.from_peer, message, time.monotonic())
 
-        await serve_messages(sock, received, lambda writer: None)
+        await serve_messages(channel, received, lambda writer: None)
 
-    async def _serve_rank(self, sock: socket.socket, rank: int) -> None:
-        current: list[asyncio.StreamWriter] = []
+    async def _serve_rank(self, channel: Channel, rank: int) -> None:
+        current: list[wire.Writer] = []
 
-        def ready(writer: asyncio.StreamWriter) -> None:
+        def ready(writer: wire.Writer) -> None:
             self._ranks[rank] = writer
             current.append(writer)
 
         def received(message: m.AnyMessage) -> None:
             self._do(self._node.from_rank, rank, message, time.monotonic())
 
-        why = await serve_messages(sock, received, ready)
+        why = await serve_messages(channel, received, ready)
         if current and self._ranks.get(rank) is current[0]:  # else it is here again, by another connection
             del self._ranks[rank]
-            self._do(self._node.rank_lost, rank, why)
+            self._spawn(self._seek(rank, why))
+
+    async def _seek(self, rank: int, why: str) -> None:
+        """The connection of a rank has ended. So has its process if nobody listens at its port any more; else it makes
+        another one as soon as it runs. Where no kernel answers, its silence will tell."""
+        there = self._node.leader.addresses.get(rank) if self._node.leader is not None else None
+        while rank not in self._ranks and self._up is not None:
+            try:
+                if there is None:
+                    raise ConnectionRefusedError
+                knock = await Knock.at((there.host, there.port), self._timeouts.heartbeat)
+            except ConnectionRefusedError:
+                self._do(self._node.rank_lost, rank, why)
+                return
+            except OSError:
+                await asyncio.sleep(self._timeouts.beat)
+                continue
+            try:
+                while rank not in self._ranks and (seconds := knock.unanswered()) is not None:
+                    self._do(self._node.rank_acknowledged, rank, time.monotonic() - seconds)
+                    await asyncio.sleep(self._timeouts.beat)
+            finally:
+                knock.close()
 
     def _lost(self, view: View, replica: int, reason: str, proof: bool) -> None:
         self._do(self._node.peer_lost, replica, view.epoch, reason, proof)
@@ -364,25 +425,25 @@ class Agent:
                     self._up.send(action.message)
             elif isinstance(action, n.Down):
                 if action.rank in self._ranks:
-                    wire.write_frame(self._ranks[action.rank], m.encode(action.message))
+                    self._ranks[action.rank].write(m.encode(action.message))
             elif isinstance(action, n.ToPeer):
                 self._peers.send(action.replica, action.message)
-            elif isinstance(action, n.Freeze):
+            elif isinstance(action, act.Freeze):
                 self._freeze(action.view)
-            elif isinstance(action, n.Resume):
+            elif isinstance(action, act.Resume):
                 self._spawn(self._resume(action.view, action.progress))
             elif isinstance(action, n.LookAtWaits):
                 op, waiting_on = self.engine.waiting(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)
-            elif isinstance(action, n.Passed):
+            elif isinstance(action, act.Passed):
                 self.left = action.left
                 passed, self._passed = self._passed, None
                 for future in (passed, self._joined if action.left else None):
                     if future is not None and not future.done():
                         future.set_result(action.view)
-            elif isinstance(action, n.Queued):
+            elif isinstance(action, act.Queued):
                 self._news = action.reason
-            elif isinstance(action, n.Known):
+            elif isinstance(action, act.Known):
                 self._news = "the coordinator has not answered yet"  # to what we say next
                 if not self._known.done():
                     self._known.set_result(action.view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from ftcomm.control.timeouts import REPORT
@@ -23,7 +23,8 @@ class Blame:
     """Complaints and wait-for reports since the last view. All times are seconds.
 
     A complaint is acted upon `patience` seconds after it came, unless it was withdrawn, so that those of the others can
-    join it; a stall when it is still said after `grace` seconds, so that all who wait have said so. One that is not
+    join it, and not while one of the two is not present: when it is again they have that time to reach each other. A
+    stall is acted upon when it is still said after `grace` seconds, so that all who wait have said so. One that is not
     said again is over. Reports are by rank: the ranks of a replica stand in different groups and may wait for different
     members, but the replica is removed as one.
     """
@@ -32,15 +33,22 @@ class Blame:
         self._patience, self._grace = patience, grace
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since, what it says
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
+        self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> when it complained last
         self._asked = float("-inf")
 
     def complaint(self, by: int, accused: int, now: float, why: str = "") -> None:
         """`by` cannot reach `accused`."""
         self._complaints.setdefault((by, accused), (now, why[:WORDS]))
+        self._said[by, accused] = now
+
+    def accusers(self, accused: int, now: float) -> set[int]:
+        """Who still complains of it; a complaint that lasts is said again every second."""
+        return {by for (by, other), said in self._said.items() if other == accused and now - said < FRESH}
 
     def withdraw(self, by: int, accused: int) -> None:
         """They reach each other again."""
         self._complaints.pop((by, accused), None)
+        self._said.pop((by, accused), None)
 
     def stalled(self, by: int, rank: int, op: int, waiting_on: tuple[int, ...], due: bool, now: float) -> bool:
         """Rank `rank` of `by` makes no progress in `op`; said again every second as long as that is so. Without anybody
@@ -63,18 +71,24 @@ class Blame:
     def clear(self) -> None:
         """A new view: all of it is of the past."""
         self._complaints.clear()
+        self._said.clear()
         self._stalls.clear()
 
-    def culprit(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
-        """The replica to remove now and why; empty if there is none. `present`: who has just given a sign of life."""
-        return self._unreachable(now, contributing, present) or self._waited_for(now, contributing)
+    def culprit(
+        self, now: float, contributing: Set[int], present: Set[int], mute: Mapping[int, str] | None = None
+    ) -> dict[int, str]:
+        """The replica to remove now and why; empty if there is none. `present`: who has just given a sign of life.
+        `mute`: what those do that live and have not."""
+        lost = self._unreachable(now, contributing, present) or self._waited_for(now, contributing)
+        return {replica: "; ".join(filter(None, (why, (mute or {}).get(replica)))) for replica, why in lost.items()}
 
     def _unreachable(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
         """Of two that cannot reach each other the one goes that more others cannot reach or be reached by; then one
-        that only catches up; then the higher replica. That is for a broken network between two that live: of one that
-        is not present its silence will tell."""
+        that only catches up; then the higher replica. That is for a broken network between two that live."""
+        for absent in [pair for pair in self._complaints if not present >= set(pair)]:
+            self._complaints[absent] = now, self._complaints[absent][1]
         ripe = (pair for pair, (since, _) in self._complaints.items() if now - since > self._patience)
-        pair = next((pair for pair in ripe if present >= set(pair)), None)
+        pair = next(ripe, None)
         if pair is None:
             return {}
         broken = {frozenset(complaint) for complaint in self._complaints}

@@ -7,25 +7,40 @@ and a restarted coordinator knows the job; what else it must know its members te
     steady    all members have installed the view
     losing    a view without lost members is out; not all have installed it yet
     changing  a proposal (join, contribute, leave) for a step boundary waits for promises, or is committed and not yet
-              installed by all. A loss meanwhile gives it up: nobody can have run in it, since everybody must install it
+              installed by all. A loss gives it up as long as no member has said that it runs in it. One that does has
+              heard from all others that they have stopped for it, so from then on it stands
+
+Silence is no proof of death, nor is a connection that ends. A member goes when it is proved that its process has ended
+(its port refuses us, the kernel of its host says so, its replica comes with another life), when its kernel is silent
+and a contributing member that speaks complains of it, too, or as a stall. Where no contributing member can be heard it
+is the coordinator that is cut off: it decides nothing and goes on looking for them. The job ends when all who hold its
+state are proved to have ended.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection
 
 from ftcomm.control import messages as m
-from ftcomm.control.admission import other_job
+from ftcomm.control.admission import other_job, too_large
 from ftcomm.control.blame import Blame
 from ftcomm.control.detector import Detector
-from ftcomm.control.growth import Proposal, contributing, given_up, wanted
+from ftcomm.control.dials import Dials, Life, Outcome
 from ftcomm.control.joiners import Joiners
+from ftcomm.control.limits import EPOCHS
+from ftcomm.control.liveness import described
+from ftcomm.control.reconfiguration import Proposal, contributing, given_up, wanted
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Member, View
+from ftcomm.control.views import Address, Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
 
 WAITS = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
+ALONE = (
+    "waits for the replicas that hold the state of the training, of which none is heard; if they have ended for good, "
+    "end this coordinator, remove its store, and start the job again from its last checkpoint"
+)
 DRAINED = "the job is being drained"
 LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
 
@@ -49,6 +64,17 @@ class Persist:
 
 
 @dataclasses.dataclass(frozen=True)
+class Dial:
+    """Connect to where the leader of that life listens, and tell the outcome by `dialled`. `call`: if that answers, and
+    no connection of that replica is on the way, say there where we are; it may hang on to a coordinator before us."""
+
+    replica: int
+    incarnation: str
+    address: Address
+    call: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Log:
     """For the event log."""
 
@@ -63,7 +89,14 @@ class Done:
     failed: str = ""
 
 
-Action = Send | Close | Persist | Log | Done
+@dataclasses.dataclass(frozen=True)
+class Unfit:
+    """The job goes on, and this coordinator must decide nothing more in it; why."""
+
+    reason: str
+
+
+Action = Send | Close | Persist | Dial | Log | Done | Unfit
 
 
 @dataclasses.dataclass
@@ -72,6 +105,7 @@ class _Link:
     incarnation: str
     step: int
     epoch: int
+    mute: str = ""  # what those of its ranks do that live and do not speak
 
 
 class Coordinator:
@@ -85,9 +119,12 @@ class Coordinator:
         views: list[View],
         now: float,
         lifetime: int,
+        state: Callable[[Address], str] = lambda there: "",
     ) -> None:
         """`views`: the last two that were persisted. `lifetime`: a number that no earlier run of this job's
-        coordinator had, so that a proposal of a dead one is never taken for one of ours."""
+        coordinator had, so that a proposal of a dead one is never taken for one of ours. `state`: what the process at
+        an address does, as far as it can be known here (`ftcomm.control.liveness.state_of`)."""
+        self._state = state
         self.expected = replicas
         self.ranks_per_replica = ranks_per_replica
         self.view: View | None = views[-1] if views else None
@@ -105,38 +142,77 @@ class Coordinator:
         self.leaving: set[int] = set()
         self.draining = False
         self.finished: dict[int, float] = {}
+        self._displaced: dict[int, int] = {}  # by replica: how often another life came while one was connected
+        self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the life that was refused last, and why
         self._blame = Blame(timeouts.patience, timeouts.grace)
+        self._dials = Dials(timeouts.op)
         self.done = False
-        self._alone = bool(views)  # restarted, and nobody has come yet
+        self._unfit = False
+        self._alone = bool(views)  # no contributing member can be heard
+        self._begun = now
+        self._met = not views  # all that we know of have come, or had the time to, see `_early`
+        self._held: list[tuple[Conn, m.Message]] = []  # what is decided upon then
+        self._spared = 0  # the epoch in which a verdict without proof was not carried out
+        self._untold: set[Life] = set()  # those that catch up by our store, and may have done so since
+        for member in self._running():
+            if not self._contributes(member.replica, member.incarnation):
+                self._untold.add((member.replica, member.incarnation))
+        for member in self._running():
+            self.detector.heard(member.replica, now)
 
     # -- events --------------------------------------------------------------------------------------------------
 
     def receive(self, conn: Conn, message: m.Message, now: float) -> list[Action]:
+        if self._unfit:
+            return [Close(conn)]
         if isinstance(message, m.Join):
-            self._met(now)
             return self._join(conn, message, now)
         link = self.links.get(conn)
         if link is None:
             return [Close(conn)]
-        self.detector.heard(link.replica, now)
+        if isinstance(message, m.Suspect | m.Withdrawn) and self._early(now):
+            self._held.append((conn, message))
+            return []
+        if isinstance(message, m.Suspect) and message.proof and self._may_hold({message.replica}):
+            self._held.append((conn, message))  # it is said once
+            return []
+        met = self._heard(link, now)
         if isinstance(message, m.Report):
-            return [Log(message.kind, {**message.fields, "replica": link.replica})]
+            return [*met, Log(message.kind, {**message.fields, "replica": link.replica})]
         if not self._counts(link.replica, link.incarnation):
-            return self._from_joiner(conn, link, message)
-        return self._from_member(conn, link, message, now)
+            return [*met, *self._from_joiner(conn, link, message)]
+        return [*met, *self._from_member(conn, link, message, now)]
 
-    def _met(self, now: float) -> None:
-        """Restarted, the members have a heartbeat timeout to show up, from when the first one does: as long as nobody
-        comes it is we who are cut off, and nobody is served by ending the job for that."""
-        if self._alone:
-            self._alone = False
-            for member in self.awaited():
-                self.detector.heard(member.replica, now)
+    def _heard(self, link: _Link, now: float) -> list[Action]:
+        """Who was cut off gives the members a heartbeat timeout to show up, from when the first one does."""
+        self.detector.heard(link.replica, now)
+        self._dials.found((link.replica, link.incarnation))
+        if not self._alone or not self._contributes(link.replica, link.incarnation):
+            return []
+        self._alone = False
+        self.detector.pardon(now)
+        return self._tell_all_joiners(WAITS)
 
-    def awaited(self) -> list[Member]:
-        """Of a restarted coordinator: members that run, as far as it knows, and have not come to it yet."""
-        here = {link.replica for link in self.links.values()} | set(self.finished)
-        return [member for view in self._in_force() for member in view.members if member.replica not in here]
+    def _early(self, now: float) -> bool:
+        """Restarted, we know what our store holds and no more: it may be older than the job, and who has caught up
+        since says so when it comes. So nothing is decided before all have come, or have had a heartbeat timeout to."""
+        if not self._met:
+            here = {(link.replica, link.incarnation) for link in self.links.values()}
+            all_here = here >= {(member.replica, member.incarnation) for member in self._running()}
+            since = max(self._begun, self.detector.since(now))  # nobody could come while this process was stopped
+            self._met = all_here or now - since > self.timeouts.heartbeat
+        return not self._met
+
+    def acknowledged(self, conn: Conn, at: float) -> None:
+        """The kernel at the other end has answered, whatever its process does."""
+        link = self.links.get(conn)
+        if link is not None:
+            self.detector.acknowledged(link.replica, at)
+
+    @property
+    def missed(self) -> set[Life]:
+        """Who is looked for."""
+        return self._dials.searched
 
     def _from_joiner(self, conn: Conn, link: _Link, message: m.Message) -> list[Action]:
         replica = link.replica
@@ -153,7 +229,7 @@ class Coordinator:
     def _from_member(self, conn: Conn, link: _Link, message: m.Message, now: float) -> list[Action]:
         replica = link.replica
         if isinstance(message, m.Heartbeat):
-            link.step = message.step
+            link.step, link.mute = message.step, message.mute
             return self._tell_joiners()
         elif isinstance(message, m.Suspect):
             return self._suspected(replica, message, now)
@@ -194,11 +270,19 @@ class Coordinator:
             return []
         replica = link.replica
         if self._counts(replica, link.incarnation):
-            return [] if replica in self.finished else self._lose({replica: "its connection closed"})
+            return [] if replica in self.finished else self._dial(replica, link.incarnation, now)
         if self.joiners.has(replica, link.incarnation):
             self.detector.forget(replica)
+            self._dials.forget((replica, link.incarnation))
             return self._forget(replica)
         return []
+
+    def exited(self, replica: int, reason: str) -> list[Action]:
+        """Its launcher has seen it end, and not well. It may have said that it has finished: no process knows its own
+        exit code."""
+        if self.done or self.view is None or self.finished.pop(replica, None) is None:
+            return []
+        return self._lose({replica: reason}, proved=True)
 
     def drain(self) -> list[Action]:
         """All members leave at one common step boundary; joiners are turned away."""
@@ -212,24 +296,105 @@ class Coordinator:
 
     def tick(self, now: float) -> list[Action]:
         """To be called several times per heartbeat timeout."""
-        if self.done:
+        if self.done or self._unfit:
             return []
         silent = self.detector.silent(now)
+        actions: list[Action] = [*self._look(silent, now)]
+        if self._early(now):
+            return actions
+        held, self._held = self._held, []
+        for by, message in held:
+            if by in self.links:
+                actions += self.receive(by, message, now)
+        if self.done:
+            return actions
         lost: dict[int, str] = {}
-        actions: list[Action] = []
         for replica, seconds in silent.items():
-            self.detector.forget(replica)
             conn = self._conn(replica)
             if conn is not None and not self._counts(replica, self.links[conn].incarnation):
+                self.detector.forget(replica)
                 actions += [Close(conn), *self.disconnected(conn, now)]
-            elif replica not in self.finished and self._is_member(replica):
+            elif replica not in self.finished and self._corroborated(replica, silent, now):
                 lost[replica] = f"silent for {seconds:.1f} s"
-        for replica, since in self.finished.items():
-            if self.view is not None and replica in self.view.replicas and now - since > LINGER:
-                lost[replica] = "finished"
-        if not lost:
+        finished = {
+            replica: "finished"
+            for replica, since in self.finished.items()
+            if self.view is not None and replica in self.view.replicas and now - since > LINGER
+        }
+        if finished:
+            return actions + self._lose(finished, proved=True)
+        heard = self._holders() - set(self.finished) - set(silent)
+        if not lost and heard:  # else those that only catch up may be cut off with us from all whom they wait for
             lost = self._culprit(now)
-        return actions + (self._lose(lost) if lost else [])
+        if not lost:
+            return actions
+        decided = self._lose(lost, proved=False)
+        if not any(isinstance(action, Persist) for action in decided):
+            return actions + decided
+        # None of them has told its end: who has started them may have to end them.
+        return [
+            *actions,
+            *decided,
+            *(Log("removed", {"replica": replica, "reason": lost[replica]}) for replica in lost),
+        ]
+
+    def _look(self, silent: Collection[int], now: float) -> list[Action]:
+        """Dial who is not heard; and if that is everybody who contributes, it is we who are cut off."""
+        actions: list[Action] = []
+        for member in self._running():
+            quiet = not self.detector.within(member.replica, self.timeouts.silence / 2, now)
+            if quiet or self._conn(member.replica) is None:
+                actions += self._dial(member.replica, member.incarnation, now)
+        holders = self.view.contributing - set(self.finished) if self.view is not None else frozenset()
+        if holders and holders <= set(silent) and not self._alone:
+            self._alone = True
+            reason = (
+                "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
+            )
+            actions += [Log("cut_off", {"reason": reason}), *self._tell_all_joiners(ALONE)]
+        return actions
+
+    def _corroborated(self, replica: int, silent: Collection[int], now: float) -> bool:
+        """Whether a contributing member that speaks misses it, too; else it may be our own network."""
+        if self.view is None or not self._is_member(replica):
+            return False
+        return any(
+            by in self.view.contributing and by not in silent and self._conn(by) is not None
+            for by in self._blame.accusers(replica, now)
+        )
+
+    # -- looking for who is not heard ----------------------------------------------------------------------------
+
+    def _dial(self, replica: int, incarnation: str, now: float) -> list[Action]:
+        life = replica, incarnation
+        member = self._life(replica, incarnation)
+        if member is None or not self._dials.due(life, now):
+            return []
+        call = self._conn(replica) is None and self._dials.long(life)
+        return [Dial(replica, incarnation, member.ranks[0], call)]
+
+    def dialled(self, replica: int, incarnation: str, outcome: Outcome, now: float) -> list[Action]:
+        """What became of a `Dial`."""
+        life = replica, incarnation
+        ended = self._dials.ended(life, outcome, now)
+        member = self._life(replica, incarnation)
+        if member is None:
+            self._dials.forget(life)  # it has gone meanwhile
+        if member is None or self.done or self._unfit:
+            return []
+        if outcome == "answered":
+            self.detector.acknowledged(replica, now)
+        conn = self._conn(replica)
+        if conn is not None and self.detector.within(replica, self.timeouts.presence, now):
+            self._dials.found(life)  # it speaks
+            return []
+        if not ended or replica in self.finished or self._early(now):
+            return []
+        if conn is not None and self.detector.answers(replica, self.timeouts.presence, now):
+            return []  # its connection stands: what refuses is in between, or we are about to see that end
+        if self._counts(replica, incarnation):
+            return self._lose({replica: "its process has ended"}, proved=True)
+        return [Close(conn), *self.disconnected(conn, now)] if conn is not None else self._forget(replica)
 
     def _culprit(self, now: float) -> dict[int, str]:
         if self.view is None:
@@ -239,21 +404,29 @@ class Coordinator:
             for replica in self.view.replicas
             if self._conn(replica) is not None and self.detector.within(replica, self.timeouts.presence, now)
         }
-        return self._blame.culprit(now, self.view.contributing, present)
+        mute = {link.replica: link.mute for link in self.links.values()}
+        for replica, seconds in self.detector.mute(now).items():
+            member = self.view.member(replica)
+            mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
+        return self._blame.culprit(now, self.view.contributing, present, mute)
 
     # -- joining -------------------------------------------------------------------------------------------------
 
     def _join(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         replica = join.replica
         refused = self._refusal(join)
+        if not refused and self.view is not None and max(join.epoch, join.heard) > self._epoch:
+            return self._outdated(conn, join, now)
         if refused and join.epoch > 0 and not self.done:  # it runs: its job must not end with a wrong start of ours
-            return [Log("refused", {"replica": replica, "reason": refused}), Close(conn)]
+            return [*self._refuse(join, refused), Close(conn)]
         if refused:
-            return [
-                Log("refused", {"replica": replica, "reason": refused}),
-                Send(conn, m.Expelled(refused)),
-                Close(conn),
-            ]
+            return [*self._refuse(join, refused), Send(conn, m.Expelled(refused)), Close(conn)]
+        if self._is_last(replica, join.incarnation, now):
+            reason = (
+                f"another process is replica {replica}, and the only one that holds the state of the training; give "
+                "each replica a number of its own (FTCOMM_REPLICA)"
+            )
+            return [*self._refuse(join, reason), Close(conn)]  # it comes again
         actions: list[Action] = []
         said = self.links.get(conn)
         if said is not None and (said.replica, said.incarnation) != (replica, join.incarnation):
@@ -265,24 +438,68 @@ class Coordinator:
             if self.links[old].incarnation == join.incarnation:
                 del self.links[old]  # it connected again before we saw the old connection close
             else:
-                actions += self.disconnected(old, now)
+                actions += [*self._displace(replica), *self.disconnected(old, now)]
             actions.append(Close(old))
         if not self._counts(replica, join.incarnation) and self._is_member(replica):
+            if self._early(now) or self._may_hold({replica}):
+                return [*actions, Close(conn)]  # it comes again
             self.finished.pop(replica, None)  # its earlier life is lost, whatever became of it
-            actions += self._lose({replica: "restarted"})
+            actions += self._lose({replica: "restarted"}, proved=True)
             if self.done:
                 return [*actions, Send(conn, m.Expelled("the job has ended with its earlier life")), Close(conn)]
-        self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
-        self.detector.heard(replica, now)
+        link = self.links[conn] = _Link(replica, join.incarnation, join.step, join.epoch)
+        self._untold.discard((replica, join.incarnation))
+        actions += self._heard(link, now)
         if self._counts(replica, join.incarnation):
             if join.leaving:
                 self.leaving.add(replica)
-            return actions + self._rejoined(conn, join)
+            if join.caught_up:
+                self.caught_up.add(replica)
+            return [*actions, *self._rejoined(conn, join), *self._reach(join, now)]
         self.finished.pop(replica, None)
         self.leaving.discard(replica)  # what its earlier life wanted
         self.caught_up.discard(replica)
         actions.append(Log("joined", {"replica": replica}))
-        return [*actions, *self._register(conn, join)]
+        return [*actions, *self._register(conn, join), *self._reach(join, now)]
+
+    def _refuse(self, join: m.Join, reason: str) -> list[Action]:
+        """Log why a life is refused, once: one that may try again does so twice a second."""
+        refusal = join.incarnation, reason
+        if self._refusals.get(join.replica) == refusal:
+            return []
+        self._refusals[join.replica] = refusal
+        return [Log("refused", {"replica": join.replica, "reason": reason})]
+
+    def _is_last(self, replica: int, incarnation: str, now: float) -> bool:
+        """Whether another life of the replica is connected, answers, and nobody else holds the state: that another one
+        comes is no proof then that it has ended."""
+        old = self._conn(replica)
+        if old is None or self._counts(replica, incarnation) or not self._counts(replica, self.links[old].incarnation):
+            return False
+        return self._holders() - set(self.finished) == {replica} and self.detector.answers(
+            replica, self.timeouts.silence, now
+        )
+
+    def _reach(self, join: m.Join, now: float) -> list[Action]:
+        """Once, while it lives: whether its port answers us, and so whether a refusal means anything."""
+        return (
+            []
+            if self._dials.known((join.replica, join.incarnation))
+            else self._dial(join.replica, join.incarnation, now)
+        )
+
+    def _outdated(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
+        """It has been in views that we know nothing of: what we decided would have the number of one of them."""
+        reason = (
+            f"the store is older than the job: it ends with epoch {self._epoch}, and replica {join.replica} knows of "
+            f"epoch {max(join.epoch, join.heard)}. The job goes on without a coordinator; start one with the store "
+            "that it had"
+        )
+        if not self._counts(join.replica, join.incarnation) and not self._early(now) and not self._alone:
+            # Nobody that we know, and those that we know have come: it may be of another job.
+            return [*self._refuse(join, reason), Close(conn)]
+        self._unfit = True
+        return [Log("outdated", {"replica": join.replica, "reason": reason}), Close(conn), Unfit(reason)]
 
     def _register(self, conn: Conn, join: m.Join) -> list[Action]:
         """It has come to stay: it is known. In a running job nobody is to wait for it before its script is ready."""
@@ -294,7 +511,10 @@ class Coordinator:
         if join.leaving:
             return self._dismiss(conn, replica)
         if join.ready:
-            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(WAITS)), *self._propose()]
+            news = ALONE if self._alone else WAITS
+            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(news)), *self._propose()]
+        if self._alone:
+            return [Send(conn, m.Queued(ALONE))]
         reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
         return self._tell_joiners() or [Send(conn, m.Queued(reason))]
 
@@ -304,6 +524,10 @@ class Coordinator:
         if self.view is None or max(link.step for link in self.links.values()) < 0:
             return []
         return [Send(self._link_of(replica), m.Registered(seen)) for replica, seen in self.joiners.tell(self.view)]
+
+    def _tell_all_joiners(self, news: str) -> list[Action]:
+        conns = [self._conn(member.replica) for member in self.joiners]
+        return [Send(conn, m.Queued(news)) for conn in conns if conn is not None]
 
     def _dismiss(self, conn: Conn, replica: int) -> list[Action]:
         """It has asked to leave before it was in any view, so there is no boundary to wait for."""
@@ -321,6 +545,19 @@ class Coordinator:
             return [*self._cancel(), *self._propose()]
         return []
 
+    def _displace(self, replica: int) -> list[Action]:
+        """Another life has come while one was connected. Once that is a restart whose end we have not seen; twice it is
+        two launchers, and each would start its own again whenever the other's has taken its place."""
+        self._displaced[replica] = self._displaced.get(replica, 0) + 1
+        if self._displaced[replica] < 2:
+            return []
+        times = self._displaced[replica]
+        reason = (
+            f"replica {replica} was replaced {times} times by a process that came while the one before was connected: "
+            f"two processes have FTCOMM_REPLICA={replica}. Give each replica a number of its own"
+        )
+        return [Log("twins", {"replica": replica, "reason": reason})]
+
     def _outlived(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         """It says that it runs in the job, which went on without it; another life may have its number by now."""
         replica = join.replica
@@ -333,17 +570,18 @@ class Coordinator:
                 actions.append(Close(old))
         if self.view is None:  # let it train on: nobody is served by ending a job for a lost file
             reason = f"it runs in epoch {join.epoch} of a job that this coordinator has no file of views of"
-            return [*actions, Log("refused", {"replica": replica, "reason": reason}), Close(conn)]
+            return [*actions, *self._refuse(join, reason), Close(conn)]
         reason = f"replica {replica} was removed from the job in epoch {self._epoch} or before, while it was not heard"
-        return [*actions, Send(conn, m.Expelled(reason)), Close(conn)]
+        removed = Log("removed", {"replica": replica, "reason": "the job went on without it while it was not heard"})
+        return [*actions, removed, Send(conn, m.Expelled(reason)), Close(conn)]
 
     def _refusal(self, join: m.Join) -> str:
-        other = other_job(join, self.ranks_per_replica, self.timeouts)
+        other = other_job(join, self.ranks_per_replica, self.timeouts) or too_large(join, self.expected)
         if other:
             return other
         member = self._counts(join.replica, join.incarnation)  # of a view that it may not have installed yet
         if self.done or (self.draining and join.epoch == 0 and not member):
-            return "the job has ended or is being drained"
+            return m.OVER
         return ""
 
     def _form(self) -> list[Action]:
@@ -360,7 +598,9 @@ class Coordinator:
         """A member connected again: after a restart of the coordinator, or a lost connection."""
         assert self.view is not None
         if join.epoch == self.view.epoch:
-            return [*self._installed(join.replica, join.epoch), *self._tell_joiners()]
+            asked = self.proposal is not None and join.replica not in self.proposal.promised
+            again = self._cancel() if asked else []  # what it was asked, or has answered, may have been lost
+            return [*again, *self._installed(join.replica, join.epoch), *self._tell_joiners()]
         return [Send(conn, m.NewView(self.view)), *self._tell_joiners()]
 
     # -- losses --------------------------------------------------------------------------------------------------
@@ -370,7 +610,7 @@ class Coordinator:
             return []
         fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
         if suspect.proof or by == suspect.replica:
-            return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason})]
+            return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason}, proved=True)]
         self._blame.complaint(by, suspect.replica, now, suspect.reason)
         return [Log("suspect", fields)]
 
@@ -384,21 +624,29 @@ class Coordinator:
         conns = [self._conn(replica) for replica in sorted(here)]
         return [Send(conn, m.WhoWaits()) for conn in conns if conn is not None]
 
-    def _lose(self, lost: dict[int, str]) -> list[Action]:
-        """A view without `lost`, at once. A change that is not installed everywhere is given up with it."""
+    def _lose(self, lost: dict[int, str], *, proved: bool) -> list[Action]:
+        """A view without `lost`, at once. A change in which nobody is known to run is given up with it. `proved`: that
+        their processes have ended, or need nothing more; else nothing is done that would end the job."""
         assert self.view is not None
-        actions = self._cancel()
         base = self.view
-        step = base.step if base.proposal == 0 and not self._settled() else None  # the first view: its start stands
+        if lost and self.installed and not set(lost) & set(base.replicas):
+            return []  # the change takes it out
+        if not proved and self._holders() - set(self.finished) <= set(lost):
+            return self._spare(lost)
+        if self._may_hold(set(lost)):
+            return []  # until those come, or are proved to have ended, too; who is lost is looked for again
+        actions = self._cancel()
+        step = None if self._settled() else base.step  # where those begin that have not run yet
         gone = set(lost) | {replica for replica in self.finished if self._conn(replica) is None}
         members = base.members
-        if base.proposal and self._before is not None and not self._settled():
+        if base.proposal and self._before is not None and not self.installed:
+            self.caught_up |= base.contributing - self._before.contributing  # they hold the state all the same
             old = set(self._before.replicas)  # its joiners wait again: who ran with them has to start anew, too
             joiners = [x for x in base.members if x.replica not in old | gone and self._conn(x.replica) is not None]
             for member in joiners:
                 self.joiners.add(member, ready=True)
             members = given_up(base, self._before, gone, withdrawn=not lost)
-            base = self._before
+            base, step = self._before, None
         members = tuple(member for member in members if member.replica not in gone)
         if not any(member.contributing for member in members):  # who has caught up holds the state, boundary or not
             holders = self.caught_up | (self.view.contributing - gone)
@@ -416,7 +664,7 @@ class Coordinator:
             persist, *rest = self._decide(members, step, why)
             return [persist, *actions, *rest]  # nobody is sent away before that is written down
         if base.contributing & set(self.finished):  # the training is complete; who still catches up may end in peace
-            return [*actions, *self._turn_away("the job has finished"), *self._finish()]
+            return [*actions, *self._turn_away(m.FINISHED), *self._finish()]
         failed = (
             f"{why}: no replica that holds the state of the training is left; restart the job from its last checkpoint"
         )
@@ -424,6 +672,27 @@ class Coordinator:
         self.view = View(self._epoch, None, (), failed)
         expelled = [Send(conn, m.Expelled(failed)) for conn in conns if conn is not None]
         return [*actions, *expelled, *self._turn_away(failed), *self._finish(failed)]
+
+    def _holders(self) -> set[int]:
+        """Who holds the state of the training."""
+        views = self._in_force() if not self.installed else self._in_force()[:1]
+        here = {replica for view in views for replica in view.replicas}
+        return {replica for view in views for replica in view.contributing} | (self.caught_up & here)
+
+    def _may_hold(self, lost: set[int]) -> bool:
+        """Whether the state is lost with them as far as we know, and somebody who catches up by our store has not come
+        since we have begun, to say whether it has caught up."""
+        if lost <= set(self.finished) or not self._holders() - set(self.finished) <= lost:
+            return False
+        return any(replica not in lost and self._counts(replica, life) for replica, life in self._untold)
+
+    def _spare(self, lost: dict[int, str]) -> list[Action]:
+        if self._spared == self._epoch:
+            return []
+        self._spared = self._epoch
+        why = "; ".join(f"{replica}: {reason}" for replica, reason in lost.items())
+        reason = f"nobody else holds the state of the training, and it is not proved that its process has ended ({why})"
+        return [Log("spared", {"replica": replica, "reason": reason}) for replica in lost]
 
     # -- changes at a step boundary ------------------------------------------------------------------------------
 
@@ -471,9 +740,9 @@ class Coordinator:
         if self.proposal is not None and self.proposal.number == message.proposal:
             self._margin = min(2 * self._margin, 1 << 20)
             return [*self._cancel(), *self._propose()]
-        if self.view is not None and 0 != self.view.proposal == message.proposal and not self._settled():
+        if self.view is not None and 0 != self.view.proposal == message.proposal and not self.installed:
             self._margin = min(2 * self._margin, 1 << 20)
-            return self._lose({})
+            return self._lose({}, proved=True)
         return []
 
     def _cancel(self) -> list[Action]:
@@ -486,18 +755,26 @@ class Coordinator:
     # -- deciding ------------------------------------------------------------------------------------------------
 
     def _decide(self, members: tuple[Member, ...], step: int | None, why: str, proposal: int = 0) -> list[Action]:
+        if self._epoch + 1 >= EPOCHS:
+            return self._finish(
+                f"all {EPOCHS - 1:,} epochs that a job can have are used up; start it again from its last checkpoint, "
+                "with an empty --store"
+            )
         self._epoch += 1
-        hearers = {member.replica for member in members}.union(*(view.replicas for view in self._in_force()))
+        superseded = self._in_force() if not self.installed else [self.view] if self.view is not None else []
+        hearers = {member.replica for member in members}.union(*(view.replicas for view in superseded))
         self._before = self.view
         self.view = View(self._epoch, step, members, why, proposal)
         self.installed = set()
         self._blame.clear()
+        self._dials.keep({(x.replica, x.incarnation) for x in (*self._running(), *self.joiners)})
         conns = [self._conn(replica) for replica in sorted(hearers)]
         described = [{"replica": member.replica, "contributing": member.contributing} for member in members]
+        begins = step if proposal or self._before is None else None  # a loss has none
         return [
             Persist(self.view),
             *[Send(conn, m.NewView(self.view)) for conn in conns if conn is not None],
-            Log("view", {"epoch": self._epoch, "step": step, "members": described, "why": why}),
+            Log("view", {"epoch": self._epoch, "step": begins, "members": described, "why": why}),
         ]
 
     def _check_done(self) -> list[Action]:
@@ -505,7 +782,7 @@ class Coordinator:
             return []
         last = self.view if self.view.members or self._before is None else self._before  # after a drain: who left
         if set(last.replicas) <= set(self.finished):
-            return [*self._turn_away("the job has finished"), *self._finish()]
+            return [*self._turn_away(m.FINISHED), *self._finish()]
         return []
 
     def _finish(self, failed: str = "") -> list[Action]:
@@ -526,9 +803,23 @@ class Coordinator:
         changing = self.view is not None and self.view.proposal != 0 and not self._settled()
         return [view for view in (self.view, self._before if changing else None) if view is not None]
 
+    def _running(self) -> list[Member]:
+        """Members of the views in force that have not finished."""
+        members = {x.replica: x for view in reversed(self._in_force()) for x in view.members}
+        return [members[replica] for replica in sorted(members.keys() - self.finished.keys())]
+
+    def _life(self, replica: int, incarnation: str) -> Member | None:
+        """A member of a view in force, or a joiner."""
+        known = (*(x for view in self._in_force() for x in view.members), *self.joiners)
+        return next((x for x in known if (x.replica, x.incarnation) == (replica, incarnation)), None)
+
     def _counts(self, replica: int, incarnation: str) -> bool:
         """Whether this life of the replica is a member that others may wait for."""
         return any(view.has(replica, incarnation) for view in self._in_force())
+
+    def _contributes(self, replica: int, incarnation: str) -> bool:
+        """Whether this life does, in some view that may be in force."""
+        return any(view.has(replica, incarnation) and replica in view.contributing for view in self._in_force())
 
     def _is_member(self, replica: int) -> bool:
         """Whether some life of the replica is."""

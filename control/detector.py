@@ -1,4 +1,12 @@
-"""Failure detector by silence: pure, told of every sign of life and of the time."""
+"""Failure detector by silence: pure, told of every sign of life and of the time.
+
+Each peer has two clocks, since alive is not the same as quick: when its process spoke, and when its kernel acknowledged
+what it was sent (`ftcomm.control.liveness`), which it does while the process holds its interpreter or is stopped.
+
+    speaks    its process has spoken within the timeout
+    mute      it has not, but its kernel answers: it lives. To be waited for, until that is a stall
+    silent    neither: its host is gone, or the network in between
+"""
 
 from __future__ import annotations
 
@@ -19,23 +27,52 @@ class Detector(Generic[Peer]):
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._heard: dict[Peer, float] = {}
+        self._acknowledged: dict[Peer, float] = {}
         self._ticked: float | None = None
         self._since = float("-inf")  # silence before that proves nothing
 
     def heard(self, peer: Peer, now: float) -> None:
+        """Its process has spoken; the first time makes it a peer."""
         self._heard[peer] = now
 
+    def acknowledged(self, peer: Peer, at: float) -> None:
+        """Its kernel has answered; nothing to who is no peer (any more)."""
+        if peer in self._heard:
+            self._acknowledged[peer] = max(at, self._acknowledged.get(peer, at))
+
     def within(self, peer: Peer, seconds: float, now: float) -> bool:
-        """Whether it gave a sign of life in the last `seconds`."""
+        """Whether its process has spoken in the last `seconds`."""
         return now - self._heard.get(peer, float("-inf")) <= seconds
+
+    def answers(self, peer: Peer, seconds: float, now: float) -> bool:
+        """Whether its process has spoken, or its kernel has answered, in the last `seconds`."""
+        return self.within(peer, seconds, now) or now - self._acknowledged.get(peer, float("-inf")) <= seconds
+
+    def pardon(self, now: float) -> None:
+        """Silence until now proves nothing: nobody could be heard."""
+        self._since = now
 
     def forget(self, peer: Peer) -> None:
         self._heard.pop(peer, None)
+        self._acknowledged.pop(peer, None)
 
-    def silent(self, now: float) -> dict[Peer, float]:
-        """Peers that are suspected, with the seconds of their silence."""
+    def since(self, now: float) -> float:
+        """When the observer began to run again after it had not for a while; silence before that proves nothing."""
         if self._ticked is not None and now - self._ticked > self.timeout / 2:
             self._since = now
+        return self._since
+
+    def silent(self, now: float) -> dict[Peer, float]:
+        """The tick: peers that are suspected, with the seconds of their silence."""
+        self.since(now)
         self._ticked = now
-        silence = {peer: now - max(at, self._since) for peer, at in self._heard.items()}
+        silence = {
+            peer: now - max(at, self._acknowledged.get(peer, at), self._since) for peer, at in self._heard.items()
+        }
         return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}
+
+    def mute(self, now: float) -> dict[Peer, float]:
+        """Peers that live and do not speak, with the seconds for which they have not."""
+        quiet = {peer: now - at for peer, at in self._heard.items() if now - max(at, self._since) > self.timeout}
+        answers = (peer for peer in quiet if now - self._acknowledged.get(peer, float("-inf")) <= self.timeout)
+        return {peer: quiet[peer] for peer in answers}

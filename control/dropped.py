@@ -22,10 +22,14 @@ Kind = Literal[
     "handshake",  # no handshake of ftcomm: garbage, too long, closed or silent in the middle
     "version",
     "token",
-    "crowded",  # a handshake that had to make room for newer ones
+    "tls",  # one side alone speaks it, or a certificate is not good
+    "job",  # of another one with the same token
+    "target",  # for another process than this one, by an address that is out of date
+    "crowded",  # a handshake that had to make room for newer ones, or one of too many from one place
     "purpose",  # authenticated, for something that is not served here
     "fields",  # authenticated, but the opening lacks what its purpose needs
     "frame",  # longer than allowed; the connection is closed
+    "mac",  # bytes on a connection that are not the other side's; it is closed
     "message",  # bytes that are no message, or one whose numbers cannot be
     "unsent",  # the other side does not read, or the message is longer than allowed
     "internal",  # our own code failed on it

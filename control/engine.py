@@ -22,6 +22,9 @@ class Engine(Protocol):
         """Make the memory of the view's members reachable; returns the replicas whose process lives on this host.
         Raises `Unreachable`."""
 
+    def reaching(self) -> tuple[int, ...]:
+        """The replica whose memory `reach` is at, if any. For any thread."""
+
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         """Returns what was in flight, for the log."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import ipaddress
 import json
 import re
 from collections.abc import Mapping
@@ -89,6 +90,12 @@ class Place:
                 raise StoreError(f"{ACCESS[one]} and {ACCESS[other]}: set both, or none")
         if secret["cert"] and not secret["cacert"]:
             raise StoreError("FTCOMM_ETCD_CERT without FTCOMM_ETCD_CACERT, by which TLS is spoken at all; set it, too")
+        away = [host for host, _ in endpoints if not _is_loopback(host)]
+        if secret["password"] and not secret["cacert"] and away:
+            raise StoreError(
+                f"FTCOMM_ETCD_PASSWORD would go to {away[0]} for everybody on the way to read; set FTCOMM_ETCD_CACERT "
+                "to a file with the authority that certifies etcd, so that TLS is spoken"
+            )
         return cls(tuple(endpoints), f"/{prefix.strip('/')}", **secret)
 
 
@@ -110,6 +117,8 @@ class Etcd:
             )
             for host, port in place.endpoints
         ]
+        for client in self._clients:
+            client.session.trust_env = False  # HTTP_PROXY is for the web: views and passwords go to etcd alone
         self._first = 0
         self._token = ""
 
@@ -176,6 +185,13 @@ class Etcd:
             raise Failed(f"its answer is none of etcd's ({error})", 12) from None
         except requests.RequestException as error:
             raise _unheard(str(error)) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Failed(Exception):

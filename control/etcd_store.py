@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftcomm.control import etcd
+from ftcomm.control.decode import decode_with
 from ftcomm.control.store import DECODER, JobOver, Store, StoreError
-from ftcomm.control.unpack import unpack
 from ftcomm.control.views import View
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class EtcdStore(Store):
 
     def _who(self, found: dict[str, etcd.Entry], key: str) -> Record | None:
         try:
-            return unpack(_RECORD, found[key].value) if key in found else None
+            return decode_with(_RECORD, found[key].value) if key in found else None
         except msgspec.DecodeError as error:
             raise StoreError(f"{key} in etcd is nothing of ftcomm ({error}); choose another name in --store") from None
 
@@ -180,7 +180,7 @@ class EtcdStore(Store):
         keys = [f"{self._prefix}/view/{parity}" for parity in (0, 1)]
         self._written = [found[key].mod_revision if key in found else 0 for key in keys]
         try:
-            views = [unpack(DECODER, found[key].value) for key in keys if key in found]
+            views = [decode_with(DECODER, found[key].value) for key in keys if key in found]
         except msgspec.DecodeError as error:
             raise StoreError(
                 f"{self._prefix} in etcd holds no views of this version ({error}); choose another name in --store"

@@ -7,6 +7,8 @@ waiting     it is ready, and comes in with the next change at a step boundary; o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ftcomm.control.views import Member, View
 
 
@@ -17,6 +19,9 @@ class Joiners:
         self.waiting: dict[int, Member] = {}
         self.preparing: dict[int, Member] = {}
         self._untold: set[int] = set()  # of those that prepare
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([*self.waiting.values(), *self.preparing.values()])
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.preparing)

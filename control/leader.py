@@ -17,9 +17,11 @@ and nobody waits at the boundary for anyone but the other members.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
+from ftcomm.control.liveness import described
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
@@ -67,8 +69,17 @@ class _Change:
 class Leader:
     """Not thread-safe; every method returns actions in order."""
 
-    def __init__(self, replica: int, incarnation: str, ranks: int, timeouts: Timeouts) -> None:
+    def __init__(
+        self,
+        replica: int,
+        incarnation: str,
+        ranks: int,
+        timeouts: Timeouts,
+        state: Callable[[Address], str] = lambda there: "",
+    ) -> None:
+        """`state` tells what a process does, where that can be seen, see `ftcomm.control.liveness.state_of`."""
         self.detector: Detector[int] = Detector(timeouts.silence)  # of our other ranks
+        self._state = state
         self._timeouts = timeouts
         self.replica = replica
         self.incarnation = incarnation
@@ -77,12 +88,15 @@ class Leader:
         self.view: View | None = None  # the newest view that this replica runs in
         self.steps: dict[int, int] = {}
         self.change: _Change | None = None
+        self._given: dict[str, m.Message] = {}  # the last of each kind that all ranks were told at once, see `_again`
         self._refused: set[int] = set()  # proposals that we have told another leader we hold nothing of
         self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that was told so
         self._installed: dict[int, int] = {}  # rank -> epoch
         self.epoch = 0  # the newest view that all our ranks have installed
+        self.heard = 0  # the newest that we were told of
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
         self.ready = False  # the scripts of all our ranks are
+        self.caught_up = False  # they hold the state of everybody
         self.finished = False
         self.leaving = False
         self._dismissed = False
@@ -97,7 +111,16 @@ class Leader:
         addresses = tuple(self.addresses[rank] for rank in range(self.ranks))
         timeouts = dataclasses.astuple(self._timeouts)
         return m.Join(
-            self.replica, self.incarnation, addresses, self.epoch, self.step, timeouts, self.leaving, self.ready
+            self.replica,
+            self.incarnation,
+            addresses,
+            self.epoch,
+            self.step,
+            timeouts,
+            leaving=self.leaving,
+            ready=self.ready,
+            caught_up=self.caught_up,
+            heard=self.heard,
         )
 
     @property
@@ -105,12 +128,22 @@ class Leader:
         return max(self.steps.values(), default=-1)
 
     def tick(self, now: float) -> list[Action]:
-        """To be called several times per heartbeat timeout: our sign of life, if our ranks give theirs."""
-        actions: list[Action] = [ToCoordinator(m.Heartbeat(self.step))]
+        """To be called several times per heartbeat timeout: our sign of life, if those of our ranks' kernels come."""
+        actions: list[Action] = [ToCoordinator(m.Heartbeat(self.step, self._mute(now)))]
+        actions += [ToRank(rank, m.Ping()) for rank in range(1, self.ranks)]
         for rank, seconds in self.detector.silent(now).items():
             self.detector.forget(rank)
             actions += self.rank_lost(rank, f"silent for {seconds:.1f} s")
         return actions
+
+    def _mute(self, now: float) -> str:
+        """What those of our ranks do that live and do not speak: the coordinator hears of it by us alone."""
+        words = (
+            f"its rank {rank}: {described(seconds, self._state(self.addresses[rank]))}"
+            for rank, seconds in self.detector.mute(now).items()
+            if rank in self.addresses
+        )
+        return next(words, "")
 
     def from_coordinator(self, message: m.Message) -> list[Action]:
         if isinstance(message, m.NewView):
@@ -123,10 +156,11 @@ class Leader:
             return []
         if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Expelled | m.WhoWaits | m.FinishAck):
             self._dismissed = self._dismissed or isinstance(message, m.Dismissed)
-            return self._to_ranks(message)
+            return self._give(message)
         return []
 
     def _new_view(self, view: View) -> list[Action]:
+        self.heard = max(self.heard, view.epoch)
         if self.view is not None and view.epoch <= self.view.epoch:
             return []
         if view.proposal == 0 or self.view is None:  # in force at once, or our first: no boundary to wait for
@@ -134,7 +168,7 @@ class Leader:
             self._refused.clear()
             self._answered.clear()
             self.view = view if view.has(self.replica, self.incarnation) else None
-            return self._to_ranks(m.NewView(view))
+            return self._give(m.NewView(view))
         change = self.change
         if change is None or change.number != view.proposal or (change.decided and change.commit is None):
             return [ToCoordinator(m.Withdrawn(view.proposal))]
@@ -157,8 +191,11 @@ class Leader:
 
     def from_rank(self, rank: int, message: m.Message) -> list[Action]:
         if isinstance(message, m.Hello):
+            known = self.addresses.get(rank) == message.address
             self.addresses[rank] = message.address
             welcome: list[Action] = [ToRank(rank, m.Welcome(self.incarnation))]
+            if known:
+                return [*welcome, *self._again(rank)]
             join = self.join()
             return [*welcome, ToCoordinator(join)] if join is not None else welcome
         if isinstance(message, m.Heartbeat):
@@ -178,6 +215,10 @@ class Leader:
         if isinstance(message, m.Leave):
             self.leaving = True
             return [ToCoordinator(message)]
+        if isinstance(message, m.Finished) and not message.ok:
+            return self.rank_lost(rank, message.reason)
+        if isinstance(message, m.Ready) and self.ready:
+            return []  # said again
         if isinstance(message, m.Ready | m.CaughtUp | m.Finished):
             told = self._told[type(message).__name__]
             told.add(rank)
@@ -185,11 +226,20 @@ class Leader:
                 return self._wait_for_siblings(rank, told) if isinstance(message, m.Ready) else []
             told.clear()
             self.ready = self.ready or isinstance(message, m.Ready)
+            self.caught_up = self.caught_up or isinstance(message, m.CaughtUp)
             self.finished = self.finished or isinstance(message, m.Finished)
             return [ToCoordinator(message)]
         if isinstance(message, m.Suspect | m.Reachable | m.Stalled | m.Report):
             return [ToCoordinator(message)]
         return []
+
+    def _again(self, rank: int) -> list[Action]:
+        """Its connection was made anew: say once more what may have been lost. It says its own part again, too."""
+        given: list[Action] = [ToRank(rank, message) for message in self._given.values()]
+        change = self.change
+        if change is not None and not change.decided and rank not in change.promised:
+            given.append(ToRank(rank, m.Prepare(change.number, change.epoch, change.step)))
+        return given
 
     def _wait_for_siblings(self, rank: int, ready: set[int]) -> list[Action]:
         missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
@@ -315,6 +365,12 @@ class Leader:
         if len(self.change.asked) < self.ranks:
             return []
         return self._to_ranks(m.Decision(number, view))
+
+    def _give(self, message: m.Message) -> list[Action]:
+        """To all ranks, and to one whose connection breaks once more: it may have been lost."""
+        if not isinstance(message, m.WhoWaits | m.Queued):  # these are of the moment
+            self._given[type(message).__name__] = message
+        return self._to_ranks(message)
 
     def _to_ranks(self, message: m.Message) -> list[Action]:
         return [ToRank(rank, message) for rank in range(self.ranks)]

@@ -7,7 +7,10 @@ on accepting, and what was dropped is counted in `ftcomm.control.dropped`. So no
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import logging
+import selectors
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -16,32 +19,42 @@ import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control import wire
+from ftcomm.control.crowd import Crowd, source_of
 from ftcomm.control.dropped import drop
-from ftcomm.control.within import within
+from ftcomm.control.fork import apart
+from ftcomm.control.liveness import unanswered
+from ftcomm.control.sealed import Channel
+from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
 HANDSHAKE_TIMEOUT = 5.0  # s
-MAX_HANDSHAKES = 256  # under way at one port; the oldest makes room for a newer one
+MAX_HANDSHAKES = 256  # under way at one port; the oldest from where most come makes room for a newer one
+ACCEPTED = 64  # connections taken at once, before others have their turn
 CALL_TIMEOUT = 1.0  # s for a call of who has taken the place of another; see `Link.redirect`
 FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to half a second
 
 
-async def serve_messages(
-    sock: socket.socket,
-    on_message: Callable[[m.AnyMessage], None],
-    writer_ready: Callable[[asyncio.StreamWriter], None],
-) -> str:
-    """Read messages until the connection ends; returns why it did. Owns `sock`.
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One whose selector no forked child has: what that took out of it would be out of the parent's as well."""
+    return asyncio.SelectorEventLoop(apart(selectors.DefaultSelector()))
 
-    A frame that is no message is dropped, one that is too long ends the connection, since what follows it cannot be
-    found.
+
+async def serve_messages(
+    channel: Channel,
+    on_message: Callable[[m.AnyMessage], None],
+    writer_ready: Callable[[wire.Writer], None],
+) -> str:
+    """Read messages until the connection ends; returns why it did. Owns `channel`.
+
+    A record that is no message is dropped, one that is too long or not the other side's ends the connection, since what
+    follows it cannot be trusted.
     """
-    reader, writer = await asyncio.open_connection(sock=sock)
+    reader, stream = await asyncio.open_connection(sock=channel.detach())
     try:
-        writer_ready(writer)
+        writer_ready(wire.Writer(channel, stream))
         while True:
-            data = await wire.read_frame(reader, wire.MAX_MESSAGE)
+            data = await channel.read(reader, wire.MAX_MESSAGE)
             try:
                 message = m.decode(data)
             except msgspec.DecodeError as error:
@@ -52,11 +65,13 @@ async def serve_messages(
             except Exception as error:
                 drop("internal", f"{type(message).__name__}: {error!r}", error=error)
     except (asyncio.IncompleteReadError, OSError) as error:
-        if isinstance(error, wire.HandshakeError):
-            drop(error.kind, str(error))
         return str(error) if isinstance(error, OSError) and str(error) else "its connection closed"
     finally:
-        writer.close()
+        stream.close()
+
+
+class Ended(ConnectionError):
+    """A connection that there was has ended; it is made again."""
 
 
 class Link:
@@ -64,30 +79,38 @@ class Link:
 
     `send` never blocks: with no connection a message is dropped, and `on_open` says again what matters. All of it runs
     in one event loop. An error in a callback costs the connection, which is made again, and never the link.
+
+    `on_down` is told why there is no connection: `Ended` of one that there was, or the error of an attempt to make one.
+    An attempt goes on for as long as the kernel at the other end answers, since its process may be stopped; `on_mute`
+    is told so every `HANDSHAKE_TIMEOUT` seconds.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
-        token: str,
+        credentials: wire.Credentials,
         purpose: str,
         fields: wire.Fields,
         *,
+        to: str = "",
         on_open: Callable[[], None],
         on_message: Callable[[m.AnyMessage], None] = lambda message: None,
         on_down: Callable[[Exception], None] = lambda error: None,
+        on_mute: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self._addresses = [address]  # the last that we were told, and the one of the start
-        self._token, self._purpose, self._fields = token, purpose, fields
-        self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
-        self._writer: asyncio.StreamWriter | None = None
+        self._credentials, self._purpose, self._fields, self._to = credentials, purpose, fields, to
+        self._on_open, self._on_message, self._on_down, self._on_mute = on_open, on_message, on_down, on_mute
+        self._sock: socket.socket | None = None  # connected, maybe not answered yet
+        self._writer: wire.Writer | None = None
         self._opened_at = 0.0
+        self._begun = asyncio.get_running_loop().time()  # the newest attempt
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: m.Message) -> None:
         if self._writer is not None:
-            wire.write_frame(self._writer, m.encode(message))
+            self._writer.write(m.encode(message))
 
     def redirect(self, address: tuple[str, int]) -> None:
         """Whom we are to reach is at `address` now, and says that it has no connection of ours; so the one that there
@@ -96,6 +119,8 @@ class Link:
         loop = asyncio.get_running_loop()
         if self._writer is not None and loop.time() - self._opened_at < CALL_TIMEOUT:
             return
+        if self._writer is None and self.address == address and loop.time() - self._begun < HANDSHAKE_TIMEOUT:
+            return  # it is on its way there; who calls every second would else break off what takes longer than that
         self._task.cancel()
         self._writer = None
         self.address, self._addresses = address, [address, self._addresses[-1]]
@@ -112,7 +137,7 @@ class Link:
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE
         while True:
-            begun = loop.time()
+            begun = self._begun = loop.time()
             try:
                 why = await self._once()
             except OSError as error:
@@ -134,55 +159,87 @@ class Link:
 
     async def _once(self) -> OSError:
         """One connection from its beginning to its end; why it ended. Raises `OSError` if there was none."""
-        sock = await open_socket(self.address, self._token, self._purpose, self._fields)
-        return ConnectionError(await serve_messages(sock, self._on_message, self._opened))
+        self._sock = sock = await _connected(self.address)
+        try:
+            steps = wire.client(self._credentials, self._purpose, self._fields, self._to)
+            elsewhere = len(self._addresses) > 1  # who is stopped here may have been replaced there
+            done = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT, None if elsewhere else self._on_mute)
+        except BaseException:
+            sock.close()
+            raise
+        return Ended(await serve_messages(Channel(sock, *done), self._on_message, self._opened))
+
+    def unanswered(self) -> float | None:
+        """Seconds for which the kernel at the other end has not answered; None without a connection. To be asked before
+        something is sent."""
+        return None if self._sock is None else unanswered(self._sock)
 
     @property
     def is_up(self) -> bool:
         return self._writer is not None
 
-    def _opened(self, writer: asyncio.StreamWriter) -> None:
+    def _opened(self, writer: wire.Writer) -> None:
         self._writer = writer
         self._opened_at = asyncio.get_running_loop().time()
         self._on_open()
 
 
-async def open_socket(address: tuple[str, int], token: str, purpose: str, fields: wire.Fields) -> socket.socket:
-    """A non-blocking authenticated connection. Raises `OSError`, also if it takes longer than the handshake may."""
-    loop = asyncio.get_running_loop()
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+async def open_socket(
+    address: tuple[str, int], credentials: wire.Credentials, purpose: str, fields: wire.Fields, to: str = ""
+) -> Channel:
+    """A non-blocking authenticated connection, to the process `to` if that is known. Raises `OSError`, also if it takes
+    longer than the handshake may."""
+    sock = await _connected(address)
     try:
-        sock.setblocking(False)
-        wire.tune(sock)
-        try:
-            await within(HANDSHAKE_TIMEOUT, loop.sock_connect(sock, address))
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
-        except OSError as error:
-            raise wire.unreached(error) from None
-        except (ValueError, OverflowError) as error:  # somebody has told us an address that cannot be
-            raise ConnectionError(f"no address: {error}") from None
-        await wire.handshake(sock, wire.client_steps(token, purpose, fields), HANDSHAKE_TIMEOUT)
-        return sock
+        steps = wire.client(credentials, purpose, fields, to)
+        return Channel(sock, *await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT))
     except BaseException:
         sock.close()
         raise
 
 
-class Listener:
-    """Accepts connections, does the handshake, and hands the socket (non-blocking) with its `Opening` on.
+async def _connected(address: tuple[str, int]) -> socket.socket:
+    """Before its handshake. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    sock = apart(socket.socket(family, socket.SOCK_STREAM))
+    try:
+        sock.setblocking(False)
+        wire.tune(sock)
+        await wait_for(HANDSHAKE_TIMEOUT, asyncio.get_running_loop().sock_connect(sock, address))
+        return sock
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, asyncio.TimeoutError | TimeoutError):
+            raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
+        if isinstance(error, OSError):
+            raise wire.unreached(error) from None
+        if isinstance(error, ValueError | OverflowError):  # somebody has told us an address that cannot be
+            raise ConnectionError(f"no address: {error}") from None
+        raise
 
-    `on_peer` owns the socket from then on; if it raises, the socket is closed. Who has not proved to hold the token may
-    keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more than `MAX_HANDSHAKES` may do so at a time.
+
+class Listener:
+    """Accepts connections, does the handshake, and hands the channel (non-blocking) with its `Opening` on.
+
+    `on_peer` owns the channel from then on; if it raises, that is closed. `name` is the nonce in the address of this
+    process, by which others may want it.
+
+    Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more
+    than `MAX_HANDSHAKES` may do so at a time; and what one source may cost is bounded, see `Crowd`.
     """
 
     def __init__(
-        self, sock: socket.socket, token: str, on_peer: Callable[[socket.socket, wire.Opening], Awaitable[None]]
+        self,
+        sock: socket.socket,
+        credentials: wire.Credentials,
+        on_peer: Callable[[Channel, wire.Opening], Awaitable[None]],
+        *,
+        name: str = "",
     ):
         sock.setblocking(False)
-        self._sock, self._token, self._on_peer = sock, token, on_peer
-        self._strangers: dict[asyncio.Task[None], None] = {}  # in their handshake, the oldest first
+        self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
+        self._crowd = Crowd()
+        self._strangers: dict[asyncio.Task[None], str] = {}  # in their handshake, and from where; the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
@@ -196,33 +253,46 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._sock)
+                self._admit(*await loop.sock_accept(self._sock))
+                with contextlib.suppress(BlockingIOError):
+                    for _ in range(ACCEPTED):  # in a flood a turn of the loop for each would cost more than they do
+                        self._admit(*self._sock.accept())
             except OSError as error:  # out of descriptors, say: wait for better times, but stay
                 log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
-                continue
-            if len(self._strangers) >= MAX_HANDSHAKES:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
-                drop("crowded", f"the oldest of {MAX_HANDSHAKES} connections that had not proved who they are")
-            task = self._start(self._incoming(sock))
-            self._strangers[task] = None
-            task.add_done_callback(self._known)
             await asyncio.sleep(0)  # the next may be there already; others must have their turn in a flood
+
+    def _admit(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        apart(sock)
+        source = source_of(address[0])
+        if not self._crowd.admit(source, asyncio.get_running_loop().time()):
+            sock.close()
+            drop("crowded", f"a connection from {address[0]}, unread: too many have come from there without a proof")
+            return
+        if len(self._strangers) >= MAX_HANDSHAKES:
+            most = collections.Counter(self._strangers.values()).most_common(1)[0][0]
+            oldest = next(task for task, source in self._strangers.items() if source == most)
+            del self._strangers[oldest]
+            oldest.cancel()
+            drop("crowded", f"the oldest from {most} of {MAX_HANDSHAKES} connections that had not proved who they are")
+        task = self._start(self._incoming(sock, source))
+        self._strangers[task] = source
+        task.add_done_callback(self._known)
 
     def _known(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
 
-    async def _incoming(self, sock: socket.socket) -> None:
+    async def _incoming(self, sock: socket.socket, source: str) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
             sock.setblocking(False)
             wire.tune(sock)
-            opening = await wire.handshake(sock, wire.server_steps(self._token), HANDSHAKE_TIMEOUT)
+            steps = wire.server(self._credentials, self._name)
+            opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
             self._known(task)
-            await self._on_peer(sock, opening)
+            self._crowd.proved(source)
+            await self._on_peer(Channel(sock, keys, tunnel), opening)
         except OSError as error:
             kind = error.kind if isinstance(error, wire.HandshakeError) else "handshake"
             drop(kind, f"a connection: {error}", said=not isinstance(error, wire.Unspoken))
@@ -242,22 +312,22 @@ class Listener:
         self._sock.close()
 
 
-def hand_over(handler: Callable[[socket.socket, wire.Fields], None], sock: socket.socket, fields: wire.Fields) -> None:
-    """Run `handler`, which owns `sock` from then on, and close that if it raises: for a thread of its own."""
+def hand_over(handler: Callable[[Channel, wire.Fields], None], channel: Channel, fields: wire.Fields) -> None:
+    """Run `handler`, which owns `channel` from then on, and close that if it raises: for a thread of its own."""
     try:
-        handler(sock, fields)
+        handler(channel, fields)
     except wire.BadFields as error:
         drop("fields", f"a connection: {error}")
-        sock.close()
+        channel.close()
     except Exception as error:
         drop("internal", f"a connection: {error!r}", error=error)
-        sock.close()
+        channel.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket; port 0 takes a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = apart(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))

@@ -15,6 +15,7 @@ import dataclasses
 import msgspec
 
 from ftcomm.control import messages as m
+from ftcomm.control.actions import Failed, Freeze, Known, Passed, Queued, Resume
 from ftcomm.control.views import View
 
 
@@ -31,51 +32,7 @@ class ToMember:
     message: m.MemberProgress
 
 
-@dataclasses.dataclass(frozen=True)
-class Quiesce:
-    """Stop the exchange; answer with `Machine.quiesced`. Also the moment to reach the members of `view`."""
-
-    view: View
-
-
-@dataclasses.dataclass(frozen=True)
-class Resume:
-    """Everybody has quiesced: go on in `view` from what all hold."""
-
-    view: View
-    progress: dict[int, m.Progress]
-
-
-@dataclasses.dataclass(frozen=True)
-class Passed:
-    """The boundary that the user's code stands at is passed, in the view in force."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """The replica has left the job at this boundary."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Queued:
-    """Still joining; why."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """The job runs, and knows this replica: let the script prepare, and say `Ready` when it is."""
-
-    view: View
-
-
-Action = ToLeader | ToMember | Quiesce | Resume | Passed | Left | Failed | Queued | Known
+Action = ToLeader | ToMember | Freeze | Resume | Passed | Failed | Queued | Known
 
 AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is heard of
 
@@ -112,10 +69,12 @@ class Machine:
     def _pass(self) -> list[Action]:
         if self._standing is None:
             return []
+        assert self.view is not None
         first, self.step = self.step < 0, max(self.step, self._standing)
         self._standing = self._asked = None
         # Who joins waits for the first boundary of all: it is told at once, and not with the next sign of life.
-        return [Passed(), ToLeader(m.Heartbeat(self.step))] if first else [Passed()]
+        passed = Passed(self.view, left=False)
+        return [passed, ToLeader(m.Heartbeat(self.step))] if first else [passed]
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
@@ -153,7 +112,7 @@ class Machine:
             self.phase = "failed"
             return [Failed(reason)]
         self.phase = "left"
-        return [Left()]
+        return [Passed(self.view or self.preview, left=True)]
 
     def _release(self, proposal: int) -> list[Action]:
         if self._promise is not None and self._promise[0] == proposal:
@@ -169,7 +128,7 @@ class Machine:
             return self._install(decision.view)
         self.phase = "left"
         self.view = decision.view
-        return [Left()]
+        return [Passed(self.view, left=True)]
 
     def _install(self, view: View) -> list[Action]:
         if self.view is not None and view.epoch <= self.view.epoch:
@@ -183,10 +142,10 @@ class Machine:
             return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
         self.phase, self.view, self._mine = "changing", view, None
         self._theirs = {epoch: told for epoch, told in self._theirs.items() if epoch >= view.epoch}
-        return [Quiesce(view)]
+        return [Freeze(view)]
 
     def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
-        """The exchange stands still and holds `progress`; `epoch` is that of the `Quiesce` that is answered."""
+        """The exchange stands still and holds `progress`; `epoch` is that of the `Freeze` that is answered."""
         if self.phase != "changing" or self.view is None or epoch != self.view.epoch:
             return []
         self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran)
@@ -212,6 +171,10 @@ class Machine:
             return []
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, self._mine)
         return [ToMember(replica, told)]
+
+    def asked(self) -> list[m.Message]:
+        """What the leader was asked and has not answered yet."""
+        return [] if self._asked is None or self.phase != "running" else [m.AtBoundary(self._asked)]
 
     def missing(self) -> tuple[int, ...]:
         """Whose progress a change of view waits for; empty if none is under way or we have not told ours."""

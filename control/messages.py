@@ -15,8 +15,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ftcomm.control import bounds as b
-from ftcomm.control.unpack import unpack
+from ftcomm.control import field_types as t
+from ftcomm.control.decode import decode_with
 from ftcomm.control.views import Address, Addresses, View
 
 
@@ -24,11 +24,18 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages; the tag on the wire is the class name."""
 
 
-# Kinds of events that are the coordinator's word, on which a launcher acts.
+# Kinds of events that only the coordinator, or the launcher that it is embedded in, may log: launchers and chaos act on
+# them. A rank reports other kinds.
 RESERVED = frozenset(
-    {"caught_up", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "store", "suspect"}
-    | {"view"}
+    {"caught_up", "cut_off", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "removed"}
+    | {"outdated", "spared", "store", "suspect", "twins", "view"}
+    | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
+    | {"restart_asked", "restarting"}
 )
+
+# Reasons of `Expelled` for who comes too late: there is nothing wrong with it, and nothing for it to do.
+FINISHED = "the job has finished"
+OVER = "the job has ended or is being drained"
 
 
 # -- rank -> leader -> coordinator -------------------------------------------------------------------------------
@@ -37,77 +44,80 @@ RESERVED = frozenset(
 class Hello(Message, frozen=True):
     """First message of a rank to its leader: where it is reached, and where it stands (after a reconnection)."""
 
-    rank: b.Rank
+    rank: t.Rank
     address: Address
 
 
 class Join(Message, frozen=True):
     """First message of a leader to the coordinator, and again after every reconnection."""
 
-    replica: b.Replica
-    incarnation: b.Name
+    replica: t.Replica
+    incarnation: t.Name
     ranks: Addresses
-    epoch: b.Epoch  # of the view it runs in; 0: was never in one
-    step: b.Step
+    epoch: t.Epoch  # of the view it runs in; 0: was never in one
+    step: t.Step
     timeouts: tuple[float, float, float]  # heartbeat, floor and ceiling of an op; must be those of the whole job
     leaving: bool = False  # has asked to leave, which an earlier life of the coordinator may have heard
     ready: bool = False  # has said `Ready`, likewise
+    caught_up: bool = False  # has said `CaughtUp`, likewise
+    heard: t.Epoch = 0  # the newest view that it was told of, in force or not
 
 
 class Heartbeat(Message, frozen=True):
-    step: b.Step
+    step: t.Step
+    mute: t.Text = ""  # from a leader: what those of its ranks do that live and do not speak
 
 
 class Suspect(Message, frozen=True):
     """A member is lost. `proof`: its process is known to have ended; else it merely cannot be reached from here."""
 
-    replica: b.Replica
-    incarnation: b.Name
-    reason: b.Text
+    replica: t.Replica
+    incarnation: t.Name
+    reason: t.Text
     proof: bool
 
 
 class Reachable(Message, frozen=True):
     """A member that was suspected without proof can be reached again."""
 
-    replica: b.Replica
+    replica: t.Replica
 
 
 class Stalled(Message, frozen=True):
     """A rank waits, in an op (or what `ftcomm.control.blame` numbers below 0); `waiting_on` are those who have to move,
     none if it does not wait. `due`: for longer than its deadline, said unasked; else the answer to `WhoWaits`."""
 
-    rank: b.Rank
-    epoch: b.Epoch
-    op: b.Op
-    waiting_on: b.Replicas
+    rank: t.Rank
+    epoch: t.Epoch
+    op: t.Op
+    waiting_on: t.Replicas
     due: bool
 
 
 class Promise(Message, frozen=True):
     """Answer to `Prepare`: bound to the proposal if `ok`, else the boundary has been passed (now at `step`)."""
 
-    proposal: b.Proposal
+    proposal: t.Proposal
     ok: bool
-    step: b.Step
+    step: t.Step
 
 
 class AtBoundary(Message, frozen=True):
     """A rank with a promise stands at its boundary and asks its leader what was decided."""
 
-    proposal: b.Proposal
+    proposal: t.Proposal
 
 
 class Withdrawn(Message, frozen=True):
     """All leaders withdrew their promise together; the coordinator must give the proposal up."""
 
-    proposal: b.Proposal
+    proposal: t.Proposal
 
 
 class Installed(Message, frozen=True):
     """The view is in force at this rank (from a leader: at all ranks of its replica)."""
 
-    epoch: b.Epoch
+    epoch: t.Epoch
 
 
 class Ready(Message, frozen=True):
@@ -118,7 +128,7 @@ class Ready(Message, frozen=True):
 class CaughtUp(Message, frozen=True):
     """The rank (from a leader: the replica) holds the state of everybody and can contribute."""
 
-    step: b.Step
+    step: t.Step
 
 
 class Leave(Message, frozen=True):
@@ -126,14 +136,18 @@ class Leave(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The script has ended; the replica needs nothing more."""
+    """The script has ended. `ok`: its training is done, and the replica needs nothing more. Else it is lost to the
+    others at once; `reason` says how it ended."""
+
+    ok: bool = True
+    reason: t.Text = ""
 
 
 class Report(Message, frozen=True):
     """A line for the coordinator's event log: `kind` and JSON-able fields."""
 
-    kind: b.Name
-    fields: Annotated[dict[b.Name, b.Text | int | float | bool | None], Meta(max_length=256)]
+    kind: t.Name
+    fields: Annotated[dict[t.Name, t.Text | int | float | bool | None], Meta(max_length=256)]
 
     def __post_init__(self) -> None:
         if self.kind in RESERVED:
@@ -152,13 +166,13 @@ class NewView(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Leader to rank, in answer to `Hello`: the life of the replica that the rank is part of."""
 
-    incarnation: b.Name
+    incarnation: t.Name
 
 
 class Queued(Message, frozen=True):
     """The replica is known and waits for its first view; `reason` says for what."""
 
-    reason: b.Text
+    reason: t.Text
 
 
 class Registered(Message, frozen=True):
@@ -172,19 +186,19 @@ class Registered(Message, frozen=True):
 class Dismissed(Message, frozen=True):
     """The replica is in no view, and will come into none: it has asked to leave, or the job is being drained."""
 
-    reason: b.Text
+    reason: t.Text
 
 
 class Prepare(Message, frozen=True):
     """Will you stop at the boundary of `step` to hear whether membership changes there?"""
 
-    proposal: b.Proposal
-    epoch: b.Epoch  # the view that it would replace
-    step: b.Step
+    proposal: t.Proposal
+    epoch: t.Epoch  # the view that it would replace
+    step: t.Step
 
 
 class Cancel(Message, frozen=True):
-    proposal: b.Proposal
+    proposal: t.Proposal
 
 
 class WhoWaits(Message, frozen=True):
@@ -194,16 +208,20 @@ class WhoWaits(Message, frozen=True):
 class Decision(Message, frozen=True):
     """Leader to its ranks at the boundary: the view to install, or None to go on as before."""
 
-    proposal: b.Proposal
+    proposal: t.Proposal
     view: View | None
 
 
 class Expelled(Message, frozen=True):
-    reason: b.Text
+    reason: t.Text
 
 
 class FinishAck(Message, frozen=True):
     pass
+
+
+class Ping(Message, frozen=True):
+    """To be acknowledged by the kernel of who it is for (`ftcomm.control.liveness`); its process has nothing to do."""
 
 
 # -- leader <-> leader -------------------------------------------------------------------------------------------
@@ -212,9 +230,9 @@ class FinishAck(Message, frozen=True):
 class Boundary(Message, frozen=True):
     """What a leader knows of a proposal when it reaches the boundary: the committed view, or None."""
 
-    replica: b.Replica
-    epoch: b.Epoch
-    proposal: b.Proposal
+    replica: t.Replica
+    epoch: t.Epoch
+    proposal: t.Proposal
     view: View | None
 
 
@@ -224,55 +242,55 @@ class Boundary(Message, frozen=True):
 class Final(msgspec.Struct, frozen=True):
     """Chunks that are FINAL with the same contributors. Bit i of `chunks` (little endian) is chunk i."""
 
-    contributors: b.Replicas
-    chunks: b.Bitmap
+    contributors: t.Replicas
+    chunks: t.Bitmap
 
 
 class OpProgress(msgspec.Struct, frozen=True):
-    number: b.Op
-    finals: Annotated[tuple[Final, ...], b.MANY]
+    number: t.Op
+    finals: Annotated[tuple[Final, ...], t.MANY]
 
 
 class FailedOp(msgspec.Struct, frozen=True):
-    number: b.Op
-    message: b.Text
+    number: t.Op
+    message: t.Text
     lost: bool = False  # for want of data that a lost member had; else for calls that differ
 
 
 class Roster(msgspec.Struct, frozen=True):
     """The members of a group in rank order, from the boundary of step `since` on, and who of them contributes then."""
 
-    since: b.Step
-    members: b.Replicas
-    givers: b.Replicas
+    since: t.Step
+    members: t.Replicas
+    givers: t.Replicas
 
 
 class Progress(msgspec.Struct, frozen=True):
     """Where a member stands when it has quiesced. Ops are numbered from 0 in their group and return in order."""
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]  # ops that returned, with a result or an error
-    ops: Annotated[tuple[OpProgress, ...], b.MANY]  # issued and not returned, in order
-    failed: Annotated[tuple[FailedOp, ...], b.MANY] = ()  # with an error that must reach everybody, in flight or not
+    ops: Annotated[tuple[OpProgress, ...], t.MANY]  # issued and not returned, in order
+    failed: Annotated[tuple[FailedOp, ...], t.MANY] = ()  # with an error that must reach everybody, in flight or not
     fresh: bool = False  # a joiner that has run nothing: takes over the numbering of the others
-    step: b.Step = -1  # the last boundary that it has passed
-    epoch: b.Epoch = 0  # of the view that it comes from
-    rosters: Annotated[tuple[Roster, ...], b.MANY] = ()  # as agreed upon when it entered that
+    step: t.Step = -1  # the last boundary that it has passed
+    epoch: t.Epoch = 0  # of the view that it comes from
+    rosters: Annotated[tuple[Roster, ...], t.MANY] = ()  # as agreed upon when it entered that
 
 
 class MemberProgress(Message, frozen=True):
     """`Progress` of `replica` for the view of `epoch`."""
 
-    replica: b.Replica
-    incarnation: b.Name
-    epoch: b.Epoch
+    replica: t.Replica
+    incarnation: t.Name
+    epoch: t.Epoch
     progress: Progress
 
 
 class Alive(Message, frozen=True):
     """A sign of life, over the link that would carry the progress: the network between two may be cut in silence."""
 
-    replica: b.Replica
-    incarnation: b.Name
+    replica: t.Replica
+    incarnation: t.Name
 
 
 AnyMessage = (
@@ -302,6 +320,7 @@ AnyMessage = (
     | Decision
     | Expelled
     | FinishAck
+    | Ping
     | Boundary
     | MemberProgress
     | Alive
@@ -317,5 +336,5 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> AnyMessage:
     """Raises `msgspec.DecodeError`, and nothing else, on what is no message, or one with numbers out of bounds."""
-    message: AnyMessage = unpack(_decoder, data)
+    message: AnyMessage = decode_with(_decoder, data)
     return message

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable, Mapping
 
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
+from ftcomm.control.actions import Failed, Freeze, Known, Passed, Queued, Resume
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.detector import Detector
 from ftcomm.control.timeouts import REPORT, Timeouts
@@ -38,60 +40,13 @@ class ToPeer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Freeze:
-    """Make links to the members of `view`, drop those to others, and stop the exchange; answer with `quiesced`."""
-
-    view: View
-
-
-@dataclasses.dataclass(frozen=True)
-class Resume:
-    """Reach the memory of the members of `view`, as long as `wants(view)`, and set the exchange going from `progress`;
-    answer with `resumed`, or with `unreachable` and try again."""
-
-    view: View
-    progress: dict[int, m.Progress]
-
-
-@dataclasses.dataclass(frozen=True)
 class LookAtWaits:
     """Somebody asks on whom the exchange waits; answer with `waits`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Passed:
-    """The boundary that the user's code stands at is passed, in `view`; `left`: by leaving the job. Of that it may have
-    been in no view at all."""
-
-    view: View
-    left: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Queued:
-    """Still joining; why."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """The job runs, and knows this replica, which is in no view: let the script prepare. `view` is that in force, as if
-    this replica were in it."""
-
-    view: View
-
-
-@dataclasses.dataclass(frozen=True)
 class Acked:
     """The coordinator knows that this replica has finished."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """The end for this rank. Say what is still to be said, then hang up, so that nobody waits for it."""
-
-    reason: str
 
 
 Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | Queued | Known | Acked | Failed
@@ -103,10 +58,19 @@ KEPT = 1000  # reports while the coordinator is away; then the oldest go
 class Node:
     """Not thread-safe. Times are seconds of any origin. Every method returns actions in order."""
 
-    def __init__(self, replica: int, rank: int, ranks: int, incarnation: str, address: Address, timeouts: Timeouts):
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        ranks: int,
+        incarnation: str,
+        address: Address,
+        timeouts: Timeouts,
+        state: Callable[[Address], str] = lambda there: "",
+    ) -> None:
         self.rank = rank
         self.machine = mem.Machine(replica)
-        self.leader = lead.Leader(replica, incarnation, ranks, timeouts) if rank == 0 else None
+        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state) if rank == 0 else None
         self.view: View | None = None  # that the exchange runs in
         self._timeouts = timeouts
         self._hello = m.Hello(rank, address)
@@ -116,7 +80,11 @@ class Node:
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) of those that we listen to
         self._silent: dict[tuple[int, str], float] = {}  # when we complained of it last
+        self._above: Detector[str] = Detector(timeouts.heartbeat)  # of the leader, by its other ranks
+        self._from_above = False  # it has spoken since the last tick
+        self._lasting: dict[str, m.Message] = {}  # what this rank has said to its leader once and for all
         self._unreachable: set[int] = set()  # whose memory we fail to reach
+        self._reaching: tuple[int, ...] = ()  # whose memory we are about to reach
         self._waiting_since: tuple[tuple[int, int], float] | None = None  # (epoch, what), since when
         self._said = float("-inf")
 
@@ -130,11 +98,18 @@ class Node:
         """The connection upwards is there, for the first time or again."""
         self._up = True
         if self.leader is None:
-            return [Up(self._hello), *self._said_late()]
+            return [Up(self._hello), *self._said_again(), *self._said_late()]
         join = self.leader.join()
         if join is not None:  # and what it may not have heard, having been away
-            return [Up(join), *([Up(m.Finished())] if self.leader.finished else []), *self._said_late()]
+            return [Up(join), *([Up(m.Finished(True))] if self.leader.finished else []), *self._said_late()]
         return [Queued("not all ranks of this replica have started yet")]
+
+    def _said_again(self) -> list[Action]:
+        """What a rank has said to its leader, and may have been lost with the connection."""
+        again: list[m.Message] = list(self._lasting.values())
+        if self.view is not None:
+            again.append(m.Installed(self.view.epoch))
+        return [Up(message) for message in (*again, *self.machine.asked())]
 
     def _said_late(self) -> list[Action]:
         view = self.machine.view
@@ -143,14 +118,24 @@ class Node:
         self._unsaid.clear()
         return [Up(message) for message in late]
 
-    def up_lost(self, reason: str) -> list[Action]:
-        """It is down, or cannot be made. The coordinator may be away, but the replica lives and dies as one."""
+    def up_lost(self, reason: str, refused: bool = False) -> list[Action]:
+        """It is down, or cannot be made again, as (`refused`) nobody listens there any more. The coordinator may be
+        away, but the replica lives and dies as one."""
         self._up = False
+        return self._orphaned(reason) if refused else []
+
+    def _orphaned(self, reason: str) -> list[Action]:
         if self.leader is None and (self.view is not None or self.machine.preview is not None):
             return self._from_leader(m.Expelled(reason))
         return []
 
+    def up_acknowledged(self, at: float) -> list[Action]:
+        """The kernel at the other end of the connection upwards answers."""
+        self._above.acknowledged("leader", at)
+        return []
+
     def from_up(self, message: m.Message) -> list[Action]:
+        self._from_above = True
         return self._do_leader(self.leader.from_coordinator(message)) if self.leader else self._from_leader(message)
 
     def from_rank(self, rank: int, message: m.Message, now: float) -> list[Action]:
@@ -160,7 +145,14 @@ class Node:
         self.leader.detector.heard(rank, now)
         return self._do_leader(self.leader.from_rank(rank, message))
 
+    def rank_acknowledged(self, rank: int, at: float) -> list[Action]:
+        """In rank 0: the kernel of another rank answers, whatever its process does."""
+        if self.leader is not None:
+            self.leader.detector.acknowledged(rank, at)
+        return []
+
     def rank_lost(self, rank: int, reason: str) -> list[Action]:
+        """In rank 0: the process of another rank has ended."""
         if self.leader is None:
             return []
         self.leader.detector.forget(rank)
@@ -187,6 +179,19 @@ class Node:
             if member is not None:
                 return self.tell(m.Suspect(replica, member.incarnation, reason, proof))
         return []
+
+    def peers_acknowledged(self, at: Mapping[int, float]) -> list[Action]:
+        """When the kernels of members, by replica, were last known to answer: their processes may hold their
+        interpreters, but the network leads there."""
+        actions: list[Action] = []
+        for life in sorted(self._peers):
+            if life[0] in at:
+                self._detector.acknowledged(life, at[life[0]])
+                known = self._silent.get(life)
+                if known is not None and at[life[0]] > known:
+                    del self._silent[life]
+                    actions += self.peer_back(life[0])
+        return actions
 
     def peer_back(self, replica: int) -> list[Action]:
         """It can be reached again after all."""
@@ -239,6 +244,8 @@ class Node:
         if isinstance(message, m.Report) and not self._up:
             self._unsaid.append(message)
             return []
+        if self.leader is None and isinstance(message, m.Ready | m.Leave | m.Finished):
+            self._lasting[type(message).__name__] = message
         return [Up(message)]
 
     def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
@@ -249,6 +256,11 @@ class Node:
         """Whether the `Resume` for `view` is still to be carried out."""
         return self.machine.view is view and self.machine.phase == "resuming"
 
+    def reaching(self, replicas: tuple[int, ...]) -> list[Action]:
+        """Whose memory we are about to reach: who is waited for, if that takes long, and not complained of."""
+        self._reaching = replicas
+        return []
+
     def unreachable(self, epoch: int, replica: int, reason: str) -> list[Action]:
         self._unreachable.add(replica)
         return self.peer_lost(replica, epoch, f"its memory cannot be reached: {reason}", proof=False)
@@ -256,8 +268,10 @@ class Node:
     def resumed(self, view: View) -> list[Action]:
         """The exchange runs in `view`."""
         self.view = view
+        forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
         self._unreachable.clear()
-        return self._do_member(self.machine.resumed(view.epoch))
+        self._reaching = ()
+        return forgiven + self._do_member(self.machine.resumed(view.epoch))
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
         """The exchange has made no progress for its deadline; to be repeated every `REPORT` seconds."""
@@ -275,8 +289,11 @@ class Node:
         if self.machine.phase == "failed":
             return []
         self.machine.fail()
-        siblings = self._do_leader(self.leader.rank_lost(0, reason)) if self.leader is not None else []
-        return [*siblings, Failed(reason)]
+        if self.leader is not None:
+            said = self._do_leader(self.leader.rank_lost(0, reason))
+        else:
+            said = [Up(m.Finished(False, reason))]
+        return [*said, Failed(reason)]
 
     @property
     def all_finished(self) -> bool:
@@ -289,11 +306,21 @@ class Node:
         """To be called every `Timeouts.beat`: our sign of life, and the waits that are too long."""
         heartbeat = m.Heartbeat(self.machine.step)
         if self.leader is None:
-            actions: list[Action] = [Up(heartbeat)]
+            actions: list[Action] = [Up(heartbeat), *self._look_up(now)]
         else:
             self.leader.from_rank(0, heartbeat)
             actions = self._do_leader(self.leader.tick(now))
         return [*actions, *self._listen(now), *self._watch(now)]
+
+    def _look_up(self, now: float) -> list[Action]:
+        """A leader whose host is gone tells its ranks nothing any more."""
+        if self._from_above:
+            self._from_above = False
+            self._above.heard("leader", now)
+        for leader, seconds in self._above.silent(now).items():
+            self._above.forget(leader)
+            return self._orphaned(f"the leader of the replica is lost: silent for {seconds:.1f} s")
+        return []
 
     def _watch(self, now: float) -> list[Action]:
         """A change of view or a boundary that does not come about is a stall like that of an op."""
@@ -317,7 +344,7 @@ class Node:
     def _waiting(self) -> tuple[int, tuple[int, ...]]:
         missing = self.machine.missing()
         if self.machine.phase == "resuming":
-            missing = tuple(self._unreachable)
+            missing = self._reaching or tuple(self._unreachable)
         if missing:
             return CHANGE, missing
         return BOUNDARY, self.leader.waiting() if self.leader is not None and self.machine.phase == "running" else ()
@@ -357,18 +384,6 @@ class Node:
                     result += self._say(action.message)
             elif isinstance(action, mem.ToMember):
                 result.append(ToPeer(action.replica, action.message))
-            elif isinstance(action, mem.Quiesce):
-                result.append(Freeze(action.view))
-            elif isinstance(action, mem.Resume):
-                result.append(Resume(action.view, action.progress))
-            elif isinstance(action, mem.Passed | mem.Left):
-                view = self.view if isinstance(action, mem.Passed) else self.machine.view or self.machine.preview
-                assert view is not None
-                result.append(Passed(view, isinstance(action, mem.Left)))
-            elif isinstance(action, mem.Queued):
-                result.append(Queued(action.reason))
-            elif isinstance(action, mem.Known):
-                result.append(Known(action.view))
             else:
-                result.append(Failed(action.reason))
+                result.append(action)
         return result

@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterable
 
 from ftcomm.control import messages as m
-from ftcomm.control.links import Link
+from ftcomm.control.fork import apart
+from ftcomm.control.links import Ended, Link
 from ftcomm.control.views import Member, View
+from ftcomm.control.wire import Credentials, Elsewhere
 
 Lost = Callable[[View, int, str, bool], None]  # (view, replica, reason, whether its end is certain)
 
@@ -17,25 +19,26 @@ class Peers:
     """All of it runs in the event loop of the control thread.
 
     `on_open(replica)` is called when a link is there, for the first time or again, `on_back(replica)` if its loss had
-    been told. `on_lost` may be called often.
+    been told and its kernel answers again. `on_lost` may be called often.
     """
 
     def __init__(
         self,
         replica: int,
         rank: int,
-        token: str,
+        credentials: Credentials,
         *,
         on_open: Callable[[int], None],
         on_lost: Lost,
         on_back: Callable[[int], None],
     ) -> None:
-        self._replica, self._rank, self._token = replica, rank, token
+        self._replica, self._rank, self._credentials = replica, rank, credentials
         self._on_open, self._on_lost, self._on_back = on_open, on_lost, on_back
         self._down: set[int] = set()  # links that we have complained about
         self._view: View | None = None
         self._links: dict[int, tuple[str, Link]] = {}  # replica -> (incarnation, link)
         self._watched: dict[int, tuple[str, int | None]] = {}  # replica -> (incarnation, pidfd; None when it has ended)
+        apart(self, lambda peers: [fd for _, fd in peers._watched.values() if fd is not None])
 
     def connect(self, view: View) -> None:
         """Links to the members of `view`; those to anybody else are closed."""
@@ -56,23 +59,39 @@ class Peers:
         address = member.ranks[self._rank]
         return Link(
             (address.host, address.port),
-            self._token,
+            self._credentials,
             "member",
             {"replica": self._replica},
+            to=address.nonce,
             on_open=lambda: self._opened(member.replica),
             on_down=lambda error: self._broken(member, error),
         )
 
     def _opened(self, replica: int) -> None:
         self._on_open(replica)
+        self._back(replica)
+
+    def _back(self, replica: int) -> None:
         if replica in self._down:
             self._down.discard(replica)
             self._on_back(replica)
 
+    def unanswered(self) -> dict[int, float]:
+        """Of those to whom there is a connection, answered by their process or not: for how many seconds their kernels
+        have not acknowledged what they were sent. To be asked before they are sent more."""
+        seconds = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
+        known = {replica: since for replica, since in seconds.items() if since is not None}
+        for replica in [replica for replica in self._down if known.get(replica) == 0.0]:
+            self._back(replica)
+        return known
+
     def _broken(self, member: Member, error: Exception) -> None:
+        if isinstance(error, Ended):
+            return  # it proves nothing; that it cannot be made again would
         self._down.add(member.replica)
         there = member.ranks[self._rank]
-        self._lost(member, f"the link to it at {there.host}:{there.port} is down: {error}", proof=False)
+        ended = isinstance(error, Elsewhere)
+        self._lost(member, f"the link to it at {there.host}:{there.port} is down: {error}", proof=ended)
 
     def send(self, replica: int, message: m.Message) -> None:
         """Dropped without a link; `on_open` is the moment to say again what matters."""

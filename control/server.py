@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,18 +15,21 @@ from typing import Any
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import wire
+from ftcomm.control.dials import Outcome
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
+from ftcomm.control.liveness import Knock, boot, state_of
+from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Member
-from ftcomm.control.within import within
+from ftcomm.control.views import Address, View
+from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
 
-CALLS = 1.0  # s between two calls to a member that has not come
+RETRY = 1.0  # s between two attempts to store a view where there is no room for it
 
 
 class ServerError(RuntimeError):
@@ -41,7 +43,7 @@ class CoordinatorServer:
         self,
         replicas: int,
         ranks_per_replica: int,
-        token: str,
+        credentials: wire.Credentials,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -50,18 +52,19 @@ class CoordinatorServer:
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._new = (replicas, ranks_per_replica, timeouts)
-        self._token, self._host, self._port = token, host, port
+        self._credentials, self._host, self._port = credentials, host, port
         self._store = store if isinstance(store, Store) else ViewStore(store)
         self._store.tell = lambda text: self._log("store", {"text": text})
         self._on_event = on_event
         self._beat = timeouts.beat
         self._machine: c.Coordinator | None = None
-        self._writers: dict[c.Conn, asyncio.StreamWriter] = {}
+        self._writers: dict[c.Conn, wire.Writer] = {}
         self._here: dict[c.Conn, Any] = {}  # who a connection said to be from; its `Join` may be still under way
         self._conns = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._calls: dict[int, asyncio.Task[None]] = {}  # by replica
+        self._dials: set[asyncio.Task[None]] = set()
+        self._knocks: dict[tuple[int, str], Knock] = {}  # (replica, incarnation) of those that are looked for
         self._keeper: asyncio.Task[None] | None = None
         self._waiting: deque[c.Action] = deque()  # for a view before them that is being written down
         self._writing: asyncio.Future[None] | None = None
@@ -113,9 +116,13 @@ class CoordinatorServer:
             ) from None
         self._port = sock.getsockname()[1]
         self._machine = c.Coordinator(
-            *self._new, views=self._store.views, now=time.monotonic(), lifetime=secrets.randbits(32)
+            *self._new,
+            views=self._store.views,
+            now=time.monotonic(),
+            lifetime=secrets.randbits(32),
+            state=state_of,
         )
-        self._listener = Listener(sock, self._token, self._peer)
+        self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
 
     async def _keep(self) -> None:
@@ -144,6 +151,11 @@ class CoordinatorServer:
         if self._machine is not None:
             self._do(self._machine.drain())
 
+    def exited(self, replica: int, reason: str) -> None:
+        """A process of it has ended, and not well, whatever it has said before."""
+        if self._machine is not None:
+            self._do(self._machine.exited(replica, reason))
+
     async def wait_done(self) -> None:
         """Until all members have finished, the job has failed, or this coordinator cannot go on (`failed` says why)."""
         await self._done.wait()
@@ -164,27 +176,29 @@ class CoordinatorServer:
     async def _give_up(self) -> None:
         self._machine = None
         self._waiting.clear()
-        for task in (self._ticker, self._writing, *self._calls.values()):
+        for task in (self._ticker, self._writing, *self._dials):
             if task is not None:
                 task.cancel()
         self._ticker = self._writing = None
-        self._calls.clear()
+        for knock in self._knocks.values():
+            knock.close()
+        self._knocks.clear()
         if self._listener is not None:
             await self._listener.close()
             self._listener = None
         for writer in self._writers.values():
             writer.close()
 
-    async def _peer(self, sock: socket.socket, opening: wire.Opening) -> None:
+    async def _peer(self, channel: Channel, opening: wire.Opening) -> None:
         if opening.purpose != "leader" or self._machine is None:
             drop("purpose", f"a connection for {opening.purpose!r}, which a coordinator does not serve")
-            sock.close()
+            channel.close()
             return
         self._conns += 1
         conn = self._conns
         self._here[conn] = opening.fields.get("replica")
 
-        def ready(writer: asyncio.StreamWriter) -> None:
+        def ready(writer: wire.Writer) -> None:
             self._writers[conn] = writer
 
         def received(message: m.AnyMessage) -> None:
@@ -192,7 +206,7 @@ class CoordinatorServer:
                 self._do(self._machine.receive(conn, message, time.monotonic()))
 
         try:
-            await serve_messages(sock, received, ready)
+            await serve_messages(channel, received, ready)
         finally:
             self._writers.pop(conn, None)
             self._here.pop(conn, None)
@@ -203,20 +217,80 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(self._beat / 2)
             if self._machine is not None and self._store.sure:  # else members may be another one's to call
-                self._do(self._machine.tick(time.monotonic()))
-                for member in self._machine.awaited():
-                    if member.replica not in self._here.values() and member.replica not in self._calls:
-                        self._calls[member.replica] = asyncio.ensure_future(self._call(member))
+                try:
+                    self._ask_kernels(self._machine)
+                    self._do(self._machine.tick(time.monotonic()))
+                except Exception as error:  # who is lost later is still to be found
+                    drop("internal", f"the look at who is here: {error!r}", error=error)
 
-    async def _call(self, member: Member) -> None:
-        """Tell a member, which may still hang on to a coordinator before us, where we are. It comes, or it is lost."""
-        leader = member.ranks[0]
+    def _ask_kernels(self, machine: c.Coordinator) -> None:
+        """Whose kernels have acknowledged what they were sent; then the next to be acknowledged."""
+        for life in self._knocks.keys() - machine.missed:
+            self._unknock(life)
+        ping = m.encode(m.Ping())
+        for conn, writer in self._writers.items():
+            seconds = writer.unanswered()
+            if seconds is not None:
+                machine.acknowledged(conn, time.monotonic() - seconds)
+            writer.write(ping)
+
+    def _dial(self, dial: c.Dial) -> None:
+        task = asyncio.ensure_future(self._dialled(dial))
+        self._dials.add(task)
+        task.add_done_callback(self._dials.discard)
+
+    async def _dialled(self, dial: c.Dial) -> None:
+        machine, life = self._machine, (dial.replica, dial.incarnation)
+        outcome = await self._knock(life, dial.address)
+        if machine is None or machine is not self._machine:
+            return
+        self._do(machine.dialled(*life, outcome, time.monotonic()))
+        if outcome == "answered" and dial.call and dial.replica not in self._here.values():
+            another = not await self._call(dial.address)
+            if another and machine is self._machine:
+                self._do(machine.dialled(*life, "ended", time.monotonic()))
+
+    async def _knock(self, life: tuple[int, str], there: Address) -> Outcome:
+        """What listens there. The connection is kept as long as the process does not take it and close it, so that one
+        that is held up for long does not find a thousand of them."""
+        known = self._knocks.get(life)
+        seconds = known.unanswered() if known is not None else None
+        if seconds is not None:
+            return "answered" if seconds <= CALL_TIMEOUT else "unreachable"
+        self._unknock(life)
+        try:
+            knock = await Knock.at((there.host, there.port), CALL_TIMEOUT)
+        except ConnectionRefusedError:
+            return "ended" if self._here_alone(there) else "refused"
+        except (OSError, ValueError, OverflowError):
+            return "unreachable"
+        self._unknock(life)
+        self._knocks[life] = knock
+        return "answered"
+
+    def _unknock(self, life: tuple[int, str]) -> None:
+        knock = self._knocks.pop(life, None)
+        if knock is not None:
+            knock.close()
+
+    @staticmethod
+    def _here_alone(there: Address) -> bool:
+        """Whether the address is one of this kernel, with no network and no firewall in between."""
+        local = there.host == "::1" or there.host.startswith("127.")
+        return local and there.boot == boot()
+
+    async def _call(self, there: Address) -> bool:
+        """Tell a member, which may still hang on to a coordinator before us, where we are. False if another process of
+        the job has its port by now."""
         fields: wire.Fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            call = open_socket((leader.host, leader.port), self._token, "coordinator", fields)
-            (await within(CALL_TIMEOUT, call)).close()
-        await asyncio.sleep(CALLS)
-        self._calls.pop(member.replica, None)
+        try:
+            call = open_socket((there.host, there.port), self._credentials, "coordinator", fields, to=there.nonce)
+            (await wait_for(CALL_TIMEOUT, call)).close()
+        except wire.Elsewhere:
+            return False
+        except (OSError, asyncio.TimeoutError):
+            pass
+        return True
 
     @property
     def _anywhere(self) -> bool:
@@ -234,20 +308,24 @@ class CoordinatorServer:
         if isinstance(action, c.Send):
             writer = self._writers.get(action.conn)
             if writer is not None:
-                wire.write_frame(writer, m.encode(action.message))
+                writer.write(m.encode(action.message))
         elif isinstance(action, c.Persist):
             try:
                 self._writing = self._store.append(action.view)
             except OSError as error:
-                self._not_written(f"{error.strerror}; free space there")
+                self._writing = asyncio.ensure_future(self._write_again(action.view, error))
             if self._writing is not None:
                 self._writing.add_done_callback(self._written)
         elif isinstance(action, c.Close):
             writer = self._writers.pop(action.conn, None)
             if writer is not None:
                 writer.close()
+        elif isinstance(action, c.Dial):
+            self._dial(action)
         elif isinstance(action, c.Log):
             self._log(action.kind, action.fields)
+        elif isinstance(action, c.Unfit):
+            self._over(action.reason)
         else:
             self.ended = True
             self._over(action.failed)
@@ -261,8 +339,26 @@ class CoordinatorServer:
             self._not_written(str(error))
         self._do([])
 
+    async def _write_again(self, view: View, error: OSError) -> None:
+        """Until there is room for it. Nothing that was decided with it or later is heard of before."""
+        self._log(
+            "store",
+            {
+                "text": f"the views cannot be stored in {self._store.name}: {error.strerror}; free space there. Until "
+                f"then nobody joins, leaves or is replaced; it is tried again every {RETRY:g} s"
+            },
+        )
+        while True:
+            await asyncio.sleep(RETRY)
+            with contextlib.suppress(OSError):
+                writing = self._store.append(view)
+                break
+        if writing is not None:
+            await writing
+        self._log("store", {"text": f"the views are stored in {self._store.name} again"})
+
     def _not_written(self, why: str) -> None:
-        """A view that is not written down must not be heard of."""
+        """A view that is not written down must not be heard of, and no second attempt would mend it."""
         self._waiting.clear()
         self._machine = None
         mend = "Then start this coordinator again with --port and --store as they were"

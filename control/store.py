@@ -11,12 +11,14 @@ import asyncio
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from ftcomm.control.unpack import unpack
+from ftcomm.control.decode import decode_with
+from ftcomm.control.fork import apart
 from ftcomm.control.views import View
 
 DECODER = msgspec.json.Decoder(View)
@@ -73,6 +75,8 @@ class ViewStore(Store):
     def __init__(self, path: Path | None) -> None:
         self.path, self.name = path, str(path)
         self._fd: int | None = None
+        self._end = 0  # bytes of the file that hold whole views
+        apart(self, lambda store: () if store._fd is None else (store._fd,))  # a child would keep the lock
         self.views = []
 
     async def acquire(self) -> None:
@@ -90,11 +94,11 @@ class ViewStore(Store):
         if self.path is None:
             return
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"cannot open the file of views {self.path}: {error.strerror}; choose another --store"
-            ) from error
+            why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+            raise StoreError(f"cannot open the file of views {self.path}: {why}; choose another --store") from error
+        self._check(self.path, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -106,15 +110,33 @@ class ViewStore(Store):
         self._fd = fd
         self.views = self._read(fd)
 
+    def _check(self, path: Path, fd: int) -> None:
+        """What is opened is a file that nobody has put there for us to believe; and its name lasts as it does. Who owns
+        the folder could replace it anyway, and a file server may call us by that name."""
+        found = os.fstat(fd)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            trusted = (os.geteuid(), os.fstat(folder).st_uid)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in trusted:
+                os.close(fd)
+                raise StoreError(
+                    f"{path} is not a file of this user, but of user {found.st_uid}; remove it, or choose another "
+                    "--store"
+                )
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
     def _read(self, fd: int) -> list[View]:
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
             lines = file.read().split(b"\n")
         whole, rest = lines[:-1], lines[-1]
+        self._end = sum(len(line) + 1 for line in whole)
         if rest:  # a power cut in the middle of a write: that view was never sent to anybody
-            os.ftruncate(fd, sum(len(line) + 1 for line in whole))
+            os.ftruncate(fd, self._end)
         try:
-            return [unpack(DECODER, line) for line in whole[-2:]]
+            return [decode_with(DECODER, line) for line in whole[-2:]]
         except msgspec.DecodeError as error:
             self.close()
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error
@@ -122,11 +144,11 @@ class ViewStore(Store):
     def append(self, view: View) -> None:
         if self._fd is not None:
             line = msgspec.json.encode(view) + b"\n"
-            end = os.lseek(self._fd, 0, os.SEEK_END)
+            os.ftruncate(self._fd, self._end)  # what an attempt that failed has left there
             if os.write(self._fd, line) < len(line):
-                os.ftruncate(self._fd, end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fdatasync(self._fd)
+            self._end += len(line)
         self.views = [*self.views[-1:], view]
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """All times that somebody waits, as one chain derived from one number, so that each link can do its work in time.
 
 beat         heartbeat / 10   between two signs of life
-heartbeat    op / 24, 0.2 to 5 s: silence after which a process is lost
+heartbeat    op / 24, 0.2 to 5 s: silence of its kernel after which a host, and what runs on it, is lost. Not of a
+             process: one that holds its interpreter lock (a compilation, a long C call), or is stopped, lives, and what
+             waits for it is a stall, by the numbers that follow
 op_floor     op / 4, and above heartbeat: the earliest that an op without progress is called a stall
 op           THE NUMBER. The latest that it is; between the two the deadline follows what such ops really took
 grace        op / 4, 5 s at most: how long a stall is watched before the one who causes it is removed
@@ -13,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 REPORT = 1.0  # s between two reports of a stall that lasts: one that is lost does not matter
-LEAST_HEARTBEAT = 0.1  # s; ten signs of life in less are more than a busy machine can give
+LEAST_HEARTBEAT = 0.1  # s; less than two kernels may take to acknowledge (40 ms each) would be no silence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,14 @@ class Timeouts:
 
     @property
     def silence(self) -> float:
-        """Without a sign of life for that long one is lost to who counts on it: so that, with the beat that was under
-        way and the look that finds it, nobody is silent for longer than `heartbeat`."""
+        """With neither a word of its process nor an answer of its kernel for that long one is lost to who counts on it:
+        so that, with the beat that was under way and the look that finds it, no host is silent for longer than
+        `heartbeat`."""
         return 0.8 * self.heartbeat
 
     @property
     def unheard(self) -> float:
-        """Without a sign of life for that long members complain of each other; `patience` is still to come."""
+        """Likewise for that long members complain of each other; `patience` is still to come."""
         return 0.5 * self.heartbeat
 
     @property
@@ -73,8 +76,8 @@ class Timeouts:
                 raise ValueError(f"the {_NAMES[name]} of {seconds} s; expected a positive number of seconds")
         if self.heartbeat < LEAST_HEARTBEAT:
             raise ValueError(
-                f"the heartbeat timeout of {self.heartbeat:g} s is below {LEAST_HEARTBEAT:g} s: a process that is "
-                "merely not scheduled for a moment would be lost. Raise it"
+                f"the heartbeat timeout of {self.heartbeat:g} s is below {LEAST_HEARTBEAT:g} s: a host whose network "
+                "is merely busy for a moment would be lost. Raise it"
             )
         if self.op <= self.heartbeat:
             raise ValueError(
@@ -84,9 +87,9 @@ class Timeouts:
         if not self.heartbeat < self.op_floor <= self.op:
             raise ValueError(
                 f"the floor of the op timeout of {self.op_floor:g} s is not between the heartbeat timeout "
-                f"({self.heartbeat:g} s) and the op timeout ({self.op:g} s): below the first a stopped process would "
-                "be called a stall before its silence is noticed, above the second it would never apply. Choose one "
-                "between them"
+                f"({self.heartbeat:g} s) and the op timeout ({self.op:g} s): below the first a host that is gone "
+                "would be called a stall before its silence is noticed, above the second it would never apply. Choose "
+                "one between them"
             )
         needed = self.grace + 2 * REPORT + self.heartbeat
         if self.give_up - self.op <= needed:

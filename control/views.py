@@ -8,32 +8,33 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ftcomm.control import bounds as b
+from ftcomm.control import field_types as t
+from ftcomm.control.limits import RANKS
 
 
 class Address(msgspec.Struct, frozen=True):
     """Where one rank can be reached: its listening port, and its shared-memory segment for ranks of the same host."""
 
-    host: b.Name
+    host: t.Name
     port: Annotated[int, Meta(ge=0, le=65535)]
-    boot: b.Name  # the kernel's boot id: equal on both sides means the same running kernel
+    boot: t.Name  # the kernel's boot id: equal on both sides means the same running kernel
     pid: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
     segment: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # file descriptor of the segment in process `pid`
-    nonce: b.Hex  # hex; proves that an opened segment is the right one
-    layout: b.Name = ""  # of the segment, in words; members of a group have it alike
-    rack: b.Name = ""  # a label of where the host stands, as FTCOMM_RACK says it
-    tuning: b.Name = ""  # the digest of the switch points, and from where they are; alike as well
-    arithmetic: b.Name = ""  # equal on both sides means the same bits for the same inputs; "" is equal to nothing
+    nonce: t.Hex  # hex; proves that an opened segment is the right one
+    layout: t.Name = ""  # of the segment, in words; members of a group have it alike
+    rack: t.Name = ""  # a label of where the host stands, as FTCOMM_RACK says it
+    tuning: t.Name = ""  # the digest of the switch points, and from where they are; alike as well
+    arithmetic: t.Name = ""  # equal on both sides means the same bits for the same inputs; "" is equal to nothing
 
 
-Addresses = Annotated[tuple[Address, ...], Meta(max_length=4096)]  # of a replica's ranks, in order
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=RANKS)]  # of a replica's ranks, in order
 
 
 class Member(msgspec.Struct, frozen=True):
     """A replica in a view. `incarnation` tells a restarted replica from its dead predecessor."""
 
-    replica: b.Replica
-    incarnation: b.Name
+    replica: t.Replica
+    incarnation: t.Name
     ranks: Addresses
     contributing: bool
 
@@ -43,11 +44,11 @@ class View(msgspec.Struct, frozen=True):
     under that number and is in force from the boundary of `step` on. A member that has not run yet starts with `step`.
     """
 
-    epoch: b.Epoch
-    step: b.Step | None
-    members: Annotated[tuple[Member, ...], b.MANY]  # ascending by replica
-    why: b.Text = ""
-    proposal: b.Proposal = 0
+    epoch: t.Epoch
+    step: t.Step | None
+    members: Annotated[tuple[Member, ...], t.MANY]  # ascending by replica
+    why: t.Text = ""
+    proposal: t.Proposal = 0
 
     def __post_init__(self) -> None:
         if any(one.replica >= next_.replica for one, next_ in itertools.pairwise(self.members)):

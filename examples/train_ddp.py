@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import ftcomm
 from ftcomm.demo.data import library_text
 from ftcomm.demo.model import Transformer
-from ftcomm.hsdp import Batches, Checkpoints, Loader, Replica
+from ftcomm.training import Batches, Checkpoints, Loader, StepLoop
 
 CONTEXT, BATCH = 64, 12  # bytes of a sample, samples of a replica's batch
 
@@ -58,17 +58,17 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
 
     checkpoints = Checkpoints(args.checkpoints, state, every=100)
-    replica = Replica(state, start=checkpoints.restore())
-    for step in replica.steps(args.steps):
+    loop = StepLoop(state, start=checkpoints.restore())
+    for step in loop.steps(args.steps):
         checkpoints.before(step)
         optimizer.zero_grad()
-        with replica.guard():  # after an error that may pass all replicas repeat the step
+        with loop.guard():  # after an error that may pass all replicas repeat the step
             loss = parallel(next(batches))
             loss.backward()
             optimizer.step()
             scheduler.step()
             ftcomm.report(step=step, loss=loss.item())
-    checkpoints.close(replica.step)
+    checkpoints.close(loop.step)
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ Names are imported on first use, so that `import ftcomm` and the command line st
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,17 +30,48 @@ if TYPE_CHECKING:
         SettingsError,
         StateError,
         StepError,
+        TooLateError,
         TransportError,
     )
-    from ftcomm.group import Group, allreduce, default_group, init, report, shutdown, verify
-    from ftcomm.hsdp.steps import steps
+    from ftcomm.group import (
+        Group,
+        allgather,
+        allreduce,
+        alltoall,
+        barrier,
+        broadcast,
+        default_group,
+        gather,
+        init,
+        recv,
+        reduce,
+        reduce_scatter,
+        report,
+        scatter,
+        send,
+        shutdown,
+        verify,
+    )
+    from ftcomm.training.steps import steps
 
-__version__ = "0.1.0"
+# One thread's stores become visible to another in their order because of the interpreter lock.
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "ftcomm needs the interpreter lock, which this free-threaded Python runs without; set PYTHON_GIL=1, or use the "
+        "usual build of Python"
+    )
+
+__version__ = "0.2.0"
 
 _HOME = {
     **dict.fromkeys(("Span", "Work"), "ftcomm.calls"),
-    **dict.fromkeys(("Group", "allreduce", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"),
-    **dict.fromkeys(("steps",), "ftcomm.hsdp.steps"),
+    **dict.fromkeys(("Group", "default_group", "init", "report", "shutdown", "verify"), "ftcomm.group"),
+    **dict.fromkeys(
+        ("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter", "barrier"),
+        "ftcomm.group",
+    ),
+    **dict.fromkeys(("send", "recv"), "ftcomm.group"),
+    **dict.fromkeys(("steps",), "ftcomm.training.steps"),
     **dict.fromkeys(
         (
             "ArgumentError",
@@ -53,6 +85,7 @@ _HOME = {
             "SettingsError",
             "StateError",
             "StepError",
+            "TooLateError",
             "TransportError",
         ),
         "ftcomm.errors",
@@ -73,12 +106,23 @@ __all__ = [
     "Span",
     "StateError",
     "StepError",
+    "TooLateError",
     "TransportError",
     "Work",
+    "allgather",
     "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
     "default_group",
+    "gather",
     "init",
+    "recv",
+    "reduce",
+    "reduce_scatter",
     "report",
+    "scatter",
+    "send",
     "shutdown",
     "steps",
     "verify",

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import resource
 import socket
 import struct
 import time
@@ -45,12 +46,27 @@ def listed() -> str:
     return ", ".join(f"{name} {address}" for name, address in interfaces().items())
 
 
+def look_up(host: str, port: int | None, kind: socket.SocketKind) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Family and address of a name. Raises `OSError`; `InitError` if Python cannot load what it needs for names."""
+    try:
+        family, _, _, _, (address, found, *_) = socket.getaddrinfo(host, port, type=kind)[0]
+        return family, (str(address), int(found))
+    except (LookupError, MemoryError) as error:  # of the codec of names, which is loaded here for the first time
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        bound = f"{limit >> 20} MB (RLIMIT_AS)" if limit != resource.RLIM_INFINITY else "not limited (RLIMIT_AS)"
+        raise InitError(
+            f"the name {host!r} cannot be looked up, since Python could not load its codec ({error}). That is what a "
+            f"process without address space says first; it is {bound} here. Raise it (ulimit -v), or free memory "
+            "before ftcomm.init()."
+        ) from error
+
+
 def source(towards: tuple[str, int]) -> tuple[str, str]:
     """The address from which packets to `towards` leave, and the address of that. Sends nothing. Raises `OSError`."""
-    family, _, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+    family, address = look_up(*towards, socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(address)
-        return str(way.getsockname()[0]), str(address[0])
+        return str(way.getsockname()[0]), address[0]
 
 
 def own_address(asked: str, towards: tuple[str, int], name: str, timeout: float = 0.0) -> str:
@@ -103,7 +119,7 @@ def resolved(asked: str) -> str:
     if asked in (name for _, name in socket.if_nameindex()):
         raise SettingsError(f"FTCOMM_HOST={asked}: this interface has no IPv4 address; this host has {listed()}.")
     try:
-        return str(socket.getaddrinfo(asked, None, type=socket.SOCK_STREAM)[0][4][0])
+        return look_up(asked, None, socket.SOCK_STREAM)[1][0]
     except OSError as error:
         raise SettingsError(
             f"FTCOMM_HOST={asked} is neither an address nor an interface of this host, which has {listed()} ({error})."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -10,14 +11,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ftcomm.arrays import stage
-from ftcomm.collective import script
-from ftcomm.collective.operation import Operation
-from ftcomm.collective.scripted import Scripted
-from ftcomm.collective.wire import WIRES
+from ftcomm.collective import schedule
+from ftcomm.collective.compression import COMPRESSIONS
+from ftcomm.collective.operation import UNKNOWN, Operation
+from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.device.device import Device
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.kernels.dtypes import BYTES
+from ftcomm.messages.p2p import Messages
 from ftcomm.transport.segment import CHUNK
 
 Array = np.ndarray[Any, Any]
@@ -89,17 +91,64 @@ class Work:
         return tuple(Span(*span) for span in self._op.spans())
 
 
-class Calls:
-    """The calls of a group. Every `root` is a rank: a position in `roster`."""
+class Turn:
+    """Whose call it is. Ops are matched by the order of calls, and two threads that call at the same time have none: a
+    group where that is seen tells both of them. What it cannot see are threads whose calls never overlap."""
 
-    roster: tuple[int, ...]  # the members' numbers in rank order; changes at step boundaries alone
-    me: int  # the number of this member; its rank is `roster.index(me)`
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()  # held by the call that blocks
+        self._thread = 0
+        self._crossed = ""
+
+    def enter(self) -> bool:
+        """A call that blocks until its op is done begins; True if it has to `leave`, so is not inside another one.
+        Raises `ArgumentError`, as `check` does."""
+        if self._lock.acquire(False):
+            self._thread, self._crossed = _thread.get_ident(), ""
+            return True
+        self.check()
+        return False
+
+    def check(self) -> None:
+        """Raises `ArgumentError` if another thread is in a call."""
+        if self._lock.locked() and self._thread != _thread.get_ident():
+            here = threading.current_thread().name
+            self._crossed = here
+            raise ArgumentError(self._told(here))
+
+    def leave(self) -> None:
+        """Raises `ArgumentError` if another thread has called meanwhile."""
+        crossed = self._crossed
+        self._lock.release()
+        if crossed:
+            raise ArgumentError(self._told(crossed))
+
+    @staticmethod
+    def _told(other: str) -> str:
+        return (
+            f"thread {other!r} called a collective of a group in which another thread was in one. Calls are matched by "
+            "their order, so the ranks may have mixed the two. Give each thread a group of its own (Group.subgroup, "
+            "dist.new_group), or call from one thread, with async_op"
+        )
+
+
+class Calls(Messages):
+    """The eleven calls of a group. Every `root` is a rank: a position in `roster`."""
+
+    _turn: Turn
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made._turn = Turn()
+        return made
+
     _exchange: Any  # Runs
     _device: Device | None
-    _sms: int | None = None
+    _max_sms: int | None = None
 
-    def _may_call(self) -> None:
-        """Raises if no op can be called any more."""
+    def _when(self) -> tuple[int, int]:
+        """The stamp of a call that this thread makes now, and the lag; see `Operation`."""
+        return UNKNOWN, 0
 
     def allreduce(
         self,
@@ -108,8 +157,8 @@ class Calls:
         *,
         async_op: bool = False,
         atomic: bool = False,
-        sms: int | None = None,
-        wire: str | None = None,
+        max_sms: int | None = None,
+        compression: str | None = None,
     ) -> Any:
         """Reduce `x` over all contributing replicas; every member gets the same bits.
 
@@ -124,9 +173,9 @@ class Calls:
             as `x`, until it returns (32 MB of such memory at most stay with the process for the next op). Up to 512 KB
             are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
             takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
-        sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many as
-            pay. May differ between members. Means nothing where the host drives: there FTCOMM_SMS holds for all ops.
-        wire: in which form elements cross between members, the same on all; see `ftcomm.collective.wire`.
+        max_sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many
+            as pay. May differ between members. Means nothing where the host drives: there FTCOMM_SMS holds for all ops.
+        compression: in which form elements cross between members, the same on all; see `ftcomm.collective.compression`.
             "input" (None): in the dtype of `x`. Sums are exact or in fp32 in any case, so nothing is lost; but with
             FTCOMM_ALGORITHM=ring fp16, bf16 and fp8 do not go around, as their partial sums would be rounded at every
             hop.
@@ -140,29 +189,31 @@ class Calls:
             worth it over slow networks alone, as coding takes a core tens of nanoseconds an element.
             Kernels that run whole ops refuse it.
 
-        Ops are matched by the order in which they are called, which must be the same on all members. Blocks (unless
+        Ops are matched by the order in which they are called, which must be the same on all members. A call that one
+        member skips is found out by the step: in a step loop what its thread calls is compared with calls of the same
+        step alone (where kernels run whole ops it is not). Threads may wait for each other's ops, but the order of
+        their calls has to be the same on all members; two that call one group at the same time get `ArgumentError`
+        if that is seen here, and `MismatchError` if the thread of the step loop meets another one. Blocks (unless
         `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
         it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph, whose replays then
         are calls, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`,
         `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those
-        whose result is not that of the majority (on all, if there is none; see `ftcomm.collective.divergence` for what
+        whose result is not that of the majority (on all, if there is none; see `ftcomm.collective.checksum` for what
         it cannot see).
         """
         self._may_call()
         device = self._device
-        form = WIRES[0] if wire is None else wire
+        form = COMPRESSIONS[0] if compression is None else compression
         if device is None:
             staged = stage(x)
-            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic, wire=form)
+            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic, compression=form)
         else:
             staged = device.stage(x)
             chunk = device.layout.chunk
-            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True, wire=form)
-            operation.sms = self._sms if sms is None else sms
-        if sms is not None and sms < 1:
-            raise ArgumentError(
-                f"sms={sms}: an all-reduce needs at least 1 to reduce with; None leaves the choice to us"
-            )
+            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True, compression=form)
+            operation.max_sms = self._max_sms if max_sms is None else max_sms
+        if max_sms is not None and max_sms < 1:
+            raise ArgumentError(f"max_sms={max_sms}: an all-reduce needs at least 1; None takes as many as pay")
         return self._carry_out(operation, x, staged.finish, async_op)
 
     def broadcast(self, x: Any, root: int, *, async_op: bool = False) -> Any:
@@ -180,9 +231,9 @@ class Calls:
         self._may_move("broadcast")
         self._rank("broadcast", root)
         into = to_write(x)
-        roster, me = self.roster, self._my_rank()
-        plan = script.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
-        op = Scripted(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
+        roster, me = self.roster, self.rank
+        plan = schedule.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
+        op = ScheduledOperation(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
         return self._carry_out(op, x, into.finish, async_op)
 
     def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
@@ -190,36 +241,38 @@ class Calls:
         self._may_move("reduce")
         self._rank("reduce", root)
         staged = stage(x)
-        roster, me = self.roster, self._my_rank()
+        roster, me = self.roster, self.rank
         size = staged.flat.itemsize
-        plan = script.reduce(len(staged.flat), roster, me, root, CHUNK, size)
-        made = Scripted(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
+        plan = schedule.reduce(len(staged.flat), roster, me, root, CHUNK, size)
+        made = ScheduledOperation(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
-    def all_gather(self, out: Any, x: Any, *, async_op: bool = False, sms: int | None = None) -> Any:
+    def allgather(self, out: Any, x: Any, *, async_op: bool = False, copy_engine: bool = False) -> Any:
         """`x` of all ranks, one after the other in rank order, in `out`. Any dtype; returns `out`.
 
         out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
             nothing is copied for this rank.
-        sms: 0 leaves it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous arrays
-            of the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other way
-            yet; means nothing elsewhere. By copy engines any loss in mid-call is a `LostError` on all.
+        copy_engine: leave it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous
+            arrays of the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other
+            way yet; means nothing elsewhere. By copy engines any loss in mid-call is a `LostError` on all.
         """
-        if self._device is not None and sms == 0 and not async_op:
-            from ftcomm.device.gather import all_gather
+        if copy_engine and async_op:
+            raise ArgumentError("allgather(copy_engine=True) blocks; leave async_op or copy_engine out")
+        if copy_engine and self._device is not None:
+            from ftcomm.device.gather import allgather
 
             self._may_call()
-            return all_gather(self, out, x)
-        self._may_move("all_gather")
-        roster, me = self.roster, self._my_rank()
+            return allgather(self, out, x)
+        self._may_move("allgather")
+        roster, me = self.roster, self.rank
         into, given = to_write(out), to_read(x)
-        self._fits("all_gather", "out", into, given.count * len(roster), given)
+        self._fits("allgather", "out", into, given.count * len(roster), given)
         count = given.flat.size
         own = into.flat[me * count : (me + 1) * count]
         in_place = _same(own, given.flat)
-        plan = script.all_gather(count, roster, me, in_place, CHUNK, 1)
+        plan = schedule.allgather(count, roster, me, in_place, CHUNK, 1)
         source = into.flat if in_place else _apart(given.flat, into.flat)
-        op = Scripted(plan, source, into.flat, given.dtype, "", given.count, given.size)
+        op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
@@ -229,7 +282,7 @@ class Calls:
             as it is, but for `out`.
         """
         self._may_move("reduce_scatter")
-        roster, me = self.roster, self._my_rank()
+        roster, me = self.roster, self.rank
         into = stage(out)
         given = stage(plain(x))
         count = len(into.flat)
@@ -241,12 +294,12 @@ class Calls:
         own = given.flat[me * count : (me + 1) * count]
         in_place = _same(own, into.flat)
         size = into.flat.itemsize
-        plan = script.reduce_scatter(count, roster, me, in_place, CHUNK, size)
+        plan = schedule.reduce_scatter(count, roster, me, in_place, CHUNK, size)
         source = given.flat if in_place else _apart(given.flat, into.flat)
-        made = Scripted(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
+        made = ScheduledOperation(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
         return self._carry_out(made, out, into.finish, async_op)
 
-    def all_to_all(
+    def alltoall(
         self,
         out: Any,
         x: Any,
@@ -261,49 +314,51 @@ class Calls:
             ranks or on none. With counts all ranks first tell each other theirs, so the call then blocks until all
             have come, also with `async_op`.
         """
-        self._may_move("all_to_all")
-        roster, me = self.roster, self._my_rank()
+        self._may_move("alltoall")
+        roster, me = self.roster, self.rank
         into, given = to_write(out), to_read(x)
         if given.dtype != into.dtype:
-            raise ArgumentError(f"all_to_all of {given.dtype} into {into.dtype}; x and out need the same dtype")
+            raise ArgumentError(f"alltoall of {given.dtype} into {into.dtype}; x and out need the same dtype")
         matrix = self._matrix(into, given, out_counts, in_counts)
         size = given.size
-        plan = script.all_to_all(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
+        plan = schedule.alltoall(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
         total = sum(map(sum, matrix))
-        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
+        op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
         """`x` of all ranks, one after the other, in `out` of rank `root`; elsewhere `out` is None. Any dtype."""
         self._may_move("gather")
         self._rank("gather", root)
-        roster, me = self.roster, self._my_rank()
+        roster, me = self.roster, self.rank
         given = to_read(x)
         into = self._only_at_root("gather", "out", out, to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        plan = script.gather(given.flat.size, roster, me, root, CHUNK, 1)
-        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size)
+        plan = schedule.gather(given.flat.size, roster, me, root, CHUNK, 1)
+        op = ScheduledOperation(
+            plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size
+        )
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
         """Part `j` of `x` of rank `root` in `out` of rank `j`; elsewhere `x` is None. Any dtype; returns `out`."""
         self._may_move("scatter")
         self._rank("scatter", root)
-        roster, me = self.roster, self._my_rank()
+        roster, me = self.roster, self.rank
         into = to_write(out)
         given = self._only_at_root("scatter", "x", x, to_read, root)
         if me == root:
             self._fits("scatter", "x", given, into.count * len(roster), into)
-        plan = script.scatter(into.flat.size, roster, me, root, CHUNK, 1)
-        op = Scripted(plan, _apart(given.flat, into.flat), into.flat, into.dtype, "", into.count, into.size)
+        plan = schedule.scatter(into.flat.size, roster, me, root, CHUNK, 1)
+        op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, into.dtype, "", into.count, into.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
         """Returns None, when all members of the view have called it."""
         self._may_move("barrier")
-        plan = script.barrier(self.roster, self._my_rank())
-        return self._carry_out(Scripted(plan, NONE.flat, NONE.flat, BYTES, "", 0, 1), None, None, async_op)
+        plan = schedule.barrier(self.roster, self.rank)
+        return self._carry_out(ScheduledOperation(plan, NONE.flat, NONE.flat, BYTES, "", 0, 1), None, None, async_op)
 
     # -- what they have in common ------------------------------------------------------------------------------------
 
@@ -313,22 +368,17 @@ class Calls:
             raise ArgumentError(
                 f"{call} is not there with FTCOMM_ENGINE={self._device.layout.engine} and FTCOMM_TRANSPORT=shm, whose "
                 "kernels only all-reduce; set FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks (or, of "
-                "all_gather, sms=0)"
+                "allgather, copy_engine=True)"
             )
-
-    def _my_rank(self) -> int:
-        return self.roster.index(self.me)
 
     def _rank(self, call: str, root: int) -> None:
         if not 0 <= root < len(self.roster):
             raise ArgumentError(f"{call} with root={root}; expected a rank, 0 to {len(self.roster) - 1}")
 
     def _only_at_root(self, call: str, name: str, x: Any, flat: Callable[[Any], Flat], root: int) -> Flat:
-        at_root = self._my_rank() == root
+        at_root = self.rank == root
         if at_root != (x is not None):
-            raise ArgumentError(
-                f"{call} needs {name} on rank {root}, and None elsewhere; this is rank {self._my_rank()}"
-            )
+            raise ArgumentError(f"{call} needs {name} on rank {root}, and None elsewhere; this is rank {self.rank}")
         return flat(x) if at_root else NONE
 
     @staticmethod
@@ -344,7 +394,7 @@ class Calls:
         if out_counts is None and in_counts is None:
             if given.count != into.count or given.count % n:
                 raise ArgumentError(
-                    f"all_to_all of {given.count} elements into {into.count} among {n} ranks: without counts both need "
+                    f"alltoall of {given.count} elements into {into.count} among {n} ranks: without counts both need "
                     f"the same number, a multiple of {n}"
                 )
             return [[given.count // n] * n] * n
@@ -357,27 +407,35 @@ class Calls:
         # This rank takes part in the exchange all the same: the others wait for it.
         mine = [-1] * (2 * n) if wrong else [*(in_counts or ()), *(out_counts or ())]
         table = np.empty((n, 2, n), np.int64)
-        self.all_gather(table, np.array(mine, np.int64))
+        self.allgather(table, np.array(mine, np.int64))
         if wrong:
             raise ArgumentError(
-                f"all_to_all with {' and '.join(wrong)}: expected {n} numbers, none below 0, which add up to that"
+                f"alltoall with {' and '.join(wrong)}: expected {n} numbers, none below 0, which add up to that"
             )
         sent, taken = table[:, 0].tolist(), table[:, 1].T.tolist()
         for i, j in itertools.product(range(n), repeat=2):
             if sent[i][j] != taken[i][j] or sent[i][j] < 0:
                 raise MismatchError(
-                    f"all_to_all: rank {i} sends {sent[i][j]} elements to rank {j}, which expects {taken[i][j]} (-1: "
+                    f"alltoall: rank {i} sends {sent[i][j]} elements to rank {j}, which expects {taken[i][j]} (-1: "
                     "its counts do not fit its arrays, see the error there). in_counts[j] of rank i must be "
                     "out_counts[i] of rank j"
                 )
         return sent
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
-        exchange = self._exchange
+        exchange, turn = self._exchange, self._turn
+        op.stamp, op.lag = self._when()
         if async_op:
+            turn.check()
             exchange.submit(op)
             return Work(op, exchange, result, finish)
-        exchange.run(op)
+        if turn.enter():
+            try:
+                exchange.run(op)
+            finally:
+                turn.leave()
+        else:
+            exchange.run(op)
         if op.error is None and finish is None:
             return result
         return Work(op, exchange, result, finish)._finish()

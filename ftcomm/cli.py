@@ -13,7 +13,7 @@ import click
 
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
-from ftcomm.launch.network import parse_delay, parse_rate
+from ftcomm.launch.options import parse_delay, parse_rate
 from ftcomm.settings import TRANSPORTS
 
 
@@ -22,7 +22,7 @@ class LazyGroup(click.Group):
 
     LAZY: ClassVar[dict[str, tuple[str, str]]] = {
         "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
-        "chaos": ("ftcomm.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
+        "chaos": ("ftcomm.lab.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
         "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
         "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
@@ -63,7 +63,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 type=float,
                 envvar="FTCOMM_HEARTBEAT_TIMEOUT",
                 metavar="S",
-                help="Seconds of silence after which a replica is lost; a process that dies is noticed at once.  "
+                help="Seconds of silence after which a host is lost; a process that dies is noticed at once.  "
                 "[default: a 24th of --op-timeout, 5 at most]",
             ),
             click.option(
@@ -189,8 +189,9 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 
     \b
     Exit codes:
-        0  all replicas finished, but for those that were told to leave
-        1  a replica failed for good, or the job was lost
+        0  all replicas finished, but for those that were told to leave, or not back when the others had finished
+        1  a replica failed for good, or the job was lost; without a step loop, also if one that was not back had
+           ended with an error
         2  the command cannot work as given
         3  drained by a signal, everybody left in order
       130  ended by a second signal

@@ -7,25 +7,22 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from ftcomm.collective.flight import Resumed
+from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.ring_order import ring_order
-from ftcomm.collective.stall import Stall
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.views import Address, View
-from ftcomm.errors import ExpelledError, FtcommError, TransportError
-from ftcomm.kernels.watch import Life, Watcher
-from ftcomm.transport import nixl
+from ftcomm.errors import ExpelledError, FtcommError, TooLateError, TransportError
+from ftcomm.sync.death_watch import DeathWatch, MutexWord
+from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.connect import Dial, connect, likeness
-from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, life
-from ftcomm.transport.tcp import Lost, TcpPeer
+from ftcomm.transport.nixl.context import rdma_available
+from ftcomm.transport.segment import HOST, Layout, OtherEngine, life
 from ftcomm.tuning import BUILT_IN, Tuning
 
 log = logging.getLogger("ftcomm")
-
-
-_DIAL = 5.0  # s for who becomes a neighbour to answer
 
 
 def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
@@ -33,6 +30,16 @@ def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
     hosts = {replica: there.boot for replica, there in members.items()}
     racks = {replica: there.rack for replica, there in members.items()}
     return ring_order(hosts, racks, {replica: there.host for replica, there in members.items()}, tuning)
+
+
+def too_late(reason: str) -> bool:
+    """Whether this is told to who comes when the job is over."""
+    return reason in (m.FINISHED, m.OVER)
+
+
+def expelled(who: str, reason: str) -> ExpelledError:
+    """What a rank raises that is told this by the job."""
+    return TooLateError(f"{who} came too late: {reason}") if too_late(reason) else ExpelledError(reason)
 
 
 class Drives(Protocol):
@@ -77,6 +84,7 @@ class Engine:
         on_lost: Lost,
         on_died: Callable[[int, int], None],
         layout: Layout = HOST,
+        data: str = "none",
         algorithm: str = "auto",
         tuning: Tuning = BUILT_IN,
         on_reached: Callable[[Peer], object] = lambda peer: None,
@@ -89,9 +97,11 @@ class Engine:
         self._mode, self._dial, self._on_lost = mode, dial, on_lost
         self._algorithm, self._tuning = algorithm, tuning
         self._layout, self._on_reached, self._on_left = layout, on_reached, on_left
+        self._data = data
         self._on_view, self._on_failed, self._on_waits = on_view, on_failed, on_waits
-        self._watcher: Watcher[tuple[int, int]] = Watcher(lambda member: on_died(*member))  # (replica, epoch)
+        self._watcher: DeathWatch[tuple[int, int]] = DeathWatch(lambda member: on_died(*member))  # (replica, epoch)
         self._lock = threading.Lock()  # guards the rest; never held across a wait
+        self._reaching: tuple[int, ...] = ()
         self._epoch = -1  # resumed
         self._peers: dict[int, Peer] = {}  # in it
         self._kept: dict[str, Peer] = {}  # what serves longer than an epoch, by the nonce of the segment
@@ -132,32 +142,39 @@ class Engine:
                 if known is not None:
                     reached[replica] = known
             if known is not None:
-                if isinstance(known, TcpPeer) and replica not in lazy and not known.is_open:
+                if replica not in lazy and not known.is_open:
+                    self._reaching = (replica,)
                     self._open(known)  # a neighbour from now on
                 continue
+            self._reaching = (replica,)
             peer = self._connect(view.epoch, replica, there, replica in lazy)
             with self._lock:
                 late = view.epoch <= self._epoch or replica in reached
                 unused = late and there.nonce not in self._opened
                 if not late:
                     reached[replica] = peer
-                    if peer.how == "shm":
+                    if peer.shares_memory:
                         self._opened[there.nonce] = peer
-                    if peer.how == "shm" or view.epoch == self._newest[0]:
+                    if peer.shares_memory or view.epoch == self._newest[0]:
                         self._kept[there.nonce] = peer
             if unused:
                 self._on_left(peer)
             if late:
                 peer.close()
+        self._reaching = ()
         with self._lock:
             self._watch()
-            return [replica for replica, peer in reached.items() if peer.how == "shm"]
+            return [replica for replica, peer in reached.items() if peer.shares_memory]
+
+    def reaching(self) -> tuple[int, ...]:
+        """The replica whose memory `reach` is at, if any. Any thread."""
+        return self._reaching
 
     def _known(self, nonce: str, epoch: int) -> Peer | None:
         """What serves in `epoch` too, with the lock. A joiner that has run in no view may have been out of the job in
         between, and its connections with it: it makes new ones."""
         peer = self._kept.get(nonce)
-        if peer is None or (peer.how != "shm" and (self._epoch < 0 or not peer.serves(epoch))):
+        if peer is None or (not peer.shares_memory and (self._epoch < 0 or not peer.serves(epoch))):
             return None
         return peer
 
@@ -165,14 +182,14 @@ class Engine:
         """Connections to who is not in the newest view: the other side closes them, and it may come back. With the
         lock."""
         _, members = self._newest
-        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.how == "shm" or nonce in members}
+        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.shares_memory or nonce in members}
 
     def _lazy(self, view: View) -> frozenset[int]:
         """Whom this one dials when an op needs it, and not before: in a ring all but the neighbours, if nobody shares
         memory with this one, so that its driver hears of all from its left neighbour."""
         here = {member.replica: member.ranks[self._rank] for member in view.members}
         me = self._exchange.replica
-        by_tcp = self._mode == "tcp" or (self._mode == "auto" and not nixl.pays())
+        by_tcp = self._mode == "tcp" or (self._mode == "auto" and not rdma_available())
         shares = self._mode == "auto" and any(there.boot == self._here.boot for m, there in here.items() if m != me)
         if self._algorithm != "ring" or not by_tcp or shares or me not in here:
             return frozenset()
@@ -181,9 +198,9 @@ class Engine:
         return frozenset(ring) - {me, ring[place - 1], ring[(place + 1) % len(ring)]}
 
     @staticmethod
-    def _open(peer: TcpPeer) -> None:
+    def _open(peer: Peer) -> None:
         try:
-            peer.reach(_DIAL)
+            peer.open_now()
         except OSError as error:
             raise Unreachable(peer.replica, str(error)) from error
 
@@ -200,6 +217,7 @@ class Engine:
                 dial=self._dial,
                 on_lost=self._on_lost,
                 layout=self._layout,
+                data=self._data,
                 lazy=lazy,
             )
             self._on_reached(peer)
@@ -208,7 +226,7 @@ class Engine:
             raise Unreachable(replica, str(error)) from error
         except (TransportError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
             raise Unreachable(replica, str(error)) from error
-        how = f"{peer.how}, when it is needed" if lazy else peer.how
+        how = f"{peer.transport}, when it is needed" if lazy else peer.transport
         log.info("replica %d rank %d: reaches replica %d by %s", me, self._rank, replica, how)
         return peer
 
@@ -224,7 +242,7 @@ class Engine:
                 if id(peer) not in needed:
                     peer.close()
             kept = {addresses[replica].nonce: peer for replica, peer in peers.items()} | self._kept
-            self._kept = {n: peer for n, peer in kept.items() if peer.how != "shm" or n in members}
+            self._kept = {n: peer for n, peer in kept.items() if not peer.shares_memory or n in members}
             self._forget()
             self._watch()
             left = [nonce for nonce, peer in self._opened.items() if id(peer) not in needed]
@@ -254,7 +272,7 @@ class Engine:
 
     def fail(self, reason: str) -> None:
         self._watcher.close()
-        error = ExpelledError(reason)
+        error = expelled(f"replica {self._exchange.replica} rank {self._rank}", reason)
         self._exchange.fail(error)
         self._on_failed(error)
 
@@ -268,9 +286,9 @@ class Engine:
         word = life(self._exchange.replica)
         self._watcher.watch(
             {
-                (replica, epoch): Life(peer.words, word, peer.address + 8 * word)
+                (replica, epoch): MutexWord(peer.words, word, peer.address + 8 * word)
                 for epoch, peers in views.items()
                 for replica, peer in peers.items()
-                if peer.how == "shm"
+                if peer.shares_memory
             }
         )

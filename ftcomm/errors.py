@@ -28,7 +28,13 @@ class DivergenceError(FtcommError):
 
 
 class ExpelledError(FtcommError):
-    """The job went on without this replica (it was silent for too long, or reported as lost). Restart it to rejoin."""
+    """The job went on without this replica; the message says why: an op waited for it for too long, its host was
+    silent, or others could not reach it. Restart it to rejoin."""
+
+
+class TooLateError(InitError, ExpelledError):
+    """This replica came, or came back, when the job was over: nothing is wrong, and there is nothing left to do. A
+    script that does not catch it ends with one line, and no traceback, and with exit code 1."""
 
 
 class LostError(FtcommError):

@@ -5,36 +5,42 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from ftcomm import credentials, ending
 from ftcomm.address import open_port, own_address
 from ftcomm.calls import Calls
-from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.operation import ELSEWHERE, UNKNOWN, stamp_of
 from ftcomm.collective.roster import NONE
-from ftcomm.collective.stall import Stall
+from ftcomm.collective.watchdog import Stall
+from ftcomm.control import fork
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent, Gone, JoinError
 from ftcomm.control.links import listen
+from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.control.wire import number, text
+from ftcomm.descriptors import room_for
 from ftcomm.device.choose import open_engine
-from ftcomm.engine import Engine
-from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TransportError
+from ftcomm.engine import Engine, expelled, too_late
+from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError, TransportError
 from ftcomm.fixed.endpoint import Switchboard
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.kernels.life import hold
-from ftcomm.kernels.urgent import urgent
-from ftcomm.messages.p2p import JobPost, Messages
+from ftcomm.messages.p2p import JobPost
+from ftcomm.own import own_process
 from ftcomm.settings import Settings, split_endpoint
-from ftcomm.transport import nixl
+from ftcomm.sync.robust_mutex import hold
+from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.connect import CONNECTIONS, Fields, accept, here_is
+from ftcomm.transport.nixl import context as nixl
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
@@ -45,40 +51,54 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftcomm")
 
 
-class Group(Calls, Messages):
-    """The ranks with this rank's index in all replicas of the job. Thread-safe but for `boundary`.
+class Group(Calls):
+    """One shard of the job: the ranks with the same index inside all of its replicas. Thread-safe but for `boundary`.
 
-    `fresh` is True in a process that joins a running job, until it has caught up; `outside`, until it has passed its
-    first boundary. Such a one is in no view, and nobody waits for it, before `ready`, which the first boundary or op
-    calls. Till then `roster`, `givers` and `view` say who was there when it came, and this replica with them.
+    Calls are matched by their order, which threads must keep the same on all members, or have a group each.
+
+    rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` names, and its length.
+    roster, contributors: the replicas in rank order, and those of them whose input counts. Alike on all members; they
+        change at step boundaries alone. `view`, `members` and `contributing` say what is in force now.
+    replica, replicas: the number of this replica, and with how many the job was started.
+    shard, shards: the index of this rank inside its replica, and how many ranks a replica has.
+    drained: whether this replica has left the job.
+
+    A replica that joins a running job is in no view, and nobody waits for it, before `ready`, which the first boundary
+    or op calls. Until then `roster`, `contributors` and `view` say who was there when it came, and this replica with
+    them. It does not contribute (`contributes`) until it has caught up.
     """
 
     def __init__(self, settings: Settings) -> None:
+        own_process()
         coordinator = split_endpoint(settings.coordinator, "FTCOMM_COORDINATOR")
         host = own_address(settings.host, coordinator, "FTCOMM_COORDINATOR", settings.init_timeout)
         self.settings = settings = dataclasses.replace(settings, host=host)
-        self.replica, self.rank = settings.replica, settings.rank
-        self.me, self._sms = settings.replica, settings.sms
-        # In rank order, alike on all members and changed at boundaries alone: who is there, and who of them
-        # contributes. `view` says what is in force now.
+        mine = credentials.of(settings)
+        room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}")
+        self.replica, self.replicas = settings.replica, settings.replicas
+        self.shard, self.shards = settings.shard, settings.ranks_per_replica
+        self._me, self._max_sms = settings.replica, settings.max_sms
         self.roster: tuple[int, ...] = ()
-        self.givers: tuple[int, ...] = ()
+        self.contributors: tuple[int, ...] = ()
         self.drained = False
-        self.fresh = self.outside = False
+        self._fresh = False  # has joined a running job, and not caught up yet
+        self._outside = False  # has joined a running job, and not passed its first boundary yet
         self._runs = False  # in a view
+        self._view: View | None = None  # that ops run in
         self._entering = threading.Lock()  # guards the way into the first one; never held across a wait
-        way = nixl.way(f"{self.replica}.{self.rank}")
+        way = nixl.get_nixl(f"{self.replica}.{self.shard}")
         if settings.transport == "nixl":
             way.endpoint()
         sock = open_port(settings.host)
         self._segment, self._device, reducer = open_engine(settings)
         self._exchange = self._make_exchange(reducer)
-        self._post = JobPost(self.replica, self.rank, lambda *call: self._agent.dial(*call), self._make_slots())
+        self._post = JobPost(self.replica, self.shard, lambda *call: self._agent.dial(*call), self._make_slots())
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        address = here_is(settings.host, port, self._segment, settings.tuning, settings.rack, reducer.arithmetic)
+        tuning, rack = settings.tuning, settings.rack
+        address = here_is(settings.host, port, self._segment, tuning, rack, reducer.arithmetic, settings.data)
         self._engine = Engine(
-            settings.rank,
+            settings.shard,
             self._exchange,
             address,
             mode=settings.transport,
@@ -93,17 +113,19 @@ class Group(Calls, Messages):
             on_view=self._entered,
             on_failed=self._ended,
             on_waits=self._subgroup_waits,
+            data=settings.data,
         )
         self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may go through it
+        self._replacing = threading.Lock()  # guards that; never held across a wait
         self._agent = Agent(
             self._engine,
             coordinator=coordinator,
-            token=settings.token,
+            credentials=mine,
             replica=settings.replica,
-            rank=settings.rank,
+            rank=settings.shard,
             ranks=settings.ranks_per_replica,
             leader=leader,
-            leader_socket=_leader_socket(settings, leader) if leader and settings.rank == 0 else None,
+            leader_socket=_leader_socket(settings, leader) if leader and settings.shard == 0 else None,
             sock=sock,
             address=address,
             timeouts=settings.timeouts,
@@ -112,14 +134,16 @@ class Group(Calls, Messages):
         for what in CONNECTIONS if self._device is None else ():
             self._agent.serve(what, functools.partial(self._attach, what))
         self._agent.serve("p2p", self._post.incoming)
-        self.port: int = port
-        self.switchboard = Switchboard(self._agent)  # for fixed groups
+        self._port: int = port
+        self._switchboard = Switchboard(self._agent)  # for fixed groups
         self._open = True
+        fork.take_part(self, f"replica {self.replica} rank {self.shard}")
         self._stall: Stall | None = None  # the last that was reported
         self._step = 0
-        self.lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
-        self.insides = 0  # how often the ranks of this replica have begun to meet in a step loop
-        self.on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
+        self._loop = -1  # the thread that passes boundaries, -1 before the first one
+        self._lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
+        self._intra_replica_exchanges = 0  # how often the ranks of this replica have begun to meet in a step loop
+        self._on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
     def _make_exchange(self, reducer: Reducer) -> Exchange | DeviceExchange:
         settings = self.settings
@@ -163,39 +187,50 @@ class Group(Calls, Messages):
         if runs:
             self.ready()
         else:
-            self.roster, self.givers = self.view.replicas, tuple(sorted(self.view.contributing))
-            self.fresh = True
-            log.info("replica %d rank %d: joins a running job when its script is ready", self.replica, self.rank)
-        self.outside = self.fresh
+            self.roster, self.contributors = self.view.replicas, tuple(sorted(self.view.contributing))
+            self._fresh = True
+            log.info("replica %d rank %d: joins a running job when its script is ready", self.replica, self.shard)
+        self._outside = self._fresh
 
     def _say_where(self) -> None:
         how = "contributing" if self.contributes else "catching up"
         who = ", ".join(map(str, self.members))
-        log.info("replica %d rank %d: in epoch %d with replicas %s (%s)", self.replica, self.rank, self.epoch, who, how)
+        log.info(
+            "replica %d rank %d: in epoch %d with replicas %s (%s)", self.replica, self.shard, self.epoch, who, how
+        )
 
     def _not_joined(self, error: JoinError) -> InitError:
-        return InitError(f"replica {self.replica} rank {self.rank} could not join the job: {error}")
+        kind = TooLateError if too_late(str(error)) else InitError
+        return kind(f"{self._named()} could not join the job: {error}")
+
+    def _named(self) -> str:
+        return f"replica {self.replica} rank {self.shard}"
 
     def _begin(self, view: View) -> None:
         """This rank runs in its first view."""
         self._step = view.step or 0
         self._exchange.stand(self._step - 1)
         self._use(self._exchange.roster(NONE if view.step is None else view.step))
-        self.fresh = self.replica not in view.contributing
+        self._fresh = self.replica not in view.contributing
 
     def _use(self, roster: m.Roster) -> None:
-        self.roster, self.givers = roster.members, roster.givers
+        self.roster, self.contributors = roster.members, roster.givers
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _may_call(self) -> None:
         self.ready()
         if self.drained:
-            where = "before it had joined" if self.outside else f"at the boundary of step {self._step - 1}"
+            where = "before it had joined" if self._outside else f"at the boundary of step {self._step - 1}"
             raise ExpelledError(
                 f"replica {self.replica} has left the job {where}; look at Group.drained before a collective that "
                 "follows the step loop"
             )
+
+    def _when(self) -> tuple[int, int]:
+        if self._loop == -1:
+            return UNKNOWN, 0
+        return stamp_of(self._step - 1) if threading.get_ident() == self._loop else ELSEWHERE, self._lag
 
     def _patience(self) -> float:
         return self.settings.timeouts.give_up
@@ -211,7 +246,7 @@ class Group(Calls, Messages):
         compared. Raises `DivergenceError` on all members, with the replicas that differ from the majority and the first
         entries in which they do, and `StateError` for what cannot be compared. The group goes on in either case.
         """
-        from ftcomm.hsdp.compare import compare
+        from ftcomm.training.compare import compare
 
         return compare(state, self)
 
@@ -220,7 +255,7 @@ class Group(Calls, Messages):
     @property
     def view(self) -> View:
         """The view in force; before `ready` in a replica that joins a running job what it may become."""
-        view = self._agent.view or self._agent.preview
+        view = self._view or self._agent.preview
         assert view is not None
         return view
 
@@ -259,10 +294,11 @@ class Group(Calls, Messages):
         """
         if self._runs or self.drained:
             return
+        own_process()
         try:
             view = self._agent.enter(self.settings.init_timeout)
         except Gone as error:
-            raise ExpelledError(str(error)) from None
+            raise expelled(self._named(), str(error)) from None
         except JoinError as error:
             raise self._not_joined(error) from None
         with self._entering:
@@ -282,7 +318,9 @@ class Group(Calls, Messages):
         afterwards if this replica has left the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a
         CUDA graph failed with. The first one of a replica that joins is `step` of this group, see `ready`.
         """
+        own_process()
         self.ready()
+        ending.goes_on()
         if self.drained:
             return self.view
         try:
@@ -292,17 +330,23 @@ class Group(Calls, Messages):
             for group in (self._exchange, *self._subgroups):
                 group.common(reset=True)
         except Gone as error:
-            raise ExpelledError(str(error)) from None
+            raise expelled(self._named(), str(error)) from None
         except TimeoutError as error:
-            raise CollectiveTimeout(f"replica {self.replica} rank {self.rank}: {error}") from None
+            raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1
-        self.outside = False
+        self._loop = threading.get_ident()
+        self._outside = False
         self.drained = self._agent.left
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
             for subgroup in self._subgroups:
                 subgroup.follow(view, self.settings.timeouts.give_up)
         return view
+
+    @property
+    def _stood(self) -> float:
+        """Seconds that ops of this rank have stood still, waiting for members that did not move, or were lost."""
+        return float(self._exchange.stood + sum(subgroup._stood for subgroup in self._subgroups))
 
     def contributed(self) -> tuple[int, ...]:
         """The replicas whose input is in every chunk of every all-reduce since the boundary; the same on all members.
@@ -311,6 +355,7 @@ class Group(Calls, Messages):
         Waits for the ops in flight; then it costs nothing and asks nobody. A replica that was lost in mid-op is in some
         chunks of it perhaps, but not in all, and so is left out. Raises `FtcommError` if nothing was reduced.
         """
+        own_process()
         told = []
         for group in (self._exchange, *(subgroup for subgroup in self._subgroups if subgroup.of_all)):
             group.drain(None)
@@ -323,22 +368,25 @@ class Group(Calls, Messages):
             )
         return tuple(replica for replica in sets[0] if all(replica in who for who in sets))
 
-    def caught_up(self, step: int) -> None:
+    def _caught_up(self, step: int) -> None:
         """This rank holds the state of everybody as of `step`: let its replica contribute from a next boundary on."""
-        self.fresh = False
+        own_process()
+        self._fresh = False
         self._agent.tell(m.CaughtUp(step))
 
     def leave(self) -> None:
         """Ask to leave at a next boundary; `drained` becomes True there, and in `ready`. Does not block."""
+        own_process()
         self._agent.tell(m.Leave())
 
     def report(self, kind: str = "report", **fields: str | int | float | bool | None) -> None:
         """A line for the event log of the job. Does not block; said later if the coordinator is away."""
-        self._agent.tell(m.Report(kind, {"rank": self.rank, **fields}))
+        own_process()
+        self._agent.tell(m.Report(kind, {"rank": self.shard, **fields}))
 
     # -- to other parts of ftcomm --------------------------------------------------------------------------------
 
-    def dial(self, replica: int, purpose: str, fields: dict[str, str | int], timeout: float = 5.0) -> socket.socket:
+    def _dial(self, replica: int, purpose: str, fields: dict[str, str | int], timeout: float = 5.0) -> Channel:
         """An authenticated blocking connection to this rank of another replica, handed there to who serves `purpose`.
         Raises `TransportError`."""
         try:
@@ -346,15 +394,14 @@ class Group(Calls, Messages):
         except OSError as error:
             raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
 
-    def dial_rank(
+    def _dial_rank(
         self, replica: int, rank: int, purpose: str, fields: dict[str, str | int], timeout: float
-    ) -> socket.socket:
+    ) -> Channel:
         """An authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
         member = self.view.member(replica)
         if member is None or rank >= len(member.ranks):
             raise ConnectionError(f"the view of epoch {self.epoch} has no rank {rank} of replica {replica}")
-        there = member.ranks[rank]
-        return self._agent.dial_address((there.host, there.port), purpose, fields, timeout)
+        return self._agent.dial_address(member.ranks[rank], purpose, fields, timeout)
 
     def subgroup(self, name: str, replicas: Collection[int]) -> Subgroup:
         """A group of this rank with its likes in `replicas`, which outlives losses as this one does; see `Subgroup`.
@@ -362,22 +409,25 @@ class Group(Calls, Messages):
         name: the same on all members, and of no other group that they have.
 
         Call it on all members, in a replica that comes back too, and there before its first boundary: others wait for
-        it then. Blocks until all have come that are in the view in force; in a replica that joins a running job, and is
-        in none yet, not at all. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
+        it then. Its calls stand in no order to those of other groups. Blocks until all have come that are in the view
+        in force; in a replica that joins a running job, and is in none yet, not at all. It takes 16 MB of memory from
+        its first collective on, and as much for each peer that does not share memory; before that, some KB.
+        Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
         """
         from ftcomm.subgroup import Subgroup
 
+        own_process()
         made = Subgroup(
             self,
             name,
             replicas,
             dial=self._agent.dial_address,
-            on_suspect=self._lost,
             on_stall=self._subgroup_stalled,
             on_failed=lambda error: self._agent.failed(str(error)),
             on_divergence=self._diverged if self.settings.verify else None,
         )
-        self._subgroups = (*self._subgroups, made)
+        with self._replacing:
+            self._subgroups = (*self._subgroups, made)
         try:
             made.begin(self.settings.init_timeout)
         except BaseException:
@@ -385,17 +435,20 @@ class Group(Calls, Messages):
             raise
         return made
 
-    def left(self, subgroup: Subgroup) -> None:
+    def _left(self, subgroup: Subgroup) -> None:
         """It was closed."""
-        self._subgroups = tuple(other for other in self._subgroups if other is not subgroup)
+        with self._replacing:
+            self._subgroups = tuple(other for other in self._subgroups if other is not subgroup)
 
-    def serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, str | int]], None]) -> None:
-        """Hand every incoming connection of `purpose` to `handler(socket, fields)`, in a thread of its own."""
+    def _serve(self, purpose: str, handler: Callable[[Channel, dict[str, str | int]], None]) -> None:
+        """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""
         self._agent.serve(purpose, handler)
 
-    def close(self, *, finished: bool = False) -> None:
-        """Leave without a step boundary; idempotent. `finished`: the script has ended well, nobody need wait for us."""
-        if not self._open:
+    def close(self, *, finished: bool = False, failure: str = "the group was shut down") -> None:
+        """Leave without a step boundary; idempotent. `finished`: the script has ended well, nobody need wait for us.
+        Else this replica is lost to the others, with `failure` for a reason. Does nothing in a forked child, which has
+        nothing to leave."""
+        if not self._open or fork.is_child():
             return
         self._open = False
         for subgroup in self._subgroups:
@@ -403,33 +456,39 @@ class Group(Calls, Messages):
         self._post.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
         if finished and self._agent.view is not None:
             self._agent.finish(timeout=2.0)
+        elif not finished:
+            self._agent.give_up(failure)
         self._agent.stop()
-        self.switchboard.close()
+        self._switchboard.close()
         self._engine.close()
         self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
         if self._device is not None:
             self._device.settle(2.0)
             self._device.close()
         self._segment.close()
+        fork.part(self)
 
     # -- callbacks -----------------------------------------------------------------------------------------------
 
     def _alive(self) -> None:
         """The first act of the control thread: its end is what the others see."""
-        urgent()
+        request_short_slice()
         hold(*(self._segment.address + 8 * life(reader) for reader in range(LIVES)))
 
-    def _dial_address(self, there: Address, purpose: str, fields: Fields) -> socket.socket:
-        return self._agent.dial_address((there.host, there.port), purpose, dict(fields))
+    def _dial_address(self, there: Address, purpose: str, fields: Fields) -> Channel:
+        return self._agent.dial_address(there, purpose, dict(fields))
 
-    def _attach(self, what: str, sock: socket.socket, fields: dict[str, str | int]) -> None:
+    def _attach(self, what: str, channel: Channel, fields: dict[str, str | int]) -> None:
         assert isinstance(self._exchange, Exchange)
         who, life = number(fields, "replica"), text(fields, "nonce")
-        accept(self._exchange, what, sock, who, number(fields, "epoch"), life, self._lost)
+        epoch = number(fields, "epoch")
+        accept(self._exchange, what, channel, who, epoch, life, self._lost, data=self.settings.data)
 
     def _entered(self, view: View) -> None:
+        """Called before any op runs in `view`: who returns from one finds `epoch` and `members` as they were in it."""
+        self._view = view
         self._post.enter(view)
-        self.switchboard.entered(view)
+        self._switchboard.entered(view)
 
     def _ended(self, error: FtcommError) -> None:
         self._post.fail(error)
@@ -449,7 +508,7 @@ class Group(Calls, Messages):
         self._agent.suspect(replica, epoch, reason, proof=False)
 
     def _diverged(self, divergence: Divergence) -> None:
-        log.warning("replica %d rank %d: %s", self.replica, self.rank, divergence)
+        log.warning("replica %d rank %d: %s", self.replica, self.shard, divergence)
         wrong, right = (", ".join(map(str, who)) for who in (divergence.wrong, divergence.right))
         self.report("divergence", op=divergence.op, chunk=divergence.chunk, wrong=wrong, right=right)
 
@@ -458,7 +517,7 @@ class Group(Calls, Messages):
         if stall != self._stall:
             self._stall = stall
             waiting = ", ".join(map(str, stall.waiting_on))
-            who = f"replica {self.replica} rank {self.rank}"
+            who = f"replica {self.replica} rank {self.shard}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
         self._agent.stalled(stall.epoch, stall.op, tuple(stall.waiting_on))
 
@@ -466,7 +525,7 @@ class Group(Calls, Messages):
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
     """Where the other ranks of the replica come: inherited from the launcher, or bound here."""
     if settings.leader_fd is not None:
-        return socket.socket(fileno=settings.leader_fd)
+        return fork.apart(socket.socket(fileno=settings.leader_fd))
     try:
         return listen(*leader)
     except OSError as error:
@@ -490,10 +549,12 @@ def init(settings: Settings | None = None) -> Group:
     `TransportError`.
     """
     global _default
+    own_process()
     if _default is not None:
         raise InitError("ftcomm.init() was called before in this process; use ftcomm.default_group()")
     settings = Settings.from_env() if settings is None else settings
     _configure_log()
+    ending.watch()
     group = Group(settings)
     group._join()
     _default = group
@@ -508,22 +569,32 @@ def default_group() -> Group:
     return _default
 
 
-def allreduce(
-    x: Any,
-    op: str = "sum",
-    *,
-    async_op: bool = False,
-    atomic: bool = False,
-    sms: int | None = None,
-    wire: str | None = None,
-    group: Group | None = None,
-) -> Any:
-    """`Group.allreduce` on `group`, or on the default group."""
-    group = default_group() if group is None else group
-    return group.allreduce(x, op, async_op=async_op, atomic=atomic, sms=sms, wire=wire)
+def _of_default_group(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of `Group` as a function that takes the group as a keyword."""
+    name = method.__name__
+
+    def call(*args: Any, group: Calls | None = None, **kwargs: Any) -> Any:
+        return getattr(default_group() if group is None else group, name)(*args, **kwargs)
+
+    _, *parameters = inspect.signature(method).parameters.values()
+    parameters.append(inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY, default=None))
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"`Group.{name}` on `group`, or on the default group.\n\n        {method.__doc__}"
+    return call
 
 
-allreduce.__doc__ = f"{allreduce.__doc__}\n\n        {Group.allreduce.__doc__}"
+allreduce = _of_default_group(Group.allreduce)
+allgather = _of_default_group(Group.allgather)
+reduce_scatter = _of_default_group(Group.reduce_scatter)
+alltoall = _of_default_group(Group.alltoall)
+broadcast = _of_default_group(Group.broadcast)
+reduce = _of_default_group(Group.reduce)
+gather = _of_default_group(Group.gather)
+scatter = _of_default_group(Group.scatter)
+barrier = _of_default_group(Group.barrier)
+send = _of_default_group(Group.send)
+recv = _of_default_group(Group.recv)
 
 
 def verify(state: Any, group: Group | None = None) -> str:
@@ -548,10 +619,11 @@ def shutdown() -> None:
 
 def _at_exit() -> None:
     """A script that ends by an error is not finished: its replica is lost to the others, and restarted."""
-    if getattr(sys, "last_value", None) is None:
+    why = ending.failure()
+    if not why:
         shutdown()
     elif _default is not None:
-        _default.close()
+        _default.close(failure=why)
 
 
 def _configure_log() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping
-from typing import overload
+from typing import Any, overload
 
+from ftcomm.control.limits import beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.tuning import BUILT_IN, Tuning
@@ -15,7 +17,8 @@ TRANSPORTS = ("auto", "shm", "nixl", "tcp")
 ENGINES = ("host", "interpret", "cuda")
 STAGINGS = ("auto", "device", "host")
 ALGORITHMS = ("auto", "direct", "ring")
-MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.bounds
+DATA = ("none", "mac", "aes-gcm")
+MAX_LABEL = 256  # characters, as of a `Name` in ftcomm.control.field_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Settings:
     token: str = dataclasses.field(repr=False)
     replica: int
     replicas: int
-    rank: int = 0
+    shard: int = 0  # index of this rank inside its replica
     ranks_per_replica: int = 1
     leader: str = ""
     leader_fd: int | None = None
@@ -36,11 +39,14 @@ class Settings:
     init_timeout: float = 120.0
     verify: bool = False  # compare the results of all members after every op
     engine: str = "host"  # what reduces: this process, kernels in Triton's interpreter, or on a GPU
-    sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
+    max_sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
     algorithm: str = "auto"  # of large all-reduces between hosts: two levels if hosts are shared, or direct, or a ring
     rack: str = ""  # a label of where this host stands; a ring stays in a rack before it goes on to the next
     tuning: Tuning = BUILT_IN  # switch points, from a file of `ftcomm bench tune`
     staging: str = "auto"  # of the cuda engine: in GPU memory, pinned host memory, or as the GPUs can reach each other
+    job: str = ""  # its name, which all processes of it have alike
+    tls: tuple[str, str, str] | None = None  # files for control, state and messages: certificate, key, authority or ""
+    data: str = "none"  # what frames of the data plane have between hosts: nothing, a MAC, or AES-GCM
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -55,26 +61,12 @@ class Settings:
             token=env.get("FTCOMM_TOKEN", ""),
             replica=_int(env, "FTCOMM_REPLICA"),
             replicas=_int(env, "FTCOMM_REPLICAS"),
-            rank=_int(env, "FTCOMM_RANK", 0),
+            shard=_int(env, "FTCOMM_RANK", 0),
             ranks_per_replica=_int(env, "FTCOMM_RANKS_PER_REPLICA", 1),
             leader=env.get("FTCOMM_LEADER", ""),
             leader_fd=_int(env, "FTCOMM_LEADER_FD") if "FTCOMM_LEADER_FD" in env else None,
-            transport=env.get("FTCOMM_TRANSPORT", "auto"),
             host=env.get("FTCOMM_HOST", ""),
-            timeouts=chain(
-                _seconds(env, "FTCOMM_OP_TIMEOUT", Timeouts.derive().op),
-                _seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", None),
-                _seconds(env, "FTCOMM_OP_TIMEOUT_FLOOR", None),
-                "FTCOMM_OP_TIMEOUT, FTCOMM_HEARTBEAT_TIMEOUT, FTCOMM_OP_TIMEOUT_FLOOR",
-            ),
-            init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
-            verify=_flag(env, "FTCOMM_VERIFY"),
-            engine=env.get("FTCOMM_ENGINE", "host"),
-            sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
-            staging=env.get("FTCOMM_STAGING", "auto"),
-            algorithm=env.get("FTCOMM_ALGORITHM", "auto"),
-            rack=env.get("FTCOMM_RACK", ""),
-            tuning=_tuning(env.get("FTCOMM_TUNING", "")),
+            **own(env),
         )
         settings.check()
         return settings
@@ -99,6 +91,16 @@ class Settings:
                 "whole ops, and do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp or "
                 "FTCOMM_ENGINE=host."
             )
+        check_data(self.data)
+        if self.data != "none" and self.transport == "nixl":
+            raise SettingsError(
+                f"FTCOMM_DATA={self.data} with FTCOMM_TRANSPORT=nixl, whose puts go from memory to memory and are "
+                "looked at by nobody; set FTCOMM_TRANSPORT=tcp, or unset FTCOMM_DATA and trust the network."
+            )
+        if len(self.job) > MAX_LABEL:
+            raise SettingsError(
+                f"FTCOMM_JOB has {len(self.job)} characters, at most {MAX_LABEL}; choose a shorter one."
+            )
         if self.staging not in STAGINGS:
             raise SettingsError(f"FTCOMM_STAGING={self.staging!r}; expected one of {', '.join(STAGINGS)}.")
         if self.algorithm not in ALGORITHMS:
@@ -114,16 +116,18 @@ class Settings:
                 f"FTCOMM_RACK has {len(self.rack)} characters, at most {MAX_LABEL} are told to others; choose a "
                 "shorter label for the rack."
             )
-        if self.sms is not None and self.sms < 1:
-            raise SettingsError(f"FTCOMM_SMS={self.sms}; expected at least 1, or unset it for as many as pay.")
+        if self.max_sms is not None and self.max_sms < 1:
+            raise SettingsError(f"FTCOMM_SMS={self.max_sms}; expected at least 1, or unset it for as many as pay.")
         if self.replicas < 1 or self.replica < 0:
             raise SettingsError(
                 f"FTCOMM_REPLICA={self.replica} of FTCOMM_REPLICAS={self.replicas}; expected a replica number from 0 "
                 "and at least one replica."
             )
-        if not 0 <= self.rank < self.ranks_per_replica:
+        if reason := beyond(self.replicas, self.ranks_per_replica):
+            raise SettingsError(f"FTCOMM_REPLICAS and FTCOMM_RANKS_PER_REPLICA: {reason}.")
+        if not 0 <= self.shard < self.ranks_per_replica:
             raise SettingsError(
-                f"FTCOMM_RANK={self.rank} with FTCOMM_RANKS_PER_REPLICA={self.ranks_per_replica}; expected a rank "
+                f"FTCOMM_RANK={self.shard} with FTCOMM_RANKS_PER_REPLICA={self.ranks_per_replica}; expected a rank "
                 f"from 0 to {self.ranks_per_replica - 1}."
             )
         if self.ranks_per_replica > 1 and not self.leader:
@@ -132,6 +136,56 @@ class Settings:
             )
         if self.leader:
             split_endpoint(self.leader, "FTCOMM_LEADER")
+
+
+def tls_files(env: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The files of a certificate that `env` names. Raises `SettingsError` if something is missing."""
+    cert, key, ca = (env.get(f"FTCOMM_TLS_{what}", "") for what in ("CERT", "KEY", "CA"))
+    if not (cert or key or ca):
+        return None
+    if not cert or not key:
+        raise SettingsError(
+            "TLS needs FTCOMM_TLS_CERT and FTCOMM_TLS_KEY, a certificate and its key, on every process, and "
+            "FTCOMM_TLS_CA goes with both; set them, or none."
+        )
+    return cert, key, ca
+
+
+def check_data(mode: str) -> None:
+    """Raise `SettingsError` unless it is one of `DATA`, and what it needs is installed."""
+    if mode not in DATA:
+        raise SettingsError(f"FTCOMM_DATA={mode!r}; expected one of {', '.join(DATA)}.")
+    if mode != "none" and importlib.util.find_spec("cryptography") is None:
+        raise SettingsError(f"FTCOMM_DATA={mode} needs cryptography: pip install 'ftcomm[secure]'.")
+
+
+def own(env: Mapping[str, str]) -> dict[str, Any]:
+    """What a rank takes from its environment whoever has started it. Raises `SettingsError`."""
+    return dict(
+        transport=env.get("FTCOMM_TRANSPORT", "auto"),
+        timeouts=timeouts(env),
+        init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
+        verify=_flag(env, "FTCOMM_VERIFY"),
+        engine=env.get("FTCOMM_ENGINE", "host"),
+        max_sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
+        staging=env.get("FTCOMM_STAGING", "auto"),
+        algorithm=env.get("FTCOMM_ALGORITHM", "auto"),
+        rack=env.get("FTCOMM_RACK", ""),
+        tuning=_tuning(env.get("FTCOMM_TUNING", "")),
+        job=env.get("FTCOMM_JOB", ""),
+        tls=tls_files(env),
+        data=env.get("FTCOMM_DATA", "none"),
+    )
+
+
+def timeouts(env: Mapping[str, str]) -> Timeouts:
+    """Raises `SettingsError`."""
+    return chain(
+        _seconds(env, "FTCOMM_OP_TIMEOUT", Timeouts.derive().op),
+        _seconds(env, "FTCOMM_HEARTBEAT_TIMEOUT", None),
+        _seconds(env, "FTCOMM_OP_TIMEOUT_FLOOR", None),
+        "FTCOMM_OP_TIMEOUT, FTCOMM_HEARTBEAT_TIMEOUT, FTCOMM_OP_TIMEOUT_FLOOR",
+    )
 
 
 def chain(op: float, heartbeat: float | None, op_floor: float | None, names: str) -> Timeouts:

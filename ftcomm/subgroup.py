@@ -25,34 +25,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ftcomm.calls import Calls
+from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.chunks import Contributors
-from ftcomm.collective.divergence import Divergence
 from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, shared_hosts
-from ftcomm.collective.stall import Stall
-from ftcomm.control import bounds as b
-from ftcomm.control import wire
+from ftcomm.collective.watchdog import Stall
+from ftcomm.control import field_types as t
+from ftcomm.control import fork, wire
 from ftcomm.control.blame import CHANGE
+from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import drop
 from ftcomm.control.messages import Progress
+from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import REPORT
-from ftcomm.control.unpack import unpack
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
 from ftcomm.fixed.endpoint import ASK, PURPOSE, Call
-from ftcomm.messages.p2p import JobPost, Messages
+from ftcomm.messages.p2p import JobPost
+from ftcomm.own import own_process
+from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
-from ftcomm.transport.segment import Peer, Segment
-from ftcomm.transport.tcp import Lost
+from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -60,19 +62,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftcomm")
 
 _LOOK = 0.05  # s between two looks at whether an answer is still wanted
-_DIAL = 5.0  # s for one attempt to reach a member
 _PAUSE = 0.02  # s before the next
 _NUDGE = 0.001  # s between wake-ups of a driver that sleeps on a word of a dead peer
 _SEND = 2.0  # s for an answer to be taken
 _PARTING = 2.0  # s that an op may take to notice that the group is closed
 
-Dial = Callable[[tuple[str, int], str, wire.Fields, float], socket.socket]
+Dial = Callable[[Address, str, wire.Fields, float], Connection]
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):
     """Where a member stands before `epoch`, and where its segment lies."""
 
-    epoch: b.Epoch
+    epoch: t.Epoch
     address: Address
     progress: Progress
 
@@ -87,7 +88,7 @@ def encode(account: Account) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-def hear(sock: socket.socket, wanted: Callable[[], bool]) -> Account | None:
+def hear(sock: Connection, wanted: Callable[[], bool]) -> Account | None:
     """One frame; None as soon as it is not `wanted` any more. Raises `OSError` and `msgspec.DecodeError`."""
     data, length = bytearray(), 4
     sock.settimeout(_LOOK)
@@ -105,11 +106,11 @@ def hear(sock: socket.socket, wanted: Callable[[], bool]) -> Account | None:
             length += int.from_bytes(data, "big")
             if length > wire.MAX_MESSAGE:
                 raise ConnectionError(f"a frame of {length} bytes, at most {wire.MAX_MESSAGE} are allowed")
-    account: Account = unpack(_decoder, data[4:])
+    account: Account = decode_with(_decoder, data[4:])
     return account
 
 
-class Subgroup(Calls, Messages):
+class Subgroup(Calls):
     """This rank's likes in some replicas of its job. Do not make one: `Group.subgroup` does, on all members.
 
     The calls are those of `Group`, thread-safe. Ranks are places in `roster`, which is that of the group of all, in so
@@ -126,13 +127,12 @@ class Subgroup(Calls, Messages):
         replicas: Collection[int],
         *,
         dial: Dial,
-        on_suspect: Callable[[int, int, str], None],
         on_stall: Callable[[int, int, tuple[int, ...]], None],
         on_failed: Callable[[BaseException], None],
         on_divergence: Callable[[Divergence], None] | None,
     ) -> None:
-        """See `Group.subgroup`. `on_suspect(replica, epoch, why)`: it cannot be reached. `on_stall(epoch, op, waiting
-        on)`, every second. `on_failed`: this rank cannot go on."""
+        """See `Group.subgroup`. `on_stall(epoch, op, waiting on)`, every second. `on_failed`: this rank cannot go
+        on."""
         settings = group.settings
         if group.replica not in replicas or len(set(replicas)) != len(replicas):
             raise ArgumentError(
@@ -140,10 +140,10 @@ class Subgroup(Calls, Messages):
                 "them, and each once"
             )
         self.name, self._group = name, group
-        self.me = self.replica = group.replica
+        self._me = self.replica = group.replica
         self._among = frozenset(replicas)
         self._device = None
-        self._dial, self._on_suspect, self._on_stall = dial, on_suspect, on_stall
+        self._dial, self._on_stall = dial, on_stall
         self._missing: tuple[int, ...] = ()  # whose account is still to come; replaced as a whole
         self._lock = threading.Lock()  # guards the next seven; never held across a wait
         self._changed = threading.Condition(self._lock)
@@ -155,8 +155,8 @@ class Subgroup(Calls, Messages):
         self._waiting = 0  # threads of the user that wait for a view
         self._error: BaseException | None = None  # why it is over
         self._peers: dict[int, tuple[str, Peer]] = {}  # replica -> nonce of its segment, and the way to it
-        self._segment = Segment()
-        self._here = here_is(settings.host, group.port, self._segment, settings.tuning)
+        self._segment = Segment(later=True)  # programs have many groups of which they use few
+        self._here = here_is(settings.host, group._port, self._segment, settings.tuning, data=settings.data)
         self._exchange = Exchange(
             self.replica,
             self._segment,
@@ -168,14 +168,14 @@ class Subgroup(Calls, Messages):
             on_divergence=on_divergence,
             ranks_per_replica=settings.ranks_per_replica,
         )
-        self._post = JobPost(self.replica, settings.rank, self._dial_post)
+        self._post = JobPost(self.replica, settings.shard, self._dial_post)
         self._on_failed = on_failed
         self._thread = threading.Thread(target=self._follow, name=f"ftcomm-subgroup-{name}", daemon=True)
 
     def begin(self, timeout: float) -> None:
         """Once: enter the view in force; blocks until its members have come. Without a view, in a replica that joins,
         `entered` and `follow` are to come. Raises `TransportError`."""
-        board = self._group.switchboard
+        board = self._group._switchboard
         board.open(self.name, self)
         self._thread.start()
         view = board.newest  # looked at after `open`, so that of every later one we are told
@@ -197,6 +197,13 @@ class Subgroup(Calls, Messages):
         if self._error is not None:
             raise self._error
 
+    def _when(self) -> tuple[int, int]:
+        return self._group._when()
+
+    def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
+        self._segment.reserve()
+        return super()._carry_out(op, result, finish, async_op)
+
     def _patience(self) -> float:
         return self._group.settings.timeouts.give_up
 
@@ -205,18 +212,18 @@ class Subgroup(Calls, Messages):
         return tuple(replica for replica in self._group.roster if replica in self._among)
 
     @property
-    def givers(self) -> tuple[int, ...]:
+    def contributors(self) -> tuple[int, ...]:
         """Who contributes, of these."""
-        return tuple(replica for replica in self._group.givers if replica in self._among) or self.roster
+        return tuple(replica for replica in self._group.contributors if replica in self._among) or self.roster
 
     @property
-    def outside(self) -> bool:
+    def _outside(self) -> bool:
         """In a replica that joins a running job, until it has passed its first boundary."""
-        return self._group.outside
+        return self._group._outside
 
     @property
-    def on_step_error(self) -> Callable[[Exception], None] | None:
-        return self._group.on_step_error
+    def _on_step_error(self) -> Callable[[Exception], None] | None:
+        return self._group._on_step_error
 
     # -- with the group of all: these are called by it ---------------------------------------------------------------
 
@@ -227,6 +234,11 @@ class Subgroup(Calls, Messages):
     def common(self, *, reset: bool = False) -> Contributors | None:
         """After `drain`: see `Exchange.common`."""
         return self._exchange.common(reset=reset)
+
+    @property
+    def _stood(self) -> float:
+        """See `Exchange.stood`."""
+        return self._exchange.stood
 
     @property
     def of_all(self) -> bool:
@@ -269,11 +281,13 @@ class Subgroup(Calls, Messages):
             call.sock.close()
         self._exchange.fail(error)
         self._post.fail(error)
-        self._group.switchboard.forget(self.name, self)
+        self._group._switchboard.forget(self.name, self)
 
     def close(self) -> None:
         """Leave the group; idempotent. Ops in flight fail. Blocks until what was sent is received, for 2 seconds."""
         error = FtcommError(f"{self} was closed; make a new one before any op")
+        if fork.is_child():
+            return
         if self._error is None:
             self._post.close(error)
         self.fail(error)
@@ -282,9 +296,10 @@ class Subgroup(Calls, Messages):
         if self._thread.is_alive():
             self._thread.join()
         self._segment.close()
-        self._group.left(self)
+        self._group._left(self)
 
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
+        own_process()
         with self._changed:
             self._waiting += 1
             try:
@@ -388,7 +403,7 @@ class Subgroup(Calls, Messages):
             name = f"ftcomm-ask-{member.replica}"
             threading.Thread(target=self._ask_one, args=(view, member, answers), name=name, daemon=True).start()
         accounts: dict[int, Account] = {}
-        begun = said = time.monotonic()
+        late = self._late(view)
         try:
             while missing := tuple(member.replica for member in others if member.replica not in accounts):
                 self._missing = missing
@@ -398,16 +413,26 @@ class Subgroup(Calls, Messages):
                 except queue.Empty:
                     if not self._wanted(view):
                         return None
-                    now = time.monotonic()
-                    if now - said >= REPORT and now - begun > self._deadline(view) and self._needed():
-                        if said == begun:
-                            who = ", ".join(map(str, missing))
-                            log.warning("%s: replicas %s have not made it; a script makes its groups anew", self, who)
-                        said = now
-                        self._on_stall(view.epoch, CHANGE, missing)
+                    late(missing, "have not made it; a script makes its groups anew")
             return accounts
         finally:
             self._missing = ()
+
+    def _late(self, view: View) -> Callable[[tuple[int, ...], str], None]:
+        """To be called now and then while members are waited for, with what they have not done: a stall, when the time
+        for that is over."""
+        begun = said = time.monotonic()
+
+        def late(missing: tuple[int, ...], what: str) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if now - said >= REPORT and now - begun > self._deadline(view) and self._needed():
+                if said == begun:
+                    log.warning("%s: replicas %s %s", self, ", ".join(map(str, missing)), what)
+                said = now
+                self._on_stall(view.epoch, CHANGE, missing)
+
+        return late
 
     def _deadline(self, view: View) -> float:
         """Of a view without a lost member all hear at once. Otherwise one waits for somebody's script, and when the
@@ -425,7 +450,7 @@ class Subgroup(Calls, Messages):
         return True
 
     def _ask_one(self, view: View, member: Member, answers: queue.SimpleQueue[tuple[int, Account]]) -> None:
-        there = member.ranks[self._group.rank]
+        there = member.ranks[self._group.shard]
         me = view.member(self.replica)
         assert me is not None
         fields: wire.Fields = {"group": self.name, "what": ASK, "member": self.replica, "epoch": view.epoch}
@@ -436,7 +461,7 @@ class Subgroup(Calls, Messages):
             if life == member.incarnation:
                 fields["there"] = nonce
             try:
-                with self._dial((there.host, there.port), PURPOSE, fields, _DIAL) as sock:
+                with self._dial(there, PURPOSE, fields, self._patience()) as sock:
                     account = hear(sock, lambda: self._wanted(view))
                 if account is None:
                     return
@@ -466,33 +491,75 @@ class Subgroup(Calls, Messages):
             if known is not None and known.serves(view.epoch) and nonce == there.nonce:
                 peers[replica] = nonce, known
                 continue
-            while replica not in peers:
-                try:
-                    peers[replica] = there.nonce, self._connect(view.epoch, replica, there)
-                except (OSError, TransportError) as error:
-                    self._on_suspect(replica, view.epoch, f"its memory cannot be reached: {error}")
+            late = self._late(view)
+            self._missing = (replica,)
+            try:
+                while (peer := self._attempt(view, replica, there, late)) is None and self._wanted(view):
                     self._pause(view, self._group.settings.timeouts.beat)
-                if not self._wanted(view):
-                    kept = {id(peer) for _, peer in self._peers.values()}
-                    for _, peer in peers.values():
-                        if id(peer) not in kept:
-                            peer.close()
-                    return None
+            finally:
+                self._missing = ()
+            if peer is not None:
+                peers[replica] = there.nonce, peer
+            if not self._wanted(view):
+                kept = {id(peer) for _, peer in self._peers.values()}
+                for _, peer in peers.values():
+                    if id(peer) not in kept:
+                        peer.close()
+                return None
         self._peers = peers
         return {replica: peer for replica, (_, peer) in peers.items()}
 
-    def _connect(self, epoch: int, replica: int, there: Address) -> Peer:
+    def _attempt(
+        self, view: View, replica: int, there: Address, late: Callable[[tuple[int, ...], str], None]
+    ) -> Peer | None:
+        """One attempt to connect, in a thread, since a member that is stopped answers late. None if that has failed,
+        or `view` is wanted no more. It is no complaint about the member: the control plane dials the same port."""
+        made: queue.SimpleQueue[Peer | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                peer = self._connect(view, replica, there)
+                if not self._wanted(view):
+                    peer.close()
+                made.put(peer)
+            except (OSError, TransportError) as error:
+                log.info("%s: replica %d cannot be reached: %s", self, replica, error)
+                made.put(None)
+
+        threading.Thread(target=run, name=f"ftcomm-reach-{replica}", daemon=True).start()
+        while self._wanted(view):
+            try:
+                return made.get(timeout=_LOOK)
+            except queue.Empty:
+                late((replica,), "cannot be reached yet")
+        return None
+
+    def _connect(self, view: View, replica: int, there: Address) -> Peer:
         """Blocks while dialling. A connection that ends is no news here: a script closes its groups one by one, of a
         death the job's view tells, and if anybody waits in vain, a stall does."""
 
-        def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
-            ours: wire.Fields = {"group": self.name, "what": purpose, "member": self.replica, "life": there.nonce}
-            ours.update(epoch=epoch, nonce=self._here.nonce)
-            return self._dial((there.host, there.port), PURPOSE, ours, _DIAL)
+        member = view.member(replica)
+        assert member is not None
+        process = member.ranks[self._group.shard]  # `there` is its segment of this group
 
-        mode = self._group.settings.transport
+        def dial(there: Address, purpose: str, fields: Fields) -> Connection:
+            ours: wire.Fields = {"group": self.name, "what": purpose, "member": self.replica, "life": there.nonce}
+            ours.update(epoch=view.epoch, nonce=self._here.nonce)
+            return self._dial(process, PURPOSE, ours, self._patience())
+
+        settings = self._group.settings
         on_lost: Lost = lambda replica, epoch, reason: None  # noqa: E731
-        return connect(self.replica, self._here, replica, there, epoch=epoch, mode=mode, dial=dial, on_lost=on_lost)
+        return connect(
+            self.replica,
+            self._here,
+            replica,
+            there,
+            epoch=view.epoch,
+            mode=settings.transport,
+            dial=dial,
+            on_lost=on_lost,
+            data=settings.data,
+        )
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -514,17 +581,18 @@ class Subgroup(Calls, Messages):
             elif not keep:
                 call.sock.close()
         elif call.what in CONNECTIONS and call.life == self._segment.nonce and call.member in self._among:
-            accept(self._exchange, call.what, call.sock, call.member, call.epoch, call.nonce)
+            data = self._group.settings.data
+            accept(self._exchange, call.what, call.sock, call.member, call.epoch, call.nonce, data=data)
         elif call.what == "post" and call.member in self._among:
             self._post.incoming(call.sock, {"replica": call.member, "life": call.life, "epoch": call.epoch})
         else:
             call.sock.close()
         return True
 
-    def _dial_post(self, replica: int, purpose: str, fields: wire.Fields) -> socket.socket:
+    def _dial_post(self, replica: int, purpose: str, fields: wire.Fields) -> Connection:
         ours: wire.Fields = {"group": self.name, "what": "post", "member": self.replica}
         ours.update(life=fields["life"], epoch=fields["epoch"])
-        return self._group.dial_rank(replica, self._group.rank, PURPOSE, ours, _DIAL)
+        return self._group._dial_rank(replica, self._group.shard, PURPOSE, ours, self._patience())
 
     def _stalled(self, stall: Stall) -> None:
         self._on_stall(stall.epoch, stall.op, tuple(stall.waiting_on))

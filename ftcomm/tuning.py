@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
+from ftcomm.control import limits
+
 Points = tuple[tuple[int, int], ...]  # (members, bytes), ascending: the size for so many members, or fewer
 
 EVER = 1 << 62  # bytes; at every size
-MEMBERS = 16  # of the largest group
+MEMBERS = limits.MEMBERS  # of the largest group
 
 
 @dataclasses.dataclass(frozen=True)

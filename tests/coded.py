@@ -1,4 +1,4 @@
-"""What an all-reduce with wire="fp8" has to give: by the kernels' definition of the code, all of an op at once."""
+"""What allreduce with compression="fp8" has to give: by the kernels' definition of the code, all of an op at once."""
 
 from __future__ import annotations
 

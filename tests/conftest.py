@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+from pathlib import Path
+
+import pytest
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
@@ -17,6 +21,46 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+ORDER = ("kernels", "hosts", "process", "torch")  # of the folders in tests/; the others follow
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests go first, so that none runs alone at the end. A unit test that does not import torch does not depend
+    on which one there is."""
+    for item in items:
+        if _folder(item) == "unit" and "torch" not in vars(getattr(item, "module", None)):
+            item.add_marker(pytest.mark.protocol)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, int]:
+    folder = _folder(item)
+    return item.get_closest_marker("slow") is None, ORDER.index(folder) if folder in ORDER else len(ORDER)
+
+
+def _folder(item: pytest.Item) -> str:
+    """Of tests/, in which its file lies."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+@pytest.fixture
+def preforked(_fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks of a `Launcher` be forks of a process that has imported torch, and not new interpreters."""
+    from ftcomm.launch import process
+    from tests import preforked
+
+    monkeypatch.setattr(process, "subprocess", preforked.subprocess_of_ranks(subprocess))
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> None:
+    """Wait for what it imports, before a test looks at its clock."""
+    from tests import preforked
+
+    preforked.warm()
 
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may lack it

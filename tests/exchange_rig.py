@@ -8,13 +8,15 @@ import socket
 import threading
 from collections.abc import Iterable
 
-from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.plan import GroupView, shared_hosts
-from ftcomm.collective.stall import Stall
-from ftcomm.transport.segment import HOST, Peer, Segment
+from ftcomm.collective.watchdog import Stall
+from ftcomm.transport.base import Peer
+from ftcomm.transport.segment import HOST, Segment
 from ftcomm.transport.shm import ShmPeer
-from ftcomm.transport.tcp import TcpPeer
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 DEADLINE = 60.0  # seconds; for everything that a test waits for
 LAYOUT = HOST  # of all segments
@@ -106,8 +108,8 @@ class Rig:
         ring = self.ring(me, members)
         beside = {ring[(ring.index(me) + step) % len(ring)] for step in (-1, 1)} if ring else set(members)
         for m, peer in peers.items():
-            if isinstance(peer, TcpPeer) and (m in beside or self.how != "ring"):
-                peer.reach(DEADLINE)
+            if isinstance(peer, TcpMirror) and (m in beside or self.how != "ring"):
+                peer.open_now()
         return peers
 
     def connect(self, me: int, other: int) -> Peer:
@@ -124,11 +126,11 @@ class Rig:
         def dial() -> socket.socket:
             near, far = socket_pair()
             self.dials += 1
-            self.members[other].exchange.attach(far, me, epoch, self.members[me].segment.nonce)
+            self.members[other].exchange.admit(TcpMirrorWriter(far, me, epoch, self.members[me].segment.nonce))
             return near
 
         sock = None if self.how == "ring" else dial()
-        peer = TcpPeer(other, epoch, sock, lambda *args: self.members[me].lost.append(args))
+        peer = TcpMirror(other, epoch, sock, lambda *args: self.members[me].lost.append(args))
         peer.dial = dial
         peer.nonce = self.members[other].segment.nonce
         return peer

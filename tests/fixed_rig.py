@@ -11,6 +11,7 @@ from typing import Any
 
 from ftcomm.fixed.endpoint import Endpoint
 from ftcomm.fixed.group import FixedGroup
+from ftcomm.transport.segment import Segment
 from tests.exchange_rig import DEADLINE, Caller
 
 
@@ -64,6 +65,7 @@ def nothing_left(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
+        Segment().close()  # opens what a process opens once and keeps
         gc.collect()
         threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
         test(*args, **kwargs)

@@ -14,18 +14,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ftcomm.collective.divergence import Divergence
-from ftcomm.collective.flight import Flight
-from ftcomm.collective.lobby import Lobby
+from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pending import PendingReaders
+from ftcomm.collective.pipeline import LAST, used_up
 from ftcomm.collective.roster import Standing
-from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
 from ftcomm.collective.stream import Interrupted, Stream
-from ftcomm.errors import DivergenceError, FtcommError
+from ftcomm.collective.watchdog import Due, Stall, Watchdog, gave_up, no_view
+from ftcomm.errors import DivergenceError, FtcommError, TransportError
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.kernels.wait import Waiter
-from ftcomm.transport.segment import ASLEEP, Peer, Segment
-from ftcomm.transport.tcp import Lost, Reader
+from ftcomm.sync.futex import Waiter
+from ftcomm.transport.base import Lost, MirrorWriter, Peer
+from ftcomm.transport.segment import ASLEEP, Segment
 
 
 class Driver(Standing):
@@ -51,7 +52,7 @@ class Driver(Standing):
     ) -> None:
         self.replica = replica
         self._segment = segment
-        self._watch = StallWatch(deadline_floor, deadline_ceiling, give_up)
+        self._watch = Watchdog(deadline_floor, deadline_ceiling, give_up)
         self._on_stall = on_stall
         self._on_lost = on_lost
         self._on_failed = on_failed
@@ -61,10 +62,10 @@ class Driver(Standing):
         self._reducer = Reducer() if reducer is None else reducer
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)  # a parked driver waits on it
-        self._flight = Flight()
+        self._inflight = Inflight()
         self._stream: Stream | None = None  # None: has never been in a view
         self._peers: dict[int, Peer] = {}
-        self._lobby = Lobby()
+        self._pending = PendingReaders()
         self._lives: dict[int, str] = {}  # of the peers: replica -> nonce of its segment
         # Who drives, or is about to: the op of the calling thread, or the exchange itself for the worker. An interrupt
         # may come between any two lines of the calling thread, which must then know whether it was the one.
@@ -86,17 +87,18 @@ class Driver(Standing):
             if self._error is not None:
                 op.finish(self._error)
                 return False
+            self._inflight.room()
             drive = self._driver is None
             if drive:
                 self._driver = op  # first: if an interrupt comes after this, the engine ends
                 self._parked = self._frozen  # it cannot touch the stream before it has looked around
-            if not self._flight.ops:
+            if not self._inflight.ops:
                 self._watch.began = time.monotonic()
-            self._flight.add(op)
+            self._inflight.add(op)
             if self._stream is not None:
-                self._stream.unposted.append(op)
+                self._stream.pipeline.unposted.append(op)
         if not drive:
-            self._waiter.poke()
+            self._waiter.interrupt()
         return drive
 
     def _kick(self) -> None:
@@ -120,7 +122,7 @@ class Driver(Standing):
             while True:
                 self._context.run(self._loop, until)
                 with self._mutex:
-                    if not self._flight.ops:
+                    if not self._inflight.ops:
                         calls = self._let_go()
                         break
                 if until is not None:
@@ -162,7 +164,7 @@ class Driver(Standing):
     def _loop(self, until: Operation | None) -> None:
         waiter = self._waiter
         watch = self._watch
-        flight = self._flight.ops
+        flight = self._inflight.ops
         if until is None:
             with self._mutex:
                 self._driver = self  # the thread that has handed over is out of it
@@ -175,10 +177,10 @@ class Driver(Standing):
         stream = self._stream
         if until is not None and not stop and stream is not None and stream.at_once(until):
             watch.returns(until)
-            self._flight.return_first()
+            self._inflight.return_first()
             return
         while flight:
-            if waiter.poked:
+            if waiter.interrupted:
                 if not self._look_around() or (until is not None and until.done):
                     return
                 stream = self._stream
@@ -191,28 +193,31 @@ class Driver(Standing):
                 op = flight[0]
                 if stream.stable(op):
                     watch.returns(op)
-                    self._flight.return_first()
+                    self._inflight.return_first()
                     if op is until:
                         return
+                    continue
+                if stream.pipeline.posted >= LAST and op.end < 0:
+                    self._fail(used_up(self.replica, stream.view.epoch))
                     continue
                 moved = stream.wait(op)
             except Interrupted:
                 continue
             if moved:
                 watch.wait = None
-            elif not waiter.poked:
+            elif not waiter.interrupted:
                 self._stalled(stream, op, stream.missing(op))
 
     def _look_around(self) -> bool:
-        """Somebody has poked the driver: new ops, a TCP reader, a freeze, or the end.
+        """Somebody has interrupted the driver: new ops, a TCP reader, a freeze, or the end.
 
         False if nothing is in flight any more. The driver may then still be parked, and must not touch the stream.
         """
-        self._waiter.poked = False
+        self._waiter.interrupted = False
         failed: BaseException | None = None
         with self._mutex:
             deadline = time.monotonic() + self._watch.give_up
-            while self._frozen and self._error is None and self._flight.ops:
+            while self._frozen and self._error is None and self._inflight.ops:
                 self._parked = True
                 left = deadline - time.monotonic()
                 calls, self._quiesced = self._quiesced, []
@@ -226,17 +231,17 @@ class Driver(Standing):
                 elif left > 0:
                     self._changed.wait(left)
                 else:
-                    failed = no_view(self._flight.ops[0], self._watch.give_up)
+                    failed = no_view(self._inflight.ops[0], self._watch.give_up)
                     self._error = failed
-            readers: list[Reader] = []
+            readers: list[MirrorWriter] = []
             stream = self._stream
             if self._error is not None:
                 self._abandon()
             elif not self._frozen:
                 assert stream is not None
-                readers = self._lobby.take(stream.view.epoch, self._lives)
+                readers = self._pending.take(stream.view.epoch, self._lives)
             self._parked = self._frozen and self._error is None
-            more = bool(self._flight.ops)
+            more = bool(self._inflight.ops)
         if failed is not None:
             self._on_failed(failed)
         for reader in readers:
@@ -245,9 +250,13 @@ class Driver(Standing):
         return more
 
     def _send_failed(self, replica: int, epoch: int, reason: str) -> None:
-        """The connection to a reader has broken; no news if the next one is here already."""
+        """The connection to a reader has broken; no news if the next one is here already. Or this member itself cannot
+        send."""
+        if replica == self.replica:
+            self._fail(TransportError(f"replica {replica} cannot go on: {reason}"))
+            return
         with self._mutex:
-            replaced = self._lobby.holds(replica, self._lives.get(replica, ""))
+            replaced = self._pending.holds(replica, self._lives.get(replica, ""))
         if not replaced:
             self._on_lost(replica, epoch, reason)
 
@@ -275,10 +284,10 @@ class Driver(Standing):
         assert self._error is not None
         if self._stream is not None:
             self._stream.close()  # first: what it sends may lie in the arrays of the ops
-        self._flight.abandon(self._error)
+        self._inflight.abandon(self._error)
         for peer in self._peers.values():
             peer.close()
-        self._lobby.close()
+        self._pending.close()
         self._watch.wait = None
 
     def _stalled(self, stream: Stream, op: Operation, missing: tuple[int, ...]) -> None:
@@ -293,6 +302,6 @@ class Driver(Standing):
         """The driver has found that this member cannot go on."""
         with self._mutex:
             first = self._end(error)
-        self._waiter.poke()
+        self._waiter.interrupt()
         if first:
             self._on_failed(error)

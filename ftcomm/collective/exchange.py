@@ -9,26 +9,23 @@ Who drives, and how, is in `ftcomm.collective.driver`.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping
 
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.driver import Driver
-from ftcomm.collective.flight import Resumed
-from ftcomm.collective.lobby import welcome
+from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pending import is_current
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
-from ftcomm.collective.stall import Stall
 from ftcomm.collective.stream import Stream
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress
 from ftcomm.errors import FtcommError
-from ftcomm.kernels.wait import cores
-from ftcomm.transport.lines import Lines
-from ftcomm.transport.nixl import NixlPeer
-from ftcomm.transport.nixl_lines import NixlLines
-from ftcomm.transport.segment import Peer
-from ftcomm.transport.tcp import Reader, TcpPeer
+from ftcomm.own import own_process
+from ftcomm.sync.sched import cores
+from ftcomm.transport.base import MirrorWriter, Peer
+from ftcomm.transport.connect import poller_for
 from ftcomm.tuning import Tuning
 
 # Rounds of polling and yielding before a sleep. A sleeping member takes 26 us to answer, a polling one 1 us. Without
@@ -41,9 +38,9 @@ class Exchange(Driver):
     """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
 
     `on_stall` is called by the driving thread when an op has made no progress for longer than its deadline, and about
-    every second from then on. The deadline follows what ops of its size have taken, see `ftcomm.collective.deadline`,
-    between `deadline_floor` and `deadline_ceiling` seconds. After `give_up` seconds without progress, or without a new
-    view, the engine fails with `CollectiveTimeout`.
+    every second from then on. The deadline follows what ops of its size have taken, between `deadline_floor` and
+    `deadline_ceiling` seconds. After `give_up` seconds without progress, or without a new view, the engine fails with
+    `CollectiveTimeout`.
 
     `on_lost(replica, epoch, reason)` is called by the driving thread when the connection to a member that reads through
     TCP has broken; the op goes on waiting, for the view change. `on_failed(error)` is called once, by any thread, if
@@ -57,6 +54,7 @@ class Exchange(Driver):
 
     def submit(self, op: Operation) -> None:
         """Enqueue; the worker drives it. Does not block. If the engine has failed, `op.error` is set at once."""
+        own_process()
         try:
             if self._admit(op):
                 self._kick()
@@ -66,27 +64,35 @@ class Exchange(Driver):
 
     def run(self, op: Operation) -> None:
         """Enqueue, and return when `op.done`. The outcome is in `op.error`."""
+        own_process()
         self._drive(op)
         op.wait()
 
     def wait(self, op: Operation, timeout: float | None = None) -> bool:
         """Block until `op` is done; False if `timeout` seconds pass before. Any thread."""
+        if not op.done:
+            own_process()
         return op.wait(timeout)
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until nothing is in flight. Raises `CollectiveTimeout` after `timeout` seconds; not the ops' errors."""
-        self._flight.drain(self._mutex, timeout)
+        self._inflight.drain(self._mutex, timeout)
 
     def common(self, *, reset: bool = False) -> Contributors | None:
         """After `drain`: whose input is in every chunk that was reduced since the last reset; None if nothing was."""
-        flight = self._flight
+        flight = self._inflight
         common, flight.common = flight.common, None if reset else flight.common
         return common
 
     @property
+    def stood(self) -> float:
+        """Seconds that ops have stood still here, waiting for members that did not move, or were lost."""
+        return self._watch.stood
+
+    @property
     def returned(self) -> int:
         """How many ops of the group have returned here."""
-        return self._flight.returned
+        return self._inflight.returned
 
     def waiting(self, seconds: float) -> Stall | None:
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
@@ -101,7 +107,7 @@ class Exchange(Driver):
     def tune(self, tuning: Tuning) -> None:
         """Other switch points until the next view, for `ftcomm bench tune`: all members between the same two ops."""
         with self._mutex:
-            if self._stream is None or self._flight.ops:
+            if self._stream is None or self._inflight.ops:
                 raise RuntimeError("tune() while ops are in flight, or before the first view")
             self._stream.tune(tuning)
 
@@ -119,11 +125,11 @@ class Exchange(Driver):
         if now:
             quiesced()
         else:
-            self._waiter.poke()
+            self._waiter.interrupt()
 
     def nudge(self) -> None:
         """Wake the driver if it sleeps: it has something to look at."""
-        self._waiter.nudge()
+        self._waiter.wake()
 
     def progress(self) -> Progress:
         """Where this member stands. Between `quiesced` and `resume`. Raises the engine's error if it has failed."""
@@ -132,27 +138,21 @@ class Exchange(Driver):
                 raise self._error
             if self._stream is None:
                 return Progress(returned=0, ops=(), fresh=True)
-            return self._told(self._flight.progress())
+            return self._told(self._inflight.progress())
 
-    def attach(self, sock: socket.socket, replica: int, epoch: int, life: str = "") -> None:
-        """A member reads this one through TCP from `epoch` on; `sock` is connected and past its handshake. `life` is
-        the nonce of that member's segment.
+    def admit(self, reader: MirrorWriter) -> None:
+        """Serve a member that reads this one through a connection.
 
-        May come before `resume` for that epoch, or long after; the member gets what it missed. Replaces the connection
-        that it had before. Serves in later epochs, too, as long as that life is a member.
-        """
-        self.admit(Reader(sock, replica, epoch, life))
-
-    def admit(self, reader: Reader) -> None:
-        """Likewise for a member that reads this one in another way, by NIXL."""
+        May come before `resume` for the epoch that it was dialled for, or long after: the member gets what it missed.
+        Replaces the connection that it had before. Serves in later epochs, too, as long as that life is a member."""
         with self._mutex:
             current = 0 if self._stream is None else self._stream.view.epoch
-            late = reader.epoch <= current and not welcome(reader, current, self._lives)
+            late = reader.epoch <= current and not is_current(reader, current, self._lives)
             if self._error is not None or late:
                 reader.close()
                 return
-            self._lobby.add(reader)
-        self._waiter.poke()
+            self._pending.add(reader)
+        self._waiter.interrupt()
 
     def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members, this one too.
@@ -168,8 +168,7 @@ class Exchange(Driver):
                 if all(peer is not kept for kept in peers.values()):
                     peer.close()
             for peer in peers.values():
-                if isinstance(peer, TcpPeer):
-                    peer.others = peers if view.ring else {}
+                peer.relay_for(peers if view.ring else {})
                 peer.enter(view.epoch)
             self._peers = dict(peers)
             self._lives = {replica: peer.nonce for replica, peer in peers.items()}
@@ -183,32 +182,32 @@ class Exchange(Driver):
                 self._reducer,
                 self._send_failed,
                 self._diverged if self._on_divergence is not None else None,
-                self._lines(),
+                poller_for(self._peers.values(), self._waiter),
             )
             if self._stream is None:
-                self._flight.number_from(progress)
+                self._inflight.number_from(progress)
             else:
                 for reader in self._stream.close(self._lives):
-                    self._lobby.bring_back(reader)
+                    self._pending.bring_back(reader)
             self._stream = stream
             self._agree(view, progress)
             resumed = Resumed(0, 0, 0)
             failed: BaseException | None = None
             try:
-                resumed = self._flight.resume(progress, view.contributors)
-                stream.unposted.extend(self._flight.ops)
+                resumed = self._inflight.resume(progress, view.contributors)
+                stream.pipeline.unposted.extend(self._inflight.ops)
             except ProtocolError as error:
                 failed = error
             if not view.contributing:
                 failed = FtcommError("no contributing member is left; the state of the training is lost")
-            self._watch.disturbed(self._flight.issued)
+            self._watch.disturbed(self._inflight.issued)
             self._frozen = False
             if failed is not None:
                 self._end(failed)
-            kick = bool(self._flight.ops) and self._driver is None
+            kick = bool(self._inflight.ops) and self._driver is None
             if kick:
                 self._driver = self
-            self._waiter.poked = True
+            self._waiter.interrupted = True
             self._changed.notify_all()
         if failed is not None:
             self._on_failed(failed)
@@ -220,23 +219,11 @@ class Exchange(Driver):
         """The end: every op in flight and every later one fails with `error`. The first error counts."""
         with self._mutex:
             self._end(error)
-        self._waiter.poke()
-
-    def _lines(self) -> Lines | None:
-        """The connections that the driver serves: those of TCP, or of NIXL where there is nothing else. Where there is
-        more than that beside NIXL, the threads of the peers receive, and wake it."""
-        peers = list(self._peers.values())
-        by_tcp = [peer for peer in peers if isinstance(peer, TcpPeer)]
-        by_nixl = [peer for peer in peers if isinstance(peer, NixlPeer)]
-        for peer in by_tcp:
-            peer.drive(not by_nixl)
-        if by_nixl:
-            return NixlLines(by_nixl, self._waiter) if len(by_nixl) == len(peers) else Lines((), self._waiter)
-        return Lines(by_tcp, self._waiter) if by_tcp else None
+        self._waiter.interrupt()
 
     def _rounds(self) -> int:
         """How long to poll before a sleep."""
-        if any(peer.how != "shm" for peer in self._peers.values()):
+        if any(not peer.shares_memory for peer in self._peers.values()):
             return 0  # a poll holds the interpreter lock, which the receiving threads need
         here = self._ranks_per_replica * (1 + len(self._peers))
         return _ROUNDS if here <= cores() else _ROUNDS_CROWDED

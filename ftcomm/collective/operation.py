@@ -1,29 +1,38 @@
-"""One op, from its submission to its end: an all-reduce. All other collectives: `ftcomm.collective.scripted`."""
+"""One op, from its submission to its end: an all-reduce. All other collectives: `ftcomm.collective.scheduled`."""
 
 from __future__ import annotations
 
 import _thread
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
+from ftcomm.collective.buffer_pool import Bytes, acquire, release
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
+from ftcomm.collective.compression import COMPRESSIONS, FP8, unsupported_compression, widest
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, all_reduce, resume_tasks
-from ftcomm.collective.script import Batch, Script, explained
-from ftcomm.collective.spare import Bytes, borrow, give_back
-from ftcomm.collective.wire import FP8, WIRES, unsupported_wire, widest
+from ftcomm.collective.schedule import Batch, Schedule, explained
 from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported, unsupported_on_host
 from ftcomm.transport.segment import CHUNK
 
-# The byte of the reduction: its number in 5 bits, the wire in 2, and
+# The byte of the reduction: its number in 5 bits, the compression in 2, and
 _ATOMIC = 0x80
 MOVES = 0x7F  # in place of both: nothing is reduced
-_WIRE = 5
+_COMPRESSION = 5
+
+# A place says which op a call is and when it was made: the number of the op in 40 bits, above it the stamp in 24. The
+# stamp is the boundary that the thread of the step loop has passed, plus 2, so a call that one member has skipped meets
+# one of another step. After 16 million steps it begins anew, and so do the steps that an error names.
+_NUMBER = 40
+UNKNOWN = 0  # before the first boundary, or in a group that knows no steps: agrees with any stamp
+ELSEWHERE = 1 << _NUMBER  # called by another thread than that of the step loop: it may be at any step
+_STEPS = (1 << 64 - _NUMBER) - 2
+
 _NAMES = {code: name for name, code in CODES.items()}
 
 
@@ -33,29 +42,33 @@ class Operation:
     `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
     same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
     is atomic by itself and keeps none. `on_device`: `array` is any flat array of a device, which checks it and keeps
-    such copies itself. `wire` is the form in which elements cross, see `ftcomm.collective.wire`.
+    such copies itself. `compression` is the form in which elements cross, see `ftcomm.collective.compression`.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
 
-    sms: int | None = None  # programs that may run it at once, where a kernel does; None: as many as pay
+    max_sms: int | None = None  # programs that may run it at once, where a kernel does; None: as many as pay
     number = -1  # its place among the ops of the group; given at submission
+    # Compared between members beside the call, in the upper bits of the word of the number: see `stamp_of`. The lag
+    # makes a training step of it for the error, see `ftcomm.group.Group._lag`.
+    stamp = UNKNOWN
+    lag = 0
     template = -1  # by which a device names its launch, see ftcomm.device.graphs
     done = False
     atomic = False
-    wire = WIRES[0]
+    compression = COMPRESSIONS[0]
     error: BaseException | None = None  # set before `done`
-    script: Script | None = None  # what moves; None in an all-reduce, whose chunks all lie in `array`
+    schedule: Schedule | None = None  # what moves; None in an all-reduce, whose chunks all lie in `array`
     detail = 0  # of the call, what `call` does not tell; compared between members
 
     # What follows belongs to the thread that drives the engine. It is begun anew in every epoch.
     next = 0  # the first of `tasks` that is not posted
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it will fail with this, as soon as all have called it
-    two_shot = False
-    routed = False  # it goes around the ring, or by two levels
-    _kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
+    kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _spare: Bytes | None = None  # where it lies
+    STATE = ("number", "finals", "tasks", "next", "verified", "doom", "error", "done", "kept", "_spare", "end")
+
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
     def __init__(
@@ -67,18 +80,18 @@ class Operation:
         *,
         atomic: bool = False,
         on_device: bool = False,
-        wire: str = WIRES[0],
+        compression: str = COMPRESSIONS[0],
     ) -> None:
-        call, itemsize, width = call_of(dtype, op, wire)
+        call, itemsize, width = call_of(dtype, op, compression)
         if on_device:
             if reason := unsupported(dtype, op):
                 raise ArgumentError(
                     f"hosts can do this, kernels that run whole ops (FTCOMM_TRANSPORT=shm) cannot: {reason}"
                 )
-            if wire == FP8:
+            if compression == FP8:
                 raise ArgumentError(
-                    "wire='fp8' is coded where the host drives: with FTCOMM_TRANSPORT=shm kernels run whole ops in the "
-                    "memory of one host, which carries elements as they are. Leave wire away, or set "
+                    "compression='fp8' is coded where the host drives: with FTCOMM_TRANSPORT=shm kernels run whole ops "
+                    "in the memory of one host, which carries elements as they are. Leave compression out, or set "
                     "FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks"
                 )
         else:
@@ -91,7 +104,7 @@ class Operation:
         self.array = array
         self.dtype = dtype
         self.op = op
-        self.wire = wire
+        self.compression = compression
         self.itemsize = itemsize
         self.count = count = len(array)
         self.call = count << 16 | call  # compared between members
@@ -103,8 +116,8 @@ class Operation:
             self.atomic = True
             self.call |= _ATOMIC
             if chunks > 1 and not on_device:
-                self._spare = borrow(array.nbytes)
-                self._kept = self._spare[: array.nbytes].view(array.dtype)
+                self._spare = acquire(array.nbytes)
+                self.kept = self._spare[: array.nbytes].view(array.dtype)
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
         self._latch = _thread.allocate_lock()
         self._latch.acquire()
@@ -136,7 +149,7 @@ class Operation:
         INPUT is copied, to be gone back to. FINAL becomes INPUT if the chunk is to be reduced `again`; until this
         moment it is FINAL, whatever the plan says, so that each chunk is INPUT or FINAL at every interruption.
         """
-        kept = self._kept
+        kept = self.kept
         if kept is None:
             return
         here = slice(chunk * self.elements, (chunk + 1) * self.elements)
@@ -162,8 +175,8 @@ class Operation:
         """Once, by the engine."""
         self.error = error
         if self._spare is not None:
-            self._kept = None
-            give_back(self._spare)
+            self.kept = None
+            release(self._spare)
             self._spare = None
         self.done = True
         self._latch.release()
@@ -174,32 +187,73 @@ class Operation:
 
 
 @cache
-def call_of(dtype: str, op: str, wire: str = WIRES[0]) -> tuple[int, int, int]:
+def call_of(dtype: str, op: str, compression: str = COMPRESSIONS[0]) -> tuple[int, int, int]:
     """All three as one number, the bytes of an element, and those that it takes in a slot at most. `op` is "" for what
     only moves."""
     if not op:
         return CODES[dtype] << 8 | MOVES, 1, 1
-    reason = unsupported_on_host(dtype, op) or unsupported_wire(dtype, op, wire)
+    reason = unsupported_on_host(dtype, op) or unsupported_compression(dtype, op, compression)
     if reason:
         raise ArgumentError(reason)
-    code = HOST_DTYPES[dtype].code << 8 | WIRES.index(wire) << _WIRE | HOST_OPS.index(op)
-    return code, HOST_DTYPES[dtype].itemsize, widest(dtype, wire)
+    code = HOST_DTYPES[dtype].code << 8 | COMPRESSIONS.index(compression) << _COMPRESSION | HOST_OPS.index(op)
+    return code, HOST_DTYPES[dtype].itemsize, widest(dtype, compression)
 
 
-def mismatch(calls: Iterable[tuple[int, int, int, int]]) -> MismatchError:
-    """The members (replica, op number, call, detail), ascending, have made different calls."""
+def stamp_of(boundary: int) -> int:
+    """Of a call by the thread of the step loop, after it has passed this boundary."""
+    return (boundary % _STEPS + 2) << _NUMBER
+
+
+def unlike(places: Collection[int]) -> bool:
+    """Whether members who say these places cannot have made the same call. All members judge the same places."""
+    numbers = {place & (1 << _NUMBER) - 1 for place in places}
+    return len(numbers) > 1 or len({place >> _NUMBER for place in places} - {UNKNOWN}) > 1
+
+
+def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> MismatchError:
+    """The members (replica, place, call, detail), ascending, have made different calls."""
     who: dict[tuple[int, int, int], list[int]] = {}
     for replica, *made in calls:
         who.setdefault((made[0], made[1], made[2]), []).append(replica)
+    if len(who) > 1 and len({(place & (1 << _NUMBER) - 1, call, detail) for place, call, detail in who}) == 1:
+        return _out_of_step(who, lag)
     said = "; ".join(
-        f"{'replicas' if len(members) > 1 else 'replica'} {', '.join(map(str, members))}: op {number}, "
-        f"{describe(call, detail)}"
-        for (number, call, detail), members in who.items()
+        f"{_named(members)}: op {place & (1 << _NUMBER) - 1}{_when(place, lag)}, {describe(call, detail)}"
+        for (place, call, detail), members in who.items()
     )
     return MismatchError(
         f"the members of the group made different calls. {said}. Every rank must make the same collective calls in "
         "the same order, with the same number of elements and dtype."
     )
+
+
+def _out_of_step(who: Mapping[tuple[int, int, int], Sequence[int]], lag: int) -> MismatchError:
+    """The calls are equal, but not made at the same step, or not by the same thread."""
+    (place, call, detail), _ = next(iter(who.items()))
+    op = f"op {place & (1 << _NUMBER) - 1}, {describe(call, detail)}"
+    said = ", ".join(f"{_named(members)}{_when(place, lag)}" for (place, *_), members in who.items())
+    if any(place >> _NUMBER == ELSEWHERE >> _NUMBER for place, *_ in who):
+        return MismatchError(
+            f"{op}, was called by different threads: {said}. Threads that call collectives of one group need an order "
+            "between their calls that is the same on all ranks; better give each thread a group of its own."
+        )
+    return MismatchError(
+        f"{op}, was called at different steps: {said}. One of them has skipped a call or made one more; look for a "
+        "branch that not all ranks take."
+    )
+
+
+def _named(members: Sequence[int]) -> str:
+    return f"{'replicas' if len(members) > 1 else 'replica'} {', '.join(map(str, members))}"
+
+
+def _when(place: int, lag: int) -> str:
+    stamp = place >> _NUMBER << _NUMBER
+    if stamp == UNKNOWN:
+        return ""
+    if stamp == ELSEWHERE:
+        return " in another thread than that of the step loop"
+    return f" at step {(stamp >> _NUMBER) - 2 - lag}"
 
 
 def describe(call: int, detail: int = 0) -> str:
@@ -209,10 +263,10 @@ def describe(call: int, detail: int = 0) -> str:
     kind, more = explained(detail)
     said = [more] if more else []
     if code != MOVES:
-        code, wire = code & (1 << _WIRE) - 1, code >> _WIRE
+        code, wire = code & (1 << _COMPRESSION) - 1, code >> _COMPRESSION
         said.insert(0, f"op={HOST_OPS[code]!r}" if code < len(HOST_OPS) else f"op={code}")
         if wire:
-            said.insert(1, f"wire={WIRES[wire]!r}" if wire < len(WIRES) else f"wire={wire}")
+            said.insert(1, f"compression={COMPRESSIONS[wire]!r}" if wire < len(COMPRESSIONS) else f"compression={wire}")
     if call & _ATOMIC:
         said.append("atomic=True")
     return f"{kind}({', '.join(said)}) of {call >> 16} x {dtype}"

@@ -7,7 +7,8 @@ import functools
 import itertools
 from collections.abc import Mapping
 
-from ftcomm.tuning import BUILT_IN, EVER, Tuning, up_to
+from ftcomm.kernels.epochs import EPOCHS
+from ftcomm.tuning import BUILT_IN, EVER, MEMBERS, Tuning, up_to
 
 _ALIGN = 64  # bytes; shards start on cache lines, so that no line is written by two members
 
@@ -34,12 +35,14 @@ class GroupView:
     def __post_init__(self) -> None:
         if self.hosts and (sorted(m for host in self.hosts for m in host) != list(self.members) or () in self.hosts):
             raise ValueError(f"the hosts {self.hosts} do not have the members {self.members}, each of them once")
+        if len(self.ring) > MEMBERS:
+            raise ValueError(f"a ring of {len(self.ring)} members; segments have words for {MEMBERS}")
         if self.ring and tuple(sorted(self.ring)) != self.members:
             raise ValueError(f"the ring {self.ring} does not consist of the members {self.members}")
         if list(self.members) != sorted(set(self.members)) or self.me not in self.members:
             raise ValueError(f"members {self.members} are not ascending, or {self.me} is not among them")
-        if not 0 < self.epoch < 1 << 31:
-            raise ValueError(f"epoch {self.epoch} is outside 1 .. 2**31 - 1")
+        if not 0 < self.epoch < EPOCHS:
+            raise ValueError(f"epoch {self.epoch} is outside 1 .. {EPOCHS - 1}")
 
     @property
     def contributors(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ has returned is never reduced again: then each member of the view holds all chun
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -128,7 +129,8 @@ def _one_set(chunks: int, held: Iterable[dict[Contributors, int]]) -> bool:
 
 def _held(number: int, progress: Progress) -> dict[Contributors, int] | None:
     """The FINAL chunks of an op at one member, a bitmap for each set of contributors; None if it is not in flight."""
-    for op in progress.ops:
-        if op.number == number:
-            return {tuple(final.contributors): unpack(final.chunks) for final in op.finals}
-    return None
+    ops = progress.ops  # in order; of thousands, each is looked for
+    at = bisect.bisect_left(ops, number, key=lambda op: op.number)
+    if at == len(ops) or ops[at].number != number:
+        return None
+    return {tuple(final.contributors): unpack(final.chunks) for final in ops[at].finals}

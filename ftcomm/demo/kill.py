@@ -15,10 +15,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ftcomm.launch.observe import open_words, stop
+from ftcomm.kernels.epochs import COUNTER, COUNTS
+from ftcomm.lab.observe import open_words, stop
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
 
-COUNTER = 0xFFFFFFFF  # the low half of a word
 GATHER = 1.0  # s for the others to come into the op; they may be computing
 
 
@@ -59,8 +59,8 @@ def _kill(
         stop(pid)
         progress = words[POSTED], words[REDUCED], words[TAKEN]
         if _owes(*progress) and _gather(others, words[POSTED]):
-            counters = (word & COUNTER for word in progress)
-            kill = Kill(pid, time.monotonic(), progress[0] >> 32, *counters, attempts)
+            counters = (word & (COUNTS - 1) for word in progress)
+            kill = Kill(pid, time.monotonic(), progress[0] >> COUNTER, *counters, attempts)
             announce(kill)
             os.kill(pid, signal.SIGKILL)
             return kill
@@ -69,7 +69,7 @@ def _kill(
 
 
 def _gather(others: Sequence[memoryview], posted: int) -> bool:
-    """Until all of them have posted as much."""
+    """Wait until all of them have posted as much."""
     deadline = time.monotonic() + GATHER
     while any(words[POSTED] < posted for words in others):
         if time.monotonic() > deadline:
@@ -79,5 +79,5 @@ def _gather(others: Sequence[memoryview], posted: int) -> bool:
 
 
 def _owes(posted: int, reduced: int, taken: int) -> bool:
-    """Between two epochs the words are of different ones; then we do not know, and look again."""
-    return posted >> 32 == reduced >> 32 == taken >> 32 and posted > max(reduced, taken)
+    """Whether it still owes the others something. False between two epochs, when the words are of different ones."""
+    return posted >> COUNTER == reduced >> COUNTER == taken >> COUNTER and posted > max(reduced, taken)

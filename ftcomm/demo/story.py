@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from ftcomm.demo.kill import Kill
-from ftcomm.launch.words import replicas
+from ftcomm.launch.event_text import replicas
 
 Event = dict[str, Any]
 
@@ -117,11 +117,11 @@ class Story:
         return None if self.detected is None or self.kill is None else (self.detected - self.kill.at) * 1000
 
     def stalls_ms(self) -> dict[int, float]:
-        """Of each survivor: from the kill until the ops that it interrupted went on; its detection included."""
+        """Milliseconds of each survivor from the kill until the interrupted ops went on; its detection included."""
         return {number: event["stall_ms"] for number, event in sorted(self.resumed.items())}
 
     def resume_ms(self) -> float | None:
-        """From the kill until the interrupted ops went on at the last survivor."""
+        """Milliseconds from the kill until the interrupted ops went on at the last survivor."""
         stalls = self.stalls_ms()
         return max(stalls.values()) if len(stalls) == len(self.survivors) else None
 

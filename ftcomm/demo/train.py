@@ -16,8 +16,8 @@ import torch
 import ftcomm
 from ftcomm.demo.data import batch, library_text, windows
 from ftcomm.demo.model import Transformer
-from ftcomm.hsdp.state import digest
 from ftcomm.torch.buckets import GradientBuckets
+from ftcomm.training.state import digest
 
 BATCH, CONTEXT = 12, 64  # sequences of a replica a step, bytes of a sequence
 HELD_OUT = 48  # sequences for the validation loss, shared out over the replicas

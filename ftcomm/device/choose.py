@@ -35,7 +35,7 @@ def open_engine(settings: Settings) -> Opened:
     segment = Segment(putting(layout) if settings.transport == "nixl" else layout)
     if settings.engine == "host":
         return Opened(segment, None, Reducer())
-    return Opened(segment, None, _open_reducer(settings.engine, settings.sms, segment))
+    return Opened(segment, None, _open_reducer(settings.engine, settings.max_sms, segment))
 
 
 def _open_device(engine: str, staging: str) -> tuple[Segment, Device]:

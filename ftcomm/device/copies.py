@@ -1,4 +1,4 @@
-"""The copy-engine path: all-gather and point-to-point copies that take no multiprocessor, chosen by `sms=0`.
+"""The copy-engine path: all-gather and point-to-point copies that take no multiprocessor, chosen by `copy_engine=True`.
 
 The idea is FreeScale's: what only moves bytes can be left to the GPU's copy engines, and the multiprocessors to the
 model. Copy engines cannot wait for a flag, so this rank's host does, and queues one copy after the other:
@@ -15,9 +15,9 @@ channel ALL is read by all others, channel 1 + i by member i alone. Task k of a 
     POSTED[c]         owner        readers of c     they read the slot
     TAKEN[o][ALL|1]   reader       owner o          it fills the slot again
 
-All are `epoch << 32 | counter`, have one writer and only grow, as in the all-reduce: what a member of an earlier epoch
-wrote satisfies nobody. Calls are matched by their order, on each channel. A call that does not return OK leaves its
-destinations in parts; the counters of its channels are then only good for another epoch.
+All are `epoch << COUNTER | counter`, have one writer and only grow, as in the all-reduce: what a member of an earlier
+epoch wrote satisfies nobody. Calls are matched by their order, on each channel. A call that does not return OK leaves
+its destinations in parts; the counters of its channels are then only good for another epoch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ftcomm.kernels.device.words import ABORTED, MOST_MEMBERS, OK, TIMED_OUT
+from ftcomm.kernels.epochs import COUNTER
 
 ALL = 0
 CHANNELS = 1 + MOST_MEMBERS
@@ -136,7 +137,7 @@ class Copies:
         self._posted = [0] * CHANNELS  # tasks of my channels
         self._taken = [[0, 0] for _ in self.ports]  # of the channels ALL and mine of each member
 
-    def all_gather(self, source: int, to: Sequence[int], sizes: Sequence[int], seconds: float) -> int:
+    def allgather(self, source: int, to: Sequence[int], sizes: Sequence[int], seconds: float) -> int:
         """Member i has `sizes[i]` bytes, at address `source` there, which come to address `to[i]` on all members.
 
         All members call it. Returns OK, ABORTED or TIMED_OUT; blocks. My own part must not overlap `to[me]` in part.
@@ -205,11 +206,11 @@ class Copies:
         return OK
 
     def _raise(self, word: int, counter: int) -> None:
-        self.ports[self.me].words[word] = self.epoch << 32 | counter
+        self.ports[self.me].words[word] = self.epoch << COUNTER | counter
 
     def _await(self, member: int, word: int, counter: int, deadline: float) -> int:
         """Until that word of `member` is at `counter` in this epoch; at once if that is nothing to wait for."""
-        words, low, high = self.ports[member].words, self.epoch << 32 | max(0, counter), self.epoch + 1 << 32
+        words, low, high = self.ports[member].words, self.epoch << COUNTER | max(0, counter), self.epoch + 1 << COUNTER
         pause = 0.0
         while counter > 0 and not low <= words[word] < high:
             if self.stop():

@@ -11,7 +11,9 @@ for the GPU to be idle:
   at once (`_prepare`). The repair of an op takes the variant of the op, so that it never has to be loaded.
 - Host and device exchange words by copies on a stream for that alone, through pinned memory: an ordinary cudaMemcpy
   belongs to the legacy stream, in which the caller may have queued what waits for us.
-- Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does.
+- Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does,
+  and is the monitor's work: the control thread, which gives signs of life, must not wait for the driver.
+- Queries of streams and events let the interpreter lock go (`driver`), so that one that has to wait holds up nobody.
 - While a graph is captured anywhere in the process such calls are errors and would break the capture, unless the thread
   has said that it knows better; ours has (`relaxed`).
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,7 +41,7 @@ from ftcomm.device import copies
 from ftcomm.device.arrays import stage_device
 from ftcomm.device.blocks import programs, room
 from ftcomm.device.device import Launch, Reached
-from ftcomm.device.driver import relaxed, until
+from ftcomm.device.driver import event_ended, relaxed, stream_ended, until
 from ftcomm.device.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
 from ftcomm.device.memory import Export, Pinned, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
@@ -88,7 +91,6 @@ class _Scratch(_Words):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
-        self.stream = stream
         self.ctl[w.OPEN] = w.CLOSED & _MASK
         self.ctl[w.RETURNED] = 1 << 62  # for the gate
 
@@ -117,15 +119,15 @@ class CudaDevice:
             log.warning("%s", reason)
         with self._on():
             self._lanes, self._export = self._allocate(segment, place)
-            self._op, self._repair, self._copies, self._captures = (self._stream() for _ in range(4))
+            self._op, self._repair, self._copies = (self._stream() for _ in range(3))
             self._words = _Words(self._copies)
             self._table = Pinned(TABLE * _UNIT)
             self._note = Pinned((w.VIEW_WORDS + w.STATE_WORDS) * _UNIT)
-            self._scratch = {repair: _Scratch(self._stream()) for repair in (False, True)}
+            self._scratch = {repair: _Scratch(self._copies) for repair in (False, True)}
         self.own = Reached(self._lanes.address, self._export.pointer, self._lanes.words)
         self.ctl = self._words.ctl
         self._called = torch.cuda.Event(external=True)  # behind the last op that was called, once any was captured
-        self._captured = False
+        self._captures: torch.cuda.Stream | None = None  # from the first capture on
         self._engines: _CopyEngines | None = None
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
@@ -158,6 +160,17 @@ class CudaDevice:
     def _stream(self) -> torch.cuda.Stream:
         pointer = runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGHEST)
         return torch.cuda.ExternalStream(pointer, device=self._device)
+
+    @contextlib.contextmanager
+    def _brief_stream(self) -> Iterator[torch.cuda.Stream]:
+        """One that is there for as long as it is needed: hardware queues are few. What it was given is done at the
+        end."""
+        stream = self._stream()
+        try:
+            yield stream
+            stream.synchronize()
+        finally:
+            runtime.streamDestroy(stream.cuda_stream)
 
     @contextlib.contextmanager
     def _on(self) -> Iterator[None]:
@@ -194,9 +207,7 @@ class CudaDevice:
         with self._lock:
             gone = self._peers.pop(peer.nonce, None)
             if gone is not None:
-                self._leaving.append(gone)
-        if not self._captured:
-            self._sweep()
+                self._leaving.append(gone)  # the caller is the control thread, which must not wait for the driver
 
     @contextlib.contextmanager
     def using(self, nonce: str) -> Iterator[Reached | None]:
@@ -210,11 +221,14 @@ class CudaDevice:
                 self._uses -= 1
 
     def _sweep(self) -> None:
-        """Close what was left, if nothing of ours runs."""
-        with self._on(), self._lock:
-            if not self._leaving or self._uses or not self._idle():
-                return
-            gone, self._leaving = self._leaving, []
+        """Close what was left, if nothing of ours runs. Not with the lock, as closing may wait for the driver."""
+        with self._lock:
+            left, busy = list(self._leaving), self._uses > 0
+        if not left or busy or not self._idle():
+            return  # what begins from here on is in a view without them
+        with self._lock:
+            gone = [peer for peer in self._leaving if any(peer is one for one in left)]
+            self._leaving = [peer for peer in self._leaving if all(peer is not one for one in gone)]
         with self._on():
             for peer in gone:
                 if peer.opened:
@@ -223,7 +237,8 @@ class CudaDevice:
 
     def _idle(self) -> bool:
         """Nothing of ours runs."""
-        return self._op.query() and self._repair.query() and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
+        streams = (self._op, self._repair)
+        return all(stream_ended(s.cuda_stream) for s in streams) and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         with self._lock:
@@ -267,8 +282,8 @@ class CudaDevice:
             self._op.wait_stream(torch.cuda.current_stream(self._index))
             return
         with self._on():
-            if not self._captured:
-                self._captured = True
+            if self._captures is None:
+                self._captures = self._stream()
                 self._say_called()
             self._captures.wait_stream(torch.cuda.current_stream(self._index))
             with torch.cuda.stream(self._captures):
@@ -281,7 +296,9 @@ class CudaDevice:
 
     def _order(self, repair: bool) -> torch.cuda.Stream:
         """The stream for what this thread queues."""
-        return self._repair if repair else self._captures if self.capturing() else self._op
+        if repair:
+            return self._repair
+        return self._captures if self._captures is not None and self.capturing() else self._op
 
     def launch(self, launch: Launch, *, repair: bool = False) -> None:
         stream = self._order(repair)
@@ -292,8 +309,6 @@ class CudaDevice:
         )
         constants = compiled_for(launch.constants)
         with self._on():
-            if not self._captured:
-                self._sweep()
             try:
                 self._prepare(scalars, constants, self._scratch[repair])
                 launch.array.record_stream(stream)
@@ -301,10 +316,15 @@ class CudaDevice:
                     allreduce[(launch.programs,)](*self._words.addresses, *scalars, **constants)
                     if not repair:
                         gate[(1,)](*self._words.addresses[:2], **_GATE)
-                if self._captured and stream is self._op:
+                if self._captures is not None and stream is self._op:
                     self._say_called()
             except (RuntimeError, TritonError) as error:
                 raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
+            except (OSError, subprocess.SubprocessError) as error:
+                raise FtcommError(
+                    f"Triton cannot build what launches the all-reduce kernel: {error}. It needs a C compiler and the "
+                    "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
+                ) from error
 
     def _tasks(self, launch: Launch) -> tuple[int, int]:
         if launch.tasks is None:
@@ -321,15 +341,14 @@ class CudaDevice:
         variant = (self._index, *sorted((name, str(value)) for name, value in constants.items()))
         if variant in _LOADED:
             return
-        with torch.cuda.stream(scratch.stream):
+        with self._brief_stream() as stream, torch.cuda.stream(stream):
             allreduce[(1,)](*scratch.addresses, *scalars, **constants)
         self._load_gate(scratch)
         _LOADED.add(variant)
 
     def _load_gate(self, scratch: _Scratch) -> None:
-        with torch.cuda.stream(scratch.stream):
+        with self._brief_stream() as stream, torch.cuda.stream(stream):
             gate[(1,)](*scratch.addresses[:2], **_GATE)
-        scratch.stream.synchronize()
 
     def copy(self, source: torch.Tensor, to: torch.Tensor, *, repair: bool = False) -> None:
         stream = self._order(repair)
@@ -376,8 +395,10 @@ class CudaDevice:
 
     def check(self) -> None:
         try:
-            with relaxed():
-                self._copies.query()
+            with self._on():
+                stream_ended(self._copies.cuda_stream)
+            if self._captures is None:
+                self._sweep()
         except RuntimeError as error:  # of any kernel of this process; the context is lost
             raise _lost(error) from error
 
@@ -386,7 +407,7 @@ class CudaDevice:
             with self._on():
                 replayed = torch.cuda.Event()
                 replayed.record(torch.cuda.current_stream(self._index))
-                if not until(replayed.query, seconds):
+                if not until(lambda: event_ended(replayed.cuda_event), seconds):
                     return False
             self._sweep()
         except RuntimeError as error:

@@ -17,23 +17,22 @@ What is captured into a graph is launched when that is replayed: see `ftcomm.dev
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ftcomm.collective.chunks import Contributors
-from ftcomm.collective.flight import Resumed
+from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.roster import Standing
-from ftcomm.collective.stall import Stall
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress
 from ftcomm.device.copies import Copies
 from ftcomm.device.graphs import captured
 from ftcomm.device.launch import account
 from ftcomm.device.monitor import Monitor
-from ftcomm.errors import CollectiveTimeout, FtcommError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
 from ftcomm.kernels.device.words import (
     BASE_OF,
     CAPTURED,
@@ -43,7 +42,8 @@ from ftcomm.kernels.device.words import (
     STARTED,
     TIMED_OUT,
 )
-from ftcomm.transport.segment import Peer
+from ftcomm.own import own_process
+from ftcomm.transport.base import MirrorWriter, Peer
 
 _MOMENT = 0.1  # s; between two looks whether a drain has to end
 
@@ -62,6 +62,7 @@ class DeviceExchange(Monitor, Standing):
 
         Raises what an earlier op failed with whose caller did not wait for it.
         """
+        own_process()
         self._raise_unheard()
         if self._device.capturing():
             self._capture(op)
@@ -72,6 +73,7 @@ class DeviceExchange(Monitor, Standing):
                     if self._error is not None:
                         op.finish(self._error)
                         return
+                    self._flight.room()
                     if not self._flight.ops:
                         self._watch.began = time.monotonic()
                     self._flight.add(op)
@@ -85,6 +87,8 @@ class DeviceExchange(Monitor, Standing):
                 if view is not None and not late:
                     self._device.follow()
                     self._launch(op, view)
+        except ArgumentError:
+            raise
         except BaseException as error:  # an interrupt: nobody knows whether it was launched
             self._fail(FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on"))
             raise
@@ -120,6 +124,7 @@ class DeviceExchange(Monitor, Standing):
         """Until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
         if op.done:
             return True
+        own_process()
         in_graph = captured(op.template)
         launched = self._launched.get(op.template)
         if launched is not None and launched.mark is not None and (not in_graph or self._device.capturing()):
@@ -171,7 +176,9 @@ class DeviceExchange(Monitor, Standing):
             if view is None or self._frozen or view.members != tuple(roster):
                 return None
             if self._copying:
-                raise FtcommError("another thread is copying; call all_gather(sms=0) from one thread at a time")
+                raise FtcommError(
+                    "another thread is copying; call allgather(copy_engine=True) from one thread at a time"
+                )
             if self._copies is None or self._copies.epoch != view.epoch:
                 me = view.members.index(self.replica)
                 members = [self._reached.get(member, self._device.own) for member in view.members]
@@ -187,7 +194,9 @@ class DeviceExchange(Monitor, Standing):
                 self._changed.notify_all()
             self.nudge()
         if status == TIMED_OUT:
-            self._fail(CollectiveTimeout(f"all_gather(sms=0) waited {self.give_up:g} s; did all make the same call?"))
+            self._fail(
+                CollectiveTimeout(f"allgather(copy_engine=True) waited {self.give_up:g} s; did all make the same call?")
+            )
         return view.epoch if status == OK else None
 
     def common(self, *, reset: bool = False) -> Contributors | None:
@@ -195,6 +204,11 @@ class DeviceExchange(Monitor, Standing):
         flight = self._flight
         common, flight.common = flight.common, None if reset else flight.common
         return common
+
+    @property
+    def stood(self) -> float:
+        """Seconds that ops have stood still here, waiting for members that did not move, or were lost."""
+        return self._watch.stood
 
     def waiting(self, seconds: float) -> Stall | None:
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
@@ -241,9 +255,9 @@ class DeviceExchange(Monitor, Standing):
                     account(op, own, self._device.layout, self._view, self._ctl[BASE_OF])
             return self._told(self._flight.progress(self._ctl[STARTED]))
 
-    def attach(self, sock: socket.socket, replica: int, epoch: int) -> None:
-        """A member has found no other way than TCP to this one, which cannot serve it."""
-        sock.close()
+    def admit(self, writer: MirrorWriter) -> None:
+        """Refuse a member that has found no other way than a connection: kernels read shared memory alone."""
+        writer.close()
 
     def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members, this one too.

@@ -1,4 +1,4 @@
-"""all_gather by copy engines, which takes no multiprocessor: `sms=0` on a device.
+"""Allgather by copy engines, which takes no multiprocessor: `copy_engine=True` on a device.
 
 Copies move bytes within one epoch and keep no account of them, so a loss breaks them off, on some members maybe, while
 others have all. For the outcome to be the same on all survivors, all-reduces say what it is, of a few bytes each:
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ftcomm.collective.operation import MOVES, Operation
-from ftcomm.collective.script import KINDS
+from ftcomm.collective.schedule import KINDS
 from ftcomm.device.copies import Copies
 from ftcomm.device.slots import place
 from ftcomm.errors import ArgumentError, LostError
@@ -33,25 +33,27 @@ if TYPE_CHECKING:
     from ftcomm.calls import Calls
 
 
-def all_gather(group: Calls, out: Any, x: Any) -> Any:
-    """See `ftcomm.calls.Calls.all_gather`. Blocks until all is there. One call at a time in a process."""
+def allgather(group: Calls, out: Any, x: Any) -> Any:
+    """See `ftcomm.calls.Calls.allgather`. Blocks until all is there. One call at a time in a process."""
     device, exchange, roster = group._device, group._exchange, group.roster
     assert device is not None
     if device.capturing():
-        raise ArgumentError("all_gather(sms=0) cannot be captured: the host drives the copy engines")
+        raise ArgumentError("allgather(copy_engine=True) cannot be captured: the host drives the copy engines")
     mine, whole = memory(x, "x", device.memory), memory(out, "out", device.memory)
     if whole.nbytes != len(roster) * mine.nbytes or whole.dtype != mine.dtype:
         raise ArgumentError(
-            f"all_gather of {mine.nbytes} bytes of {mine.dtype} among {len(roster)} ranks needs out of "
+            f"allgather of {mine.nbytes} bytes of {mine.dtype} among {len(roster)} ranks needs out of "
             f"{len(roster) * mine.nbytes}; got {whole.nbytes} of {whole.dtype}"
         )
     to = [whole.address + rank * mine.nbytes for rank in range(len(roster))]
     apart = mine.address + mine.nbytes <= whole.address or whole.address + whole.nbytes <= mine.address
-    if not apart and mine.address != to[roster.index(group.me)]:
-        raise ArgumentError("all_gather(sms=0): x overlaps out, and is not this rank's part of it; pass x.copy()")
+    if not apart and mine.address != to[group.rank]:
+        raise ArgumentError(
+            "allgather(copy_engine=True): x overlaps out, and is not this rank's part of it; pass x.copy()"
+        )
 
     def body(copies: Copies) -> int:
-        return copies.all_gather(mine.address, to, [mine.nbytes] * len(roster), exchange.give_up)
+        return copies.allgather(mine.address, to, [mine.nbytes] * len(roster), exchange.give_up)
 
     _compare(group, mine.nbytes)
     while True:
@@ -62,7 +64,9 @@ def all_gather(group: Calls, out: Any, x: Any) -> Any:
             return out
         if lost:
             who = f"replica{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-            raise LostError(f"all_gather(sms=0): {who} of ranks {roster} went before all had the parts of all")
+            raise LostError(
+                f"allgather(copy_engine=True): {who} of ranks {roster} went before all had the parts of all"
+            )
 
 
 def _compare(group: Calls, nbytes: int) -> None:
@@ -74,12 +78,12 @@ def _compare(group: Calls, nbytes: int) -> None:
     op.call = nbytes << 16 | CODES[BYTES] << 8 | MOVES
     exchange.run(op)
     if not op.wait(exchange.give_up) or op.error is not None:
-        raise op.error or LostError("all_gather(sms=0) was not begun by all members in time")
+        raise op.error or LostError("allgather(copy_engine=True) was not begun by all members in time")
 
 
 def detail_of(call: int) -> int:
-    """Of a call that a device has compared: which collective it is, as `ftcomm.collective.script.explained` has it."""
-    return KINDS.index("all_gather") if call & 0xFF == MOVES else 0
+    """The collective that a device has compared the call of, for `ftcomm.collective.schedule.explained`."""
+    return KINDS.index("allgather") if call & 0xFF == MOVES else 0
 
 
 def _lost(group: Calls, roster: Sequence[int], epoch: int | None) -> list[int] | None:
@@ -96,4 +100,6 @@ def memory(x: Any, name: str, kind: str) -> Place:
     if found is not None:
         return found
     said = f"a tensor on {x.device} of strides {x.stride()}" if isinstance(x, torch.Tensor) else type(x).__name__
-    raise ArgumentError(f"all_gather(sms=0) needs {name} as a contiguous array in memory of {kind}; got {said}")
+    raise ArgumentError(
+        f"allgather(copy_engine=True) needs {name} as a contiguous array in memory of {kind}; got {said}"
+    )

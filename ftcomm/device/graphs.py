@@ -36,5 +36,5 @@ def captured(template: int) -> bool:
 def replay_of(op: Operation, chunk: int) -> Operation:
     """One replay of the captured `op`, to be numbered. `chunk` is that of the device."""
     replay = Operation(op.array, op.dtype, op.op, chunk, atomic=op.atomic, on_device=True)
-    replay.sms, replay.template = op.sms, op.template
+    replay.max_sms, replay.template = op.max_sms, op.template
     return replay

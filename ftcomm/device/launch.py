@@ -13,11 +13,11 @@ from ftcomm.collective.resume import REDUCE
 from ftcomm.device.device import Reached
 from ftcomm.kernels.device import words
 from ftcomm.kernels.dtypes import DTYPES, OPS
+from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.transport.segment import Layout
 
 _UNROLLED = (2, 4, 8)  # sources for which the reduction is unrolled
 _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.tuning, which is of the host's engine
-_COUNTER = 0xFFFFFFFF  # of a word; the rest is its epoch
 
 
 def constants(op: Operation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def lanes_of(op: Operation, layout: Layout) -> int:
 def counter(lanes: memoryview, lane: int, word: int, epoch: int) -> int:
     """How far the word of a lane has come in `epoch`; 0 if it is of an earlier one, and -1 of a later one."""
     value: int = lanes[lane_word(lane, word)]
-    return value & _COUNTER if value >> 32 == epoch else -(value >> 32 > epoch)
+    return value & (COUNTS - 1) if value >> COUNTER == epoch else -(value >> COUNTER > epoch)
 
 
 def account(op: Operation, own: memoryview, layout: Layout, view: GroupView, base: int) -> None:

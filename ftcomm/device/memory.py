@@ -8,7 +8,8 @@
 
 Other than a segment, the memfd is not sealed against writing: registering memory for a GPU takes a writable mapping (a
 B300 with driver 610 refuses read-only ones, `HostRegisterReadOnlySupported` is 0), as does CUDA IPC. So here it is our
-kernels alone that keep to the rule that every word and every byte of staging has one writer, its owner.
+kernels alone that keep to the rule that every word and every byte of staging has one writer, its owner. Its size is
+sealed: whoever cut it off would end its owner by SIGBUS.
 
 Memory that a rank had exported has to stay readable for those who have it open, for a moment, when the rank dies: their
 kernels may be reading it. The driver keeps it for them; the documentation of CUDA IPC does not promise that, and calls
@@ -20,6 +21,7 @@ How another rank gets there stands in the words of the owner's segment, from EXP
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import struct
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cupy.cuda import runtime
 
+from ftcomm.control.fork import apart, apart_memory
 from ftcomm.device.layout import EXPORT_WORDS
 from ftcomm.errors import TransportError
 
@@ -105,14 +108,17 @@ class Shared:
         self.words = memoryview(memory).cast("Q")
         self._bytes = np.frombuffer(memory, np.uint8)
         self._host: int = self._bytes.ctypes.data
+        apart_memory(memory, self._host)
+        apart(self, lambda shared: (shared.fd,))
         runtime.hostRegister(self._host, self.size, PORTABLE_MAPPED)
         self.address: int = runtime.pointerGetAttributes(self._host).devicePointer
 
     @classmethod
     def create(cls, size: int, nonce: bytes) -> Shared:
-        fd = os.memfd_create("ftcomm-lanes", os.MFD_CLOEXEC)
+        fd = os.memfd_create("ftcomm-lanes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = mmap.mmap(fd, size)
             memory[:16] = nonce
             return cls(memory, fd)
@@ -146,9 +152,9 @@ class Shared:
 
     def stop(self) -> None:
         """Let nobody open it any more; idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class Staging(NamedTuple):

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ftcomm.collective.flight import Flight
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
-from ftcomm.collective.stall import Due, Stall, StallWatch, gave_up, no_view
+from ftcomm.collective.watchdog import Due, Stall, Watchdog, gave_up, no_view
 from ftcomm.device.copies import Copies
 from ftcomm.device.device import Device, Launch, Reached
 from ftcomm.device.gather import detail_of
@@ -41,7 +41,8 @@ from ftcomm.kernels.device.words import (
     TAKEN,
     TEMPLATE,
 )
-from ftcomm.transport.segment import Peer
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.transport.base import Peer
 
 _LOOK = 0.001  # s
 _LOOK_IDLE = 0.01  # s; for a replay, of which nobody tells
@@ -78,13 +79,13 @@ class Monitor:
         self.replica = replica
         self._device = device
         self._ctl = device.ctl
-        self._watch = StallWatch(deadline_floor, deadline_ceiling, give_up)
+        self._watch = Watchdog(deadline_floor, deadline_ceiling, give_up)
         self._on_stall = on_stall
         self._on_failed = on_failed
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)  # an idle monitor waits on it
         self._launching = threading.Lock()  # taken before the mutex
-        self._flight = Flight()
+        self._flight = Inflight()
         self._called = 0  # ops; the template of the next
         self._launched: dict[int, _Launched] = {}  # by template
         self._captured: list[Operation] = []  # by template - CAPTURED
@@ -219,7 +220,7 @@ class Monitor:
         own = self._device.own.lanes
         for lane in range(self._device.layout.lanes):
             for word in (POSTED, REDUCED, TAKEN):
-                own[lane_word(lane, word)] = view.epoch << 32
+                own[lane_word(lane, word)] = view.epoch << COUNTER
         self._device.enter(view_words(view, {**self._reached, self.replica: self._device.own}), self._flight.returned)
         self._ctl[RETURNED] = self._flight.returned
         self._ctl[OPEN] = view.epoch
@@ -360,7 +361,7 @@ class Monitor:
             device.copy(op.array, kept)
         compiled = constants(op, device.address(op.array), device.layout, view)
         chunks = len(op.finals)
-        programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.sms)
+        programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.max_sms)
         self._launched[op.template] = _Launched(compiled, kept, None)  # before it can return
         device.launch(Launch(op.array, op.count, op.call, op.template, 0, chunks, None, programs, compiled))
         if not device.blocking:
@@ -390,7 +391,7 @@ class Monitor:
                     device.copy(launched.kept[start:stop], op.array[start:stop], repair=True)
                     op.finals[task.chunk] = None  # for the stream, which does all in order, it is INPUT from here on
             tasks = task_words(op, view)
-            programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.sms)
+            programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.max_sms)
             repair = Launch(
                 op.array, op.count, op.call, op.template, view.epoch, len(tasks), tasks, programs, launched.constants
             )

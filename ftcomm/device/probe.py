@@ -15,6 +15,11 @@ import torch
 
 from ftcomm.errors import InitError
 
+# 32 hardware queues, see `connections`. Kernels are loaded at the start and not at their first launch: that may wait
+# for all that runs ("Lazy Loading" in the CUDA programming guide), hence for an op that waits for what this thread has
+# not launched yet.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
 CAPABILITY = (7, 0)  # the first whose loads and stores have acquire and release
 _HOST = "or use FTCOMM_ENGINE=host, which copies arrays through host memory."
 
@@ -22,9 +27,11 @@ _HOST = "or use FTCOMM_ENGINE=host, which copies arrays through host memory."
 def require_cuda() -> None:
     """Raise `InitError` that says what is missing and what to type.
 
-    Before the first use of CUDA in the process it also asks for 32 hardware queues, unless somebody has said how many.
+    Before the first use of CUDA in the process it also asks for what the engine needs of it (`ENVIRONMENT`), unless
+    somebody has said otherwise.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     extra = _extra(torch.version.cuda)
     if importlib.util.find_spec("cupy") is None:
         raise InitError(f"FTCOMM_ENGINE=cuda needs CuPy, which is not installed: pip install '{extra}', {_HOST}")

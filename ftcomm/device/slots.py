@@ -1,4 +1,4 @@
-"""The memory of a device through which messages go by copy engines: `send` and `recv` with `sms=0`.
+"""The memory of a device through which messages go by copy engines: `send` and `recv` with `copy_engine=True`.
 
 The slots are those that channels of pairs have in the staging of the copies (`ftcomm.device.copies`), which a group
 does not use otherwise. They lie apart from the slots of the all-reduce, and have no words: what is in them is said on
@@ -34,7 +34,9 @@ class DeviceSlots:
         found = place(x, self._device.memory)
         if found is not None:
             if self._device.capturing():
-                raise ArgumentError("send and recv with sms=0 cannot be captured: the host drives the copy engines")
+                raise ArgumentError(
+                    "send and recv with copy_engine=True cannot be captured: the host drives the copy engines"
+                )
             self._device.await_caller()
         return found
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -18,13 +20,15 @@ from pathlib import Path
 from ftcomm.address import interfaces, listed, mtu, own_address, resolved
 from ftcomm.control import wire
 from ftcomm.control.links import Listener, listen
+from ftcomm.control.sealed import Channel
+from ftcomm.credentials import from_env
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.settings import split_endpoint
 
 PURPOSE = "doctor"
 PATIENCE = 3.0  # s for a connection
-TOKEN = "ftcomm doctor"  # of two doctors that were given none; it guards nothing
+NO_TOKEN = "FTCOMM_TOKEN is not set"
 DATA = 64 << 20  # bytes that are sent to measure
 LONGEST = 2.0  # s of sending them
 FEW = 1000  # ports; a rank takes some for each other member
@@ -68,12 +72,12 @@ def coordinator() -> list[Finding]:
     token = os.environ.get("FTCOMM_TOKEN", "")
     if not token:
         mend = "export FTCOMM_TOKEN=...   # that of the coordinator"
-        return [Finding("coordinator", "wrong", "FTCOMM_TOKEN is not set, so nobody lets this rank in", mend)]
+        return [Finding("coordinator", "wrong", f"{NO_TOKEN}, so nobody lets this rank in", mend)]
     try:
         there = split_endpoint(endpoint, "FTCOMM_COORDINATOR")
     except SettingsError:
         return []  # `address` has said it
-    found = _reach("coordinator", there, token)
+    found = _reach("coordinator", there, from_env(token))
     return [found] if isinstance(found, Finding) else [_close(found, "coordinator", endpoint)]
 
 
@@ -94,7 +98,11 @@ def ports() -> list[Finding]:
 def peer(where: str) -> list[Finding]:
     """The way to another host, on which `ftcomm doctor --serve` runs."""
     there = split_endpoint(where, "--peer")
-    found = _reach(f"peer {where}", there, os.environ.get("FTCOMM_TOKEN") or TOKEN)
+    token = os.environ.get("FTCOMM_TOKEN")
+    if not token:
+        mend = f"FTCOMM_TOKEN=... ftcomm doctor --peer {where}   # with what ftcomm doctor --serve has printed there"
+        return [Finding(f"peer {where}", "wrong", NO_TOKEN, mend)]
+    found = _reach(f"peer {where}", there, from_env(token))
     if isinstance(found, Finding):
         return [found]
     sock, took = found
@@ -113,51 +121,67 @@ def peer(where: str) -> list[Finding]:
 
 
 def where() -> str:
-    """The address at which other hosts reach this one, as far as the environment tells. Raises `SettingsError`."""
+    """The one address at which other hosts reach this one: what the environment says, or the only one that there is.
+
+    Never all of them: one may lead to a network where nobody should reach us. Raises `SettingsError`.
+    """
     endpoint = os.environ.get("FTCOMM_COORDINATOR")
     asked = os.environ.get("FTCOMM_HOST", "")
     if endpoint is None:
-        return resolved(asked) if asked else "0.0.0.0"
+        if asked:
+            return resolved(asked)
+        own = {host for host in interfaces().values() if not ipaddress.ip_address(host).is_loopback}
+        if len(own) != 1:
+            raise SettingsError(
+                f"FTCOMM_HOST is not set, and this host has {listed()}; set it to the address, or to the interface, at "
+                "which the other hosts reach it."
+            )
+        return own.pop()
     return own_address(asked, split_endpoint(endpoint, "FTCOMM_COORDINATOR"), "FTCOMM_COORDINATOR")
 
 
 def serve(host: str, port: int, say: Callable[[str], None]) -> None:
-    """Answer doctors on other hosts until interrupted. Raises `InitError`."""
+    """Answer doctors on other hosts that have our token until interrupted: FTCOMM_TOKEN, or a fresh one, which is said.
+    Raises `InitError`."""
     try:
         sock = listen(host, port)
     except OSError as error:
         raise InitError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; this host has {listed()}. Choose another port."
         ) from None
-    name = socket.gethostname() if host == "0.0.0.0" else host
-    say(f"on another host, with the same FTCOMM_TOKEN: ftcomm doctor --peer {name}:{sock.getsockname()[1]}")
-    asyncio.run(_serve(sock, os.environ.get("FTCOMM_TOKEN") or TOKEN, say))
+    token = os.environ.get("FTCOMM_TOKEN", "")
+    how = "with the same FTCOMM_TOKEN: "
+    if not token:
+        token = secrets.token_hex(16)
+        how = f"FTCOMM_TOKEN={token} "
+    say(f"on another host, {how}ftcomm doctor --peer {host}:{sock.getsockname()[1]}")
+    asyncio.run(_serve(sock, from_env(token), say))
 
 
-async def _serve(sock: socket.socket, token: str, say: Callable[[str], None]) -> None:
-    async def answer(peer: socket.socket, opening: wire.Opening) -> None:
+async def _serve(sock: socket.socket, mine: wire.Credentials, say: Callable[[str], None]) -> None:
+    async def answer(channel: Channel, opening: wire.Opening) -> None:
         """Take what comes, and say at the end how much it was."""
         loop = asyncio.get_running_loop()
-        with peer:
+        with channel.detach() as peer:  # what is measured is the network
             received = 0
             while data := await loop.sock_recv(peer, 1 << 20):
                 received += len(data)
             say(f"{peer.getpeername()[0]} has sent {received >> 20} MB")
             await loop.sock_sendall(peer, received.to_bytes(8, "big"))
 
-    listener = Listener(sock, token, answer)
+    listener = Listener(sock, mine, answer)
     try:
         await asyncio.Event().wait()
     finally:
         await listener.close()
 
 
-def _reach(name: str, there: tuple[str, int], token: str) -> tuple[socket.socket, float] | Finding:
+def _reach(name: str, there: tuple[str, int], mine: wire.Credentials) -> tuple[socket.socket, float] | Finding:
     """A connection and how long it took; or what is wrong."""
     begun = time.monotonic()
     where = f"{there[0]}:{there[1]}"
     try:
-        return wire.connect(there, token, PURPOSE, {}, PATIENCE), time.monotonic() - begun
+        return wire.connect(there, mine, PURPOSE, {}, PATIENCE).detach(), time.monotonic() - begun
     except wire.HandshakeError as error:
         return Finding(name, "wrong", f"{where} was reached, but {error}", "mend what it says, and run this again")
     except TimeoutError:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import TransportError
-from ftcomm.transport import nixl_library
-from ftcomm.transport.nixl import rails, rdma_devices
-from ftcomm.transport.nixl_memory import address_of
+from ftcomm.transport.nixl import library as nixl_library
+from ftcomm.transport.nixl.context import rails
+from ftcomm.transport.nixl.memory import address_of
+from ftcomm.transport.nixl.network import MEND, choose, listeners, rdma_devices
 from ftcomm.transport.segment import CHUNK, SIZE
 
 LOCKED = 512 << 20  # bytes: staging and mirrors of a dozen members, arrays that are reduced, and what UCX takes
@@ -36,8 +37,11 @@ def library() -> list[Finding]:
             )
         ]
     begun = time.monotonic()
+    network = choose(os.environ, bool(rdma_devices()))
+    devices = rails(os.environ.get("FTCOMM_NIXL_DEVICES", ""))[0]
+    before = listeners()
     try:
-        agents = [library.agent(f"doctor.{i}", rails(os.environ.get("FTCOMM_NIXL_DEVICES", ""))[0]) for i in range(2)]
+        agents = [library.agent(f"doctor.{i}", devices, network) for i in range(2)]
         took = time.monotonic() - begun
         rate = _put(library, agents)
     except (TransportError, OSError) as error:
@@ -63,6 +67,12 @@ def library() -> list[Finding]:
         Finding("ucx", "ok", "; ".join(sorted(ways)) or "UCX_LOG_LEVEL or UCX_LOG_FILE is set: its log tells the way"),
         Finding("put", "ok", f"{rate / 1e9:.2f} GB/s from this process to itself, in puts of {CHUNK >> 10} KB"),
     ]
+    opened = ", ".join(sorted(listeners() - before))
+    if opened:
+        said = f"UCX listens at {opened}: whoever reaches that can write the memory of a rank, without a token"
+        findings.append(Finding("ports", "note", said, MEND))
+    else:
+        findings.append(Finding("ports", "ok", f"UCX listens nowhere; it may use {network.name}"))
     return findings + [Finding("ucx", "note", f"UCX says: {trouble}") for trouble in troubles]
 
 
@@ -102,8 +112,8 @@ def devices(root: Path = Path("/sys/class/infiniband")) -> list[Finding]:
             Finding(
                 "rdma",
                 "note",
-                f"no device for RDMA ({root} is empty); NIXL goes by TCP here, and ftcomm's "
-                "own TCP is used with FTCOMM_TRANSPORT=auto",
+                f"no device for RDMA ({root} is empty); NIXL goes by the memory of this host alone, and "
+                "ftcomm's own TCP is used with FTCOMM_TRANSPORT=auto",
             )
         ]
     up = rdma_devices(root)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 
 from ftcomm.doctor.check import Finding
-from ftcomm.kernels.wait import ORDERED
 from ftcomm.settings import TRANSPORTS
-from ftcomm.transport import nixl
+from ftcomm.sync.futex import TOTAL_STORE_ORDER
+from ftcomm.transport.nixl import context as nixl
+from ftcomm.transport.nixl import network as nixl_network
 
 
 def chosen() -> list[Finding]:
     mode = os.environ.get("FTCOMM_TRANSPORT", "auto")
     if mode not in TRANSPORTS:
         return [Finding("transport", "wrong", f"FTCOMM_TRANSPORT={mode}", f"Set it to one of {', '.join(TRANSPORTS)}.")]
-    beyond = "nixl" if nixl.pays() else "tcp"
+    beyond = "nixl" if nixl.rdma_available() else "tcp"
+    if mode == "nixl" and not nixl_network.here().between_hosts:
+        said = "FTCOMM_TRANSPORT=nixl, and there is no RDMA: only ranks of this host are reached"
+        return [Finding("transport", "note", said, nixl_network.MEND)]
     if mode != "auto":
         return [
             Finding("transport", "ok", f"FTCOMM_TRANSPORT={mode}, to all; unset, it would be {beyond} to other hosts")
         ]
-    within = "shm" if ORDERED else f"{beyond}, as this processor does not keep the order of stores"
+    within = "shm" if TOTAL_STORE_ORDER else f"{beyond}, as this processor does not keep the order of stores"
     return [Finding("transport", "ok", f"auto: {within} within a host, {beyond} to other hosts")]

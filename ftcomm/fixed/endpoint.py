@@ -23,14 +23,18 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ftcomm.address import resolved
-from ftcomm.control import wire
+from ftcomm.control import fork, wire
 from ftcomm.control.dropped import drop
-from ftcomm.control.links import Listener, hand_over, listen
+from ftcomm.control.links import Listener, event_loop, hand_over, listen
+from ftcomm.control.sealed import Channel
+from ftcomm.control.tls import Tls
 from ftcomm.control.views import View
+from ftcomm.credentials import from_env
 from ftcomm.errors import ArgumentError, TransportError
+from ftcomm.own import own_process
 
-Handler = Callable[[socket.socket, wire.Fields], None]
-Dial = Callable[[str, wire.Fields, float], socket.socket]  # (purpose, fields, timeout) -> authenticated, blocking
+Handler = Callable[[Channel, wire.Fields], None]
+Dial = Callable[[str, wire.Fields, float], Channel]  # (purpose, fields, timeout) -> authenticated, blocking
 
 PURPOSE = "fixed"  # of every connection between members of a fixed group
 LINK = "link"  # what the first one is for; it may come before the group
@@ -41,6 +45,17 @@ MAX_PARKED = 256  # connections that came before their group; the oldest makes r
 _HANDLE = re.compile(r"ftcomm://(?P<host>[^/]{1,200}):(?P<port>[0-9]{1,5})/(?P<token>[0-9A-Za-z_-]{1,128})")
 
 
+_PUBLIC = re.compile(r"(ftcomm://)?[^/]{1,200}:[0-9]{1,5}(?=/|$)")
+
+
+def shown(handle: object) -> str:
+    """What of it may stand in a message: all but the token."""
+    if not isinstance(handle, str):
+        return f"a {type(handle).__name__}"
+    found = _PUBLIC.match(handle)
+    return f"{found[0]}/..." if found else f"a text of {len(handle)} characters"
+
+
 class Place(NamedTuple):
     """What a handle says."""
 
@@ -48,18 +63,22 @@ class Place(NamedTuple):
     port: int
     token: str
 
-    def dial(self, purpose: str, fields: wire.Fields, timeout: float) -> socket.socket:
+    def __repr__(self) -> str:
+        return f"Place({self.host}:{self.port})"
+
+    def dial(self, purpose: str, fields: wire.Fields, timeout: float, tls: Tls | None = None) -> Channel:
         """An authenticated blocking connection. Raises `OSError`."""
-        return wire.connect((self.host, self.port), self.token, purpose, fields, timeout)
+        credentials = wire.Credentials(self.token, tls=tls)
+        return wire.connect((self.host, self.port), credentials, purpose, fields, timeout)
 
 
 def parse(handle: str) -> Place:
     """Raises `ArgumentError` on what is no handle."""
     found = _HANDLE.fullmatch(handle) if isinstance(handle, str) else None
     if found is None or not 0 < int(found["port"]) < 65536:
-        shown = repr(handle) if len(repr(handle)) <= 80 else f"{repr(handle)[:80]}..."
         raise ArgumentError(
-            f"{shown} is no handle of ftcomm; pass what Endpoint.handle gives on each member, ftcomm://host:port/token"
+            f"{shown(handle)} is no handle of ftcomm; pass what Endpoint.handle gives on each member, "
+            "ftcomm://host:port/token"
         )
     return Place(found["host"].strip("[]"), int(found["port"]), found["token"])
 
@@ -78,12 +97,14 @@ class Endpoint:
         handle may call, so keep it among the members.
 
     Several may live in one process, one for each rank. Raises `TransportError` if it cannot listen, and
-    `SettingsError` if `host` is nothing that this host knows.
+    `SettingsError` if `host` is nothing that this host knows, or FTCOMM_TLS_* name files of no use.
     """
 
     def __init__(self, host: str | None = None, token: str | None = None) -> None:
+        own_process()
         self.host = host = resolved(os.environ.get("FTCOMM_HOST", "127.0.0.1") if host is None else host)
         self.token = secrets.token_urlsafe(24) if token is None else token
+        self.tls = from_env(self.token).tls
         try:
             sock = listen(host, 0)
         except OSError as error:
@@ -93,12 +114,14 @@ class Endpoint:
         self.port: int = sock.getsockname()[1]
         self._handlers: dict[str, Handler] = {}
         self.switchboard = Switchboard(self)
-        self._loop = asyncio.new_event_loop()
+        self._loop = event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(sock,), name="ftcomm-endpoint", daemon=True)
         self._thread.start()
+        fork.take_part(self, f"the endpoint {host}:{self.port}")
         self._ready.wait()
         if self._loop.is_closed():
+            fork.part(self)
             raise TransportError(f"the port {self.port} on {host} cannot be served; see the error above")
 
     @property
@@ -113,10 +136,13 @@ class Endpoint:
 
     def close(self) -> None:
         """Listen no more, and end the thread; idempotent. Groups that were made with it go on."""
+        if fork.is_child():
+            return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.switchboard.close()
+        fork.part(self)
 
     def _run(self, sock: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
@@ -131,9 +157,9 @@ class Endpoint:
             self._ready.set()  # also if it could not listen: nobody waits for it for ever
 
     async def _listen(self, sock: socket.socket) -> None:
-        self._listener = Listener(sock, self.token, self._called)
+        self._listener = Listener(sock, wire.Credentials(self.token, tls=self.tls), self._called)
 
-    async def _called(self, sock: socket.socket, opening: wire.Opening) -> None:
+    async def _called(self, sock: Channel, opening: wire.Opening) -> None:
         handler = self._handlers.get(opening.purpose)
         if handler is None:
             drop("purpose", f"a connection for {opening.purpose!r}, which an endpoint does not serve")
@@ -152,7 +178,7 @@ class Call(NamedTuple):
     what: str
     member: int
     life: str
-    sock: socket.socket
+    sock: Channel
     epoch: int = 0
     nonce: str = ""
     there: str = ""
@@ -219,7 +245,7 @@ class Switchboard:
         for call in parked:
             call.sock.close()
 
-    def _incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
+    def _incoming(self, sock: Channel, fields: wire.Fields) -> None:
         group, what = wire.text(fields, "group"), wire.text(fields, "what")
         life = wire.text(fields, "life") if what != LINK else ""
         epoch = wire.number(fields, "epoch") if "epoch" in fields else 0

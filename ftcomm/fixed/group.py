@@ -20,36 +20,39 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.calls import Calls
-from ftcomm.collective.divergence import Divergence
+from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.plan import GroupView, shared_hosts
-from ftcomm.collective.stall import Stall
-from ftcomm.control import wire
+from ftcomm.collective.watchdog import Stall
+from ftcomm.control import fork, wire
 from ftcomm.control.dropped import printable
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address, View
+from ftcomm.descriptors import room_for
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError
-from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Endpoint, Switchboard, parse
+from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Endpoint, Switchboard, parse, shown
 from ftcomm.fixed.pairs import Closing, Events, Failed, Hello, Pairs, Said, Seat, discard, meet
-from ftcomm.kernels.life import hold, release
-from ftcomm.kernels.watch import Life, Watcher
-from ftcomm.messages.p2p import Messages
 from ftcomm.messages.post import Post
+from ftcomm.own import own_process
+from ftcomm.settings import check_data
+from ftcomm.sync.death_watch import DeathWatch, MutexWord
+from ftcomm.sync.robust_mutex import hold, release
+from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
-from ftcomm.transport.segment import LIVES, Peer, Segment, life
+from ftcomm.transport.segment import LIVES, Segment, life
 from ftcomm.tuning import BUILT_IN
 
 if TYPE_CHECKING:
-    import socket
-
+    from ftcomm.control.sealed import Channel
     from ftcomm.group import Group
 
 log = logging.getLogger("ftcomm")
@@ -60,7 +63,7 @@ _PARTING = 2.0  # s that an op may take to notice that it is over
 _DOUBT = 0.5  # s that a member may take to say why its connection for data has ended
 
 
-class FixedGroup(Calls, Messages):
+class FixedGroup(Calls):
     """The members, ranks 0 to n - 1, reduce and move data together until one of them ends. Thread-safe.
 
     Made by `in_job` or `from_handles`, at the same time on all members. The calls are those of `Group`; ranks are
@@ -80,11 +83,13 @@ class FixedGroup(Calls, Messages):
         op_timeout: float,
         timeout: float,
         transport: str,
+        data: str,
         job: Group | None = None,
         replicas: Sequence[int] = (),
     ) -> None:
         """`seats` are all members in rank order, `address` is where this one listens. In a job, rank `i` is part of
         `replicas[i]`."""
+        own_process()
         if not 0 < len(name) <= 200:
             raise ArgumentError(f"a group named {name!r}; expected a name of 1 to 200 characters")
         if not 0 < len(seats) <= MOST:
@@ -92,7 +97,8 @@ class FixedGroup(Calls, Messages):
         for what, seconds in (("op_timeout", op_timeout), ("timeout", timeout)):
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
-        self.name, self.me = name, me
+        room_for(len(seats) - 1, f"group {name!r} of {len(seats)} members")
+        self.name, self._me = name, me
         self.roster = tuple(range(len(seats)))
         self.op_timeout = op_timeout
         self._seats = tuple(seats)
@@ -121,7 +127,7 @@ class FixedGroup(Calls, Messages):
             on_divergence=self._diverged if job is not None and job.settings.verify else None,
         )
         self._post = Post(str(self), self._dial_post, lambda rank: self._seats[rank].name)
-        self._watcher: Watcher[int] = Watcher(lambda rank: self._lose(rank, "its process died"))
+        self._watcher: DeathWatch[int] = DeathWatch(lambda rank: self._lose(rank, "its process died"))
         lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(seats)))]
         self._pairs = Pairs(
             name,
@@ -132,12 +138,14 @@ class FixedGroup(Calls, Messages):
             on_stop=lambda: release(*lives),
             on_broken=lambda error: self._fail(FtcommError(f"{self}: internal error: {error!r}; please report it")),
         )
+        fork.take_part(self, str(self))
         try:
             switchboard.open(name, self)
             if job is not None:
                 self.entered(job.view)
             self._tuning = BUILT_IN if job is None else job.settings.tuning
-            self._begin(here_is(*address, self._segment, self._tuning), transport, timeout)
+            self._data = data
+            self._begin(here_is(*address, self._segment, self._tuning, data=data), transport, timeout)
         except BaseException as error:
             self._end(error, Failed(-1, printable(str(error), 1000)))
             raise
@@ -152,6 +160,7 @@ class FixedGroup(Calls, Messages):
         *,
         op_timeout: float | None = None,
         timeout: float | None = None,
+        data: str | None = None,
     ) -> FixedGroup:
         """A group of ranks of the job that `group` is part of; blocks until all of them have called this.
 
@@ -159,25 +168,27 @@ class FixedGroup(Calls, Messages):
         members: (replica, rank in it) in rank order, this rank among them.
         op_timeout: seconds without progress after which an op fails; None: as long as an op of the job may take.
         timeout: seconds until all have come; None: FTCOMM_INIT_TIMEOUT.
+        data: how data are protected between hosts, the same on all members; None: FTCOMM_DATA.
 
         Raises `ArgumentError`, `TransportError` that names who did not come, and `LostError` if one was lost meanwhile.
         """
         settings = group.settings
         pairs = [(int(replica), int(rank)) for replica, rank in members]
-        me = _position(name, pairs, (settings.replica, settings.rank))
+        me = _position(name, pairs, (settings.replica, settings.shard))
         seats = [
-            Seat(f"rank {i} (replica {replica}, rank {rank} of it)", functools.partial(group.dial_rank, replica, rank))
+            Seat(f"rank {i} (replica {replica}, rank {rank} of it)", functools.partial(group._dial_rank, replica, rank))
             for i, (replica, rank) in enumerate(pairs)
         ]
         return cls(
             name,
             me,
             seats,
-            group.switchboard,
-            (settings.host, group.port),
+            group._switchboard,
+            (settings.host, group._port),
             op_timeout=settings.timeouts.give_up if op_timeout is None else op_timeout,
             timeout=settings.init_timeout if timeout is None else timeout,
             transport=settings.transport,
+            data=settings.data if data is None else data,
             job=group,
             replicas=[replica for replica, _ in pairs],
         )
@@ -199,8 +210,13 @@ class FixedGroup(Calls, Messages):
         transport: "auto", "shm" or "tcp", as FTCOMM_TRANSPORT. The rest is as with `in_job`.
         """
         places = [parse(handle) for handle in handles]
-        me = _position(name, list(handles), endpoint.handle)
-        seats = [Seat(f"rank {i} ({p.host}:{p.port})", p.dial) for i, p in enumerate(places)]
+        me = _position(name, list(handles), endpoint.handle, shown)
+        seats = [
+            Seat(f"rank {i} ({p.host}:{p.port})", functools.partial(p.dial, tls=endpoint.tls))
+            for i, p in enumerate(places)
+        ]
+        data = os.environ.get("FTCOMM_DATA", "none")
+        check_data(data)
         return cls(
             name,
             me,
@@ -210,18 +226,11 @@ class FixedGroup(Calls, Messages):
             op_timeout=op_timeout,
             timeout=timeout,
             transport=transport,
+            data=data,
         )
 
     def __str__(self) -> str:
-        return f"group {self.name!r}, rank {self.me}"
-
-    @property
-    def rank(self) -> int:
-        return self.me
-
-    @property
-    def size(self) -> int:
-        return len(self.roster)
+        return f"group {self.name!r}, rank {self._me}"
 
     def _may_call(self) -> None:
         if self._closed:
@@ -251,6 +260,8 @@ class FixedGroup(Calls, Messages):
 
         Blocks until what was sent is received, 2 seconds at most.
         """
+        if fork.is_child():
+            return
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
@@ -270,7 +281,7 @@ class FixedGroup(Calls, Messages):
         events = self._events
         assert events is not None
         try:
-            met = meet(self.name, self.me, self._seats, Hello(members, here), events, deadline)
+            met = meet(self.name, self._me, self._seats, Hello(members, here), events, deadline)
         finally:
             with self._lock:
                 self._events = None
@@ -285,12 +296,12 @@ class FixedGroup(Calls, Messages):
             for peer in peers.values():
                 peer.close()
             raise TransportError(f"{self}: {error}") from error
-        boots = {member: there.address.boot for member, there in met.items()} | {self.me: here.boot}
+        boots = {member: there.address.boot for member, there in met.items()} | {self._me: here.boot}
         hosts = shared_hosts(boots) if self._algorithm == "auto" else ()
         addresses = [here, *(there.address for there in met.values())]
         everybody = frozenset(self.roster)
         view = GroupView(
-            EPOCH, self.me, self.roster, everybody, hosts=hosts, tuning=self._tuning, **likeness(addresses)
+            EPOCH, self._me, self.roster, everybody, hosts=hosts, tuning=self._tuning, **likeness(addresses)
         )
         self._exchange.resume(view, peers, {rank: Progress(0, ()) for rank in self.roster})
         if self._error is not None:  # somebody was lost meanwhile
@@ -299,25 +310,35 @@ class FixedGroup(Calls, Messages):
             raise self._error
         self._watcher.watch(
             {
-                member: Life(peer.words, life(self.me), peer.address + 8 * life(self.me))
+                member: MutexWord(peer.words, life(self._me), peer.address + 8 * life(self._me))
                 for member, peer in peers.items()
-                if peer.how == "shm"
+                if peer.shares_memory
             }
         )
 
     def _reach(self, here: Address, member: int, there: Address, transport: str, deadline: float) -> Peer:
-        def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
+        def dial(there: Address, purpose: str, fields: Fields) -> Channel:
             return self._dial(member, purpose, max(0.001, deadline - time.monotonic()))
 
-        return connect(self.me, here, member, there, epoch=EPOCH, mode=transport, dial=dial, on_lost=self._doubt)
+        return connect(
+            self._me,
+            here,
+            member,
+            there,
+            epoch=EPOCH,
+            mode=transport,
+            dial=dial,
+            on_lost=self._doubt,
+            data=self._data,
+        )
 
-    def _dial(self, member: int, what: str, timeout: float) -> socket.socket:
-        fields: wire.Fields = {"group": self.name, "what": what, "member": self.me, "life": self._nonces[member]}
+    def _dial(self, member: int, what: str, timeout: float) -> Channel:
+        fields: wire.Fields = {"group": self.name, "what": what, "member": self._me, "life": self._nonces[member]}
         fields["nonce"] = self._segment.nonce
         return self._seats[member].dial(PURPOSE, fields, timeout)
 
-    def _dial_post(self, member: int) -> socket.socket:
-        return self._dial(member, "post", min(self.op_timeout, 5.0))
+    def _dial_post(self, member: int) -> Channel:
+        return self._dial(member, "post", self.op_timeout)
 
     def take(self, call: Call) -> bool:
         """A connection to this group, from the switchboard."""
@@ -329,7 +350,7 @@ class FixedGroup(Calls, Messages):
         elif call.life != self._segment.nonce or call.member not in self.roster:
             call.sock.close()
         elif call.what in CONNECTIONS:
-            accept(self._exchange, call.what, call.sock, call.member, EPOCH, call.nonce, self._doubt)
+            accept(self._exchange, call.what, call.sock, call.member, EPOCH, call.nonce, self._doubt, data=self._data)
         elif call.what == "post":
             self._post.accept(call.sock, call.member)
         else:
@@ -344,7 +365,7 @@ class FixedGroup(Calls, Messages):
             known = self._lives.get(rank)
             if life is not None and known is None:
                 self._lives[rank] = life
-            elif life != known and rank != self.me:
+            elif life != known and rank != self._me:
                 self._lose(rank, f"its replica is not in the view of epoch {view.epoch}")
 
     # -- how it ends ---------------------------------------------------------------------------------------------
@@ -356,7 +377,7 @@ class FixedGroup(Calls, Messages):
                 self._left[rank] = said.returned
             self._post.lose(rank, "it has closed the group")
         elif isinstance(said, Failed):
-            if said.lost in self.roster and said.lost != self.me:
+            if said.lost in self.roster and said.lost != self._me:
                 self._lose(said.lost, f"{said.why} (as {self._seats[rank].name} has noticed)")
             else:
                 self._fail(LostError(f"{self}: {self._seats[rank].name} has given up: {said.why}; {_MEND}"))
@@ -408,6 +429,8 @@ class FixedGroup(Calls, Messages):
 
     def _end(self, error: BaseException, last: Closing | Failed) -> None:
         """Nothing of it goes on, and the others are told why. From any thread, does not block; the first counts."""
+        if fork.is_child():
+            return
         with self._lock:
             if self._over:
                 return
@@ -422,6 +445,7 @@ class FixedGroup(Calls, Messages):
         self._switchboard.forget(self.name, self)
         self._pairs.end(last)
         self._segment.close()
+        fork.part(self)
 
     def _at_exit(self) -> None:
         """A script that ends by an error is lost to the others."""
@@ -432,9 +456,11 @@ class FixedGroup(Calls, Messages):
 _MEND = "make a new group of those that are left"
 
 
-def _position(name: str, members: Sequence[Any], me: Any) -> int:
+def _position(name: str, members: Sequence[Any], me: Any, show: Callable[[Any], str] = str) -> int:
+    """`show` says what of a member may stand in a message."""
+    said = ", ".join(map(show, members)) or "nobody"
     if len(set(members)) != len(members):
-        raise ArgumentError(f"group {name!r}: a member is there twice in {members}; name each once")
+        raise ArgumentError(f"group {name!r}: a member is there twice in {said}; name each once")
     if me not in members:
-        raise ArgumentError(f"group {name!r}: this rank, {me}, is not among its members {members}")
+        raise ArgumentError(f"group {name!r}: this rank, {show(me)}, is not among its members: {said}")
     return members.index(me)

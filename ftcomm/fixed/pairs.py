@@ -26,17 +26,18 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from ftcomm.control import bounds as b
+from ftcomm.control import field_types as t
 from ftcomm.control import wire
+from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import drop, printable
-from ftcomm.control.unpack import unpack
+from ftcomm.control.fork import apart
+from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.views import Address
 from ftcomm.errors import ArgumentError, TransportError
 from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Dial
-from ftcomm.kernels.urgent import urgent
+from ftcomm.sync.sched import request_short_slice
 
 MAX_FRAME = 1 << 14  # bytes
-_DIAL = 5.0  # s for one attempt
 _PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
 _LOOK = 0.002  # s between two looks while `settle` has something to wait for
 
@@ -46,7 +47,7 @@ Why = Annotated[str, Meta(max_length=4096)]
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """`members` is a digest of who belongs to the group, in which order."""
 
-    members: b.Hex
+    members: t.Hex
     address: Address
 
 
@@ -76,7 +77,7 @@ def encode(said: Said) -> bytes:
 
 def decode(data: bytes) -> Said:
     """Raises `msgspec.DecodeError`, and nothing else."""
-    said: Said = unpack(_decoder, data)
+    said: Said = decode_with(_decoder, data)
     return said
 
 
@@ -92,7 +93,7 @@ class Seat(NamedTuple):
 
 class Met(NamedTuple):
     member: int
-    sock: socket.socket  # blocking
+    sock: Connection  # blocking
     address: Address
 
 
@@ -179,8 +180,9 @@ class _Meeting:
         fields: wire.Fields = {"group": self._group, "what": LINK, "member": self._me}
         pause = _PAUSE
         while not self.over.is_set() and (left := self._deadline - time.monotonic()) > 0:
+            self._news.setdefault(member, "it has not answered")
             try:
-                sock = seat.dial(PURPOSE, fields, min(_DIAL, left))
+                sock = seat.dial(PURPOSE, fields, left)
             except wire.Refused as error:
                 self._events.put(TransportError(f"group {self._group!r}: {seat.name} refuses: {error}"))
                 return
@@ -193,7 +195,7 @@ class _Meeting:
             self.over.wait(pause)
             pause = min(2 * pause, 0.5)
 
-    def greet(self, member: int, sock: socket.socket) -> bool:
+    def greet(self, member: int, sock: Connection) -> bool:
         """Tell each other who we are; False if it came to nothing, and may be tried again."""
         try:
             sock.sendall(encode(self._hello))
@@ -215,7 +217,7 @@ class _Meeting:
             self._events.put(ArgumentError(f"group {self._group!r}: {other}; pass the same members to all"))
         return True
 
-    def _hear(self, sock: socket.socket) -> Said:
+    def _hear(self, sock: Connection) -> Said:
         """One frame. Raises `TimeoutError` at the deadline, or when the meeting is over, `OSError`, `DecodeError`."""
         data = bytearray()
         wanted = 4
@@ -269,22 +271,22 @@ class Pairs:
     ) -> None:
         self._on_said, self._on_end, self._settle = on_said, on_end, settle
         self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
-        self._selector = selectors.DefaultSelector()
+        self._selector = apart(selectors.DefaultSelector())
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._selector.register(self._near, selectors.EVENT_READ)
-        self._socks: dict[int, socket.socket] = {}
+        self._socks: dict[int, Connection] = {}
         self._heard: dict[int, bytearray] = {}  # of a frame that is not whole yet
         self._parted: set[int] = set()  # have said that they end
         self._lock = threading.Lock()  # guards what follows; never held across a wait
-        self._new: dict[int, socket.socket] = {}
+        self._new: dict[int, Connection] = {}
         self._last: bytes | None = None  # what we say when we end
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ftcomm-pairs-{name}", daemon=True)
         self._thread.start()
         self._ready.wait()
 
-    def add(self, socks: Mapping[int, socket.socket]) -> None:
+    def add(self, socks: Mapping[int, Connection]) -> None:
         """The connections to all other members. Once."""
         with self._lock:
             self._new = dict(socks)
@@ -311,7 +313,7 @@ class Pairs:
             self._far.send(b"\0", socket.MSG_DONTWAIT)
 
     def _run(self) -> None:
-        urgent()
+        request_short_slice()
         try:
             self._on_start()
             self._ready.set()
@@ -352,10 +354,12 @@ class Pairs:
             wait = _LOOK if self._settle(looked) else None
 
     def _receive(self, member: int) -> None:
-        heard = self._heard[member]
+        heard, sock = self._heard[member], self._socks[member]
         try:
-            data = self._socks[member].recv(MAX_FRAME)
+            data = sock.recv(MAX_FRAME)
             heard += data
+            while pending(sock):
+                heard += sock.recv(MAX_FRAME)
             while len(heard) >= 4 and len(heard) >= 4 + _length(heard):
                 length = _length(heard)
                 said = decode(bytes(heard[4 : 4 + length]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ftcomm.launch import requests as r
-from ftcomm.launch import rolling
-from ftcomm.launch.remote import Remote, find, running
+from ftcomm.launch import rolling_restart
+from ftcomm.launch.admin import protocol
+from ftcomm.launch.admin.client import AdminClient, find, running
+from ftcomm.launch.confirmation import confirm, yes_option
 
 job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
 
@@ -24,11 +28,11 @@ def status(job: str | None) -> None:
     console = Console()
     paths = [find(job)] if job is not None or not running() else list(running().values())
     for path in paths:
-        with Remote(path) as remote:
+        with AdminClient(path) as remote:
             show(remote.status(), console)
 
 
-def show(seen: r.Status, console: Console) -> None:
+def show(seen: protocol.Status, console: Console) -> None:
     doing = "the coordinator is being restarted" if seen.away else "draining" if seen.draining else "running"
     shown = Table()
     for name in ("replica", "state", "in the job", "step", "effective", "starts", "pids"):
@@ -41,6 +45,9 @@ def show(seen: r.Status, console: Console) -> None:
         shown.add_row(str(replica.replica), replica.state, place, step, effective, str(replica.starts), pids or "-")
     console.print(f"job {seen.run} ({seen.script}), {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
     console.print(shown)
+    for replica in seen.replicas:
+        if replica.reason:
+            console.print(f"replica {replica.replica} is out: {replica.reason}", markup=False, soft_wrap=True)
     console.print(f"last: {seen.last}", markup=False, soft_wrap=True)
 
 
@@ -56,28 +63,36 @@ def show(seen: r.Status, console: Console) -> None:
     show_default=True,
     help="Seconds within which a replica must contribute again; else this stops, and leaves the others alone.",
 )
-def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeout: float) -> None:
+@yes_option
+def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeout: float, yes: bool) -> None:
     """Restart replicas one by one while the others train on.
 
     Each leaves at a step boundary, so that no step is lost; its processes end and are started again, with the script as
     it is now; when it has caught up and contributes, the next one follows. A replica that has left (SIGTERM) or failed
     is started again by the same command.
 
-    It refuses while no other replica contributes: the state of the training would be lost.
+    It refuses while no other replica contributes: the state of the training would be lost. With --all it names the job
+    and asks first.
     """
-    with (
-        Remote(find(job)) as remote,
-        Progress(SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()) as progress,
-    ):
-        wanted = rolling.which(remote.status(), replicas, all_of_them)
+    with AdminClient(find(job)) as remote, contextlib.ExitStack() as stack:
+        seen = remote.status()
+        wanted = rolling_restart.which(seen, replicas, all_of_them)
+        if all_of_them:
+            confirm(seen, "Restart all of its replicas", "ftcomm restart --all", named=job is not None, yes=yes)
+        columns = SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()
+        progress = stack.enter_context(Progress(*columns))
         bars = {number: progress.add_task(f"replica {number}", start=False, total=1) for number in wanted}
         for number in wanted:
             bar = bars[number]
             progress.start_task(bar)
-            rolling.restart(
+            rolling_restart.restart(
                 remote,
                 number,
                 timeout,
-                lambda text, bar=bar, number=number: progress.update(bar, description=f"replica {number} {text}"),
+                functools.partial(_tell, progress, bar, number),
             )
             progress.update(bar, description=f"replica {number} contributes again", completed=1)
+
+
+def _tell(progress: Progress, bar: TaskID, number: int, text: str) -> None:
+    progress.update(bar, description=f"replica {number} {text}")

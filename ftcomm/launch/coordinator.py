@@ -11,14 +11,16 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.limits import beyond
 from ftcomm.control.server import CoordinatorServer, ServerError
 from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.credentials import from_env
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.kernels.urgent import urgent
+from ftcomm.launch.event_text import describe
 from ftcomm.launch.options import TIMEOUT_OPTIONS
-from ftcomm.launch.words import describe
 from ftcomm.settings import chain
+from ftcomm.sync.sched import request_short_slice
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit codes
 
@@ -48,6 +50,8 @@ class CoordinatorOptions:
         """Raise `SettingsError`, with the mend, on what cannot work."""
         if self.replicas < 1 or self.ranks_per_replica < 1:
             raise SettingsError("--replicas and --ranks-per-replica: expected 1 or more, as in --replicas 4.")
+        if reason := beyond(self.replicas, self.ranks_per_replica):
+            raise SettingsError(f"--replicas and --ranks-per-replica: {reason}.")
         if not 0 <= self.port < 65536:
             raise SettingsError(f"--port {self.port}: expected 0 (any free one) to 65535.")
         if not self.token:
@@ -96,14 +100,14 @@ async def _serve(options: CoordinatorOptions) -> int:
     server = CoordinatorServer(
         replicas=options.replicas,
         ranks_per_replica=options.ranks_per_replica,
-        token=options.token,
+        credentials=from_env(options.token),
         host=options.host,
         port=options.port,
         store=options.open_store(),
         timeouts=options.timeouts,
         on_event=_say,
     )
-    urgent()
+    request_short_slice()
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -144,6 +148,8 @@ def _instructions(options: CoordinatorOptions, endpoint: str) -> str:
         f"ftcomm: coordinator at {endpoint}, waiting for {options.replicas} replicas. On every replica:",
         f"  export FTCOMM_COORDINATOR={endpoint}",
         "  export FTCOMM_TOKEN=...   # the same secret as here",
+        *([f"  export FTCOMM_JOB={os.environ['FTCOMM_JOB']}"] if os.environ.get("FTCOMM_JOB") else []),
+        *(["  export FTCOMM_TLS_CERT=... FTCOMM_TLS_KEY=...   # its own"] if os.environ.get("FTCOMM_TLS_CERT") else []),
         f"  export FTCOMM_REPLICAS={options.replicas}",
         f"  export FTCOMM_REPLICA=0   # to {options.replicas - 1}, its own",
     ]

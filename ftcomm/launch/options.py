@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.machinery
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ftcomm.control.limits import beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
-from ftcomm.launch import network
 from ftcomm.settings import TRANSPORTS, chain
 
 HOSTS = ("shared", "netns")
@@ -33,7 +34,7 @@ class RunOptions:
     events: Path | None = None
     transport: str = "auto"
     host: str = "127.0.0.1"
-    hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see network.py
+    hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see `ftcomm.lab.netns`
     replicas_per_host: int = 1  # with "netns", in the order of their numbers
     rate: float | None = None  # of the network between them, bits a second; None: what the kernel can
     delay: float = 0.0  # s, of a packet from one to another
@@ -54,6 +55,8 @@ class RunOptions:
                 f"--ranks-per-replica {self.ranks_per_replica}: a replica needs at least 1 rank; leave the option away "
                 "for one process a replica."
             )
+        if reason := beyond(self.replicas, self.ranks_per_replica):
+            raise SettingsError(f"--replicas and --ranks-per-replica: {reason}.")
         if not 1 <= self.min_replicas <= self.replicas:
             raise SettingsError(
                 f"--min-replicas {self.min_replicas}: expected 1 to {self.replicas}, the number of replicas."
@@ -62,8 +65,6 @@ class RunOptions:
             raise SettingsError(f"--max-restarts {self.max_restarts}: expected 0 (never restart) or more.")
         if self.hosts not in HOSTS:
             raise SettingsError(f"--hosts {self.hosts}: expected one of {', '.join(HOSTS)}.")
-        if self.hosts == "netns" and self.replicas > network.MOST:
-            raise SettingsError(f"--replicas {self.replicas}: --hosts netns has addresses for {network.MOST}.")
         if not 1 <= self.replicas_per_host <= self.replicas or (self.hosts == "shared" and self.replicas_per_host > 1):
             raise SettingsError(
                 f"replicas_per_host {self.replicas_per_host}: expected 1 to {self.replicas}, and hosts of their own."
@@ -108,7 +109,7 @@ def check_script(script: str) -> None:
 
 
 def check_module(module: str) -> None:
-    """As `python -m` looks for it, but without importing its parents: they may be slow, or want a GPU."""
+    """Look for a module as `python -m` does, but without importing its parents, which may be slow or want a GPU."""
     path: Iterable[str] | None = None
     names = module.split(".")
     for depth in range(1, len(names) + 1):
@@ -134,3 +135,26 @@ def _find(name: str, path: Iterable[str] | None) -> importlib.machinery.ModuleSp
         if (spec := finder.find_spec(name, where)) is not None:  # type: ignore[arg-type]
             return spec
     return None
+
+
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # as tc has them
+_TIME = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_rate(text: str) -> float:
+    """ "1gbit" -> bits a second. Raises `SettingsError`."""
+    return _parse(text, _RATE, "a rate", "1gbit")
+
+
+def parse_delay(text: str) -> float:
+    """ "5ms" -> seconds. Raises `SettingsError`."""
+    return _parse(text, _TIME, "a time", "5ms")
+
+
+def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units or not float(match[1]):
+        raise SettingsError(
+            f"{text!r} is not {what} in {', '.join(units)}; expected a number with one of these, as {example}."
+        )
+    return float(match[1]) * units[match[2]]

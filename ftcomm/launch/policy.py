@@ -17,7 +17,7 @@ class State(enum.Enum):
     FINISHED = "finished"  # all its ranks exited with 0
     LEFT = "left"  # the same, having left the job at a step boundary while the others went on (SIGTERM)
     FAILED = "failed"  # for good
-    STOPPED = "stopped"  # ended while the job was being drained or killed, or came back when it was complete
+    STOPPED = "stopped"  # ended while the job was being drained or killed, or was not back when it was complete
 
     @property
     def over(self) -> bool:
@@ -32,7 +32,7 @@ class Restarts:
     streak: int = 0  # restarts since it last lived for a healthy minute
 
     def after(self, now: float, lived: float) -> Restarts:
-        """As it stands when the replica dies at `now`, having lived for `lived`."""
+        """The record when the replica dies at `now`, having lived for `lived`."""
         times = tuple(time for time in self.times if now - time < WINDOW)
         return Restarts(times, 0 if lived >= HEALTHY else self.streak)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from ftcomm.launch import rank as first_stage
+from ftcomm.launch import exec_stub as first_stage
 
 READ = 1 << 16  # bytes a read
 LAST = 1 << 20  # bytes read at most from a dead rank's pipe: the largest pipe that an ordinary user can have
@@ -59,7 +59,7 @@ class RankProcess:
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """To the rank alone; what it started dies with it."""
+        """Send a signal to the rank alone; what it started dies with it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 

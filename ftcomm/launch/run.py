@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import threading
@@ -11,12 +12,13 @@ import time
 from collections.abc import Callable
 
 from ftcomm.control.server import CoordinatorServer
+from ftcomm.credentials import from_env
 from ftcomm.errors import FtcommError
-from ftcomm.launch import network
-from ftcomm.launch.answers import answer
-from ftcomm.launch.embedded import Embedded
-from ftcomm.launch.hosts import SlowNetwork
-from ftcomm.launch.network import Network
+from ftcomm.launch.admin.handlers import answer
+from ftcomm.launch.admin.protocol import SOCKET
+from ftcomm.launch.admin.server import AdminServer
+from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
+from ftcomm.launch.event_text import describe, replicas
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import (
     GiveUp,
@@ -28,16 +30,16 @@ from ftcomm.launch.policy import (
     how_it_ended,
     signal_name,
 )
-from ftcomm.launch.replica import Listener, Replica, rank_environment
+from ftcomm.launch.replica_processes import HostNetwork, ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.report import Event, Reporter
-from ftcomm.launch.requests import SOCKET
-from ftcomm.launch.rundir import RunDir
-from ftcomm.launch.serve import Door
-from ftcomm.launch.words import describe, replicas
+from ftcomm.launch.rundir import VIEWS, RunDir
 
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
 
 TERM_TO_KILL = 5.0  # s between SIGTERM and SIGKILL
+HUB = -1  # the place of the coordinator in a `HostNetwork`
+REMOVED_TO_TERM = 5.0  # s in which a removed replica may end by itself: it is told, and most can hear
+SAME = 2.0  # s in which a second signal is the same one: timeout(1) and some batch systems signal a child and its group
 
 
 def _ignore(event: Event) -> None:
@@ -63,17 +65,18 @@ class Launcher:
         self._on_event = on_event
         self._report = Reporter(options, self._happened, on_line, on_log)
         self._token = secrets.token_hex(16)
-        self._replicas: list[Replica] = []
+        self._replicas: list[ReplicaProcesses] = []
         self._has_views = False  # the script uses ftcomm
         self._draining = False
         self._unclean = False  # a member died while draining
         self._lost = False
         self._killed = False
+        self._signalled_at = -SAME  # when the last signal counted
         self._timers: list[asyncio.TimerHandle] = []
-        self._coordinator: Embedded | None = None
-        self._door: Door | None = None
+        self._coordinator: EmbeddedCoordinator | None = None
+        self._admin: AdminServer | None = None
         self.run_id = ""
-        self.network: Network | None = None
+        self.network: HostNetwork | None = None
         self.view: Event | None = None  # the newest
         self.steps: dict[int, int] = {}  # replica -> the last step that it reported
         self.effective: dict[int, float] = {}  # replica -> the share of its time that was training, if it says so
@@ -103,25 +106,26 @@ class Launcher:
                 self.network = await asyncio.to_thread(_network, self.options)
                 stack.callback(self.network.close)
                 # The coordinator is at the hub, now and after a restart; a replica goes to its own place to start.
-                stack.enter_context(network.inside(self.network.hub))
-                host = network.HUB_ADDRESS
-            self._coordinator = Embedded(
-                self.options, self._token, host, run_dir.path / "views", self._coordinator_event, self._report.emit
+                stack.enter_context(self.network.inside(HUB))
+                host = self.network.address(HUB)
+            mine = from_env(self._token, {**os.environ, **self.options.env}, job=self.run_id)
+            self._coordinator = EmbeddedCoordinator(
+                self.options, mine, host, run_dir.path / VIEWS, self._coordinator_event, self._report.emit
             )
             stack.push_async_callback(self._stop_coordinator)
             await self._coordinator.start()
-            environment = rank_environment(self.options, self.coordinator.endpoint, self._token)
-            listener = Listener(
+            environment = rank_environment(self.options, self.coordinator.endpoint, self._token, mine.job)
+            listener = ReplicaListener(
                 self._report.line, self._rank_started, self._rank_exited, self._replica_ended, self._report.log
             )
             self._replicas = [
-                Replica(number, self.options, environment, run_dir, listener, self.network)
+                ReplicaProcesses(number, self.options, environment, run_dir, listener, self.network)
                 for number in range(self.options.replicas)
             ]
             stack.push_async_callback(self._kill_rest)
-            self._door = Door(run_dir.path / SOCKET, lambda request: answer(self, request))
-            stack.push_async_callback(self._door.close)
-            await self._door.open()
+            self._admin = AdminServer(run_dir.path / SOCKET, lambda request: answer(self, request))
+            stack.push_async_callback(self._admin.close)
+            await self._admin.open()
             for replica in self._replicas:
                 if self._draining:  # interrupted before anything began
                     replica.state = State.STOPPED
@@ -134,7 +138,7 @@ class Launcher:
 
     @property
     def coordinator(self) -> CoordinatorServer:
-        """Of the running job; another object after `restart_coordinator`."""
+        """The coordinator of the running job; another object after `restart_coordinator`."""
         if self._coordinator is None:
             raise RuntimeError("the job is not running, so it has no coordinator")
         return self._coordinator.server
@@ -147,7 +151,7 @@ class Launcher:
         return {replica.number: replica.state for replica in self._replicas}
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaProcesses]:
         return list(self._replicas)
 
     @property
@@ -164,7 +168,7 @@ class Launcher:
         return self._report.last_said
 
     def contributing(self) -> frozenset[int]:
-        """Of the newest view."""
+        """The contributing replicas of the newest view."""
         members = self.view["members"] if self.view is not None else ()
         return frozenset(member["replica"] for member in members if member["contributing"])
 
@@ -178,7 +182,7 @@ class Launcher:
         return self._coordinator.restart(away, lambda why: self._job_lost(JobLost(why)))
 
     def interrupt(self) -> None:
-        """As a signal does: the first drains the job, the second ends it with SIGTERM, the third with SIGKILL."""
+        """Act as a signal does: the first drains the job, the second ends it with SIGTERM, the third with SIGKILL."""
         if self._lost:
             self._kill_all()
         elif not self._draining:
@@ -197,7 +201,7 @@ class Launcher:
         self._draining = True
         self._report.log(
             f"draining: the replicas leave together at a coming step, within {self.options.grace:g} s at most "
-            "(interrupt again to end them now)"
+            f"(interrupt again, after {SAME:g} s, to end them now)"
         )
         for replica in self._replicas:
             if replica.state is State.WAITING:
@@ -253,8 +257,10 @@ class Launcher:
         killed_by = signal_name(code)
         exit_code = None if killed_by else code
         self._report.emit("process_exited", replica=replica, rank=rank, pid=pid, code=exit_code, signal=killed_by)
+        if code > 0 and self._coordinator is not None:  # by a signal: it may have finished first
+            self._coordinator.server.exited(replica, how_it_ended(code))
 
-    def _replica_ended(self, replica: Replica) -> None:
+    def _replica_ended(self, replica: ReplicaProcesses) -> None:
         """All ranks of `replica` are gone."""
         if replica.state is not State.RUNNING:
             return  # it could not be started, and we have given it up already
@@ -263,37 +269,54 @@ class Launcher:
             self._report.log(f"replica {replica.number} {how}; starting it again")
             self._cancel_start(replica, State.WAITING)
             self._restart(replica)
-        elif replica.death is None:
+        elif replica.death is None and not replica.removed:
             replica.state = State.STOPPED if self._draining else State.LEFT if replica.left else State.FINISHED
             self._report.log(f"replica {replica.number} {'finished' if replica.state is State.FINISHED else 'left'}")
         else:
             self._replica_died(replica)
         self._check_over()
 
-    def _did_not_leave(self, replica: Replica, starts: int) -> None:
+    def _did_not_leave(self, replica: ReplicaProcesses, starts: int) -> None:
         if replica.restart_wanted and replica.starts == starts:
             self._report.log(f"replica {replica.number} did not leave within {self.options.grace:g} s and is killed")
             replica.kill()
 
-    def _replica_died(self, replica: Replica) -> None:
-        assert replica.death is not None
-        who = f"replica {replica.number} (pid {replica.death.pid})"
-        if self.options.ranks_per_replica > 1:
-            who = f"replica {replica.number} (rank {replica.death.rank}, pid {replica.death.pid})"
-        what = f"{who} {how_it_ended(replica.death.code)}"
+    def _end_removed(self, replica: ReplicaProcesses, starts: int) -> None:
+        """It hangs, is stopped, or has not come to hear of it: its place is needed for its next life."""
+        if replica.starts != starts or replica.state is not State.RUNNING or not replica.removed:
+            return
+        self._report.log(f"replica {replica.number} was removed ({replica.removed}) and still runs: it is ended now")
+        self._report.emit("ending_removed", replica=replica.number, reason=replica.removed)
+        replica.signal(signal.SIGTERM)
+        self._timers.append(self._loop.call_later(TERM_TO_KILL, self._kill_removed, replica, starts))
+
+    def _kill_removed(self, replica: ReplicaProcesses, starts: int) -> None:
+        if replica.starts == starts and replica.removed:
+            replica.kill()
+
+    def _replica_died(self, replica: ReplicaProcesses) -> None:
+        death, who, code = replica.death, f"replica {replica.number}", 0
+        if death is not None:
+            rank = f"rank {death.rank}, " if self.options.ranks_per_replica > 1 else ""
+            who, code = f"{who} ({rank}pid {death.pid})", death.code
+        what = f"{who} {how_it_ended(code)}"
+        replica.reason = how_it_ended(code) + (f" ({replica.removed})" if replica.removed else "")
+        replica.failed_at_end |= replica.trained or replica.said_finished
+        replica.exited_with_error |= replica.contributed and code > 0 and not replica.removed
         if self._draining or self._lost or self._killed:
             self._unclean |= not replica.asked_to_end
             replica.state = State.STOPPED
             self._report.log(what)
             return
-        if not replica.contributed and self._is_complete():
-            replica.state = State.FAILED if replica.failed_at_end else State.STOPPED
+        lost = not replica.contributed or replica.number not in self.contributing()
+        if lost and self._is_complete():
+            replica.state = State.FAILED if self._has_failed(replica) else State.STOPPED
             self._report.log(f"{what}; it was not back in the job when the others finished")
             return
         now = self._loop.time()
         decision = after_death(
             {other.number: other.state for other in self._replicas if other is not replica},
-            replica.death.code,
+            code,
             replica.said_finished,
             replica.restarts.after(now, time.monotonic() - replica.started),
             now,
@@ -306,7 +329,6 @@ class Launcher:
         if isinstance(decision, Restart):
             replica.state = State.WAITING
             replica.restarts = decision.restarts
-            replica.failed_at_end |= replica.said_finished
             replica.timer = self._loop.call_later(decision.delay, self._restart, replica)
             which = f"restart {decision.count} of {self.options.max_restarts}"
             self._report.log(f"{what}; restarting it in {decision.delay:g} s ({which})")
@@ -321,7 +343,7 @@ class Launcher:
             self._report.emit("failed", reason=decision.reason)
             self._job_lost(decision)
 
-    def _restart(self, replica: Replica) -> None:
+    def _restart(self, replica: ReplicaProcesses) -> None:
         try:
             replica.start()
         except Exception as error:
@@ -341,22 +363,24 @@ class Launcher:
                 self._cancel_start(replica, State.FAILED)
         self._end_all()
 
-    def _cancel_start(self, replica: Replica, state: State) -> None:
+    def _cancel_start(self, replica: ReplicaProcesses, state: State) -> None:
         if replica.timer is not None:
             replica.timer.cancel()
         replica.timer = None
         replica.state = state
 
     def _check_over(self) -> None:
-        """After any replica changed its state: can those that are left still get anywhere, and is the job over?"""
+        """End replicas that cannot rejoin any more, and the job if it is over. Called at each change of a state."""
         running = [replica for replica in self._replicas if replica.state is State.RUNNING]
         if any(replica.state in (State.FINISHED, State.LEFT) for replica in self._replicas) and not self._draining:
+            complete = any(replica.state is State.FINISHED for replica in self._replicas)
             for replica in self._replicas:
                 if replica.state is State.WAITING and not running:
-                    self._cancel_start(replica, State.FAILED)
+                    missed = complete and not self._has_failed(replica)
+                    self._cancel_start(replica, State.STOPPED if missed else State.FAILED)
                     self._report.log(f"replica {replica.number} is not restarted: the others have ended")
             # Of those that run, somebody must be in the job for the rest to catch up from.
-            if running and self._has_views and not any(replica.joined for replica in running):
+            if running and self._has_views and not any(r.joined and not r.removed for r in running):
                 for replica in running:
                     self._end_outsider(replica)
         if not running and all(replica.state.over for replica in self._replicas) and not self._over.done():
@@ -364,14 +388,25 @@ class Launcher:
 
     def _is_complete(self) -> bool:
         """All that live and have held the state of the training have done all of it."""
+        here = self.contributing()
         holders = [
             replica
             for replica in self._replicas
-            if replica.contributed and replica.state in (State.RUNNING, State.FINISHED)
+            if (replica.contributed and replica.state is State.FINISHED)
+            or (replica.holds_state and (replica.said_finished or replica.number in here))
         ]
         return bool(holders) and all(replica.said_finished or replica.state is State.FINISHED for replica in holders)
 
-    def _end_outsider(self, replica: Replica) -> None:
+    def _has_failed(self, replica: ReplicaProcesses) -> bool:
+        """Whether a replica that was not back when the others had finished has failed, and was not only late.
+
+        A step loop tells when all of its steps are done, so those that did them have what the late one missed. Of a
+        script without one nobody knows that: an error that it ended with may be the reason why there was no more to do.
+        """
+        complete = any(other.trained for other in self._replicas)
+        return replica.failed_at_end or (replica.exited_with_error and not complete)
+
+    def _end_outsider(self, replica: ReplicaProcesses) -> None:
         if not replica.asked_to_end:
             replica.asked_to_end = True
             self._report.log(f"replica {replica.number} is ended: the others finished before it could rejoin")
@@ -379,14 +414,21 @@ class Launcher:
             self._timers.append(self._loop.call_later(TERM_TO_KILL, replica.kill))
 
     def _tell_who_finished(self) -> None:
-        finished, failed = (
+        finished, failed, missed = (
             [replica.number for replica in self._replicas if replica.state is state]
-            for state in (State.FINISHED, State.FAILED)
+            for state in (State.FINISHED, State.FAILED, State.STOPPED)
         )
-        if finished and failed and not (self._lost or self._killed):
-            self._report.log(f"the training is complete on {replicas(finished)}; {replicas(failed)} failed")
+        if finished and (failed or missed) and not (self._lost or self._killed or self._draining):
+            said = [f"{replicas(failed)} failed"] if failed else []
+            said += [f"{replicas(missed)} {_were(missed)} not back in time"] if missed else []
+            self._report.log(f"the training is complete on {replicas(finished)}; {'; '.join(said)}")
 
     def _exit_code(self) -> int:
+        """The exit code of `ftcomm run`: 0 if the training is complete and no replica was given up.
+
+        How a replica died does not matter where a step loop says that the training is complete, nor who was not back
+        in time then. Without a step loop an exit with an error fails the job, see `_has_failed`.
+        """
         if self._killed:
             return KILLED
         if self._lost or any(replica.state is State.FAILED for replica in self._replicas):
@@ -442,8 +484,14 @@ class Launcher:
             raise RuntimeError("handle_signals works only in the main thread; call interrupt() from your own handler")
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                self._loop.add_signal_handler(number, self.interrupt)
+                self._loop.add_signal_handler(number, self._signalled)
                 stack.callback(self._loop.remove_signal_handler, number)
+
+    def _signalled(self) -> None:
+        now = self._loop.time()
+        if now - self._signalled_at >= SAME:
+            self._signalled_at = now
+            self.interrupt()
 
     # -- what is said -------------------------------------------------------------------------------------------------
 
@@ -460,33 +508,39 @@ class Launcher:
                 if replica.number in contributing:
                     replica.joined, replica.joining = True, ""
                 if contributing.get(replica.number):
-                    replica.contributed, replica.failed_at_end = True, False
+                    replica.contributed, replica.reason = True, ""
+                    replica.failed_at_end = replica.exited_with_error = False
         for replica in self._replicas:
             if replica.number == event.get("replica"):
-                self._of_replica(replica, kind)
-        if isinstance(step := event.get("step"), int) and isinstance(replica := event.get("replica"), int):
-            self.steps[replica] = step
+                self._of_replica(replica, kind, str(event.get("reason", "")))
+        if isinstance(step := event.get("step"), int) and isinstance(number := event.get("replica"), int):
+            self.steps[number] = step
             if kind == "metrics":
-                self.effective[replica] = event["effective"]
+                self.effective[number] = event["effective"]
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)
         if kind == "failed" and not (self._draining or self._over.done()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
 
-    def _of_replica(self, replica: Replica, kind: str) -> None:
+    def _of_replica(self, replica: ReplicaProcesses, kind: str, reason: str) -> None:
         if kind == "finished":
             replica.said_finished = True
+        elif kind == "trained":
+            replica.trained = True
         elif kind == "dismissed":  # it has left in order, though it was in no view that it could have left
             replica.left = True
+        elif kind == "removed" and replica.joined and not replica.removed:
+            replica.removed = replica.reason = reason
+            self._timers.append(self._loop.call_later(REMOVED_TO_TERM, self._end_removed, replica, replica.starts))
         elif kind == "joined" and self._has_views:
-            replica.joining = "prepares"
+            replica.joining, replica.removed = "prepares", ""  # its process may have made a new group
         elif kind == "ready":
             replica.joining = "joins"
 
     def _happened(self, event: Event) -> None:
-        if self._door is not None:
-            self._door.tell(event)
+        if self._admin is not None:
+            self._admin.tell(event)
         self._on_event(event)
 
     def _hold_output(self, held: bool) -> None:
@@ -494,7 +548,10 @@ class Launcher:
             replica.hold(held)
 
 
-def _network(options: RunOptions) -> Network:
+def _network(options: RunOptions) -> HostNetwork:
+    from ftcomm.lab.netns.network import Network
+    from ftcomm.lab.netns.slow_network import SlowNetwork
+
     hosts = -(-options.replicas // options.replicas_per_host)
     if options.rate is None and not options.delay:
         return Network(hosts)
@@ -503,6 +560,10 @@ def _network(options: RunOptions) -> Network:
 
 def _are(numbers: list[int]) -> str:
     return "is" if len(numbers) == 1 else "are"
+
+
+def _were(numbers: list[int]) -> str:
+    return "was" if len(numbers) == 1 else "were"
 
 
 def run(options: RunOptions) -> int:

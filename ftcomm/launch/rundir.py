@@ -1,4 +1,4 @@
-"""The directory of a run (the coordinator's views), and its keeper, which removes it and the run's processes."""
+"""The directory of a run (the coordinator's views), and its reaper, which removes it and the run's processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ftcomm.errors import SettingsError
-from ftcomm.launch import keeper
+from ftcomm.launch import reaper
 
-LOCK = "lock"  # held by the launcher and its keeper for as long as either lives
+VIEWS = "views"  # the coordinator's store
+LOCK = "lock"  # held by the launcher and its reaper for as long as either lives
 
 
 def base_dir() -> Path:
-    """Where runs of this user lie; made if missing, mode 0700. Raises `SettingsError` if it is not safely ours."""
+    """The directory of this user's runs; made if missing, mode 0700. Raises `SettingsError` if it is not ours alone."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     base = parent / f"ftcomm-{os.getuid()}"
@@ -49,7 +50,7 @@ def short(path: Path) -> Iterator[str]:
 
 
 class RunDir:
-    """A fresh directory, and the keeper that cleans up after this process. Not thread-safe."""
+    """A fresh directory, and the reaper that cleans up after this process. Not thread-safe."""
 
     def __init__(self) -> None:
         base = base_dir()
@@ -60,11 +61,11 @@ class RunDir:
             self.path.mkdir(mode=0o700)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Not ours to hand on: with the settings of a run in its environment, the keeper could be taken for a part of
+        # Not ours to hand on: with the settings of a run in its environment, the reaper could be taken for a part of
         # that run when one launcher runs inside another.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__, self.mark(), str(self.path)],
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", reaper.__file__, self.mark(), str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -76,39 +77,39 @@ class RunDir:
         )
 
     def mark(self, *parts: int) -> str:
-        """Value of `keeper.MARK`: of the run, or with (replica, start, rank) of one rank; it begins with the run's."""
+        """Value of `reaper.MARK`: of the run, or with (replica, start, rank) of one rank; it begins with the run's."""
         return "".join(f"{part}:" for part in (self.run, *parts))
 
     def started(self, pid: int) -> None:
         self._tell(f"start {pid}\n")
 
     def ended(self, pid: int, mark: str) -> None:
-        """Have the keeper kill what the dead rank `pid` left outside of its process group. Returns at once."""
+        """Have the reaper kill what the dead rank `pid` left outside of its process group. Returns at once."""
         self._tell(f"end {pid} {mark}\n")
 
     def remove(self) -> None:
         """Kill everything of the run and remove the directory; blocks until that is done (seconds at worst)."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
         try:
-            code = self._keeper.wait(keeper.PATIENCE + 5)
+            code = self._reaper.wait(reaper.PATIENCE + 5)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            code = self._keeper.wait()
+            self._reaper.kill()
+            code = self._reaper.wait()
         if code != 0:  # somebody killed it
-            keeper.kill_all(self.mark(), set())
+            reaper.kill_all(self.mark(), set())
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
     def _tell(self, line: str) -> None:
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the keeper was killed; `remove` does its work then
-            self._keeper.stdin.write(line.encode())
+        assert self._reaper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the reaper was killed; `remove` does its work then
+            self._reaper.stdin.write(line.encode())
 
 
 @contextlib.contextmanager
 def _locked(base: Path) -> Iterator[None]:
-    """Between making a directory and locking it, nobody may take it for a stale one."""
+    """Hold the lock under which directories are made and cleaned, so none is taken for stale before it is locked."""
     fd = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -118,7 +119,7 @@ def _locked(base: Path) -> Iterator[None]:
 
 
 def _remove_stale(base: Path) -> None:
-    """Directories that nobody locks: left by a power cut, or by a launcher and a keeper that were both killed."""
+    """Directories that nobody locks: left by a power cut, or by a launcher and a reaper that were both killed."""
     for path in base.iterdir():
         if not path.is_dir() or path.is_symlink():
             continue
@@ -134,7 +135,7 @@ def _remove_stale(base: Path) -> None:
         except OSError:
             continue  # in use
         else:
-            keeper.kill_all(f"{path.name}:", set(), patience=1.0)
+            reaper.kill_all(f"{path.name}:", set(), patience=1.0)
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)

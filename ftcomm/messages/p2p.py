@@ -5,7 +5,6 @@ What the two say to each other is in `ftcomm.messages.post`, which message a rec
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from ftcomm.control import wire
+from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, CollectiveTimeout
 from ftcomm.flat import Flat, to_read, to_write
 from ftcomm.messages.parcels import WHOLE, Message, Receive, Send
 from ftcomm.messages.post import Post
 from ftcomm.messages.slots import Place, Slots
+from ftcomm.own import own_process
 
 PURPOSE = "p2p"  # of connections between replicas
 
@@ -50,6 +51,8 @@ class Sending:
         that was given with the call.
         """
         message = self._message
+        if not message.ended.is_set():
+            own_process()
         if not message.ended.wait(timeout):
             raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
         if message.error is not None:
@@ -71,11 +74,11 @@ class JobPost(Post):
     def __init__(
         self,
         replica: int,
-        rank: int,
-        dial: Callable[[int, str, wire.Fields], socket.socket],
+        shard: int,
+        dial: Callable[[int, str, wire.Fields], Connection],
         slots: Slots | None = None,
     ) -> None:
-        super().__init__(f"replica {replica} rank {rank}", self._dial_replica, lambda peer: f"replica {peer}", slots)
+        super().__init__(f"replica {replica} rank {shard}", self._dial_replica, lambda peer: f"replica {peer}", slots)
         self._replica, self._to_replica = replica, dial
         self._lives: dict[int, str] = {}  # of the members of the newest view
         self._epoch = 0  # of that view
@@ -92,7 +95,7 @@ class JobPost(Post):
         for replica in lives:
             self.found(replica)
 
-    def incoming(self, sock: socket.socket, fields: wire.Fields) -> None:
+    def incoming(self, sock: Connection, fields: wire.Fields) -> None:
         """A connection from another replica, maybe one that is ahead of us and in a view that we have not entered. It
         may be a joiner which a view has left out, and a later one has in the same life."""
         replica, life = wire.number(fields, "replica"), wire.text(fields, "life")
@@ -101,7 +104,7 @@ class JobPost(Post):
         else:
             self.accept(sock, replica, str(fields.get("nonce", "")))
 
-    def _dial_replica(self, replica: int) -> socket.socket:
+    def _dial_replica(self, replica: int) -> Connection:
         fields: wire.Fields = {"replica": self._replica, "life": self._lives[self._replica], "epoch": self._epoch}
         if self.slots is not None:
             fields["nonce"] = self.slots.nonce
@@ -109,11 +112,21 @@ class JobPost(Post):
 
 
 class Messages:
-    """Every rank is a position in `roster`."""
+    """`send` and `recv` of a group. Every rank is a position in `roster`."""
 
-    roster: tuple[int, ...]
-    me: int
+    roster: tuple[int, ...]  # the members' numbers in rank order; changes at step boundaries alone
+    _me: int  # the number of this member
     _post: Post
+
+    @property
+    def rank(self) -> int:
+        """The place of this member in `roster`, from 0; changes at step boundaries alone."""
+        return self.roster.index(self._me)
+
+    @property
+    def world_size(self) -> int:
+        """The number of members in `roster`; changes at step boundaries alone."""
+        return len(self.roster)
 
     def _may_call(self) -> None:
         """Raises if nothing can be called any more."""
@@ -130,13 +143,13 @@ class Messages:
         *,
         async_op: bool = False,
         timeout: float | None = None,
-        sms: int | None = None,
+        copy_engine: bool = False,
     ) -> Any:
         """Send the array `x`, of any dtype, to rank `dst`, which receives as many elements of the same dtype.
 
-        sms: 0 leaves it to the copy engines of a GPU, if FTCOMM_ENGINE is that of one, `x` is a contiguous torch tensor
-        in its memory or in pinned memory, and of more than 64 KB. Else, as without it, it goes through memory of the
-        host, which takes no multiprocessor either. The receiver need not say the same.
+        copy_engine: leave it to the copy engines of a GPU, if FTCOMM_ENGINE is that of one, `x` is a contiguous torch
+        tensor in its memory or in pinned memory, and of more than 64 KB. Else, as without it, it goes through memory of
+        the host, which takes no multiprocessor either. The receiver need not say the same.
 
         Returns None, or at once (`async_op`) a `Sending`; `x` must not be changed until it has ended. Up to 64 KB are
         sent ahead, a megabyte at most that was not received yet; what is more waits until it is asked for. Messages to
@@ -145,7 +158,7 @@ class Messages:
         that it is another array.
         """
         target = self._peer(dst, "send to")
-        place = self._place(x, sms)
+        place = self._place(x, copy_engine)
         flat = to_read(x) if place is None else None
         message = Send(target, *self._outline(flat, tag, timeout, place))
         self._post.send(message)
@@ -160,9 +173,9 @@ class Messages:
         *,
         async_op: bool = False,
         timeout: float | None = None,
-        sms: int | None = None,
+        copy_engine: bool = False,
     ) -> Any:
-        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `sms` as in `send`.
+        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `copy_engine` as in `send`.
 
         Returns the rank it came from, or at once (`async_op`) a `Sending`; `x` must not be touched until it has ended.
         An immutable array (JAX) needs the latter, whose `array` is the new one.
@@ -171,19 +184,22 @@ class Messages:
         seconds, or the op timeout.
         """
         source = None if src is None else self._peer(src, "receive from")
-        place = self._place(x, sms)
+        place = self._place(x, copy_engine)
         flat = to_write(x) if place is None else None
+        if flat is not None and flat.anew and not async_op:
+            raise ArgumentError(
+                f"recv into a {type(x).__name__}, which is immutable; pass async_op=True, and take the new array from "
+                "`array` of what it returns, after wait()"
+            )
         message = Receive(source, *self._outline(flat, tag, timeout, place))
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._post.receive(message)
         sending = Sending(message, x, finish, self.roster)
         return sending if async_op else sending.wait()
 
-    def _place(self, x: Any, sms: int | None) -> Place | None:
+    def _place(self, x: Any, copy_engine: bool) -> Place | None:
         """Where `x` lies if copy engines are to move it."""
-        if sms not in (None, 0):
-            raise ArgumentError(f"sms={sms!r}; expected 0 for the copy engines, or None: no kernel moves messages")
-        place = None if sms is None or self._post.slots is None else self._post.slots.place(x)
+        place = self._post.slots.place(x) if copy_engine and self._post.slots is not None else None
         return place if place is not None and place.nbytes > WHOLE else None
 
     def _landing(self, message: Receive, x: Any) -> Callable[[], Any]:
@@ -202,7 +218,7 @@ class Messages:
 
     def _peer(self, rank: int, what: str) -> int:
         self._may_call()
-        own = self.roster.index(self.me)
+        own = self.rank
         if not isinstance(rank, int) or not 0 <= rank < len(self.roster) or rank == own:
             raise ArgumentError(
                 f"cannot {what} rank {rank!r}; expected one of 0 to {len(self.roster) - 1}, and not {own}, which is "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import socket
 import struct
 import threading
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ftcomm.control.sealed import Connection as Socket
 from ftcomm.messages.mailbox import Letter
 from ftcomm.messages.slots import Place, Track
 
@@ -124,7 +124,7 @@ class Connection:
     """`queue`: what is to be written, and the send that ends with it. Any thread appends to it, with the lock of the
     post; the thread of the post alone takes from it."""
 
-    def __init__(self, peer: int, sock: socket.socket | None) -> None:
+    def __init__(self, peer: int, sock: Socket | None) -> None:
         self.peer, self.sock = peer, sock
         self.queue: deque[tuple[memoryview, Send | None]] = deque()
         self.interest = 0  # what the selector looks for
@@ -149,7 +149,7 @@ class Outlet(Connection):
 class Inlet(Connection):
     """From a sender."""
 
-    def __init__(self, peer: int, sock: socket.socket, nonce: str = "") -> None:
+    def __init__(self, peer: int, sock: Socket, nonce: str = "") -> None:
         super().__init__(peer, sock)
         self.nonce = nonce  # of the sender's memory
         self.expected: dict[int, Receive] = {}  # offers that were accepted

@@ -35,6 +35,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ftcomm.control.dropped import drop
+from ftcomm.control.fork import apart
+from ftcomm.control.sealed import Connection as Socket
+from ftcomm.control.sealed import flush, pending, unsent
+from ftcomm.control.wire import for_bulk
 from ftcomm.errors import CollectiveTimeout, FtcommError, LostError, MismatchError
 from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS, Letter, Mailbox
 from ftcomm.messages.parcels import (
@@ -56,6 +60,7 @@ from ftcomm.messages.parcels import (
     shorten,
 )
 from ftcomm.messages.slots import AHEAD, Copier, Slots
+from ftcomm.own import own_process
 
 _PARTING = 2.0  # s that it may take the receivers to read what was sent last
 _MANY = 1024  # deadlines before those that have passed are looked for
@@ -70,7 +75,7 @@ class Post:
     def __init__(
         self,
         owner: str,
-        dial: Callable[[int], socket.socket],
+        dial: Callable[[int], Socket],
         name: Callable[[int], str],
         slots: Slots | None = None,
     ) -> None:
@@ -96,6 +101,7 @@ class Post:
     # -- any thread ----------------------------------------------------------------------------------------------
 
     def send(self, message: Send) -> None:
+        own_process()
         with self._lock:
             if self._refuse(message, message.target):
                 return
@@ -111,6 +117,7 @@ class Post:
             threading.Thread(target=self._open, args=(outlet,), name="ftcomm-post-dial", daemon=True).start()
 
     def receive(self, message: Receive) -> None:
+        own_process()
         with self._lock:
             if self._refuse(message, None):
                 return
@@ -120,12 +127,13 @@ class Post:
             if not message.ended.is_set():
                 self._expect(message)
 
-    def accept(self, sock: socket.socket, peer: int, nonce: str = "") -> None:
+    def accept(self, sock: Socket, peer: int, nonce: str = "") -> None:
         """A connection from `peer`, which is past its handshake. It replaces the one that it had.
 
         `nonce` is that of the memory in which it has slots.
         """
         sock.setblocking(False)
+        for_bulk(sock)
         with self._lock:
             if self._error is not None:
                 sock.close()
@@ -198,7 +206,7 @@ class Post:
     def _start(self) -> None:
         if self._thread is None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector = selectors.DefaultSelector()
+            self._selector = apart(selectors.DefaultSelector())
             self._selector.register(self._bell, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._run, name="ftcomm-post", daemon=True)
             self._thread.start()
@@ -237,6 +245,8 @@ class Post:
             assert connection.sock is not None
             with contextlib.suppress(OSError):  # the thread meets it again
                 shorten(parts, connection.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL))
+                if unsent(connection.sock):
+                    self._ring()
         if not parts:
             if message is not None:
                 message.end()
@@ -324,6 +334,7 @@ class Post:
         try:
             sock = self._dial(outlet.peer)
             sock.setblocking(False)
+            for_bulk(sock)
         except (OSError, FtcommError) as error:
             why = f"it cannot be reached: {error}"
         with self._lock:
@@ -393,16 +404,21 @@ class Post:
             self._end(connection, why)
 
     def _look_for(self, selector: selectors.BaseSelector, connection: Connection) -> None:
-        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.queue else 0)
+        assert connection.sock is not None
+        left = connection.queue or unsent(connection.sock)
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if left else 0)
         if interest != connection.interest:
-            assert connection.sock is not None
             change = selector.modify if connection.interest else selector.register
             change(connection.sock, interest, connection)
             connection.interest = interest
 
     def _flush(self, connection: Connection) -> None:
-        """Write the first buffers; without the lock, as only this thread takes from the queue."""
+        """Write the first buffers; without the lock, as only this thread takes from the queue, and nobody else sends
+        while something is in it."""
         assert connection.sock is not None
+        with self._lock:
+            if not flush(connection.sock):
+                return
         while connection.queue:
             part, message = connection.queue[0]
             sent = connection.sock.send(part, socket.MSG_NOSIGNAL)
@@ -418,7 +434,7 @@ class Post:
         assert connection.sock is not None
         size = ANSWER.size if isinstance(connection, Outlet) else HEAD.size
         left = _TURN
-        while left > 0:
+        while left > 0 or pending(connection.sock):
             if not connection.rest:
                 connection.head = bytearray(size)
                 connection.rest = memoryview(connection.head)
@@ -688,7 +704,7 @@ class Post:
             assert outlet.sock is not None
             with contextlib.suppress(OSError):
                 self._look_for(selector, outlet)
-                outlet.sock.shutdown(socket.SHUT_WR)
+                self._say_no_more(outlet)
         until = time.monotonic() + _PARTING
         while outlets and time.monotonic() < until:
             for key, _ in selector.select(max(0.0, until - time.monotonic())):
@@ -697,6 +713,9 @@ class Post:
                         os.eventfd_read(self._bell)
                     continue
                 try:
+                    if unsent(key.data.sock):
+                        self._say_no_more(key.data)
+                        self._look_for(selector, key.data)
                     if key.data.sock.recv(4096):
                         continue
                 except BlockingIOError:
@@ -707,3 +726,10 @@ class Post:
                 outlets.remove(key.data)
         for outlet in outlets:
             self._end(outlet, "")
+
+    @staticmethod
+    def _say_no_more(outlet: Outlet) -> None:
+        """When all has gone out."""
+        assert outlet.sock is not None
+        if flush(outlet.sock):
+            outlet.sock.shutdown(socket.SHUT_WR)

@@ -1,11 +1,11 @@
 """Every interleaving of a small group and its faults, on the state machines of the product. Breadth first, so that the
 history of a violation is one of the shortest.
 
-What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `Stream`, `Flight`, `Operation` and the resume plan
-in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all else:
+What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `Stream`, `Inflight`, `Operation` and the resume
+plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all else:
 
     calls op N        the caller calls its next op; it may call all before the first returns
-    reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its shard (`arrive`)
+    reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its shard (`step`)
     looks             a look at the TAKEN words of the others stops between two of them
     returns op N      from then on the caller's buffer is the caller's
     hears             the next message of the coordinator comes: it stops, and tells the members of the view
@@ -21,11 +21,10 @@ ops in it.
 What is not explored on its own, and why nothing is lost by it (`reduced=False` explores it all the same; a test
 compares the two):
 
-- `post`, and `arrive` where it only counts (one-shot), happen as soon as they can. A member waits for what others have
+- `post`, and `arrive`, which only counts, happen as soon as they can. A member waits for what others have
   posted, never for what they have not; a post that comes later is a member that is slow to read it, which is explored;
   and what is overwritten is overwritten as early as can be, which is the worst. Not so a post of an atomic op that
-  turns FINAL back into INPUT, or that compares fingerprints, and `arrive` of two-shot, which reads what others may have
-  begun to overwrite.
+  turns FINAL back into INPUT, or that compares fingerprints.
 - The progress of a member is delivered when it is sent. It does nothing before the receiver carries out the `Resume`
   that it completes, which is a step of its own; one that is lost is one whose `Resume` is not carried out before the
   next view, and that comes, since its sender is gone.
@@ -126,7 +125,7 @@ class Check:
         self.group, self._reduced = group, reduced
         eager = set()
         if reduced:
-            eager |= {"arrive"} if group.one_host else set()
+            eager.add("arrive")
             eager |= set() if group.verify else {"first"} if group.atomic else {"post"}
         self.members = Members(group, mutation or Mutation(), frozenset(eager))
         self._eager = bool(eager)

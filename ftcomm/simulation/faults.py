@@ -9,7 +9,8 @@ from ftcomm.simulation.job import Job, Replica
 from ftcomm.simulation.scenario import Scenario
 
 _STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
-          "mid-decision", "leave", "lonely", "slow")  # fmt: skip
+          "mid-decision", "leave", "lonely", "slow", "hold", "hold-all", "cut-off", "reset-all", "stop-coordinator",
+          "together", "orphan")  # fmt: skip
 _OF_KIND = {
     "kills": ("kill", "kill", "kill", "power", "flap"),
     "storm": _STORM,
@@ -17,6 +18,12 @@ _OF_KIND = {
     "coordinator": ("coordinator", "mid-decision", "mid-decision", "kill", "cut"),
     "growth": ("kill", "kill", "kill", "brief", "brief", "late-news", "late-news", "leave", "flap", "coordinator"),
     "leaving": ("leave", "leave", "kill"),
+    "cut-off": ("cut-off", "cut-off", "cut-off", "kill", "coordinator"),
+    "resets": ("cut", "cut", "reset-all", "reset-all", "flap", "flap", "kill"),
+    "held": ("hold", "hold", "hold-some", "hold-all", "stop-coordinator", "kill"),
+    "rolled-back": ("roll-back", "roll-back", "kill", "coordinator"),
+    "together": ("together", "together", "together", "kill", "flap"),
+    "forks": ("orphan", "orphan", "hold", "coordinator"),
 }
 
 
@@ -41,11 +48,10 @@ class Faults:
         elif scenario.kind != "calm":
             begin = scenario.storm * self.random.random()
             self.world.after(begin, None, getattr(self, f"_begin_{scenario.kind}"))
-        if scenario.weather.loss:
-            self._touch_all("a network that loses packets")
         for number, factor in scenario.slow.items():
             if 2 * factor * scenario.work.compute > scenario.timeouts.op_floor:
                 self._touch(job.replicas[number], "slower than the deadline")
+                job.promises.stalling.add(number)
         if scenario.wrong:
             replica = self.random.randrange(scenario.replicas)
             number = self.random.randrange(min(12, scenario.work.steps * len(scenario.work.counts)))
@@ -65,7 +71,7 @@ class Faults:
     def _begin_stuck(self) -> None:
         replica = self.random.choice(self.job.replicas)
         if replica.running:
-            self._touch(replica, "its script stands still")
+            self._excuse(replica, "its script stands still", stalls=True)
             self.random.choice(replica.scripts).stuck = True
 
     def _begin_quiet(self) -> None:
@@ -93,7 +99,6 @@ class Faults:
             return
         view = job.stored[-1] if job.stored else None
         if view is not None and len(view.contributing) == len(job.replicas) and job.replicas[number].running:
-            self._touch(job.replicas[number], "restarted")
             self.random.choice((self._kill, self._leave))(job.replicas[number])
             number += 1
         self.world.after(0.01, None, self._begin_rolling, number)
@@ -116,8 +121,12 @@ class Faults:
             if kind == "kill":
                 self._kill(replica)
             else:
-                self._touch(replica, "no power")
+                self._excuse(replica, "no power")
                 self.job.kill(replica, power=True, first=self.random.randrange(len(replica.ranks)))
+        elif kind == "orphan":
+            self._excuse(replica, "killed, with a child")
+            child = self.random.choice((0.5, 3.0, 12.0))
+            self.job.kill(replica, first=self.random.randrange(len(replica.ranks)), child=child)
         elif kind == "freeze":
             self._freeze(replica, self.random.choice((0.05, 0.5, 1.5, 5.0)))
         elif kind == "brief":  # nobody may be removed for that
@@ -126,43 +135,96 @@ class Faults:
             here, there = self.scenario.coordinator_host, replica.host
             ways = self.random.choice(([(here, there)], [(there, here)], [(here, there), (there, here)]))
             self._block(ways, self._briefly())
+        elif kind in ("hold", "hold-some", "hold-all"):
+            self._hold(kind, running)
+        elif kind == "cut-off":
+            self._cut_off()
         elif kind == "slow":
-            self._touch(replica, "slow")
+            self._excuse(replica, "slow", stalls=True)
             for rank in replica.ranks:
                 rank.slow = self.random.choice((10.0, 100.0))
         elif kind in ("partition", "one-way", "lonely"):
             self._partition(kind, replica)
-        elif kind == "cut":
-            self._touch(replica, "its connection to the coordinator breaks")
-            self.world.say("chance", "breaks the connection of replica %s to the coordinator", replica.number)
-            replica.ranks[0].break_up_link()
+        elif kind in ("cut", "reset-all"):
+            for one in [replica] if kind == "cut" else running:
+                self.world.say("chance", "breaks the connections upwards of replica %s", one.number)
+                for rank in one.ranks if self.random.random() < 0.5 else one.ranks[:1]:
+                    rank.break_up_link()
         elif kind == "flap":
             self._flap(replica)
         elif kind == "leave":
             self._leave(replica)
         elif kind == "mid-decision" and self.job.coordinator is not None:
             self.job.coordinator.crash_in = self.random.randrange(4)
-            self._touch_all("a coordinator that dies in the middle of a decision")
             self.world.after(0.3 * self.random.random(), None, self.job.kill_coordinator)
             self.world.after(0.3 + 0.3 * self.random.random(), None, self.job.start_coordinator)
         elif kind == "coordinator":
             self.job.kill_coordinator()
             self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator)
+        elif kind == "roll-back":
+            self.job.kill_coordinator()
+            older = self.random.choice((1, 1, 2, 5))
+            self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator, older)
+            self.world.after(self.random.choice((0.5, 2.0, 6.0)), None, self._right_store)
+        elif kind == "stop-coordinator":
+            self._stop_coordinator(self.random.choice((0.5, 1.5, 6.0)))
+        elif kind == "together":
+            self._together(running)
+
+    def _right_store(self) -> None:
+        """Somebody sees what was wrong."""
+        if self.job.older:
+            self.job.kill_coordinator()
+        self.job.start_coordinator()
+
+    def _together(self, running: list[Replica]) -> None:
+        """As on one host; one replica that holds the state is left."""
+        holders = [replica for replica in running if replica.ranks[0].incarnation in self.job.holders()]
+        spared = self.random.choice(holders) if holders else None
+        others = [replica for replica in running if replica is not spared]
+        self.job.kill_coordinator()
+        for replica in self.random.sample(others, self.random.randint(min(1, len(others)), len(others))):
+            self._kill(replica)
+        self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator)
+
+    def _hold(self, kind: str, running: list[Replica]) -> None:
+        """Their interpreters: a process says nothing, and its kernel goes on."""
+        count = {"hold": 1, "hold-some": self.random.randint(1, len(running)), "hold-all": len(running)}[kind]
+        seconds = self.random.choice((0.5, 1.5, 3.0, 6.0))
+        for replica in self.random.sample(running, count):
+            self._freeze(replica, seconds)
+
+    def _stop_coordinator(self, seconds: float) -> None:
+        coordinator = self.job.coordinator
+        if coordinator is not None:
+            coordinator.say("is stopped for %s s", seconds)
+            coordinator.freeze()
+            self.world.after(seconds, None, coordinator.thaw)
+
+    def _cut_off(self) -> None:
+        """The coordinator, from everybody: both ways or one."""
+        here = self.scenario.coordinator_host
+        there = [host for host in sorted(set(self.scenario.hosts)) if host != here]
+        out, back = [(here, host) for host in there], [(host, here) for host in there]
+        self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
 
     def _briefly(self) -> float:
         """Some steps, but not so long that anybody may call it a loss."""
         return min(0.2, 20 * self.scenario.work.compute) * self.random.random()
 
     def _kill(self, replica: Replica) -> None:
-        self._touch(replica, "killed")
+        self._excuse(replica, "killed")
         self.job.kill(replica, first=self.random.randrange(len(replica.ranks)))
 
     def _freeze(self, replica: Replica, seconds: float) -> None:
         """SIGSTOP to one rank, or to all."""
-        if seconds > 0.3 * self.scenario.timeouts.heartbeat:
-            self._touch(replica, "stopped")
+        if not replica.ranks:
+            return  # it has not started yet
+        timeouts = self.scenario.timeouts
+        if seconds > 0.8 * (timeouts.op_floor + timeouts.grace):
+            self._excuse(replica, "stopped", stalls=True)
         ranks = list(replica.ranks)
-        ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)] if ranks else []
+        ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)]
         for rank in ranks:
             rank.say("is stopped for %s s", seconds)
             rank.freeze()
@@ -176,14 +238,12 @@ class Faults:
     def _flap(self, replica: Replica) -> None:
         """Links between members break, and are made again."""
         other = self.random.choice(self.job.replicas)
-        self._touch(replica, "a link of it breaks")
-        self._touch(other, "a link of it breaks")
         self.world.say("chance", "breaks the links of replica %s to replica %s", replica.number, other.number)
         for rank in replica.ranks:
             rank.break_links(other.number)
 
     def _leave(self, replica: Replica) -> None:
-        self._touch(replica, "asked to leave")
+        self._excuse(replica, "asked to leave")
         for rank in replica.ranks:
             known = rank.node.view is not None or rank.node.machine.preview is not None
             if rank.alive and not rank.gone and not rank.frozen and known:
@@ -207,9 +267,9 @@ class Faults:
             elif self.random.random() < 0.5:
                 ways = [(b, a) for a, b in ways]
         seconds = self.random.choice((0.1, 1.5, 12.0))
-        cut = {host for way in ways for host in way}
+        apart = {host for way in ways if set(way) <= set(self.scenario.hosts) for host in way}
         for other in self.job.replicas:
-            if other.host in cut:
+            if other.host in apart:  # two members: one of them has to go
                 self._touch(other, "a blocked path")
         self._block(ways, seconds)
 
@@ -238,7 +298,9 @@ class Faults:
             for script in replica.scripts:
                 script.stuck = False
         if self.scenario.kind != "quiet":
-            self.job.start_coordinator()
+            if self.job.coordinator is not None:
+                self.job.coordinator.thaw()
+            self._right_store()
         if self.scenario.drains:
             self.job.drain()
 
@@ -246,6 +308,8 @@ class Faults:
         self.job.promises.touched.setdefault(replica.number, why)
         self.world.say("chance", "replica %s: %s", replica.number, why)
 
-    def _touch_all(self, why: str) -> None:
-        for replica in self.job.replicas:
-            self._touch(replica, why)
+    def _excuse(self, replica: Replica, why: str, *, stalls: bool = False) -> None:
+        """The present life of it may go; `stalls`: as a stall alone."""
+        life = replica.ranks[0].incarnation
+        self.job.promises.excuse(life, why, stalls=stalls)
+        self.world.say("chance", "%s: %s", life, why)

@@ -36,11 +36,11 @@ class History:
     trace: tuple[str, ...] = ()
 
 
-def run(seed: int, least: int = 2, most: int = 16, kind: str | None = None, *, traced: bool = False) -> History:
+def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = False) -> History:
     """The history of a seed; the same for the same arguments. Raises nothing that happens in it."""
     began = time.process_time()
     world = World(seed, traced=traced)
-    scenario = draw(world.random, least, most, kind)
+    scenario = draw(world.random, least, most, kinds)
     promises = Promises()
     network = Network(world, scenario.weather)
     job = Job(scenario, world, network, promises)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
+from ftcomm.control.dials import Outcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.simulation.network import Connection, Network
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class Coordinator(Process):
     """Drives the machine as `ftcomm.control.server` does. `crash_in`: so many actions after a view it dies."""
 
-    def __init__(self, job: Job, lifetime: int) -> None:
+    def __init__(self, job: Job, lifetime: int, known: list[View]) -> None:
         world = job.world
         super().__init__(world, f"coordinator.{lifetime}", job.scenario.coordinator_host)
         self._job = job
@@ -29,7 +31,7 @@ class Coordinator(Process):
         self._conns: dict[int, Connection] = {}
         self._count = 0
         self.machine = job.machine(
-            job.scenario.replicas, job.scenario.ranks, job.timeouts, job.stored[-2:], self.clock(), lifetime
+            job.scenario.replicas, job.scenario.ranks, job.timeouts, known[-2:], self.clock(), lifetime
         )
         self._tick()
 
@@ -47,7 +49,15 @@ class Coordinator(Process):
 
     def _tick(self) -> None:
         self.after(self._job.timeouts.beat, self._tick)
+        for number, connection in self._conns.items():
+            seconds = connection.unanswered(1)
+            if seconds is not None:
+                self.machine.acknowledged(number, self.clock() - seconds)
+            connection.send(1, m.Ping())
         self.do(self.machine.tick(self.clock()))
+
+    def _dialled(self, dial: c.Dial, outcome: Outcome) -> None:
+        self.do(self.machine.dialled(dial.replica, dial.incarnation, outcome, self.clock()))
 
     def do(self, actions: list[c.Action]) -> None:
         crash = -1
@@ -76,6 +86,13 @@ class Coordinator(Process):
                 connection = self._conns.pop(action.conn, None)  # type: ignore[union-attr]
                 if connection is not None:
                     connection.close(1)
+            elif kind is c.Dial:
+                port = action.address.pid  # type: ignore[union-attr]
+                self._job.network.knock(self, port, functools.partial(self._dialled, action))  # type: ignore[arg-type]
+            elif kind is c.Unfit:
+                self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
+                self._job.kill_coordinator()
+                return
             elif kind is c.Done:
                 self._job.done(action.failed)  # type: ignore[union-attr]
 
@@ -100,7 +117,8 @@ class Job:
         self.scenario, self.world, self.network, self.promises = scenario, world, network, promises
         self.timeouts: Timeouts = scenario.timeouts
         self.work: Work = scenario.work
-        self.stored: list[View] = []
+        self.stored: list[View] = []  # all views that were ever decided
+        self.older = 0  # by so many views the store of this coordinator is older than the job
         self.draining = False
         self.ended: str | None = None  # "" if it ended well, else what the coordinator said
         self._ports = 10
@@ -115,12 +133,15 @@ class Job:
 
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
-    def start_coordinator(self) -> None:
+    def start_coordinator(self, older: int = 0) -> None:
+        """With the store as it was `older` views ago."""
         if self.coordinator is None and self.ended is None:
             self._lifetimes += 1
-            coordinator = self.coordinator = Coordinator(self, self._lifetimes)
+            self.older = min(older, len(self.stored))
+            known = self.stored[: len(self.stored) - self.older]
+            coordinator = self.coordinator = Coordinator(self, self._lifetimes, known)
             self.network.listeners[COORDINATOR] = coordinator
-            coordinator.say("starts with %s views", len(self.stored))
+            coordinator.say("starts with %s views of %s", len(known), len(self.stored))
             if self.draining:
                 coordinator.do(coordinator.machine.drain())
 
@@ -145,7 +166,7 @@ class Job:
             self.world.say("coordinator", "says that the job is over: %s", failed or "finished")
             self.ended = failed
             if failed:
-                self.promises.failed(failed, self.holders(untouched=True))
+                self.promises.failed(failed, self.holders())
             self.world.after(1.0, None, self.stop)
 
     def stop(self) -> None:
@@ -153,14 +174,18 @@ class Job:
 
     # -- replicas ----------------------------------------------------------------------------------------------------
 
-    def holders(self, *, untouched: bool = False) -> list[str]:
-        """Replicas that live and hold the state of the training."""
+    def holders(self) -> list[str]:
+        """Lives that hold the state of the training: members of the newest view, or of the one that it changes as long
+        as nobody runs in it."""
+        newest = self.stored[-1:]
+        if newest and newest[0].proposal and not self.promises.entered(newest[0]):
+            newest = self.stored[-2:]
         return [
             replica.ranks[0].incarnation
             for replica in self.replicas
             if replica.running
             and all(rank.alive and rank.holds_state and not rank.gone and not rank.left for rank in replica.ranks)
-            and not (untouched and replica.number in self.promises.touched)
+            and any(view.has(replica.number, replica.ranks[0].incarnation) for view in newest)
         ]
 
     def start_replica(self, replica: Replica) -> None:
@@ -204,16 +229,16 @@ class Job:
             rank.start()
             rank.run(script.train())
 
-    def kill(self, replica: Replica, *, power: bool = False, first: int = 0) -> None:
-        """Rank `first`, and the launcher then ends the others."""
+    def kill(self, replica: Replica, *, power: bool = False, first: int = 0, child: float = 0.0) -> None:
+        """Rank `first`, and the launcher then ends the others. `child`: see `Network.end`."""
         if replica.running:
-            self._end_rank(replica, replica.ranks[first], power=power)
+            self._end_rank(replica, replica.ranks[first], power=power, child=child)
             self._died(replica)
 
-    def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False) -> None:
+    def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0) -> None:
         if rank.alive:
-            rank.say("dies")
-            self.network.end(rank, power=power)
+            rank.say("dies%s", f", and its child lives for {child:g} s" if child else "")
+            self.network.end(rank, power=power, child=child)
             if not power:
                 for watcher in list(rank.watchers):
                     self.world.after(0.0005 * (1 + self.world.random.random()), watcher, watcher.saw_end, rank)
@@ -224,8 +249,6 @@ class Job:
         if rank not in replica.ranks or not replica.running:
             return
         replica.codes.append(code)
-        if code == 0:
-            self.promises.touched.setdefault(replica.number, "its script has ended")
         if code:
             self._died(replica)
         elif len(replica.codes) == self.scenario.ranks:
@@ -275,7 +298,7 @@ class Job:
             for rank in replica.ranks:
                 node = rank.node
                 stream = rank.stream
-                at = "" if stream is None else f"e{stream.view.epoch} {stream.posted}/{stream.arrived}/{stream.taken}"
+                at = "" if stream is None else f"e{stream.view.epoch} {stream.pipeline.counts}"
                 lines.append(
                     f"{rank.name}: alive={rank.alive} frozen={rank.frozen} {node.machine.phase} at boundary "
                     f"{node.machine.step}, {rank.flight.returned} ops returned, {len(rank.flight.ops)} in flight, "

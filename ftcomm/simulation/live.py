@@ -9,33 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.collective.divergence import Alarm, Divergence
-from ftcomm.collective.flight import Flight
+from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pipeline import Slot
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.stream import Stream, _Slot
+from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.collective.stream import Stream
+from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.kernels.wait import Waiter
 from ftcomm.simulation.memory import CHUNK, TinyMemory
 from ftcomm.simulation.states import attributes, freeze, thaw
-from ftcomm.transport.segment import ASLEEP, POSTED, SLOTS, TAKEN
-
-_OF_STREAM = {  # constant, or derived from the view, or saved in another way
-    *("view", "memories", "_low", "_high", "_segment", "_own", "_peers", "_words", "_tokens", "_lanes", "_readers"),
-    *("contributors", "_express", "_sole", "_contributes", "_pair", "_mine_first", "_waiter", "_reducer", "_alarm"),
-    *("_carrier", "_route", "_awaited", "_looked_at", "_far", "_straight", "_place", "_detail", "_last"),
-    *("_hearsay", "_left", "_right", "_relayed", "_served"),
-    *("_lines", "_on_lost", "unposted", "_ring", "stages", "seen"),
-}
-_OF_OPERATION = {"array", "dtype", "op", "count", "call", "elements", "itemsize", "atomic", "_latch"}
-_OF_ALARM = {"_own", "_words", "_all_taken", "_on_divergence"}
-_OF_FLIGHT = {"ops"}
-_OF_SLOT = {"op", "here", "lane", "needs"}
+from ftcomm.sync.futex import Waiter
+from ftcomm.transport.segment import ASLEEP, SLOTS
 
 MOST_MEMBERS = 8
 MOST_CHUNKS = 100  # of all ops: so many inputs of a member can be told apart
@@ -54,51 +45,59 @@ class SteppedStream(Stream):
     stages: frozenset[str] = frozenset()
     seen = 0  # peers whose TAKEN words were found good, in the look that is under way
 
-    def _may_post(self) -> bool:
-        if not self.stages & {"post", "first"} or not super()._may_post():
-            return False
-        op = self.unposted[0]
-        return "post" in self.stages or op.finals[op.tasks[op.next].chunk] is None
-
-    def _may_take(self) -> bool:
-        return "take" in self.stages and super()._may_take()
-
-    def _all(self, word: int, count: int) -> bool:
-        if word == POSTED and "arrive" not in self.stages:
-            return False
-        if word != TAKEN or not self.seen:
-            return self._matches(word, count)
-        words = self._words
-        self._words = words[self.seen :]
-        try:
-            good = self._matches(word, count)
-        finally:
-            self._words = words
-        if good:
-            self.seen = 0  # this look is over; the next begins with the first of them again
-        return good
-
-    def _matches(self, word: int, count: int) -> bool:
-        """What the product says of the words of all others that were not seen yet."""
-        return super()._all(word, count)
+    def advance(self) -> bool:
+        pipeline, stages, moved = self.pipeline, self.stages, False
+        if stages & {"post", "first"}:
+            op = pipeline.to_post()
+            if op is not None and ("post" in stages or op.finals[op.tasks[op.next].chunk] is None):  # type: ignore[union-attr]
+                self.post(op)
+                moved = True
+        if "arrive" in stages and (slot := pipeline.to_arrive()) is not None:
+            pipeline.arrive(slot)
+            moved = True
+        if "step" in stages:
+            for slot in pipeline.to_step():
+                self.step(slot)
+                moved = True
+        if "take" in stages and (slot := pipeline.to_take()) is not None:
+            self.take(slot)
+            moved = True
+        return moved
 
     def look(self, op: Operation) -> int:
         """The peers, from the first on, whose words a look at them one after the other finds good."""
-        if not 0 <= op.end <= self.taken:
+        if not 0 <= op.end <= self.pipeline.taken:
             return 0
-        words, good = self._words, 0
-        try:
-            while good < len(words):
-                self._words = words[good : good + 1]
-                if not self._matches(TAKEN, op.end):
-                    break
-                good += 1
-        finally:
-            self._words = words
-        return good
+        behind = self.pipeline.taken_by_all.behind(op.end)
+        return self.pipeline.peers.index(behind[0]) if behind else len(self.pipeline.peers)
+
+    def stable(self, op: Operation) -> bool:
+        if not self.seen:
+            return super().stable(op)
+        peers = self.pipeline.peers
+        if any(peers.index(peer) >= self.seen for peer in self.pipeline.taken_by_all.behind(op.end)):
+            return False
+        self.seen = 0  # this look is over; the next begins with the first of them again
+        if self.checksums is not None:
+            self.checksums.compare(op.end)
+        return True
 
 
-Resumption = Callable[[Flight, GroupView], None]  # may spoil what is left to do, in a mutation
+class Rest:
+    """What of an object does not change, so that it need not be saved: all but what its class names as `STATE`."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = {name: id(value) for name, value in vars(of).items() if name not in of.STATE}
+
+    def check(self, of: Any) -> None:
+        """Raises `TypeError` for what has changed all the same."""
+        state = frozenset(of.STATE)
+        for name, value in vars(of).items():
+            if name not in state and self._of.get(name) != id(value):
+                raise TypeError(f"{type(of).__name__}.{name} changes, and is not named in {type(of).__name__}.STATE")
+
+
+Resumption = Callable[[Inflight, GroupView], None]  # may spoil what is left to do, in a mutation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +131,8 @@ class Group:
     def operation(self, member: int, op: int, atomic: bool) -> Operation:
         array = np.repeat([self.input(member, op, chunk) for chunk in range(self.chunks)], self.elements)
         made = Operation(array.astype(np.int64), "int64", "sum", self.chunk, atomic=atomic)
-        if made._kept is not None:
-            made._kept[:] = 0  # else what the memory held before would tell states apart
+        if made.kept is not None:
+            made.kept[:] = 0  # else what the memory held before would tell states apart
         return made
 
 
@@ -156,14 +155,14 @@ class Live:
         address = Address("host", 1, "boot", replica, 0, f"{replica:032x}")
         self._node: n.Node | None = n.Node(replica, 0, 1, f"life-{replica}", address, Timeouts.derive())
         self._saved_node: Hashable = None  # if `_node` is None: most steps do not need it
-        self.flight = Flight()
+        self.flight = Inflight()
         self.stream: SteppedStream | None = None
         self.frozen = True
         self.pending: tuple[View, dict[int, m.Progress]] | None = None  # a `Resume` that is yet to be carried out
         self._waiter = Waiter(memories[replica].words, ASLEEP, 0)
         self._reducer = Reducer()
         self._streams: dict[GroupView, SteppedStream] = {}
-        self._alarms: dict[GroupView, Alarm | None] = {}  # a stream that is closed lets go of its own
+        self._rests: dict[int, tuple[Any, Rest]] = {}  # of what is live now
         self._operations: dict[int, Operation] = {}  # by number; the caller's buffers stay where they are
         self._content: dict[tuple[tuple[int, ...], int, int], bytes] = {}
         # What came of the last call:
@@ -185,27 +184,39 @@ class Live:
         stream: Hashable = None
         ops = self.flight.ops
         if self.stream is not None:
-            live = self.stream
-            slots = [live._ring[index % SLOTS] for index in range(live.taken, live.posted)]
+            live, pipeline = self.stream, self.stream.pipeline
+            slots = [pipeline.slots[index % SLOTS] for index in range(pipeline.taken, pipeline.posted)]
             for slot in slots:
                 if all(slot.op is not op for op in ops):
                     raise Broken(f"the stream of {self.replica} still works on op {slot.op.number}, which has returned")
+            self._check_rest(pipeline)
             stream = (
                 live.view,
                 live.seen,
-                attributes(live, _OF_STREAM),
-                tuple(op.number for op in live.unposted),
-                tuple((slot.op.number, tuple((x, freeze(getattr(slot, x))) for x in _MORE_OF_SLOT)) for slot in slots),
-                None if live._alarm is None else attributes(live._alarm, _OF_ALARM),
+                (pipeline.posted, pipeline.arrived, pipeline.taken),
+                tuple(op.number for op in pipeline.unposted),
+                tuple((slot.op.number, tuple(freeze(getattr(slot, name)) for name in Slot.STATE)) for slot in slots),
+                None if live.checksums is None else self._state(live.checksums),
             )
         return (
             self._saved_node if self._node is None else freeze(self._node),
-            attributes(self.flight, _OF_FLIGHT),
-            tuple((op.number, op.array.tobytes(), attributes(op, _OF_OPERATION)) for op in ops),
+            attributes(self.flight, {"ops"}),
+            tuple((op.number, op.array.tobytes(), self._state(op)) for op in ops),
             stream,
             self.frozen,
             None if self.pending is None else (self.pending[0], freeze(self.pending[1])),
         )
+
+    def _state(self, of: Any) -> tuple[Hashable, ...]:
+        self._check_rest(of)
+        return tuple(freeze(getattr(of, name)) for name in of.STATE)
+
+    def _check_rest(self, of: Any) -> None:
+        known = self._rests.get(id(of))
+        if known is None or known[0] is not of:
+            self._rests[id(of)] = of, Rest(of)
+        else:
+            known[1].check(of)
 
     def load(self, saved: Any) -> None:
         self._saved_node, flight, ops, stream, self.frozen, pending = saved
@@ -217,31 +228,28 @@ class Live:
         self.stream = None
         if stream is None:
             return
-        view, seen, others, unposted, slots, compared = stream
+        view, seen, counters, unposted, slots, compared = stream
         by_number = {op.number: op for op in self.flight.ops}
         self.stream = live = self._streams[view]
-        for name, value in others:
-            setattr(live, name, thaw(value))
-        live.seen = seen
-        live._alarm = None if compared is None else self._alarms[view]
-        for name, value in compared or ():
-            setattr(live._alarm, name, thaw(value))
-        live.unposted = deque(by_number[number] for number in unposted)
-        live._ring = [_Slot() for _ in range(SLOTS)]
-        for index, (number, rest) in enumerate(slots, start=live.taken):
-            slot = live._ring[index % SLOTS]
-            for name, value in rest:
+        live.seen, pipeline = seen, live.pipeline
+        pipeline.posted, pipeline.arrived, pipeline.taken = counters
+        if live.checksums is not None:
+            for name, value in zip(live.checksums.STATE, compared, strict=True):
+                setattr(live.checksums, name, thaw(value))
+        pipeline.unposted = deque(by_number[number] for number in unposted)
+        pipeline.slots = [Slot() for _ in range(SLOTS)]
+        for index, (number, state) in enumerate(slots, start=pipeline.taken):
+            slot = pipeline.slots[index % SLOTS]
+            slot.index, slot.op = index, by_number[number]
+            for name, value in zip(Slot.STATE, state, strict=True):
                 setattr(slot, name, thaw(value))
-            slot.op = op = by_number[number]
-            start = slot.task.chunk * op.elements
-            slot.here = op.array[start : start + slot.span * op.elements]
-            slot.needs = ()
-            slot.lane = live.lane(op.dtype, op.wire, len(slot.here), live.staging(index))
+            slot.algorithm, slot.task = pipeline.algorithms.of_task(slot.op, slot.task)
+            pipeline.bind(slot)
 
-    def _operation(self, number: int, content: bytes, others: Any) -> Operation:
+    def _operation(self, number: int, content: bytes, state: Any) -> Operation:
         op = self._operations[number]
-        constant = {name: value for name, value in op.__dict__.items() if name in _OF_OPERATION}
-        op.__dict__ = {**constant, **{name: thaw(value) for name, value in others}}
+        for name, value in zip(op.STATE, state, strict=True):
+            setattr(op, name, thaw(value))
         op.array[:] = np.frombuffer(content, np.int64)
         op._latch.acquire(blocking=False)  # as it is until the op is done
         return op
@@ -257,7 +265,7 @@ class Live:
         self._operations[number] = op
         self.flight.add(op)
         if self.stream is not None:
-            self.stream.unposted.append(op)
+            self.stream.pipeline.unposted.append(op)
         return f"calls op {number}"
 
     def advance(self, *stages: str) -> str:
@@ -265,23 +273,24 @@ class Live:
         stream = self.stream
         if stream is None or self.frozen:
             return ""
-        before = self._finals()
-        counts = (stream.posted, stream.arrived, stream.taken)
-        copies = stream.taken < stream.posted and stream._ring[stream.taken % SLOTS].task.holder >= 0
-        unposted = len(stream.unposted)
+        before, pipeline = self._finals(), stream.pipeline
+        counts = (pipeline.posted, pipeline.arrived, pipeline.taken)
+        task = pipeline.slots[pipeline.taken % SLOTS].task if pipeline.taken < pipeline.posted else None
+        copies = isinstance(task, Task) and task.holder != REDUCE
+        unposted = len(pipeline.unposted)
         stream.stages = frozenset(stages)
         if not stream.advance():
-            return "has nothing left to do of an op" if len(stream.unposted) < unposted else ""
+            return "has nothing left to do of an op" if len(pipeline.unposted) < unposted else ""
         said = [
             f"{'copies' if copies else 'reduces'} chunk {chunk} of op {number}, now FINAL: the sum of {_names(who)}"
             for (number, chunk), who in self._finals().items()
             if who is not None and before[number, chunk] != who
         ]
-        if stream.taken > counts[2]:
+        if pipeline.taken > counts[2]:
             return "; ".join(said) or "is done with a task"
-        if stream.arrived > counts[1]:
-            return f"sees task {counts[1]} posted by all{'' if self.group.one_host else ', and reduces its shard'}"
-        return f"posts task {counts[0]}"
+        if pipeline.arrived > counts[1]:
+            return f"sees task {counts[1]} posted by all"
+        return f"posts task {counts[0]}" if pipeline.posted > counts[0] else "reduces its shard"
 
     def _finals(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
         return {(op.number, chunk): who for op in self.flight.ops for chunk, who in enumerate(op.finals)}
@@ -292,10 +301,11 @@ class Live:
         if stream is None or self.frozen or not self.flight.ops:
             return ""
         good = stream.look(self.flight.ops[0])
-        if not 0 < good < len(stream._words):
+        others = len(stream.pipeline.peers)
+        if not 0 < good < others:
             return ""
         stream.seen = good
-        return f"looks whether op {self.flight.ops[0].number} may return, and has seen {good} of {len(stream._words)}"
+        return f"looks whether op {self.flight.ops[0].number} may return, and has seen {good} of {others}"
 
     def finish(self) -> str:
         """The first op returns, if all members are known to hold it."""
@@ -354,13 +364,13 @@ class Live:
             lambda *args: None,
             self._diverged if self.group.verify else None,
         )
-        self._streams[plan], self._alarms[plan] = stream, stream._alarm
+        self._streams[plan] = stream
         if self.stream is None:
             self.flight.number_from(progress)
         in_flight = list(self.flight.ops)
         resumed = self.flight.resume(progress, plan.contributors)
         self._spoil(self.flight, plan)
-        stream.unposted.extend(self.flight.ops)
+        stream.pipeline.unposted.extend(self.flight.ops)
         self.stream, self.frozen, self.entered = stream, False, view
         said = [self._returns(op) for op in in_flight if op.done]
         self._do(self.node.resumed(view))
@@ -376,16 +386,16 @@ class Live:
                 self.up.append(action.message)
             elif isinstance(action, n.ToPeer):
                 self.out.append((action.replica, action.message))
-            elif isinstance(action, n.Freeze):
+            elif isinstance(action, act.Freeze):
                 self.frozen = self.frozen or self._quiesces
                 self.pending = None
                 if self.stream is not None:
                     self.stream.seen = 0
                 progress = m.Progress(0, (), fresh=True) if self.stream is None else self.flight.progress()
                 self._do(self.node.quiesced(action.view.epoch, progress))
-            elif isinstance(action, n.Resume):
+            elif isinstance(action, act.Resume):
                 self.pending = (action.view, dict(action.progress))
-            elif isinstance(action, n.Failed):
+            elif isinstance(action, act.Failed):
                 self.failed = True
                 self.flight.abandon(ExpelledError(action.reason))
                 if self.stream is not None:
@@ -424,9 +434,6 @@ class Live:
             for op in self.flight.ops
         ]
         return "; ".join([f"{self.flight.returned} ops returned", *ops])
-
-
-_MORE_OF_SLOT = tuple(name for name in _Slot.__slots__ if name not in _OF_SLOT)
 
 
 def _names(who: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.mutations import Mutation
 from ftcomm.simulation.states import freeze, load_memory, save_memory, thaw
 
-STAGES = ("post", "arrive", "take")
+STAGES = ("post", "arrive", "step", "take")
 LOST = "its connection closed"  # also said of who is suspected, so that both are one state
 
 _ABOUT_TO = {  # the method that failed

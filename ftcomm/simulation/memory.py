@@ -19,7 +19,8 @@ class TinyMemory(Memory):
 
     chunk = CHUNK
     address = 0  # nobody sleeps here, so nobody is woken
-    how = "shm"
+    transport = "shm"
+    shares_memory = True
 
     def __init__(self, replica: int, chunk: int = CHUNK) -> None:
         self.replica = replica

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.network import Connection
 from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, PUBLISHED, SLOTS, TAKEN, descriptor
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class Mirror(TinyMemory):
     """The memory of a member on another host, as one reader sees it from one epoch on."""
 
-    how = "tcp"
+    transport = "tcp"
+    shares_memory = False
 
     def __init__(self, reader: Rank, replica: int, epoch: int, connection: Connection) -> None:
         super().__init__(replica)
@@ -40,7 +42,7 @@ class Mirror(TinyMemory):
         if epoch > self._newest:
             self._newest = epoch
             for word in PUBLISHED:
-                self.words[word] = epoch << 32
+                self.words[word] = epoch << COUNTER
 
     def quiet(self) -> None:
         self._quiet = True
@@ -51,11 +53,11 @@ class Mirror(TinyMemory):
 
     def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int, int]]) -> None:
         word, value, start, payload, (number, call, detail) = frame
-        epoch = value >> 32
+        epoch = value >> COUNTER
         if epoch == self._newest and value <= self.words[word]:
             raise AssertionError(f"a frame that cannot be: word {word}, value {value:#x}, {self.words[word]:#x} before")
         self._begin_epoch(epoch)
-        slot = ((value & 0xFFFFFFFF) - 1) % SLOTS
+        slot = ((value & (COUNTS - 1)) - 1) % SLOTS
         if payload:
             base = self.place(word, start, len(payload))
             self.buffer[base : base + len(payload)] = payload
@@ -76,7 +78,7 @@ class Mirror(TinyMemory):
 
 
 class Feed:
-    """In place of a `Reader`: a member that reads this one's memory over a connection."""
+    """In place of a `MirrorWriter`: a member that reads this one's memory over a connection."""
 
     def __init__(self, replica: int, epoch: int, life: str, connection: Connection) -> None:
         self.replica, self.epoch, self.life = replica, epoch, life
@@ -86,6 +88,9 @@ class Feed:
         if not self._connection.open[1]:
             raise ConnectionError("broken")
         self._connection.send(1, (word, value, start, bytes(payload), belongs))
+
+    def relay(self, member: int, word: int, value: int, belongs: Any) -> None:
+        """Nothing: all members are connected to all others."""
 
     def flush(self) -> bool:
         return True

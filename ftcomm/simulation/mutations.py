@@ -6,63 +6,84 @@ Each is a difference to the product, kept out of it: a stream, a way to stop, or
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from ftcomm.collective import stream as streams
-from ftcomm.collective.flight import Flight
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pipeline import Gate, Pipeline
 from ftcomm.collective.plan import GroupView
+from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import REDUCE, Task, all_reduce
+from ftcomm.kernels.epochs import COUNTS
 from ftcomm.simulation.live import Resumption, SteppedStream
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import POSTED, REDUCED, SLOTS
 
 
 class _Unstable(SteppedStream):
-    def stable(self, op: Operation) -> bool:
-        return 0 <= op.end <= self.taken
+    class pipeline_type(Pipeline):
+        def is_stable(self, op: Operation) -> bool:
+            return 0 <= op.end <= self.taken
+
+
+class _AnyEpoch(Gate):
+    def is_open(self, count: int) -> bool:
+        return not self.behind(count)
+
+    def behind(self, count: int) -> list[Peer]:
+        return [peer for peer in self.peers if peer.words[self.word] & (COUNTS - 1) < count]
 
 
 class _Unfenced(SteppedStream):
-    def _matches(self, word: int, count: int) -> bool:
-        return all(words[word] & 0xFFFF_FFFF >= count for words in self._words)
+    class pipeline_type(Pipeline):
+        gate = _AnyEpoch
 
 
 class _Late(SteppedStream):
     """Enters an epoch without a word: each is raised only when there is something to announce."""
 
-    def _publish(self, word: int, count: int) -> None:
-        if count:
-            super()._publish(word, count)
+    class publisher_type(Publisher):
+        def publish(self, word: int, count: int, *, last: bool = True) -> None:
+            if count:
+                super().publish(word, count, last=last)
+
+
+class _NobodyPosts(Gate):
+    def is_open(self, count: int) -> bool:
+        return self.word == POSTED or super().is_open(count)
 
 
 class _Hasty(SteppedStream):
-    def _matches(self, word: int, count: int) -> bool:
-        return word == POSTED or super()._matches(word, count)
+    class pipeline_type(Pipeline):
+        gate = _NobodyPosts
+
+
+class _NobodyReduces(Gate):
+    def is_open(self, count: int) -> bool:
+        return self.word == REDUCED or super().is_open(count)
 
 
 class _HastyShards(SteppedStream):
-    def _matches(self, word: int, count: int) -> bool:
-        return word == REDUCED or super()._matches(word, count)
+    class pipeline_type(Pipeline):
+        gate = _NobodyReduces
 
 
 class _Ahead(SteppedStream):
-    def advance(self) -> bool:
-        ahead, streams.AHEAD = streams.AHEAD, SLOTS
-        try:
-            return super().advance()
-        finally:
-            streams.AHEAD = ahead
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pipeline.ahead = SLOTS
 
 
-def _leave(flight: Flight, view: GroupView) -> None:
+def _leave(flight: Inflight, view: GroupView) -> None:
     """What is left to do is as the product says."""
 
 
-def _all_again(flight: Flight, view: GroupView) -> None:
+def _all_again(flight: Inflight, view: GroupView) -> None:
     for op in flight.ops:
         op.tasks = all_reduce(len(op.finals))
 
 
-def _any_holder(flight: Flight, view: GroupView) -> None:
+def _any_holder(flight: Inflight, view: GroupView) -> None:
     def other(holder: int) -> int:
         return holder if holder == REDUCE else next((x for x in reversed(view.members) if x != holder), holder)
 

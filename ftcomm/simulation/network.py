@@ -6,6 +6,10 @@ overtake each other. A blocked path (one way or both) keeps what is sent until i
 the connection up, of which the other end then hears nothing as long as the path is blocked: half open. A host
 that loses power says nothing at all.
 
+A kernel answers for its processes, also for one that is stopped, or holds its interpreter: it acknowledges what comes
+(`Connection.unanswered`), and takes connections to its ports (`Network.knock`). It does so for a process that has
+ended, too, as long as a child that has inherited its connections lives.
+
 `rough` takes the order and the uniqueness away that TCP gives, from the links between members, whose machines are
 meant to stand it.
 """
@@ -13,13 +17,18 @@ meant to stand it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ftcomm.control import messages as m
+from ftcomm.control.dials import Outcome
 from ftcomm.simulation.world import Process, World
 
 _FIN = object()
+_MANY = 100  # acknowledgements that are kept before somebody looks at them
+REFUSED = "connection refused"
 
 Accept = Callable[["Connection"], bool]
 
@@ -33,6 +42,7 @@ class Weather:
     retransmission: float = 0.05  # doubled for each loss of the same packet
     user_timeout: float = 6.0  # after which a silent connection is given up
     dial_timeout: float = 5.0
+    knock_timeout: float = 1.0
     rough: float = 0.0  # of a message between members that comes twice, or late
     checked: float = 0.01  # of a message whose way over the wire is tried
 
@@ -40,7 +50,7 @@ class Weather:
 class Connection:
     """Between two processes. End 0 has dialled, end 1 has accepted."""
 
-    __slots__ = ("closed", "held", "last", "network", "open", "processes", "receive", "rough", "way")
+    __slots__ = ("_acked", "_due", "closed", "held", "last", "network", "open", "processes", "receive", "rough", "way")
 
     def __init__(self, network: Network, dialler: Process, acceptor: Process) -> None:
         self.network = network
@@ -52,6 +62,9 @@ class Connection:
         self.receive: list[Callable[[Any], object]] = [_nobody, _nobody]
         self.closed: list[Callable[[str], object]] = [_nobody, _nobody]
         self.rough = False
+        now = network.world.now
+        self._due: list[deque[float]] = [deque(), deque()]  # when what was sent is to be acknowledged
+        self._acked = [now, now]  # when the last acknowledgement came
         dialler.connections[self] = 0
         acceptor.connections[self] = 1
 
@@ -61,6 +74,16 @@ class Connection:
             if self.rough and network.random() < network.weather.rough:
                 network.astray(self, end, message)
             self._carry(end, message)
+
+    def unanswered(self, end: int) -> float | None:
+        """As `ftcomm.control.liveness.unanswered`, of the socket at that end."""
+        if not self.open[end]:
+            return None
+        until = min(self.network.world.now, self.network.since.get(self.way[1 - end], float("inf")))
+        due = self._due[end]
+        while due and due[0] <= until:
+            self._acked[end] = max(self._acked[end], due.popleft())
+        return self.network.world.now - self._acked[end] if due or self.held[end] else 0.0
 
     def close(self, end: int, reason: str = "") -> None:
         """By that end. With a `reason` it was not its own wish, and it is told."""
@@ -75,6 +98,8 @@ class Connection:
         """That end is gone without a word; the other finds out by silence."""
         self.open[end] = False
         other = 1 - end
+        now = self.network.world.now
+        self._due[other] = deque(due if due <= now else float("inf") for due in self._due[other])
         network = self.network
         seconds = network.weather.user_timeout * (0.8 + 0.4 * network.random())
         network.world.after(seconds, self.processes[other], self.close, other, "timed out")
@@ -103,6 +128,12 @@ class Connection:
             when = self.last[end]
         else:
             self.last[end] = when
+        if self.processes[1 - end] in network.dark:
+            self._due[end].append(float("inf"))
+        else:
+            if len(self._due[end]) > _MANY:
+                self.unanswered(end)
+            self._due[end].append(when + network.weather.latency)
         network.world.at(when, self.processes[1 - end], self._arrive, end, what)
 
     def _arrive(self, end: int, what: Any) -> None:
@@ -114,6 +145,7 @@ class Connection:
             self.processes[other].connections.pop(self, None)
             self.closed[other]("its connection closed")
         else:
+            self._acked[other] = self.network.world.now  # what comes acknowledges, too
             self.receive[other](what)
 
 
@@ -123,10 +155,12 @@ class Network:
         self.weather = weather
         self.random = world.random.random
         self.blocked: dict[tuple[int, int], int] = {}  # (from, to) -> which partition did it
+        self.since: dict[tuple[int, int], float] = {}  # when
         self.holding: dict[Connection, None] = {}
         self.listeners: dict[int, Process] = {}  # by port
+        self.dark: dict[Process, None] = {}  # those that lost power, and answer nothing
         self._partitions = 0
-        self._dark: dict[Process, None] = {}  # those that lost power, and answer nothing
+        self._survived: dict[Process, None] = {}  # ended, and a child of theirs holds what they had open
 
     def delay(self, way: tuple[int, int]) -> float:
         chance = self.random()
@@ -148,10 +182,12 @@ class Network:
         accept: Callable[[Process, Connection], bool],
         on_open: Callable[[Connection], object],
         on_fail: Callable[[str], object],
+        patient: bool = False,
         waited: float = 0.0,
     ) -> None:
         """`accept(process, connection)` is called at the other side, False turns the dialler away. One of `on_open`
-        and `on_fail` is called later, as an event of the dialler."""
+        and `on_fail` is called later, as an event of the dialler. `patient`: the process at the other side
+        may take as long as it likes, while its kernel answers."""
         target = self.listeners.get(port)
         way = None if target is None else (dialler.host, target.host)
         if way is not None and (way in self.blocked or way[::-1] in self.blocked):
@@ -159,25 +195,30 @@ class Network:
                 self.world.after(0.0, dialler, on_fail, "no connection in time")
             else:
                 pause = self.weather.retransmission
-                self.world.after(pause, dialler, self.dial, dialler, port, accept, on_open, on_fail, waited + pause)
+                args = (dialler, port, accept, on_open, on_fail, patient, waited + pause)
+                self.world.after(pause, dialler, self.dial, *args)
             return
         trip = 0.0001 if way is None else self.delay(way) + self.delay(way)
-        self.world.after(trip, None, self._knock, dialler, port, accept, on_open, on_fail)
+        self.world.after(trip, None, self._connect, dialler, port, accept, on_open, on_fail, patient)
 
-    def _knock(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any) -> None:
+    def _connect(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any, patient: bool) -> None:
         target = self.listeners.get(port)
+        if target is not None and target in self._survived:
+            self.world.after(self.weather.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, patient)
+            return
+        if target is not None and target in self.dark:
+            self.world.after(self.weather.dial_timeout, dialler, on_fail, "no connection in time")
+            return
         if target is None or not target.alive:
-            seconds = 0.0001
-            if target is not None and target in self._dark:
-                seconds = self.weather.dial_timeout
-            self.world.after(seconds, dialler, on_fail, "connection refused")
+            self.world.after(0.0001, dialler, on_fail, REFUSED)
             return
         if not dialler.alive:
             return
         if target.frozen:
             answered: list[bool] = []
             self.world.at(self.world.now, target, self._enter, dialler, target, accept, on_open, on_fail, answered)
-            self.world.after(self.weather.dial_timeout, dialler, self._too_late, answered, on_fail)
+            args = (dialler, target, answered, on_fail, patient)
+            self.world.after(self.weather.dial_timeout, dialler, self._too_late, *args)
         else:
             self._enter(dialler, target, accept, on_open, on_fail, [])
 
@@ -202,10 +243,32 @@ class Network:
         else:
             on_fail("turned away")
 
-    def _too_late(self, answered: list[bool], on_fail: Any) -> None:
-        if not answered:
-            answered.append(True)
-            on_fail("no answer to the handshake in time")
+    def _too_late(self, dialler: Process, target: Process, answered: list[bool], on_fail: Any, patient: bool) -> None:
+        if answered:
+            return
+        if patient and self.is_mute(dialler, target):
+            args = (dialler, target, answered, on_fail, patient)
+            self.world.after(self.weather.dial_timeout, dialler, self._too_late, *args)
+            return
+        answered.append(True)
+        on_fail("no answer to the handshake in time")
+
+    def is_mute(self, dialler: Process, target: Process | None) -> bool:
+        """Whether its kernel takes a connection, and its process does not."""
+        if target is None or (dialler.host, target.host) in self.blocked or (target.host, dialler.host) in self.blocked:
+            return False
+        return (target.alive and target.frozen) or target in self._survived
+
+    def knock(self, dialler: Process, port: int, tell: Callable[[Outcome], object]) -> None:
+        """`tell` what the kernel at that port says, whatever the process there does."""
+        target = self.listeners[port]
+        way = (dialler.host, target.host)
+        if way in self.blocked or way[::-1] in self.blocked or target in self.dark:
+            self.world.after(self.weather.knock_timeout, dialler, tell, "unreachable")
+        elif target.alive or target in self._survived:
+            self.world.after(2 * self.weather.latency, dialler, tell, "answered")
+        else:
+            self.world.after(2 * self.weather.latency, dialler, tell, "ended" if way[0] == way[1] else "refused")
 
     def astray(self, connection: Connection, end: int, message: Any) -> None:
         """A copy of a message comes some time later, out of order."""
@@ -226,6 +289,7 @@ class Network:
         self._partitions += 1
         for way in ways:
             self.blocked.setdefault(way, self._partitions)
+            self.since.setdefault(way, self.world.now)
         for process in processes:
             for connection, end in process.connections.items():
                 if end == 0 and (connection.way[0] in self.blocked or connection.way[1] in self.blocked):
@@ -243,18 +307,31 @@ class Network:
         self.blocked = {
             way: number for way, number in self.blocked.items() if partition is not None and number != partition
         }
+        self.since = {way: since for way, since in self.since.items() if way in self.blocked}
         holding, self.holding = self.holding, {}
         for connection in holding:
             connection.release()
             if any(connection.held):
                 self.holding[connection] = None
 
-    def end(self, process: Process, *, power: bool = False) -> None:
-        """The process ends: the kernel closes its connections, unless the power went."""
+    def end(self, process: Process, *, power: bool = False, child: float = 0.0) -> None:
+        """The process ends: the kernel closes its connections, unless the power went. `child`: seconds for which a
+        child holds them open that was forked without Python's knowledge, so that nothing has closed them in it."""
         process.alive = False
         process.backlog.clear()
+        if child:
+            self._survived[process] = None
+            self.world.after(child, None, self._child_ends, process)
+            return
         if power:
-            self._dark[process] = None
+            self.dark[process] = None
+        self._close(process, power)
+
+    def _child_ends(self, process: Process) -> None:
+        del self._survived[process]
+        self._close(process, False)
+
+    def _close(self, process: Process, power: bool) -> None:
         connections, process.connections = process.connections, {}
         for connection, end in connections.items():
             if power:
@@ -264,7 +341,8 @@ class Network:
 
 
 class Link:
-    """An outgoing connection that is made again whenever it breaks, as `ftcomm.control.links.Link` does."""
+    """An outgoing connection that is made again whenever it breaks, as `ftcomm.control.links.Link` does. `on_down` is
+    told why there is none, and whether there was one that has ended."""
 
     FIRST_PAUSE, LAST_PAUSE = 0.02, 0.5
 
@@ -277,7 +355,7 @@ class Link:
         *,
         on_open: Callable[[], object],
         on_message: Callable[[Any], object],
-        on_down: Callable[[str], object],
+        on_down: Callable[[str, bool], object],
         rough: bool = False,
     ) -> None:
         self._network, self._owner, self._port, self._accept = network, owner, port, accept
@@ -309,7 +387,8 @@ class Link:
     def _dial(self) -> None:
         if not self._over:
             self._begun = self._network.world.now
-            self._network.dial(self._owner, self._port, self._accept, self._opened, self._down)
+            failed = functools.partial(self._down, ended=False)
+            self._network.dial(self._owner, self._port, self._accept, self._opened, failed, patient=True)
 
     def _opened(self, connection: Connection) -> None:
         if self._over:
@@ -318,16 +397,22 @@ class Link:
         self._connection = connection
         connection.rough = self._rough
         connection.receive[0] = self._on_message
-        connection.closed[0] = self._down
+        connection.closed[0] = functools.partial(self._down, ended=True)
         self._on_open()
 
-    def _down(self, reason: str) -> None:
+    def unanswered(self) -> float | None:
+        """As `ftcomm.control.links.Link.unanswered`: also of a connection that the process has not taken yet."""
+        if self._connection is not None:
+            return self._connection.unanswered(0)
+        return 0.0 if self._network.is_mute(self._owner, self._network.listeners.get(self._port)) else None
+
+    def _down(self, reason: str, ended: bool) -> None:
         self._connection = None
         if self._over:
             return
         if self._network.world.now - self._begun > 1.0:
             self._pause = self.FIRST_PAUSE
-        self._on_down(reason)
+        self._on_down(reason, ended)
         self._owner.after(self._pause, self._dial)
         self._pause = min(2 * self._pause, self.LAST_PAUSE)
 

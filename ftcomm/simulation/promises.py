@@ -10,8 +10,26 @@
                      epochs are never used twice, no view is heard of that was not written down first
 catch-up             `persisted`: nobody is in a view, and so waited for, before its script is ready
 6 a clear word       `returned`: calls that differ are an error that is the same everywhere
-blame                `removed`: nobody is removed whom no fault has touched; `failed`: the job is lost only with the
-                     last holder of the training's state
+7 no verdict         `removed`: nobody is removed without a fault that forces it, and who lives is removed as a stall
+  without proof      alone; `failed`: the job ends only when no holder of its state lives, whatever faults there were
+
+Which fault may take a member out, and which may end the job, and why there is no better end:
+
+    fault                              takes out                                 ends the job
+    SIGKILL, loss of power             whose process it was: nothing is left     with the last holder: the state is gone
+    SIGSTOP, interpreter held          as a stall, if longer than an op may be   never: it goes on, and so does the job
+    slow, its script stands still      as a stall                                never
+    path between two members blocked   either of them: each waits for the other  never: who is left holds the state
+    path to the coordinator blocked    nobody                                    never: training needs no coordinator
+    connections reset, links broken    nobody: they are made again               never
+    packets lost, late, twice          nobody                                    never
+    coordinator killed, stopped, or    nobody                                    never
+      back with an older store
+    killed, and a child lives on       whose process it was, when that is known  with the last holder
+    asked to leave, script has ended   who it was, by its own wish               when the training is complete
+
+Who was removed while a path was blocked, and does not know it yet, holds a state that the others have left behind: it
+is no holder any more.
 """
 
 from __future__ import annotations
@@ -22,7 +40,7 @@ import numpy as np
 
 from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
-from ftcomm.control.views import View
+from ftcomm.control.views import Member, View
 from ftcomm.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -31,6 +49,7 @@ if TYPE_CHECKING:
 ELEMENTS = 16  # float32 in a chunk of the simulation's memory
 MOST = 6 * ELEMENTS + 1  # elements of an op
 _NUMBERS = 16  # ops until inputs repeat
+STALL = "waits for it"  # what `ftcomm.control.blame` says of who is removed as one
 
 # The sum of such numbers depends on who is in it and on the order.
 _INPUTS = np.random.default_rng(7).standard_normal((16, _NUMBERS, MOST), np.float32)
@@ -49,7 +68,9 @@ class Promises:
     def __init__(self) -> None:
         self.views: dict[int, View] = {}  # written down, by epoch
         self.last: View | None = None
-        self.touched: dict[int, str] = {}  # replica -> the fault that excuses its removal
+        self.touched: dict[int, str] = {}  # replica -> the fault that excuses its removal, in any life
+        self.excused: dict[str, str] = {}  # incarnation -> the same for that life
+        self.stalling: set[int | str] = set()  # of both, those who may go as a stall and for nothing else
         self.wrong: set[tuple[int, int]] = set()  # (replica, op) called with other arguments
         self.steps = 0  # the furthest boundary that anybody has passed
         self.returns = 0
@@ -73,10 +94,9 @@ class Promises:
         self.views[view.epoch] = view
         self.last = view
         if last is not None and view.proposal == 0:
-            here = {member.replica: member.incarnation for member in view.members}
             for member in last.members:
-                if here.get(member.replica) != member.incarnation:
-                    self.removed(member.replica, member.contributing, view)
+                if member.contributing and not view.has(member.replica, member.incarnation):
+                    self.removed(member, view)
 
     def _waited_for(self, view: View) -> None:
         for member in view.members:
@@ -90,9 +110,25 @@ class Promises:
         """The script of a rank that joins a running job says that it is."""
         self._ready.add((rank.incarnation, rank.index))
 
-    def removed(self, replica: int, contributed: bool, view: View) -> None:
-        if replica not in self.touched and contributed:
-            raise Broken(f"replica {replica}, which no fault has touched, is not in view {view.epoch}: {view.why}")
+    def removed(self, member: Member, view: View) -> None:
+        who: tuple[int | str, ...] = (member.incarnation, member.replica)
+        if member.incarnation not in self.excused and member.replica not in self.touched:
+            raise Broken(f"{who[0]}, which no fault forces to go, is not in view {view.epoch}: {view.why}")
+        forced = [x for x in who if (x in self.excused or x in self.touched) and x not in self.stalling]
+        if not forced and STALL not in view.why:
+            raise Broken(f"{who[0]}, which lives, is not in view {view.epoch}, and not as a stall: {view.why}")
+
+    def excuse(self, life: str, why: str, *, stalls: bool = False) -> None:
+        """That life may go from now on; `stalls`: as a stall alone, unless there is another reason."""
+        if stalls and life not in self.excused:
+            self.stalling.add(life)
+        elif not stalls:
+            self.stalling.discard(life)
+        self.excused.setdefault(life, why)
+
+    def entered(self, view: View) -> bool:
+        """Whether anybody runs in it, or has."""
+        return view.epoch in self._entered
 
     def heard(self, view: View) -> None:
         """Somebody was sent this view."""

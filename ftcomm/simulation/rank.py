@@ -1,8 +1,8 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
     Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
-    Flight, Stream, Lobby     as `ftcomm.collective.exchange` does: one advance after the other, frozen and resumed
-    StallWatch                looked at on every tick
+    Inflight, Stream          as `ftcomm.collective.exchange` does: one advance after the other, frozen and resumed
+    Watchdog                looked at on every tick
     script                    the user's loop, see `ftcomm.simulation.script`
 
 The memory of members of the same host is read directly, also that of the dead. Between hosts a mirror is filled by
@@ -14,24 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ftcomm.collective.flight import Flight
-from ftcomm.collective.lobby import Lobby, welcome
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
+from ftcomm.collective.pending import PendingReaders, is_current
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.stall import Due, StallWatch
 from ftcomm.collective.stream import Interrupted, Stream
+from ftcomm.collective.watchdog import Due, Watchdog
+from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.kernels.wait import Waiter
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.mirror import Feed, Mirror
-from ftcomm.simulation.network import Connection, Link, Network
+from ftcomm.simulation.network import REFUSED, Connection, Link, Network
 from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.world import Process, World
+from ftcomm.sync.futex import Waiter
 from ftcomm.transport.segment import ASLEEP
 
 COORDINATOR = 1  # its port
@@ -67,7 +68,7 @@ class Rank(Process):
         self.replica, self.index, self.incarnation, self.port = replica, index, incarnation, port
         self.timeouts = timeouts
         self.burst, self.pace = burst, pace  # tasks in a row at most, and s that they take
-        self.flight = Flight()
+        self.flight = Inflight()
         self.memory = TinyMemory(replica)
         self.stream: Stream | None = None
         self.gone = ""  # why this rank cannot go on
@@ -81,8 +82,8 @@ class Rank(Process):
         self._up: Link | None = None
         self._ranks: dict[int, Connection] = {}
         self._waiter = Waiter(self.memory.words, ASLEEP, 0)
-        self._watch = StallWatch(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock)
-        self._lobby = Lobby()
+        self._watch = Watchdog(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock)
+        self._pending = PendingReaders()
         self._lives: dict[int, str] = {}
         self._stopping, self._parked = False, True
         self._parked_since = 0.0
@@ -96,6 +97,7 @@ class Rank(Process):
         self._links: dict[int, tuple[str, Link]] = {}
         self._down: set[int] = set()
         self._linked: View | None = None
+        self._reaching: tuple[int, ...] = ()  # whose memory we are about to reach
         self._watched: dict[int, Rank | None] = {}  # None: it has ended
         self.watchers: dict[Rank, None] = {}
         # The script.
@@ -120,7 +122,9 @@ class Rank(Process):
             lambda target, connection: target.accepts(connection, purpose, fields),  # type: ignore[attr-defined]
             on_open=lambda: self._do(self.node.up_opened()),
             on_message=lambda message: self._do(self.node.from_up(message)),
-            on_down=lambda reason: self._do(self.node.up_lost(f"the way up is lost: {reason}")),
+            on_down=lambda reason, ended: self._do(
+                self.node.up_lost(f"the way up is lost: {reason}", not ended and reason == REFUSED)
+            ),
         )
 
     def break_up_link(self) -> None:
@@ -139,23 +143,64 @@ class Rank(Process):
             rank = fields["rank"]
             self._ranks[rank] = connection
             connection.receive[1] = lambda message: self._do(self.node.from_rank(rank, message, self.clock()))
-            connection.closed[1] = lambda reason: self._rank_lost(rank, reason)
+            connection.closed[1] = lambda reason: self._rank_lost(rank, connection, reason)
             return True
         if purpose == "data":
             self._attach(Feed(fields["replica"], fields["epoch"], fields["nonce"], connection))
             return True
         return purpose == "state" and self.serves(connection, fields)
 
-    def _rank_lost(self, rank: int, reason: str) -> None:
-        self._ranks.pop(rank, None)
-        self._do(self.node.rank_lost(rank, reason))
+    def _rank_lost(self, rank: int, connection: Connection, reason: str) -> None:
+        if self._ranks.get(rank) is connection:  # else it is here again, by another one
+            del self._ranks[rank]
+            self._seek(rank, reason)
+
+    def _seek(self, rank: int, why: str) -> None:
+        """As `ftcomm.control.agent`: whether a rank of ours has ended whose connection has."""
+        leader = self.node.leader
+        there = None if leader is None else leader.addresses.get(rank)
+        if rank in self._ranks or self._up is None:
+            return
+        if there is None:
+            self._do(self.node.rank_lost(rank, why))
+            return
+
+        def told(outcome: str) -> None:
+            if rank in self._ranks or self._up is None:
+                return
+            if outcome in ("ended", "refused"):
+                self._do(self.node.rank_lost(rank, why))
+                return
+            if outcome == "answered":
+                self._do(self.node.rank_acknowledged(rank, self.clock()))
+            self.after(self.timeouts.beat, self._seek, rank, why)
+
+        self.network.knock(self, there.pid, told)
 
     def _tick(self) -> None:
         self.after(self.timeouts.beat, self._tick)
         if self.gone:
             return
+        self._look()
         self._do(self.node.tick(self.clock()))
         self._look_at_stall()
+
+    def _look(self) -> None:
+        """Whose kernels answer, before anything more is sent to them."""
+        now = self.clock()
+        above = None if self._up is None else self._up.unanswered()
+        if above is not None:
+            self._do(self.node.up_acknowledged(now - above))
+        for rank, connection in self._ranks.items():
+            seconds = connection.unanswered(1)
+            if seconds is not None:
+                self._do(self.node.rank_acknowledged(rank, now - seconds))
+        peers = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
+        known = {replica: seconds for replica, seconds in peers.items() if seconds is not None}
+        for replica in [replica for replica in sorted(self._down) if known.get(replica) == 0.0]:
+            self._back(replica)
+        self._do(self.node.peers_acknowledged({replica: now - seconds for replica, seconds in known.items()}))
+        self._do(self.node.reaching(self._reaching))
 
     # -- what the node wants -----------------------------------------------------------------------------------------
 
@@ -172,24 +217,24 @@ class Rank(Process):
                 known = self._links.get(action.replica)  # type: ignore[union-attr]
                 if known is not None:
                     known[1].send(action.message)  # type: ignore[union-attr]
-            elif kind is n.Freeze:
+            elif kind is act.Freeze:
                 self._freeze(action.view)  # type: ignore[union-attr]
-            elif kind is n.Resume:
+            elif kind is act.Resume:
                 self._reach(action.view, action.progress)  # type: ignore[union-attr]
             elif kind is n.LookAtWaits:
                 stall = None if self._stopping else self._watch.waiting(self.timeouts.beat)
                 op, waiting_on = (0, ()) if stall is None else (stall.op, stall.waiting_on)
                 self._do(self.node.waits(op, waiting_on))
-            elif kind is n.Known:
+            elif kind is act.Known:
                 self._wake("known", None)
-            elif kind is n.Passed:
+            elif kind is act.Passed:
                 self.left = action.left  # type: ignore[union-attr]
                 self._wake("boundary", action.view)  # type: ignore[union-attr]
                 if self.left:
                     self._wake("join", None)  # sent away before it was in any view
             elif kind is n.Acked:
                 self._wake("ack", True)
-            elif kind is n.Failed:
+            elif kind is act.Failed:
                 self._end(action.reason)  # type: ignore[union-attr]
 
     def _end(self, reason: str) -> None:
@@ -208,7 +253,7 @@ class Rank(Process):
         self.flight.abandon(error)
         for peer in self._peers.values():
             peer.close()
-        self._lobby.close()
+        self._pending.close()
         if self.stream is not None:
             self.stream.close()
         self._parked = True
@@ -236,11 +281,11 @@ class Rank(Process):
     def _link(self, member: Member) -> Link:
         def opened() -> None:
             self._do(self.node.peer_opened(member.replica))
-            if member.replica in self._down:
-                self._down.discard(member.replica)
-                self._do(self.node.peer_back(member.replica))
+            self._back(member.replica)
 
-        def down(reason: str) -> None:
+        def down(reason: str, ended: bool) -> None:
+            if ended:
+                return  # it proves nothing; that it cannot be made again would
             self._down.add(member.replica)
             self._lost(member, f"the link to it is down: {reason}", proof=False)
 
@@ -255,6 +300,11 @@ class Rank(Process):
             rough=self.network.weather.rough > 0,
         )
 
+    def _back(self, replica: int) -> None:
+        if replica in self._down:
+            self._down.discard(replica)
+            self._do(self.node.peer_back(replica))
+
     def _lost(self, member: Member, reason: str, *, proof: bool) -> None:
         view = self._linked
         if view is not None and view.has(member.replica, member.incarnation):
@@ -267,7 +317,7 @@ class Rank(Process):
         """The end of a process of this host is an event."""
         for replica, memory in self._reached_of(view.epoch).items():
             member = view.member(replica)
-            if memory.how != "shm" or member is None or replica in self._watched:
+            if not memory.shares_memory or member is None or replica in self._watched:
                 continue
             process = self.network.listeners[member.ranks[self.index].pid]
             assert isinstance(process, Rank)
@@ -317,13 +367,13 @@ class Rank(Process):
             return
         reached = self._reached_of(view.epoch)
         nonces = self._nonces(view)
-        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.how == "shm" or nonce in nonces}
+        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.shares_memory or nonce in nonces}
         for member in view.members:
             replica, there = member.replica, member.ranks[self.index]
             if replica == self.replica or replica in reached:
                 continue
             known = self._kept.get(there.nonce)
-            if known is not None and known.how != "shm" and (self._epoch < 0 or not known.serves(view.epoch)):
+            if known is not None and not known.shares_memory and (self._epoch < 0 or not known.serves(view.epoch)):
                 known = None
             process = self.network.listeners[there.pid]
             assert isinstance(process, Rank)
@@ -342,6 +392,7 @@ class Rank(Process):
         fields = {"replica": self.replica, "epoch": view.epoch, "nonce": f"{self.port:032x}"}
 
         def opened(connection: Connection) -> None:
+            self._reaching = ()
             if view.epoch <= self._epoch or replica in self._reached_of(view.epoch) or self.gone:
                 connection.close(0)
                 return
@@ -350,16 +401,19 @@ class Rank(Process):
             self._reach(view, progress)
 
         def failed(reason: str) -> None:
+            self._reaching = ()
             if self.node.wants(view) and not self.gone:
                 self._do(self.node.unreachable(view.epoch, replica, reason))
                 self.after(self.timeouts.beat, self._reach, view, progress)
 
+        self._reaching = (replica,)
         self.network.dial(
             self,
             there.pid,
             lambda target, connection: target.accepts(connection, "data", fields),  # type: ignore[attr-defined]
             opened,
             failed,
+            patient=True,
         )
 
     def _enter(self, view: View, progress: dict[int, m.Progress]) -> None:
@@ -396,11 +450,11 @@ class Rank(Process):
             self.flight.number_from(progress)
         elif self.stream is not None:
             for reader in self.stream.close(self._lives):
-                self._lobby.bring_back(reader)
+                self._pending.bring_back(reader)
         self.stream = stream
         ops = list(self.flight.ops)
         resumed = self.flight.resume(progress, plan.contributors)
-        stream.unposted.extend(self.flight.ops)
+        stream.pipeline.unposted.extend(self.flight.ops)
         self._watch.disturbed(self.flight.issued)
         self._stopping = self._parked = False
         self.say("enters %s: %s", described(view), resumed)
@@ -408,7 +462,7 @@ class Rank(Process):
         for op in ops:
             if op.done:
                 self._returned(op)
-        for reader in self._lobby.take(view.epoch, self._lives):
+        for reader in self._pending.take(view.epoch, self._lives):
             stream.welcome(reader)
         self._do(self.node.resumed(view))
         if first:
@@ -420,12 +474,12 @@ class Rank(Process):
 
     def _attach(self, feed: Feed) -> None:
         current = 0 if self.stream is None else self.stream.view.epoch
-        if self.gone or (feed.epoch <= current and not welcome(feed, current, self._lives)):  # type: ignore[arg-type]
+        if self.gone or (feed.epoch <= current and not is_current(feed, current, self._lives)):  # type: ignore[arg-type]
             feed.close()
             return
-        self._lobby.add(feed)  # type: ignore[arg-type]
+        self._pending.add(feed)  # type: ignore[arg-type]
         if self.stream is not None and not self._stopping:
-            for reader in self._lobby.take(current, self._lives):
+            for reader in self._pending.take(current, self._lives):
                 self.stream.welcome(reader)
             self.kick()
 
@@ -434,7 +488,7 @@ class Rank(Process):
             self._watch.began = self.clock()
         self.flight.add(op)
         if self.stream is not None:
-            self.stream.unposted.append(op)
+            self.stream.pipeline.unposted.append(op)
         self.kick()
 
     def kick(self) -> None:
@@ -500,7 +554,8 @@ class Rank(Process):
             return
         if self._stopping:
             return
-        if stream.unposted or stream.taken < stream.posted or not stream.stable(ops[0]):
+        pipeline = stream.pipeline
+        if pipeline.unposted or pipeline.taken < pipeline.posted or not stream.stable(ops[0]):
             missing = stream.missing(ops[0])
             if not missing:
                 self.kick()

@@ -26,7 +26,17 @@ KINDS = {
     "rolling": 1,  # all replicas are restarted one by one
     "coordinator": 2,  # it dies again and again, in the middle of a decision, too
     "leaving": 1,
+    "cut-off": 2,  # the coordinator hears nobody, or nobody hears it, for up to twelve heartbeats
+    "resets": 2,  # connections break, one or all at a time
+    "held": 3,  # interpreters are, and processes stopped: one, several or all, the coordinator too
+    "rolled-back": 2,  # the coordinator comes back with an older store
+    "together": 2,  # the coordinator dies with replicas, as on one host
+    "forks": 2,  # who dies leaves a child that holds its connections open
 }
+
+
+_LONG = ("storm", "partitions", "coordinator", "together", "forks")
+_LONGER = ("cut-off", "resets", "held", "rolled-back")  # for silences that are longer than a heartbeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +60,10 @@ class Scenario:
     wrong: int  # calls with other arguments
 
 
-def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> Scenario:
-    if kind is None:
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ()) -> Scenario:
+    """Of one of these kinds, or of any."""
+    among = kinds or tuple(KINDS)
+    kind = rng.choices(among, [KINDS[kind] for kind in among])[0] if len(among) > 1 else among[0]
     replicas = _members(rng, least, most)
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
     topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
@@ -77,8 +88,10 @@ def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> 
         rough=0.1 if rng.random() < 0.1 else 0.0,
     )
     pace = rng.choice((0.00002, 0.00002, 0.0005, 0.005))
-    if kind in ("storm", "partitions", "coordinator"):  # long enough for what takes time to be found out
+    if kind in _LONG:  # enough for what takes time to be found out
         work = dataclasses.replace(work, compute=max(work.compute, rng.choice((0.0, 0.3, 2.0)) / steps))
+    if kind in _LONGER:
+        work = dataclasses.replace(work, compute=max(work.compute, rng.choice((0.3, 3.0, 9.0)) / steps))
     restart_pause = rng.choice((0.002, 0.02, 0.2))
     if kind == "growth":  # a step takes about as long as a message
         pace, restart_pause = 0.00002, 0.002
@@ -94,7 +107,7 @@ def draw(rng: random.Random, least: int, most: int, kind: str | None = None) -> 
         replicas=replicas,
         ranks=ranks,
         hosts=hosts,
-        coordinator_host=rng.choice((0, 99)),
+        coordinator_host=rng.choice((0, 99)) if kind != "cut-off" else 99,
         work=work,
         weather=weather,
         timeouts=TIMEOUTS,

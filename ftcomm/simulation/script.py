@@ -15,13 +15,13 @@ from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
 from ftcomm.control.views import View
 from ftcomm.errors import MismatchError
-from ftcomm.hsdp.stripes import Snapshots, Stripes, sources_of
 from ftcomm.simulation.memory import CHUNK
 from ftcomm.simulation.network import Connection
 from ftcomm.simulation.promises import input_of
 from ftcomm.simulation.rank import Gone, Rank
+from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
 
-REPLAY_LEAST = 2  # see `ftcomm.hsdp.joiner`
+REPLAY_LEAST = 2  # see `ftcomm.training.joiner`
 LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
 
 
@@ -56,7 +56,7 @@ class Script:
             view = yield from self._enter()
             if view is None:
                 rank.say("is sent away")
-                rank.finishing = True
+                self._ends()
                 return
         rank.say("has joined")
         step = view.step or 0
@@ -109,7 +109,7 @@ class Script:
             began = rank.clock()
             while self._lingers() and rank.clock() - began < LINGER:
                 yield 0.05
-        rank.finishing = True  # whatever happens now, the script has ended well
+        self._ends()
         rank._do(rank.node.tell(m.Finished()))
         began = rank.clock()
         acked = False
@@ -122,6 +122,11 @@ class Script:
             rank.after(0.05, rank._wake, "ack", False)
             acked = (yield "ack") or acked
         rank.say("has finished")
+
+    def _ends(self) -> None:
+        """Whatever happens now, the script has ended well."""
+        self.rank.finishing = True
+        self.rank.promises.excuse(self.rank.incarnation, "its script has ended")
 
     def _enter(self) -> Generator[Any, Any, View | None]:
         """Prepare to join a running job, and join it; None: it never will be in it."""
@@ -155,7 +160,7 @@ class Script:
         for op in flight:
             yield from _finished(op)
 
-    # -- a source of the state, as `ftcomm.hsdp.catchup.Source` ------------------------------------------------------
+    # -- a source of the state, as `ftcomm.training.catchup.StateSource` ----------------------------------------------
 
     def _at_boundary(self, step: int, view: View, model: int, holds: bool) -> None:
         joined = self._snapshots.due(step, view)
@@ -210,7 +215,7 @@ def step_result(ops: list[Operation]) -> bytes:
 
 
 class Joiner:
-    """The joiner's side, as `ftcomm.hsdp.joiner.Joiner` over `ftcomm.hsdp.catchup.Fetch`: the same `Stripes`."""
+    """The joiner's side, as `Joiner` over `Fetch` in `ftcomm.training`, with the same `BlockScheduler`."""
 
     def __init__(self, rank: Rank, view: View, step: int, blocks: int) -> None:
         self.rank, self.step, self._blocks = rank, step, blocks
@@ -219,19 +224,19 @@ class Joiner:
         self.loaded = False
         self.offered = False
         self._said: int | None = None
-        self._stripes = Stripes(sources_of(view))
+        self._scheduler = BlockScheduler(sources_of(view))
         self._connections: dict[int, Connection] = {}
         member = view.member(rank.replica)
         assert member is not None
         self._fields = {"step": step, "replica": rank.replica, "incarnation": member.incarnation}
         self._view = view
         self._left_view: set[int] = set()
-        for source in self._stripes.alive:
+        for source in self._scheduler.alive:
             self._dial(source)
 
     def keep(self, view: View) -> None:
         """Sources that are no members any more are given up without waiting for them."""
-        for source in self._stripes.alive:
+        for source in self._scheduler.alive:
             if source not in view.replicas:
                 self._left_view.add(source)
                 if source in self._connections:
@@ -240,8 +245,8 @@ class Joiner:
 
     def at_boundary(self, step: int) -> bool:
         """Load what has arrived, replay a little; True when the model is that of everybody entering `step`."""
-        if self._stripes.hopeless:
-            raise Gone(f"the state of step {self.step} cannot be fetched: {self._stripes.why()}")
+        if self._scheduler.hopeless:
+            raise Gone(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
         self._load()
         if self.loaded:
             for said in self.kept[:REPLAY_LEAST]:
@@ -251,8 +256,8 @@ class Joiner:
 
     def finish(self) -> bool:
         """After the last step."""
-        if self._stripes.hopeless:
-            raise Gone(f"the state of step {self.step} cannot be fetched: {self._stripes.why()}")
+        if self._scheduler.hopeless:
+            raise Gone(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
         self._load()
         if self.loaded:
             for said in self.kept:
@@ -261,13 +266,13 @@ class Joiner:
         return self.loaded
 
     def _load(self) -> None:
-        if not self.loaded and self._stripes.complete:
+        if not self.loaded and self._scheduler.complete:
             assert self._said is not None
             self.loaded, self.model = True, self._said
             self.rank.say("has loaded the state of step %s; %s steps to replay", self.step, len(self.kept))
 
     def _dial(self, source: int) -> None:
-        if source not in self._stripes.alive or self.rank.gone:
+        if source not in self._scheduler.alive or self.rank.gone:
             return
         member = self._view.member(source)
         assert member is not None
@@ -284,8 +289,8 @@ class Joiner:
         connection.closed[0] = lambda reason: self._drop(source, reason)
 
     def _received(self, source: int, connection: Connection, what: tuple[Any, ...]) -> None:
-        stripes = self._stripes
-        if source not in stripes.alive:
+        scheduler = self._scheduler
+        if source not in scheduler.alive:
             return
         if what[0] == "refusal":
             connection.close(0)
@@ -296,12 +301,12 @@ class Joiner:
                 raise AssertionError(f"replica {source} offers the state of step {what[1]}, not {self.step}")
             self._connections[source] = connection
             if not self.offered:
-                stripes.begin(self._blocks)
+                scheduler.begin(self._blocks)
                 self._news()
         else:
             _, number, model, lies = what
-            if number != stripes.due(source):
-                raise AssertionError(f"replica {source} sends block {number}, {stripes.due(source)} is due")
+            if number != scheduler.due(source):
+                raise AssertionError(f"replica {source} sends block {number}, {scheduler.due(source)} is due")
             if lies:
                 connection.close(0)
                 self._drop(source, f"block {number} has a wrong checksum")
@@ -309,17 +314,17 @@ class Joiner:
             if self._said not in (None, model):
                 raise AssertionError(f"sources differ in the state of step {self.step}")
             self._said = model
-            stripes.received(source)
+            scheduler.received(source)
         self._ask()
 
     def _ask(self) -> None:
-        for source in self._stripes.alive:
+        for source in self._scheduler.alive:
             connection = self._connections.get(source)
             if connection is None:
                 continue
-            for number in self._stripes.ask(source):
+            for number in self._scheduler.ask(source):
                 connection.send(0, ("want", number))
-        if self._stripes.complete:
+        if self._scheduler.complete:
             for connection in self._connections.values():
                 connection.send(0, ("done",))
                 connection.close(0)
@@ -327,9 +332,9 @@ class Joiner:
             self._news()
 
     def _drop(self, source: int, reason: str) -> None:
-        self._stripes.drop(source, reason)
+        self._scheduler.drop(source, reason)
         self._connections.pop(source, None)
-        if self._stripes.hopeless:
+        if self._scheduler.hopeless:
             self._news()
         elif self.offered:
             self._ask()

@@ -21,6 +21,22 @@ _BATCH = 50  # seeds that a worker takes at a time
 _SHOWN = 5  # failing seeds that are told in full
 
 
+_Batch = tuple[int, int, int, int, tuple[str, ...]]  # first and last seed, least and most members, kinds
+
+
+class _Kinds(click.ParamType):
+    name = "kinds"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        kinds = tuple(dict.fromkeys(str(value).split(",")))
+        wrong = [kind for kind in kinds if kind not in KINDS]
+        if wrong:
+            self.fail(f"{wrong[0]!r}: expected some of {','.join(sorted(KINDS))}", param, ctx)
+        return kinds
+
+
 class _Range(click.ParamType):
     name = "range"
 
@@ -46,33 +62,40 @@ class _Range(click.ParamType):
     show_default=True,
     help="Replicas of a job; mostly few.",
 )
-@click.option("--kind", type=click.Choice(sorted(KINDS)), help="Only histories of one kind.  [default: all of them]")
+@click.option(
+    "--kinds",
+    type=_Kinds(),
+    default=(),
+    metavar="K,K",
+    help=f"Only histories of these kinds: {', '.join(sorted(KINDS))}.  [default: all of them]",
+)
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Processes.  [default: one for each core]")
 @click.option("--replay", type=click.IntRange(0), metavar="SEED", help="Run one history, and print all that happens.")
 def simulate(
-    seeds: int, first: int, members: tuple[int, int], kind: str | None, jobs: int | None, replay: int | None
+    seeds: int, first: int, members: tuple[int, int], kinds: tuple[str, ...], jobs: int | None, replay: int | None
 ) -> None:
     """Run the protocol in virtual time, with everything going wrong.
 
     The coordinator, the members, their exchange and their catch-up are those of the product; processes, clocks and the
-    network are simulated. A seed is a whole history: members are killed, stopped, slowed down, cut off and restarted,
-    and what users are promised is checked all the while. The seed of a history in which a promise does not hold is
-    printed, and --replay with the same --members and --kind shows it again, event for event. Exits with 1 then.
+    network are simulated. A seed is a whole history: members are killed, stopped, held, slowed down, cut off, restarted
+    and survived by their children, the coordinator is all that and given an older store, and what users are promised is
+    checked all the while. The seed of a history in which a promise does not hold is
+    printed, and --replay with the same --members and --kinds shows it again, event for event. Exits with 1 then.
     """
     least, most = members
     if replay is not None:
-        history = run(replay, least, most, kind, traced=True)
+        history = run(replay, least, most, *kinds, traced=True)
         for line in history.trace:
             click.echo(line)
         click.echo(history.broken or f"no promise is broken{f'; {history.ended}' if history.ended else ''}")
         sys.exit(1 if history.broken else 0)
     workers = jobs or len(os.sched_getaffinity(0))
     begins = range(first, first + seeds, _BATCH)
-    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kind) for begin in begins]
-    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kind) else 0)
+    batches = [(begin, min(begin + _BATCH, first + seeds), least, most, kinds) for begin in begins]
+    sys.exit(1 if _report(_watched(_all(batches, workers), seeds), workers, members, kinds) else 0)
 
 
-def _all(batches: list[tuple[int, int, int, int, str | None]], workers: int) -> Iterator[list[History]]:
+def _all(batches: list[_Batch], workers: int) -> Iterator[list[History]]:
     if workers == 1:
         yield from map(_batch, batches)
         return
@@ -80,9 +103,9 @@ def _all(batches: list[tuple[int, int, int, int, str | None]], workers: int) -> 
         yield from pool.imap_unordered(_batch, batches)
 
 
-def _batch(batch: tuple[int, int, int, int, str | None]) -> list[History]:
-    begin, end, least, most, kind = batch
-    return [run(seed, least, most, kind) for seed in range(begin, end)]
+def _batch(batch: _Batch) -> list[History]:
+    begin, end, least, most, kinds = batch
+    return [run(seed, least, most, *kinds) for seed in range(begin, end)]
 
 
 def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
@@ -104,7 +127,7 @@ def _watched(batches: Iterable[list[History]], seeds: int) -> Iterator[History]:
             progress.update(task, advance=len(histories), broken=f"[red]{broken} broken" if broken else "")
 
 
-def _report(histories: Iterator[History], workers: int, members: tuple[int, int], kind: str | None) -> int:
+def _report(histories: Iterator[History], workers: int, members: tuple[int, int], kinds: tuple[str, ...]) -> int:
     """Print what came of them; returns in how many a promise was broken."""
     began = time.monotonic()
     broken: list[History] = []
@@ -124,12 +147,10 @@ def _report(histories: Iterator[History], workers: int, members: tuple[int, int]
         if history.broken:
             broken.append(history)
     seconds = time.monotonic() - began
+    only = f" --kinds {','.join(kinds)}" if kinds else ""
     for history in sorted(broken, key=lambda history: history.seed)[:_SHOWN]:
         click.echo(f"seed {history.seed} ({history.kind}, {history.members} members): {history.broken}")
-        click.echo(
-            f"  ftcomm simulate --replay {history.seed} --members {members[0]}..{members[1]}"
-            f"{f' --kind {kind}' if kind else ''}\n"
-        )
+        click.echo(f"  ftcomm simulate --replay {history.seed} --members {members[0]}..{members[1]}{only}\n")
     if len(broken) > _SHOWN:
         click.echo(f"and {len(broken) - _SHOWN} more: {', '.join(str(x.seed) for x in broken[_SHOWN:][:100])}\n")
     click.echo(f"{'kind':<12} {'histories':>9} {'ms each':>8}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Set
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import SLOTS, descriptor
 
 _WORDS = descriptor(SLOTS)  # the words of a memory up to here are in use
-_ATOMS = frozenset((int, str, bool, type(None), bytes, float))
+_ATOMS = frozenset((int, str, bool, type(None), bytes, float, FunctionType))
 
 
 class _Frozen(tuple[Any, ...]):

@@ -17,7 +17,7 @@ from ftcomm.torch.register import autoload
 
 if TYPE_CHECKING:
     from ftcomm.torch.buckets import GradientBuckets
-    from ftcomm.torch.hooks import wire_hook
+    from ftcomm.torch.hooks import compression_hook
     from ftcomm.torch.mesh import init_device_mesh
     from ftcomm.torch.process_group import FtProcessGroup
 
@@ -25,10 +25,10 @@ _HOME = {
     "FtProcessGroup": "ftcomm.torch.process_group",
     "GradientBuckets": "ftcomm.torch.buckets",
     "init_device_mesh": "ftcomm.torch.mesh",
-    "wire_hook": "ftcomm.torch.hooks",
+    "compression_hook": "ftcomm.torch.hooks",
 }
 
-__all__ = ["FtProcessGroup", "GradientBuckets", "init_device_mesh", "wire_hook"]
+__all__ = ["FtProcessGroup", "GradientBuckets", "compression_hook", "init_device_mesh"]
 
 autoload()
 

@@ -63,8 +63,9 @@ class GradientBuckets:
     """Averages the gradients of `module` over `group` (default: the default group), overlapped with backward.
 
     Args: `bucket_bytes` is the size at which a bucket is closed (a larger parameter has one of its own); `op` is "avg"
-    (over the replicas that contribute) or "sum"; `wire` that of `Calls.allreduce`. One backward a step. The parameters
-    that require gradients are taken once, here. Costs one copy of the gradients, that `p.grad` shares. Not thread-safe.
+    (over the replicas that contribute) or "sum"; `compression` that of `Group.allreduce`. One backward a step. The
+    parameters that require gradients are taken once, here. Costs one copy of the gradients, that `p.grad` shares. Not
+    thread-safe.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GradientBuckets:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         op: str = "avg",
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> None:
         if group is None:
             from ftcomm.group import default_group
@@ -84,7 +85,7 @@ class GradientBuckets:
             raise ArgumentError(f"bucket_bytes={bucket_bytes}; expected at least 1.")
         self._group = group
         self._op = op
-        self._wire = wire
+        self._compression = compression
         self._buckets = [_Bucket(params) for params in _partition(module, bucket_bytes)]
         self._next = 0  # the bucket to launch next
         for bucket in self._buckets:
@@ -150,7 +151,7 @@ class GradientBuckets:
             self._launch(ready)
 
     def _launch(self, bucket: _Bucket) -> None:
-        bucket.work = self._group.allreduce(bucket.flat, self._op, async_op=True, wire=self._wire)
+        bucket.work = self._group.allreduce(bucket.flat, self._op, async_op=True, compression=self._compression)
         self._next += 1
 
 

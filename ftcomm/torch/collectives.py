@@ -7,20 +7,25 @@ the end: an op of many small messages costs more than a copy.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from ftcomm.errors import ArgumentError, FtcommError
-from ftcomm.torch.ddp import called_by_autograd, called_by_ddp, kept_buckets
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
+from ftcomm.torch.ddp import called_by_autograd, called_by_ddp, kept_buckets, raised_by_backward
 from ftcomm.torch.grid import Grid
 from ftcomm.torch.replicas import Replicas
-from ftcomm.torch.tensors import equal_sizes, joined, one, reals, reduction, rescale, spread
-from ftcomm.torch.work import FtWork, Futures, Part
+from ftcomm.torch.tensors import equal_sizes, fit, joined, one, reals, reduction, rescale, spread
+from ftcomm.torch.work import FtWork, Futures, WorkPart
+
+MONITORED = -(1 << 62)  # tags below are of monitored barriers
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
@@ -36,14 +41,18 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> FtWork:
         opts = _options(opts, c10d.AllreduceOptions, timeout)
-        return self._allreduce([one(tensors, "all_reduce")], opts, by_ddp=called_by_autograd())
+        by_ddp = called_by_autograd()
+        work = self._allreduce([one(tensors, "all_reduce")], opts, by_ddp)
+        if by_ddp:
+            raised_by_backward(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> FtWork:
         return self._allreduce(list(tensors), _options(opts, c10d.AllreduceCoalescedOptions))
 
     def _allreduce(self, tensors: list[torch.Tensor], opts: Any, by_ddp: bool = False) -> FtWork:
         op, factor = reduction(opts.reduceOp)
-        parts: list[Part] = []
+        parts: list[WorkPart] = []
         for x in tensors:
             if factor is not None:
                 x.mul_(factor)
@@ -53,10 +62,12 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
             parts += self._call(opts, len(tensors) == 1, "allreduce", reals(x, op), op)
         return self._work("all_reduce", parts, tensors, opts)
 
-    def average(self, bucket: torch.Tensor, wire: str) -> FtWork:
+    def average(self, bucket: torch.Tensor, compression: str) -> FtWork:
         """The average of those who contribute, in place; not of torch, see `ftcomm.torch.hooks`."""
         self._alive()
-        return self._work("average", [self._calls.allreduce(bucket, "avg", async_op=True, wire=wire)], [bucket], None)
+        return self._work(
+            "average", [self._calls.allreduce(bucket, "avg", async_op=True, compression=compression)], [bucket], None
+        )
 
     def _average_of(self, bucket: torch.Tensor, opts: Any) -> FtWork:
         """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
@@ -88,10 +99,12 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
         self._expect(len(pieces), "reduce_scatter", "inputs")
         if equal_sizes(pieces):
+            fit("reduce_scatter", "input", pieces, out.numel(), out.dtype)
             return self._reduce_scatter([out], [joined(pieces)], opts, "reduce_scatter")
+        fit("reduce_scatter", "input for this rank,", [pieces[self.rank()]], out.numel(), out.dtype)
         op, factor = reduction(opts.reduceOp)
         copies = [piece.clone() if factor is None else piece * factor for piece in pieces]
-        parts: list[Part] = []
+        parts: list[WorkPart] = []
         for root, x in enumerate(copies):
             parts += self._call(opts, False, "reduce", reals(x, op), root, op)
         return self._work("reduce_scatter", parts, [out], opts, lambda: _fill(out, copies[self.rank()]))
@@ -114,7 +127,9 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, name: str) -> FtWork:
         op, factor = reduction(opts.reduceOp)
-        parts: list[Part] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            fit(name, "input", [x], out.numel() * self.size(), out.dtype)
+        parts: list[WorkPart] = []
         for out, x in zip(outputs, inputs, strict=True):
             y = x if factor is None else x * factor
             at_once = len(inputs) == 1
@@ -150,13 +165,16 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return self._allgather(lists, list(inputs), _options(opts, c10d.AllgatherOptions))
 
     def _allgather(self, lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> FtWork:
-        parts: list[Part] = []
+        parts: list[WorkPart] = []
         copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         for x, pieces in zip(inputs, lists, strict=True):
             self._expect(len(pieces), "all_gather", "outputs")
+            alike = equal_sizes(pieces)
+            fit("all_gather", "output", pieces if alike else [pieces[self.rank()]], x.numel(), x.dtype)
+        for x, pieces in zip(inputs, lists, strict=True):
             if equal_sizes(pieces):
                 flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
-                parts += self._call(opts, len(inputs) == 1, "all_gather", flat, x)
+                parts += self._call(opts, len(inputs) == 1, "allgather", flat, x)
                 copies.append((flat, pieces))
                 continue
             _fill(pieces[self.rank()], x)
@@ -180,9 +198,11 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> FtWork:
         opts = _options(opts, c10d.AllgatherOptions)
-        parts: list[Part] = []
         for out, x in zip(outputs, inputs, strict=True):
-            parts += self._call(opts, len(inputs) == 1, "all_gather", out, x)
+            fit("all_gather_single", "output", [out], x.numel() * self.size(), x.dtype)
+        parts: list[WorkPart] = []
+        for out, x in zip(outputs, inputs, strict=True):
+            parts += self._call(opts, len(inputs) == 1, "allgather", out, x)
         return self._work("all_gather_single", parts, list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -201,6 +221,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
             return self._work("gather", self._call(opts, True, "gather", None, x, opts.rootRank), [], opts)
         pieces: list[torch.Tensor] = list(outputs if isinstance(inputs, torch.Tensor) else outputs[0])
         self._expect(len(pieces), "gather", "outputs")
+        fit("gather", "output", pieces, x.numel(), x.dtype)
         flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
         parts = self._call(opts, True, "gather", flat, x, opts.rootRank)
         return self._work("gather", parts, pieces, opts, lambda: spread(flat, pieces))
@@ -210,6 +231,8 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     ) -> FtWork:
         opts = _rooted(opts, c10d.GatherOptions, 0, timeout)
         root = self.rank() == opts.rootRank
+        if root:
+            fit("gather_single", "output", [out], x.numel() * self.size(), x.dtype)
         parts = self._call(opts, True, "gather", out if root else None, x, opts.rootRank)
         return self._work("gather_single", parts, [out] if root else [], opts)
 
@@ -229,6 +252,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         if self.rank() == opts.rootRank:
             pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
             self._expect(len(pieces), "scatter", "inputs")
+            fit("scatter", "input", pieces, out.numel(), out.dtype)
             flat = joined(pieces)
         return self._work("scatter", self._call(opts, True, "scatter", out, flat, opts.rootRank), [out], opts)
 
@@ -242,9 +266,10 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         timeout: timedelta | None = None,
     ) -> FtWork:
         opts = _options(opts, c10d.AllToAllOptions, timeout)
+        fit("all_to_all_single", "output", [out], out.numel(), x.dtype)
         counts = [_counts(y, splits, self.size()) for y, splits in ((out, out_splits), (x, in_splits))]
         even = not out_splits and not in_splits
-        parts = self._call(opts, True, "all_to_all", out, x, *([None, None] if even else counts))
+        parts = self._call(opts, True, "alltoall", out, x, *([None, None] if even else counts))
         return self._work("all_to_all_single", parts, [out], opts)
 
     alltoall_base = all_to_all_single
@@ -259,10 +284,12 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         opts = _options(opts, c10d.AllToAllOptions, timeout)
         self._expect(len(outputs), "all_to_all", "outputs")
         self._expect(len(inputs), "all_to_all", "inputs")
+        for y in (*outputs, *inputs):
+            fit("all_to_all", "tensor", [y], y.numel(), inputs[0].dtype)
         x = joined(inputs)
         out_counts, in_counts = [y.numel() for y in outputs], [y.numel() for y in inputs]
         out = torch.empty(sum(out_counts), dtype=x.dtype, device=x.device)
-        parts = self._call(opts, True, "all_to_all", out, x, out_counts, in_counts)
+        parts = self._call(opts, True, "alltoall", out, x, out_counts, in_counts)
         return self._work("all_to_all", parts, list(outputs), opts, lambda: spread(out, outputs))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FtWork:
@@ -270,6 +297,8 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return self._work("barrier", self._call(opts, True, "barrier"), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have called it: a barrier, which members that are lost meanwhile do not fail. Its error
+        names no rank. Raises `CollectiveTimeout`."""
         self.barrier(timeout=timeout).wait()
 
     # -- from one to one ---------------------------------------------------------------------------------------------
@@ -277,34 +306,42 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> FtWork:
         x = one(tensors, "send")
         self._alive()
-        return self._work("send", [self._calls.send(x, dst, tag, async_op=True)], [x], None)
+        with _seen_by_profilers("send"):
+            return self._work("send", [self._calls.send(x, dst, tag, async_op=True)], [x], None)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> FtWork:
         x = one(tensors, "recv")
         self._alive()
-        return self._work("recv", [self._calls.recv(x, src, tag, async_op=True)], [x], None)
+        with _seen_by_profilers("recv"):
+            return self._work("recv", [self._calls.recv(x, src, tag, async_op=True)], [x], None)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> FtWork:
         x = one(tensors, "recv")
         self._alive()
-        return self._work("recv", [self._calls.recv(x, None, tag, async_op=True)], [x], None)
+        with _seen_by_profilers("recvAnySource"):
+            return self._work("recv", [self._calls.recv(x, None, tag, async_op=True)], [x], None)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _call(self, opts: Any, at_once: bool, call: str, *args: Any) -> list[Part]:
+    def _call(self, opts: Any, at_once: bool, call: str, *args: Any) -> list[WorkPart]:
         """Start an op. If torch waits for it anyway (`at_once` if it may), this thread drives it to its end instead,
-        which saves two changes of threads; a timeout of its own needs somebody who looks at the clock."""
+        which saves two changes of threads; a timeout that comes first needs somebody who looks at the clock."""
         self._alive()
         method = getattr(self._calls, call)
-        if at_once and not opts.asyncOp and opts.timeout.total_seconds() <= 0:
-            method(*args)
-            return []
-        return [method(*args, async_op=True)]
+        with _seen_by_profilers(call):
+            if at_once and not opts.asyncOp and opts.timeout.total_seconds() <= 0 and self._ends_in_time():
+                method(*args)
+                return []
+            return [method(*args, async_op=True)]
+
+    def _ends_in_time(self) -> bool:
+        """Does an op that stands still fail by itself before the timeout of this group?"""
+        return bool(self._calls._patience() <= self._timeout)
 
     def _work(
         self,
         name: str,
-        parts: Sequence[Part],
+        parts: Sequence[WorkPart],
         result: list[torch.Tensor],
         opts: Any,
         finish: Callable[[], None] | None = None,
@@ -312,12 +349,16 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         self._sequence += 1
         seconds = 0.0 if opts is None else opts.timeout.total_seconds()
         timeout = seconds if seconds > 0 else self._timeout
-        work = FtWork(f"{name} of group {self.group_name!r}", parts, result, self._futures, finish, timeout)
+        what = f"{name} of group {self.group_name!r}"
+        work = FtWork(what, parts, result, self._futures, finish, timeout, self._sequence)
+        if opts is not None and opts.asyncOp and _distributed_c10d._allow_inflight_collective_as_graph_input():
+            work.register()
         if self._together is not None:
             self._together.append(work)
         return work
 
     _sequence = 0
+    _barriers = 0  # monitored ones
     _together: list[FtWork] | None = None  # what was called since _start_coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -336,6 +377,26 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
 
     def _alive(self) -> None:
         raise NotImplementedError
+
+
+def _ended(work: FtWork, end: float) -> bool:
+    """Wait until `end`; False if the work goes on then. Raises what it failed with."""
+    try:
+        return work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
+    except CollectiveTimeout:
+        if work.is_completed():
+            raise
+        return False
+
+
+def _seen_by_profilers(call: str) -> contextlib.AbstractContextManager[Any]:
+    """The event of a call, under the name that torch gives it; of an asynchronous one, of its start."""
+    if not torch.autograd._profiler_enabled():
+        return _UNSEEN
+    return torch.autograd.profiler.record_function(f"ftcomm:{'all_reduce' if call == 'allreduce' else call}")
+
+
+_UNSEEN = contextlib.nullcontext()
 
 
 class _Nested:
@@ -377,6 +438,11 @@ def _rooted(given: Any, kind: type, root: int, timeout: timedelta | None) -> Any
 def _counts(x: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
     """Elements for each rank; torch splits along the first dimension."""
     if not splits:
+        if x.numel() % size:
+            raise ArgumentError(
+                f"all_to_all_single of {x.numel()} elements in a group of {size}: expected a multiple of {size}, or "
+                "splits."
+            )
         return [x.numel() // size] * size
     if len(splits) != size or (x.dim() and sum(splits) != x.shape[0]):
         raise ArgumentError(

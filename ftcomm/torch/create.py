@@ -1,17 +1,24 @@
 """Which group stands behind a process group that torch asks for.
 
 ranks                                      group                                   a loss
-one place, in all replicas                 of the job                              is survived
-one place, in some replicas                of the job, restricted to those         is survived
+the world, of one rank a replica           that of the job                         is survived
+one place, in all or some replicas         a subgroup of the job                   is survived
 several places, in all or some replicas    a grid: one of these for each place,    is survived
                                            and a fixed group in each replica
 in one replica, which lives and dies as    a fixed group                           ends it
 one, or in no such pattern
+
+Each is a communicator of its own, also of ranks of which there is another one: what is called on it stands in no order
+to what is called on others, messages are not mixed, and an error is of one alone. So the group of the job is behind one
+process group at a time. It is the one for which kernels of a GPU reduce: where the world is a grid, it is behind the
+dimension across replicas of the first mesh, which has the gradients.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +31,14 @@ from ftcomm.fixed.group import FixedGroup
 from ftcomm.torch import meeting
 from ftcomm.torch.grid import Grid
 from ftcomm.torch.process_group import FtProcessGroup
+from ftcomm.torch.reconfigure import ReconfigurableGroup
 from ftcomm.torch.replicas import Replicas
+
+_meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of jobs that are behind a dimension of a mesh
 
 
 class Dimension(enum.Enum):
-    """Of a mesh, for groups whose ranks alone do not tell: those of the only replica are also all ranks, today."""
+    """A dimension of a mesh, for groups whose ranks do not tell which: those of the only replica are also all ranks."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -41,8 +51,6 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
     seconds, name = options.timeout.total_seconds(), str(options.group_id)
     ranks = list(options.global_ranks_in_group)
     if getattr(options, "enable_reconfigure", False):  # of torch >= 2.14
-        from ftcomm.torch.reconfigure import ReconfigurableGroup
-
         return ReconfigurableGroup(options.group_rank, options.group_size, seconds, name=name)
     if ranks:  # not the world, which is there then
         group = ftcomm.group.default_group()
@@ -52,7 +60,7 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
         group = meeting.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
     _check(seconds, group)
     calls, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
-    return FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end))
+    return FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
 
 
 def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: str | None) -> FtProcessGroup | None:
@@ -64,23 +72,27 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
             f"split_group of the ranks {list(ranks)} of process group {parent.group_name!r}; expected at least one of "
             f"{sorted(worlds)}. dist.new_group(ranks) makes a group of ranks of the world."
         )
+    parent.splits += 1  # all of its ranks have come
     wanted = [worlds[rank] for rank in ranks]
     if dist.get_rank() not in wanted:
         return None
     group = ftcomm.group.default_group()
     _check(timeout, group)
-    name = f"{parent.group_name} split {wanted}" if name is None else name
+    name = f"{parent.group_name} split {parent.splits} {wanted}" if name is None else name
     calls, end = _beneath(group, wanted, None, f"torch {name}", timeout)
-    return FtProcessGroup(calls, timeout, name=name, end=end)
+    return FtProcessGroup(calls, timeout, name=name, end=end, split=split)
 
 
 def _beneath(
     group: Any, ranks: list[int], dimension: Dimension | None, name: str, timeout: float
 ) -> tuple[Any, Callable[[], None]]:
     """The calls for the group of `ranks`, all of them if empty, and what to do at its end."""
-    if dimension is Dimension.REPLICATE:
-        return Replicas(group), _nothing
-    shards: int = group.settings.ranks_per_replica
+    shards: int = group.shards
+    first = shards > 1 and dimension is Dimension.REPLICATE and not _meshes
+    if first:
+        _meshes.add(group)
+    if first or (shards == 1 and not ranks):
+        return Replicas(group), functools.partial(_meshes.discard, group)
     members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
     replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})
     product = [(replica, place) for replica in replicas for place in places]
@@ -89,10 +101,8 @@ def _beneath(
         fixed = FixedGroup.in_job(group, name, members, op_timeout=timeout)
         return fixed, fixed.close
     everybody = tuple(replicas) == group.roster
-    if everybody and len(places) == 1:
-        return Replicas(group), _nothing
     # All that there may ever be: a replica that is away now, and comes back, is in it again.
-    across = group.subgroup(name, range(group.settings.replicas) if everybody else replicas)
+    across = group.subgroup(name, range(group.replicas) if everybody else replicas)
     if len(places) == 1:
         return Replicas(across), across.close
     inside = FixedGroup.in_job(group, f"{name}, inside", [(group.replica, place) for place in places])
@@ -123,7 +133,3 @@ def _check(timeout: float, group: Any) -> None:
             "its calls would fail before. Raise it, as in dist.init_process_group(timeout=...), or lower "
             "FTCOMM_HEARTBEAT_TIMEOUT."
         )
-
-
-def _nothing() -> None:
-    pass

@@ -16,12 +16,16 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
+
+if TYPE_CHECKING:
+    from ftcomm.torch.work import FtWork
 
 _CUTS = "_compute_bucket_assignment_by_size"  # (tensors, limits, sparse[, indices]) -> (buckets, limit of each)
 _making = threading.local()  # .module: the DDP that this thread makes, if it is on one of our groups
@@ -30,7 +34,7 @@ _layouts = "_ftcomm_buckets"  # attribute of a DDP: its buckets, lists of indice
 
 
 def adapt(ours: type) -> None:
-    """From now on, every DDP on a group of class `ours` keeps its buckets. Idempotent."""
+    """Let every DDP on a group of class `ours` keep its buckets from now on. Idempotent."""
     with _lock:
         original = DistributedDataParallel._ddp_init_helper
         if hasattr(original, "__wrapped__"):
@@ -94,3 +98,18 @@ def called_by_autograd() -> bool:
     except ValueError:
         return True
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) == ("torch.autograd.graph", "_engine_run_backward")
+
+
+def raised_by_backward(work: FtWork) -> None:
+    """Let `backward` raise the error of an all-reduce of DDP's reducer as it is.
+
+    In the future on which the reducer waits it could only be a RuntimeError with its text. So the future has a value in
+    any case, the reducer ends its backward, and the error is raised after that. It does so in a callback at the end of
+    backward, which it adds after this call; ours adds another one, and so comes after it.
+    """
+    queue = Variable._execution_engine.queue_callback
+    try:
+        queue(lambda: queue(work.raise_error))
+    except RuntimeError:  # this is no backward: a callback can be added in one alone
+        return
+    work.raised_elsewhere = True

@@ -15,6 +15,7 @@ and both groups are the grid's own: what its thread calls there stands in no ord
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import rescale
 
 
-class Turn:
+class GridTurn:
     """An op of a grid that was called: what `async_op=True` returns. Methods may be called from any thread."""
 
     def __init__(self, op: Callable[[], None]) -> None:
@@ -36,7 +37,7 @@ class Turn:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """In the thread of the grid, once."""
+        """Run the op; called once, in the thread of the grid."""
         assert self._op is not None
         try:
             self._op()
@@ -68,7 +69,7 @@ class Grid:
     def __init__(self, across: Replicas, inside: Any) -> None:
         self._across, self._inside = across, inside
         self._shards: int = len(inside.roster)
-        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._turns: queue.SimpleQueue[GridTurn | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # started with the first op
 
     @property
@@ -76,23 +77,26 @@ class Grid:
         return tuple(range(len(self._across.roster) * self._shards))
 
     @property
-    def me(self) -> int:
-        return self._across.roster.index(self._across.me) * self._shards + int(self._inside.me)
+    def rank(self) -> int:
+        return self._across.rank * self._shards + int(self._inside.rank)
+
+    def _patience(self) -> float:
+        return math.inf  # of several ops together
 
     def forgives(self, error: Exception) -> bool:
         return self._across.forgives(error)
 
     def close(self) -> None:
-        """After both groups were closed, so that no op goes on for long; idempotent. Does not block."""
+        """End the thread. Both groups were closed before, so no op goes on for long. Idempotent; does not block."""
         if self._thread is not None:
             self._turns.put(None)
 
-    def _in_turn(self, async_op: bool, op: Callable[[], None]) -> Turn | None:
-        """After all that was called before."""
+    def _in_turn(self, async_op: bool, op: Callable[[], None]) -> GridTurn | None:
+        """Run `op` after all that was called before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
             self._thread.start()
-        turn = Turn(op)
+        turn = GridTurn(op)
         self._turns.put(turn)
         if async_op:
             return turn
@@ -123,30 +127,30 @@ class Grid:
         *,
         async_op: bool = False,
         average_of: bool = False,
-        wire: str | None = None,
+        compression: str | None = None,
     ) -> Any:
         """`average_of`: `x` is divided by the number of ranks already; the sum is to be the average of those who
-        contributed. `wire` is between replicas; the ranks of one are near each other."""
-        return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of, wire))
+        contributed. `compression` is between replicas; the ranks of one are near each other."""
+        return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of, compression))
 
-    def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False, wire: str | None = None) -> None:
+    def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False, compression: str | None = None) -> None:
         flat = x.detach().contiguous().view(-1)
         inner = "sum" if op == "avg" else op
         if flat.numel() % self._shards or not flat.numel():
             self._inside.allreduce(flat, inner)
-            self._over(flat, op, average_of, wire)
+            self._over(flat, op, average_of, compression)
         else:
             part = torch.empty(flat.numel() // self._shards, dtype=x.dtype, device=x.device)
             self._inside.reduce_scatter(part, flat, inner)
-            self._over(part, op, average_of, wire)
-            self._inside.all_gather(flat, part)
+            self._over(part, op, average_of, compression)
+            self._inside.allgather(flat, part)
         if op == "avg":
             flat.copy_(flat / self._shards if x.is_floating_point() else flat // self._shards)
         if flat.data_ptr() != x.data_ptr():
             x.detach().copy_(flat.view(x.shape))
 
-    def _over(self, part: torch.Tensor, op: str, average_of: bool, wire: str | None) -> None:
-        work = self._across.allreduce(part, op, async_op=True, wire=wire)
+    def _over(self, part: torch.Tensor, op: str, average_of: bool, compression: str | None) -> None:
+        work = self._across.allreduce(part, op, async_op=True, compression=compression)
         work.wait()
         if average_of:
             rescale(part, work.contributors, len(self._across.roster))
@@ -155,7 +159,7 @@ class Grid:
         def reduce() -> None:
             y = x.detach().clone()
             self._allreduce(y, op)
-            if self.me == root:
+            if self.rank == root:
                 x.detach().copy_(y)
 
         return self._in_turn(async_op, reduce)
@@ -179,32 +183,32 @@ class Grid:
 
     def _broadcast(self, x: torch.Tensor, root: int) -> None:
         replica, shard = divmod(root, self._shards)
-        if self.me // self._shards == replica:
+        if self.rank // self._shards == replica:
             self._inside.broadcast(x, shard)
         self._agree("broadcast", lambda: self._across.broadcast(x, replica))
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
-        return self._in_turn(async_op, lambda: self._all_gather(out, x))
+    def allgather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
+        return self._in_turn(async_op, lambda: self._allgather(out, x))
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _allgather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         block = torch.empty(self._shards * x.numel(), dtype=x.dtype, device=x.device)
-        self._inside.all_gather(block, x)
-        self._agree("all_gather", lambda: self._across.all_gather(out, block))
+        self._inside.allgather(block, x)
+        self._agree("allgather", lambda: self._across.allgather(out, block))
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         everything = torch.empty(len(self.roster) * x.numel(), dtype=x.dtype, device=x.device) if out is None else out
-        return self.all_gather(everything, x, async_op=async_op)
+        return self.allgather(everything, x, async_op=async_op)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, root: int, *, async_op: bool = False) -> Any:
         def scatter() -> None:
             size = len(self.roster) * out.numel()
             everything = x if x is not None else torch.empty(size, dtype=out.dtype, device=out.device)
             self._broadcast(everything, root)
-            out.detach().copy_(everything.reshape(len(self.roster), -1)[self.me].view(out.shape))
+            out.detach().copy_(everything.reshape(len(self.roster), -1)[self.rank].view(out.shape))
 
         return self._in_turn(async_op, scatter)
 
-    def all_to_all(
+    def alltoall(
         self,
         out: torch.Tensor,
         x: torch.Tensor,
@@ -213,14 +217,14 @@ class Grid:
         *,
         async_op: bool = False,
     ) -> Any:
-        return self._in_turn(async_op, lambda: self._all_to_all(out, x, out_counts, in_counts))
+        return self._in_turn(async_op, lambda: self._alltoall(out, x, out_counts, in_counts))
 
-    def _all_to_all(
+    def _alltoall(
         self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
     ) -> None:
         """What is for rank `p` of any replica goes to rank `p` of this one, and from there across: an element moves at
         most twice. `counts[i][j]` elements go from rank `i` to rank `j`."""
-        size, me, shards = len(self.roster), self.me, self._shards
+        size, me, shards = len(self.roster), self.rank, self._shards
         replicas, here = range(size // shards), me % shards
         own = range(me - here, me - here + shards)  # the ranks of this replica
         counts = self._counts(out, x, out_counts, in_counts)
@@ -229,36 +233,34 @@ class Grid:
         given = [sum(counts[me][r * shards + p] for r in replicas) for p in range(shards)]
         taken = [[counts[i][r * shards + here] for r in replicas] for i in own]
         there = torch.empty(sum(map(sum, taken)), dtype=x.dtype, device=x.device)
-        self._inside.all_to_all(there, torch.cat(first), list(map(sum, taken)), given)
+        self._inside.alltoall(there, torch.cat(first), list(map(sum, taken)), given)
         parts = there.split([count for row in taken for count in row])  # of each rank, for each replica
         second = torch.cat([parts[p * len(replicas) + r] for r in replicas for p in range(shards)])
         given = [sum(row[r] for row in taken) for r in replicas]
         came = [sum(counts[r * shards + p][me] for p in range(shards)) for r in replicas]
         y = torch.empty(out.numel(), dtype=x.dtype, device=x.device)
-        self._agree("all_to_all", lambda: self._across.all_to_all(y, second, came, given))
+        self._agree("alltoall", lambda: self._across.alltoall(y, second, came, given))
         out.detach().copy_(y.view(out.shape))
 
     def _counts(
         self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
     ) -> list[list[int]]:
         """Elements from each rank to each: as many to all, or as all have said."""
-        size, me = len(self.roster), self.me
+        size, me = len(self.roster), self.rank
         if not in_counts and not out_counts and x.numel() == out.numel() and not x.numel() % size:
             return [[x.numel() // size] * size] * size
         mine = torch.tensor(in_counts if in_counts else [x.numel() // size] * size)
         told = torch.empty(size * size, dtype=mine.dtype)
-        self._all_gather(told, mine)
+        self._allgather(told, mine)
         counts = told.view(size, size)
         expected = list(out_counts) if out_counts else [out.numel() // size] * size
         fits = torch.tensor([int(counts[:, me].tolist() == expected)])
         everybody = fits.clone()
         self._allreduce(everybody, "min")
         if not fits.item():
-            raise ArgumentError(f"all_to_all: rank {me} expects {expected} elements, and gets {counts[:, me].tolist()}")
+            raise ArgumentError(f"alltoall: rank {me} expects {expected} elements, and gets {counts[:, me].tolist()}")
         if not everybody.item():
-            raise ArgumentError(
-                "all_to_all: another rank expects other numbers of elements than it gets; it says which"
-            )
+            raise ArgumentError("alltoall: another rank expects other numbers of elements than it gets; it says which")
         return counts.tolist()  # type: ignore[no-any-return]
 
     def barrier(self, *, async_op: bool = False) -> Any:
@@ -282,13 +284,13 @@ class Grid:
     def _way(self, rank: int) -> tuple[Any, int]:
         """The group in which both we and `rank` are, and its rank there."""
         replica, shard = divmod(rank, self._shards)
-        mine, here = divmod(self.me, self._shards)
+        mine, here = divmod(self.rank, self._shards)
         if shard == here:
             return self._across, replica
         if replica == mine:
             return self._inside, shard
         raise ArgumentError(
-            f"rank {self.me} and rank {rank} share neither the replica nor the place in it; make a group of both "
+            f"rank {self.rank} and rank {rank} share neither the replica nor the place in it; make a group of both "
             "(dist.new_group) and send there"
         )
 

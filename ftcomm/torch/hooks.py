@@ -1,4 +1,4 @@
-"""DDP's gradients in another form on the wire: a communication hook."""
+"""DDP's gradients in another form between replicas: a communication hook."""
 
 # No `from __future__ import annotations`: DDP compares those of a hook with what they have to be.
 
@@ -7,32 +7,34 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ftcomm.collective.wire import WIRES
+from ftcomm.collective.compression import COMPRESSIONS
 from ftcomm.errors import ArgumentError
 from ftcomm.torch.process_group import FtProcessGroup
 
 
-def wire_hook(wire: str) -> Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A hook that averages gradients as DDP does without one, over those who contribute, in the form `wire`.
+def compression_hook(
+    compression: str,
+) -> Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """A hook that averages gradients as DDP does without one, over those who contribute, in the form `compression`.
 
-        model.register_comm_hook(None, ftcomm.torch.wire_hook("fp8"))
+        model.register_comm_hook(None, ftcomm.torch.compression_hook("fp8"))
 
     The state that is registered with it is the process group of the DDP, one of "ftcomm"; None: the default one. The
     forms are those of `ftcomm.Group.allreduce`, and the same on all ranks. With several ranks to a replica it is that
     between replicas. Raises `ArgumentError` for another form, and in backward for another group.
     """
-    if wire not in WIRES:
-        raise ArgumentError(f"wire={wire!r} is not known; use one of {', '.join(WIRES)}.")
+    if compression not in COMPRESSIONS:
+        raise ArgumentError(f"compression={compression!r} is not known; use one of {', '.join(COMPRESSIONS)}.")
 
     def average(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         group = dist.group.WORLD if state is None else state
         if not isinstance(group, FtProcessGroup):
             raise ArgumentError(
-                f"wire_hook of a process group of {group.name()!r}; register it with one of 'ftcomm' as its state, "
-                "or make the default group one: dist.init_process_group('ftcomm')"
+                f"compression_hook of a process group of {group.name()!r}; register it with one of 'ftcomm' as its "
+                "state, or make the default group one: dist.init_process_group('ftcomm')"
             )
         buffer = bucket.buffer()
-        future = group.average(buffer, wire).get_future()
+        future = group.average(buffer, compression).get_future()
         made: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
         return made
 

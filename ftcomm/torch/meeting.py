@@ -3,13 +3,14 @@
 FTCOMM_COORDINATOR is set       the job is joined here; rank and size are those of its first view, and torch gets a
                                 store of this process alone, through which nothing of ours goes
 MASTER_ADDR, RANK, ...          torch meets as ever (torchrun, mp.spawn); rank 0 starts a coordinator, and torch's
-                                store carries its address and the token to the others
+                                store carries its address to the others. It carries no secret: the token is
+                                FTCOMM_TOKEN, or lies where the ranks of one host can read it (`secret`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -20,15 +21,16 @@ from urllib.parse import parse_qs, urlparse
 import torch.distributed as dist
 
 from ftcomm.address import own_address
-from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.settings import Settings
+from ftcomm.settings import Settings, own
+from ftcomm.torch.secret import MEND, Secret, read
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
 
-WHERE = "ftcomm/coordinator"  # key in torch's store
+_BY_ENVIRONMENT = "FTCOMM_TOKEN"  # said in place of where the token lies
 
+_met = 0  # how often this process has begun to meet by torch's store; all ranks do it as often
 _ours: Group | None = None  # joined for a process group, and so to be left with it
 
 
@@ -46,7 +48,7 @@ def meet(
         raise InitError(
             f"init_process_group(rank={asked.get('rank', rank)}, world_size={asked.get('world_size', size)}) in a job "
             f"in which this is rank {rank} of {size}: replicas {', '.join(map(str, group.members))} of "
-            f"{group.settings.ranks_per_replica} ranks each, this is replica {group.replica} rank {group.rank}. Leave "
+            f"{group.shards} ranks each, this is replica {group.replica} rank {group.shard}. Leave "
             "rank and world_size out, `ftcomm run` knows them."
         )
     yield dist.HashStore(), rank, size
@@ -55,8 +57,8 @@ def meet(
 
 def place(group: Group) -> tuple[int, int]:
     """(rank, size) of this process in the world of the job: replicas in the order of the roster, times their ranks."""
-    shards = group.settings.ranks_per_replica
-    return group.roster.index(group.replica) * shards + group.rank, len(group.roster) * shards
+    shards = group.shards
+    return group.roster.index(group.replica) * shards + group.shard, len(group.roster) * shards
 
 
 def in_job() -> bool:
@@ -88,22 +90,60 @@ def leave() -> None:
 
 def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
     """The default group of a program that some other launcher has started, with a coordinator of its own."""
-    global _ours
+    global _ours, _met
     import ftcomm.group
 
     if ftcomm.group._default is not None:
         return ftcomm.group.default_group()
     shards = _shards(size)
     host = _host()
-    if rank == 0:
-        from ftcomm.launch.beside import start
+    # torchrun keeps its store from attempt to attempt, and a program may meet in it again after it has left.
+    keys = f"ftcomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_met}"
+    _met += 1
+    with contextlib.ExitStack() as meanwhile:
+        token = os.environ.get("FTCOMM_TOKEN", "")
+        if rank == 0:
+            from ftcomm.launch.sidecar import start
 
-        token = secrets.token_hex(16)
-        store.set(WHERE, f"{start(size // shards, shards, token, host)} {token}")
-    endpoint, token = store.get(WHERE).decode().split()
+            place = _BY_ENVIRONMENT
+            if not token:
+                secret = meanwhile.enter_context(contextlib.closing(Secret()))
+                token, place = secret.token, secret.place
+            endpoint = start(size // shards, shards, token, host)
+            store.set(f"{keys}/coordinator", f"{endpoint} {place}")
+        else:
+            endpoint, place = told(store.get(f"{keys}/coordinator"))
+            token = _token(token, place)
+        _ours = _join(store, keys, endpoint, token, rank, shards, size, host, timeout)
+    return _ours
+
+
+def _token(own: str, place: str) -> str:
+    """`own` is FTCOMM_TOKEN here, `place` what rank 0 says of its token. Raises `InitError`."""
+    if (place == _BY_ENVIRONMENT) != bool(own):
+        here, there = ("is set here, and", "not on rank 0") if own else ("is not set here, but it is", "on rank 0")
+        raise InitError(f"FTCOMM_TOKEN {here} {there}. {MEND}.")
+    return own or read(place)
+
+
+def _join(
+    store: dist.Store,
+    keys: str,
+    endpoint: str,
+    token: str,
+    rank: int,
+    shards: int,
+    size: int,
+    host: str,
+    timeout: timedelta,
+) -> Group:
+    import ftcomm.group
+
+    asked = own(os.environ)
+    asked["init_timeout"] = min(asked["init_timeout"], timeout.total_seconds())
     leader, listener = "", None
     if shards > 1:
-        key = f"ftcomm/leader/{rank // shards}"
+        key = f"{keys}/leader/{rank // shards}"
         if rank % shards == 0:
             listener = socket.create_server((host, 0))
             store.set(key, f"{host}:{listener.getsockname()[1]}")
@@ -113,19 +153,28 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
         token=token,
         replica=rank // shards,
         replicas=size // shards,
-        rank=rank % shards,
+        shard=rank % shards,
         ranks_per_replica=shards,
         leader=leader,
         leader_fd=None if listener is None else listener.detach(),
         host=host,
-        transport=os.environ.get("FTCOMM_TRANSPORT", "auto"),
-        engine=os.environ.get("FTCOMM_ENGINE", "host"),
-        timeouts=Timeouts.derive(),
-        init_timeout=min(120.0, timeout.total_seconds()),
+        **asked,
     )
     settings.check()
-    _ours = ftcomm.group.init(settings)
-    return _ours
+    return ftcomm.group.init(settings)
+
+
+def told(value: bytes) -> tuple[str, str]:
+    """The endpoint of the coordinator and where its token lies, as rank 0 has put it into torch's store, to which
+    anybody may write. Raises `InitError`."""
+    endpoint, _, place = value.decode("ascii", "replace").partition(" ")
+    host, _, port = endpoint.rpartition(":")
+    if not (1 <= len(host) <= 255 and port.isdecimal() and len(port) <= 5 and 1 <= len(place) <= 64):
+        raise InitError(
+            f"torch's store holds {len(value)} bytes where the address of the coordinator should be; is it the store "
+            "of another program?"
+        )
+    return endpoint, place
 
 
 def _shards(size: int) -> int:

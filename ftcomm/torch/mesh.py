@@ -36,14 +36,14 @@ def init_device_mesh(
     if not dist.is_initialized():
         dist.init_process_group("ftcomm")
     group = ftcomm.group.default_group()
-    replicas, shards = len(group.roster), group.settings.ranks_per_replica
+    replicas, shards = len(group.roster), group.shards
     if len(mesh_dim_names) != 2:
         raise ArgumentError(f"mesh_dim_names={tuple(mesh_dim_names)}; expected two, of replicas and of their ranks.")
     if mesh_shape is not None:
-        allowed = ((replicas, shards), (group.settings.replicas, shards))
+        allowed = ((replicas, shards), (group.replicas, shards))
         if tuple(mesh_shape) not in allowed:
             raise ArgumentError(
-                f"a mesh of {tuple(mesh_shape)} in a job of {group.settings.replicas} replicas ({replicas} now) of "
+                f"a mesh of {tuple(mesh_shape)} in a job of {group.replicas} replicas ({replicas} now) of "
                 f"{shards} ranks each; expected {allowed[1]}. `ftcomm run --replicas R --ranks-per-replica S` makes a "
                 "job for (R, S)."
             )

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ftcomm.errors import FtcommError
+from ftcomm.errors import CollectiveTimeout, FtcommError
+from ftcomm.own import own_process
 from ftcomm.torch.collectives import Collectives
 from ftcomm.torch.ddp import adapt
 from ftcomm.torch.versions import device_types
@@ -24,7 +25,8 @@ from ftcomm.torch.work import Futures
 class FtProcessGroup(Collectives):
     """Do not make one: `dist.init_process_group("ftcomm")` and `dist.new_group` do.
 
-    `calls` is the group beneath, `end` is called once when this is shut down.
+    `calls` is the group beneath, `end` is called once when this is shut down, `split` makes a group of some of its
+    ranks.
     """
 
     supports_reconfigure = False
@@ -32,19 +34,28 @@ class FtProcessGroup(Collectives):
     supports_coalescing = False
     options = None  # of a group that is split off: there are none
 
-    def __init__(self, calls: Any, timeout: float, *, name: str, end: Callable[[], None] = lambda: None) -> None:
-        self._calls, self._end = calls, end
+    def __init__(
+        self,
+        calls: Any,
+        timeout: float,
+        *,
+        name: str,
+        end: Callable[[], None] = lambda: None,
+        split: Callable[[FtProcessGroup, Sequence[int], float, str | None], FtProcessGroup | None] | None = None,
+    ) -> None:
+        self._calls, self._end, self._split = calls, end, split
         super().__init__(self.rank(), self.size())
         adapt(FtProcessGroup)
         self._timeout = timeout
         self._name, self._desc = name, "undefined"
         self._futures = Futures(getattr(calls, "forgives", lambda error: False))
+        self.splits = 0  # how often a group was split off
         self._gone = ""  # why there is no group any more
 
     # -- who is in it ------------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        return self._calls.roster.index(self._calls.me)
+        return int(self._calls.rank)
 
     def size(self) -> int:
         return len(self._calls.roster)
@@ -102,17 +113,16 @@ class FtProcessGroup(Collectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> FtProcessGroup | None:
-        """Of `dist.split_group`: the group of `ranks` of this one, as `dist.new_group` makes it; None for others."""
-        from ftcomm.torch.create import split
-
+        """Make the group of `ranks` of this one for `dist.split_group`, as `dist.new_group` does; None for others."""
         self._alive()
-        made = split(self, ranks, self._timeout if timeout is None else timeout.total_seconds(), group_name)
+        assert self._split is not None, "a group that cannot be split overrides this"
+        made = self._split(self, ranks, self._timeout if timeout is None else timeout.total_seconds(), group_name)
         if made is not None and group_desc is not None:
             made._set_group_desc(group_desc)
         return made
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Of `dist.new_group` on ranks that are not in it: nobody waits for them."""
+        """Do nothing; `dist.new_group` calls it on ranks that are not in the group, for which nobody waits."""
 
     def get_group_store(self) -> dist.Store:
         """torch keeps a store for each group; nothing of ours goes through it."""
@@ -137,11 +147,11 @@ class FtProcessGroup(Collectives):
         return self._sequence
 
     def shutdown(self) -> None:
-        """Of `dist.destroy_process_group`; idempotent."""
+        """End the group, for `dist.destroy_process_group`; idempotent."""
         self._over("it was destroyed (dist.destroy_process_group)")
 
     def abort(self) -> None:
-        """Of `dist._abort_process_group`; idempotent."""
+        """End the group, for `dist._abort_process_group`; idempotent."""
         self._over("it was aborted")
 
     def _over(self, why: str) -> None:
@@ -151,8 +161,16 @@ class FtProcessGroup(Collectives):
             self._futures.close()
 
     def _alive(self) -> None:
+        own_process()
         if self._gone:
             raise FtcommError(
                 f"process group {self._name!r} does not exist any more: {self._gone}. Call dist.init_process_group, or "
                 "dist.new_group, before any collective."
+            )
+        if self._futures.cut_off:
+            # Who waits for a future, as DDP does, fills the buffer anew, and the op is still to write its result there.
+            raise CollectiveTimeout(
+                f"process group {self._name!r} is at its end: {self._futures.cut_off} timed out while it went on in a "
+                "buffer that DDP, or a hook, uses again. Start the program again from its last checkpoint, or raise "
+                "the timeout of the group (dist.init_process_group(timeout=...))."
             )

@@ -16,23 +16,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
 from ftcomm.fixed.endpoint import Endpoint
 from ftcomm.fixed.group import FixedGroup
 from ftcomm.torch.process_group import FtProcessGroup
-from ftcomm.torch.replicas import Done
+from ftcomm.torch.replicas import FinishedWork
 from ftcomm.torch.work import FtWork
 
 MEET = 60.0  # s until all have come, unless the call says otherwise
 
 
 class _Before:
-    """In the place of a group, before there is one: rank and size that torch was given, and nothing to call."""
+    """Stands in for a group before there is one: rank and size that torch was given, and nothing to call."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.me, self.roster = rank, tuple(range(size))
+        self.rank, self.roster = rank, tuple(range(size))
 
 
 class ReconfigurableGroup(FtProcessGroup):
@@ -48,11 +46,6 @@ class ReconfigurableGroup(FtProcessGroup):
         self._group: FixedGroup | None = None
         self._used: set[int] = set()
         self._hooks: dict[int, Callable[[], None]] = {}
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """torchft asks for the errors of each; torch's flight recorder, which cannot deal with any, looks before."""
-        return super()._device_types if self._group is None else [torch.device("cpu"), torch.device("cuda")]
 
     def get_reconfigure_handle(self) -> str:
         return self._endpoint.handle
@@ -136,7 +129,7 @@ class ReconfigurableGroup(FtProcessGroup):
             )
 
 
-class _Outcome(Done):
+class _Outcome(FinishedWork):
     """A call that has ended, well or not."""
 
     def __init__(self, error: Exception | None = None) -> None:

@@ -17,7 +17,7 @@ NAME = "ftcomm"
 
 
 def autoload() -> None:
-    """At the end of `import torch`. Raises nothing: torch would not be imported."""
+    """Register the backend at the end of `import torch`. Raises nothing, else torch would not be imported."""
     try:
         register()
     except Exception as error:

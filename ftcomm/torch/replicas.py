@@ -19,7 +19,7 @@ import torch
 from ftcomm.errors import FtcommError, LostError, MismatchError
 
 
-class Done:
+class FinishedWork:
     """What `async_op=True` returns for a call that has ended already."""
 
     contributors: tuple[Any, ...] = ()
@@ -42,20 +42,23 @@ class Replicas:
         return self.group.roster  # type: ignore[no-any-return]
 
     @property
-    def me(self) -> int:
-        return self.group.me  # type: ignore[no-any-return]
+    def rank(self) -> int:
+        return self.group.rank  # type: ignore[no-any-return]
 
     @property
     def alone(self) -> bool:
         """Is this a replica that has joined a running job and has not come to its first boundary?"""
-        return self.group.outside  # type: ignore[no-any-return]
+        return self.group._outside  # type: ignore[no-any-return]
+
+    def _patience(self) -> float:
+        return self.group._patience()  # type: ignore[no-any-return]
 
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
         """`x` of `root`, which all should hold alike, to all. It may be lost, or be catching up and have nothing to
         give; then it is that of the lowest rank that contributes, and if that is lost too, of the next."""
         if self.alone:
             return
-        givers = [self.roster.index(replica) for replica in self.group.givers]
+        givers = [self.roster.index(replica) for replica in self.group.contributors]
         own = x.detach().clone()
         for rank in [root] * (root in givers) + [rank for rank in givers if rank != root]:
             try:
@@ -68,14 +71,20 @@ class Replicas:
     def forgives(self, error: Exception) -> bool:
         """Does the step loop repeat a step in which members have called different things (one has failed in it)? Then
         DDP, which cannot be stopped half way, is to end it as if nothing had happened."""
-        tell = getattr(self.group, "on_step_error", None)
+        tell = getattr(self.group, "_on_step_error", None)
         if tell is None or not isinstance(error, MismatchError):
             return False
         tell(error)
         return True
 
-    def allreduce(self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False, wire: str | None = None) -> Any:
-        return self.group.allreduce(x, op, async_op=async_op, wire=wire) if not self.alone else _done(async_op)
+    def allreduce(
+        self, x: torch.Tensor, op: str = "sum", *, async_op: bool = False, compression: str | None = None
+    ) -> Any:
+        return (
+            self.group.allreduce(x, op, async_op=async_op, compression=compression)
+            if not self.alone
+            else _done(async_op)
+        )
 
     def broadcast(self, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         return self.group.broadcast(x, root, async_op=async_op) if not self.alone else _done(async_op)
@@ -86,9 +95,9 @@ class Replicas:
     def barrier(self, *, async_op: bool = False) -> Any:
         return self.group.barrier(async_op=async_op) if not self.alone else _done(async_op)
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
+    def allgather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
         if not self.alone:
-            return self.group.all_gather(out, x, async_op=async_op)
+            return self.group.allgather(out, x, async_op=async_op)
         for part in self._parts(out):
             part.copy_(x.reshape(-1))
         return _done(async_op)
@@ -96,7 +105,7 @@ class Replicas:
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         if not self.alone:
             return self.group.gather(out, x, root, async_op=async_op)
-        return self.all_gather(out, x, async_op=async_op) if out is not None else _done(async_op)
+        return self.allgather(out, x, async_op=async_op) if out is not None else _done(async_op)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         if not self.alone:
@@ -111,7 +120,7 @@ class Replicas:
             out.copy_(self._own(x).view(out.shape))
         return _done(async_op)
 
-    def all_to_all(
+    def alltoall(
         self,
         out: torch.Tensor,
         x: torch.Tensor,
@@ -121,8 +130,8 @@ class Replicas:
         async_op: bool = False,
     ) -> Any:
         if not self.alone:
-            return self.group.all_to_all(out, x, out_counts, in_counts, async_op=async_op)
-        raise self._too_early("all_to_all")
+            return self.group.alltoall(out, x, out_counts, in_counts, async_op=async_op)
+        raise self._too_early("alltoall")
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False) -> Any:
         if self.alone:
@@ -138,7 +147,7 @@ class Replicas:
         return x.view(len(self.roster), -1).unbind()
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parts(x)[self.roster.index(self.me)]
+        return self._parts(x)[self.rank]
 
     def _too_early(self, call: str) -> FtcommError:
         return FtcommError(
@@ -147,5 +156,5 @@ class Replicas:
         )
 
 
-def _done(async_op: bool) -> Done | None:
-    return Done() if async_op else None
+def _done(async_op: bool) -> FinishedWork | None:
+    return FinishedWork() if async_op else None

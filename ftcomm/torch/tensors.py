@@ -65,6 +65,14 @@ def spread(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         start += x.numel()
 
 
+def fit(call: str, what: str, tensors: Iterable[torch.Tensor], count: int, dtype: torch.dtype) -> None:
+    """Refuse tensors of which one has not `count` elements of `dtype`, before anything is exchanged: they would be
+    filled from what is for their neighbours, or converted. Raises `ArgumentError`."""
+    for place, x in enumerate(tensors):
+        if x.numel() != count or x.dtype != dtype:
+            raise ArgumentError(f"{call}: {what} {place} has {x.numel()} x {x.dtype}; expected {count} x {dtype}.")
+
+
 def equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     return all(x.numel() == tensors[0].numel() and x.dtype == tensors[0].dtype for x in tensors)
 

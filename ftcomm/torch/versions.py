@@ -3,6 +3,7 @@ not its version number: the newest that we know is not the newest that there wil
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 # The c10d reconfigure contract: groups are made anew from handles, without a store (2.14).
 RECONFIGURE = hasattr(c10d, "_reconfigure")
 
-# The flight recorder is attached to every group that names devices, and fails for one that is no C++ backend (2.15).
-_RECORDER = hasattr(c10d, "_maybe_attach_flight_recorder")
+# It attaches torch's flight recorder to groups that name devices, and fails for one that is no C++ backend (2.15).
+_RECORDER = getattr(getattr(c10d, "_maybe_attach_flight_recorder", None), "__code__", None)
 
 
 def premultiplied_by(op: Any) -> Any:
@@ -21,5 +22,7 @@ def premultiplied_by(op: Any) -> Any:
 
 
 def device_types() -> list[torch.device]:
-    """What a process group is to name as its devices. Without any, torch takes cpu for objects, as with these."""
-    return [] if _RECORDER else [torch.device("cpu"), torch.device("cuda")]
+    """What a process group names as its devices to who asks the method that calls this."""
+    if sys._getframe(2).f_code is _RECORDER:
+        return []
+    return [torch.device("cpu"), torch.device("cuda")]

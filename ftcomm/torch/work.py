@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_work
 
 from ftcomm.errors import CollectiveTimeout
+from ftcomm.own import own_process
 
 
-class Part(Protocol):
+class WorkPart(Protocol):
     """What a call with `async_op=True` returns."""
 
     def wait(self, timeout: float | None = None) -> Any: ...
@@ -33,13 +36,15 @@ class FtWork(dist._Work):  # type: ignore[misc]
     def __init__(
         self,
         name: str,
-        parts: Sequence[Part],
+        parts: Sequence[WorkPart],
         result: list[torch.Tensor],
         futures: Futures,
         finish: Callable[[], None] | None = None,
         timeout: float | None = None,
+        sequence: int = 0,
     ) -> None:
         super().__init__()
+        self._sequence, self._registered = sequence, False
         self._name, self._parts, self._result, self._futures = name, parts, result, futures
         self._finish = finish
         self._end = None if timeout is None else time.monotonic() + timeout
@@ -47,7 +52,10 @@ class FtWork(dist._Work):  # type: ignore[misc]
         self._error: BaseException | None = None
         self._over = False
         self._source = -1
-        self._future: torch.futures.Future[Any] | None = None
+        self._begun: torch.futures.Future[Any] | None = None  # set at the end, well or not
+        self._future: torch.futures.Future[Any] | None = None  # follows from it
+        self._forgiven = False
+        self.raised_elsewhere = False  # then the future has a value in any case
         if not parts:
             self._settle(None)
 
@@ -55,6 +63,8 @@ class FtWork(dist._Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is there. Raises what the op failed with."""
+        if not self._over:
+            own_process()
         seconds = None if timeout is None else timeout.total_seconds()
         end = self._end if not seconds else time.monotonic() + seconds
         for part in self._parts:
@@ -67,13 +77,15 @@ class FtWork(dist._Work):  # type: ignore[misc]
             except CollectiveTimeout as error:
                 if not part.done():
                     raise CollectiveTimeout(
-                        f"{self._name} was not done within its timeout; it goes on, and its buffers are not to be "
-                        f"touched ({error})"
+                        f"{self._name} was not done within its timeout, it has timed out; it goes on, and its buffers "
+                        f"are not to be touched ({error})"
                     ) from error
                 self._settle(error)
             except Exception as error:
                 self._settle(error)
         self._settle(None)
+        if self._registered:
+            self._unregister()
         if self._error is not None:
             raise self._error
         return True
@@ -104,11 +116,16 @@ class FtWork(dist._Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """The future of the result.
+
+        An error comes out of it as a RuntimeError with the type and the text of ours, as torch's futures carry no
+        others; `wait` raises ours."""
         with self._lock:
             future, first = self._future, self._future is None
             if future is None:
                 devices = sorted({x.device for x in self._result if x.is_cuda}, key=str)
-                future = self._future = torch.futures.Future(devices=devices)
+                self._begun = torch.futures.Future(devices=devices)
+                future = self._future = self._begun.then(self._value)
         if first:
             if self._over:
                 self._fulfil()
@@ -116,7 +133,26 @@ class FtWork(dist._Work):  # type: ignore[misc]
                 self._futures.later(self)
         return future
 
+    def _get_sequence_number(self) -> int:
+        return self._sequence
+
+    def register(self) -> None:
+        """Let `wait_tensor` of the tensors wait for this, as a compiled graph does into which they go in flight."""
+        self._registered = True
+        for x in self._result:
+            _register_work(x, self)
+
     # -- ours --------------------------------------------------------------------------------------------------------
+
+    def _unregister(self) -> None:
+        """Take all tensors out of torch's registry of works.
+
+        torch's way to do so is to wait for each tensor, which waits for this once more, and raises its error each time.
+        """
+        self._registered = False
+        for x in self._result:
+            with contextlib.suppress(Exception):  # `wait` raises it when all are out
+                torch.ops._c10d_functional.wait_tensor(x)
 
     def _settle(self, error: BaseException | None) -> None:
         """The end, once. `finish` copies and waits for nothing."""
@@ -131,29 +167,47 @@ class FtWork(dist._Work):  # type: ignore[misc]
             self._error, self._finish = error, None
             self._over = True
 
+    def raise_error(self) -> None:
+        """Raise the error of a finished op that the step loop does not deal with (see `Futures`), if there is one."""
+        if self._error is not None and not self._forgiven:
+            raise self._error
+
     def _fulfil(self) -> None:
         """Give the future its value, when all is over."""
-        assert self._future is not None
-        if isinstance(self._error, Exception) and not self._futures.forgives(self._error):
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_result(self._result)
+        assert self._begun is not None
+        self._forgiven = isinstance(self._error, Exception) and self._futures.forgives(self._error)
+        self._begun.set_result(self._result)
+
+    def _value(self, begun: torch.futures.Future[Any]) -> Any:
+        """What `Future.then` calls makes a future with an error for C++, too. One by `set_exception` has a value there,
+        an exception in Python, and DDP's reducer crashes as it takes that for a tensor."""
+        if self._error is None or self._forgiven or self.raised_elsewhere:
+            return begun.value()
+        raise self._error
+
+
+_giving = threading.local()  # .value: this thread gives a future its value, and runs what was chained on that
 
 
 class Futures:
-    """The thread of a process group that gives futures their values, in the order in which their ops were called.
+    """The thread of a process group that gives futures their values, in the order in which their ops were called. An op
+    that is called by what was chained on a future gets its value in a thread of its own.
 
     An error for which `forgives` is true is left out of the future, which then has the inputs: its step is discarded.
     """
 
     def __init__(self, forgives: Callable[[Exception], bool] = lambda error: False) -> None:
         self.forgives = forgives
+        self.cut_off = ""  # a call whose future has ended by its timeout, before the call itself
         self._works: queue.SimpleQueue[FtWork | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def later(self, work: FtWork) -> None:
+        if getattr(_giving, "value", False):  # what is called on a value may wait for this one, so not in its thread
+            threading.Thread(target=self._end, args=(work,), name="ftcomm-futures-inner", daemon=True).start()
+            return
         with self._lock:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="ftcomm-futures", daemon=True)
@@ -181,5 +235,11 @@ class Futures:
         try:
             work.wait()
         except Exception as error:
+            if not all(part.done() for part in work._parts):
+                self.cut_off = work._name
             work._settle(error)  # a timeout of the call: nobody else will
-        work._fulfil()
+        _giving.value = True
+        try:
+            work._fulfil()
+        finally:
+            _giving.value = False

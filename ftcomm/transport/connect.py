@@ -1,30 +1,37 @@
 """Which transport reaches a peer: shared memory where its segment can be opened, else NIXL if there is RDMA, else TCP.
 
-The rules, and both ends of a connection.
+`connect` and `accept` are the two ends of a connection; `poller_for` is what a driver then receives with.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.host.arithmetic import own
-from ftcomm.kernels.wait import ORDERED
-from ftcomm.transport import nixl
-from ftcomm.transport.segment import HOST, Layout, OtherEngine, Peer, Segment
+from ftcomm.sync.futex import TOTAL_STORE_ORDER, Waiter
+from ftcomm.transport.base import Lost, MirrorWriter, Peer, Poller
+from ftcomm.transport.nixl import network as nixl_network
+from ftcomm.transport.nixl.context import get_nixl, rdma_available
+from ftcomm.transport.nixl.mirror import NixlMirror
+from ftcomm.transport.nixl.poller import NixlPoller
+from ftcomm.transport.secure import plane
+from ftcomm.transport.segment import HOST, Layout, OtherEngine, Segment
 from ftcomm.transport.shm import ShmPeer
-from ftcomm.transport.tcp import Lost, Reader, TcpPeer
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.poller import TcpPoller
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from ftcomm.tuning import BUILT_IN, Tuning, differ
 
 log = logging.getLogger("ftcomm.transport")
 
 Fields = Mapping[str, int | str]  # of a handshake
-Dial = Callable[[Address, str, Fields], socket.socket]  # (where, purpose, fields)
+Dial = Callable[[Address, str, Fields], Connection]  # (where, purpose, fields)
 
 
 TCP, NIXL = CONNECTIONS = "data", "nixl"  # what a connection is for
@@ -33,9 +40,7 @@ TCP, NIXL = CONNECTIONS = "data", "nixl"  # what a connection is for
 class Exchange(Protocol):
     """See `ftcomm.collective.exchange.Exchange`."""
 
-    def attach(self, sock: socket.socket, replica: int, epoch: int, life: str) -> None: ...
-
-    def admit(self, reader: Reader) -> None: ...
+    def admit(self, writer: MirrorWriter) -> None: ...
 
 
 def connect(
@@ -49,6 +54,7 @@ def connect(
     dial: Dial,
     on_lost: Lost,
     layout: Layout = HOST,
+    data: str = "none",
     lazy: bool = False,
 ) -> Peer:
     """Reach the segment of `replica`, which listens `there`, from replica `me`, for `epoch`. Blocks while dialling.
@@ -56,25 +62,27 @@ def connect(
     `mode` is "auto", "shm", "nixl" or "tcp". With "auto" shared memory is used if the peer's segment can be opened: the
     kernels are the same, and so are process ids, which they are not between two containers of one host. Else NIXL where
     this host has RDMA and the peer can do it, too. For how long a peer serves, `Peer.serves` tells.
-    `dial(there, what, {"replica": me, "epoch": epoch, "nonce": that of the segment here})` returns a blocking socket,
-    `what` is one of `CONNECTIONS`; at the other end `accept` gets it. `on_lost` is described at `TcpPeer`.
+    `dial(there, what, {"replica": me, "epoch": epoch, "nonce": that of the segment here})` returns a blocking
+    connection, `what` is one of `CONNECTIONS`; at the other end `accept` gets it. `on_lost` is described at
+    `TcpMirror`. `data` is what FTCOMM_DATA says; with more than "none" NIXL is not used.
 
-    `lazy`: whom TCP reaches is dialled when that is wanted, see `TcpPeer.want`.
+    `lazy`: whom TCP reaches is dialled when that is wanted, see `Peer.want`.
 
     Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or "nixl" and nothing comes through,
     `OtherEngine` if it has not this `layout` or other switch points, or what `dial` raises.
     """
-    if there.layout and there.layout != str(layout):
+    ours = _in_words(layout, data)
+    if there.layout and there.layout != ours:
         raise OtherEngine(
-            f"replica {replica} cannot take part: its staging is that of {there.layout}; here it is that of {layout}. "
-            "Set FTCOMM_ENGINE and FTCOMM_TRANSPORT to the same on all ranks, and install one version of ftcomm on all"
+            f"replica {replica} cannot take part: its staging is that of {there.layout}; here it is that of {ours}. "
+            "Set FTCOMM_ENGINE, FTCOMM_TRANSPORT and FTCOMM_DATA to the same on all ranks, and install one version of "
+            "ftcomm on all"
         )
     if there.tuning and differ(here.tuning, there.tuning):
         raise OtherEngine(
             f"replica {replica} cannot take part: its switch points are {there.tuning}; here they are {here.tuning}. "
             "Set FTCOMM_TUNING to the same file on all ranks, or unset it everywhere"
         )
-    peer: Peer
     if mode in ("auto", "shm"):
         reason = _not_shared(here, there)
         if reason is None:
@@ -91,42 +99,62 @@ def connect(
             )
         log.debug("replica %d is not reachable through shared memory: %s", replica, reason)
     fields: Fields = {"replica": me, "epoch": epoch, "nonce": here.nonce}
-    if mode == "nixl" or (mode == "auto" and nixl.pays()):
+    if mode == "nixl" or (mode == "auto" and data == "none" and rdma_available()):
         try:
-            peer = nixl.way().connect(replica, epoch, there.nonce, dial(there, NIXL, fields), on_lost)
+            network = nixl_network.here()
+            if here.boot != there.boot and not network.between_hosts:
+                raise TransportError(f"it runs on another host, and UCX may use {network.name}. {nixl_network.MEND}")
+            peer = get_nixl().connect(replica, epoch, there.nonce, dial(there, NIXL, fields), on_lost)
             peer.nonce = there.nonce
             return peer
         except (TransportError, OSError) as error:
             if mode == "nixl":
                 raise TransportError(f"replica {replica} cannot be reached by NIXL: {error}") from error
             log.warning("replica %d is not reached by NIXL, so by TCP: %s", replica, error)
-    peer = TcpPeer(replica, epoch, None if lazy else dial(there, TCP, fields), on_lost)
-    peer.dial = lambda: dial(there, TCP, fields)
-    peer.nonce = there.nonce
-    return peer
+    mirror = TcpMirror(replica, epoch, None if lazy else plane(dial(there, TCP, fields), data), on_lost)
+    mirror.dial = lambda: plane(dial(there, TCP, fields), data)
+    mirror.nonce = there.nonce
+    return mirror
 
 
 def accept(
     exchange: Exchange,
     what: str,
-    sock: socket.socket,
+    connection: Connection,
     replica: int,
     epoch: int,
     life: str,
     on_lost: Lost = lambda *lost: None,
+    *,
+    data: str = "none",
 ) -> None:
-    """The other end of a connection of `connect`: `replica` reads the segment of this one; `life` is the nonce that it
-    has dialled with. Blocks while the two say what they are. `on_lost` hears if a put fails; what `Exchange.attach`
-    says holds."""
+    """Take the other end of a connection of `connect`: `replica` reads the segment of this one from `epoch` on; `life`
+    is the nonce that it has dialled with. Blocks while the two say what they are. `on_lost` hears if a put fails."""
     if what == TCP:
-        exchange.attach(sock, replica, epoch, life)
+        exchange.admit(TcpMirrorWriter(plane(connection, data), replica, epoch, life))
         return
     try:
-        reader = nixl.way().accept(replica, epoch, sock, on_lost)
-        reader.life = life
-        exchange.admit(reader)  # type: ignore[arg-type]  # a stream treats the two alike
+        writer = get_nixl().accept(replica, epoch, connection, on_lost)
+        writer.life = life
+        exchange.admit(writer)
     except (TransportError, OSError) as error:
         log.warning("replica %d cannot read this one by NIXL: %s", replica, error)
+
+
+def poller_for(peers: Iterable[Peer], waiter: Waiter) -> Poller | None:
+    """What the driver of a stream with these peers receives and sleeps with; None where all share its memory.
+
+    It serves the connections of TCP, or those of NIXL where there is nothing else. Where there is more beside NIXL, the
+    threads of the peers receive, and wake it.
+    """
+    peers = list(peers)
+    by_tcp = [peer for peer in peers if isinstance(peer, TcpMirror)]
+    by_nixl = [peer for peer in peers if isinstance(peer, NixlMirror)]
+    for peer in by_tcp:
+        peer.drive(not by_nixl)
+    if by_nixl:
+        return NixlPoller(by_nixl, waiter) if len(by_nixl) == len(peers) else TcpPoller((), waiter)
+    return TcpPoller(by_tcp, waiter) if by_tcp else None
 
 
 def here_is(
@@ -136,9 +164,11 @@ def here_is(
     tuning: Tuning = BUILT_IN,
     rack: str = "",
     arithmetic: str | None = None,
+    data: str = "none",
 ) -> Address:
     """What others have to know of this process to reach `segment`; it listens at `port` of `host`, in `rack`, and
-    reduces with this `arithmetic` (None: that of the host, see `ftcomm.kernels.host.arithmetic`)."""
+    reduces with this `arithmetic` (None: that of the host, see `ftcomm.kernels.host.arithmetic`). `data` is what
+    FTCOMM_DATA says."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return Address(
@@ -148,7 +178,7 @@ def here_is(
         os.getpid(),
         segment.fd,
         segment.nonce,
-        str(segment.layout),
+        _in_words(segment.layout, data),
         rack,
         str(tuning),
         own() if arithmetic is None else arithmetic,
@@ -156,13 +186,18 @@ def here_is(
 
 
 def likeness(addresses: Iterable[Address]) -> dict[str, bool]:
-    """Of all members of a group, what `GroupView` asks: whether they are on `one_host`, and `alike`."""
+    """What `GroupView` asks of all members of a group: whether they are on `one_host`, and `alike`."""
     boots, sums = zip(*((address.boot, address.arithmetic) for address in addresses), strict=True)
     return {"one_host": len(set(boots)) == 1, "alike": len(set(sums)) == 1 and sums[0] != ""}
 
 
+def _in_words(layout: Layout, data: str) -> str:
+    """The text that is equal for members which can read each other's staging."""
+    return str(layout) if data == "none" else f"{layout}, FTCOMM_DATA={data}"
+
+
 def _not_shared(here: Address, there: Address) -> str | None:
-    if not ORDERED:
+    if not TOTAL_STORE_ORDER:
         return "this processor does not keep the order of stores that the protocol needs"
     if here.boot != there.boot:
         return "it runs on another host"

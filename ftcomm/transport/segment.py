@@ -21,10 +21,12 @@ import mmap
 import os
 import resource
 import secrets
+import threading
 from typing import Any
 
 import numpy as np
 
+from ftcomm.control.fork import apart, apart_memory
 from ftcomm.errors import TransportError
 
 MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
@@ -47,8 +49,6 @@ NEAR = 4
 
 STAGED = SLOTS * SPAN * CHUNK  # bytes of a region, and the most that is under way to a peer
 
-EPOCHS = 1 << 31  # epochs are below it
-
 # Indices of 64-bit words.
 _LINE = 8  # words in a cache line
 POSTED = 1 * _LINE
@@ -58,10 +58,10 @@ ASLEEP = 4 * _LINE
 _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 _LEVELS = 32 * _LINE
-LEVELS = 2 * 16 - 2  # of the ring of the largest group, see ftcomm.collective.ring
+LEVELS = 2 * 16 - 2  # of the ring of the largest group, see ftcomm.collective.algorithms.ring
 LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
-FINGERPRINT = 2  # see ftcomm.collective.divergence
-DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.script
+FINGERPRINT = 2  # see ftcomm.collective.checksum
+DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.schedule
 SIZE = HEADER + 2 * STAGED
 
 
@@ -116,7 +116,7 @@ PUBLISHED = (POSTED, REDUCED, TAKEN, *map(level, range(1, LEVELS + 1)))  # words
 
 
 def life(reader: int) -> int:
-    """Index of the mutex that the owner holds while it lives, for `reader` to watch; see ftcomm.kernels.life."""
+    """Index of the mutex that the owner holds while it lives, for `reader` to watch; see `ftcomm.sync.robust_mutex`."""
     return _LIVES + reader % LIVES * _LINE
 
 
@@ -135,6 +135,7 @@ class Memory:
         self._bytes = np.frombuffer(memory, np.uint8)
         self.address = self._bytes.ctypes.data
         self.words = memoryview(memory)[:HEADER].cast("Q")
+        apart_memory(memory, self.address)
 
     @property
     def heard(self) -> memoryview:
@@ -165,39 +166,62 @@ class Memory:
 class Segment(Memory):
     """This rank's own memory. Its address for others is this process's id, `fd` and `nonce`.
 
-    Raises `TransportError` if the memory cannot be had. All of it is reserved and touched here: running out later would
-    be a signal in the middle of a copy, and a first touch costs a page fault every 4 KB.
+    Raises `TransportError` if the memory cannot be had. All of it is reserved and touched here, or, with `later`, by
+    `reserve`, which is to be called before anything is staged: running out later would be a signal in the middle of a
+    copy, and a first touch costs a page fault every 4 KB.
     """
 
-    def __init__(self, layout: Layout = HOST) -> None:
+    def __init__(self, layout: Layout = HOST, *, later: bool = False) -> None:
         self.layout, self.chunk = layout, layout.chunk
         size = layout.size
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._reserving = threading.Lock()
+        self._reserved = False
         try:
-            os.posix_fallocate(self.fd, 0, size)
+            os.posix_fallocate(self.fd, 0, HEADER if later else size)
+            os.ftruncate(self.fd, size)
             memory = mmap.mmap(self.fd, size)
             # From here on nobody can change its size or map it for writing, not even through /proc.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         except OSError as error:
             os.close(self.fd)
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            said = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-            raise TransportError(
-                f"cannot reserve {size >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, raise "
-                f"the memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
-            ) from error
+            raise self._no_memory(error) from error
         self._map(memory)
-        self._bytes[HEADER:] = 0
+        apart(self, lambda segment: (segment.fd,))
+        if not later:
+            self.reserve()
         self.words[0] = layout.magic
         self.words[1], self.words[2] = _halves(self.nonce)
         self.words[3], self.words[4], self.words[5] = layout.slots, layout.chunk, layout.lanes
 
+    def reserve(self) -> None:
+        """Idempotent; thread-safe. Raises `TransportError`."""
+        if self._reserved:
+            return
+        with self._reserving:
+            if self._reserved:
+                return
+            try:
+                os.posix_fallocate(self.fd, 0, self.layout.size)
+            except OSError as error:
+                raise self._no_memory(error) from error
+            self._bytes[HEADER:] = 0
+            self._reserved = True
+
+    def _no_memory(self, error: OSError) -> TransportError:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        said = "none" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        return TransportError(
+            f"cannot reserve {self.layout.size >> 20} MB of shared memory to stage in: {error.strerror}. Free memory, "
+            f"raise the memory limit of the container or job, or the file size limit (ulimit -f; now {said})."
+        )
+
     def close(self) -> None:
         """Let nobody open it any more. The memory itself goes with the last mapping."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module
@@ -233,29 +257,3 @@ def wrong(words: memoryview, nonce: str, layout: Layout = HOST) -> str | None:
 
 def _halves(nonce: str) -> tuple[int, int]:
     return int(nonce[:16], 16), int(nonce[16:32], 16)
-
-
-class Peer(Memory):
-    """The segment of another member, as this one sees it."""
-
-    nonce = ""  # of the segment; tells one life of that member from another
-
-    def __init__(self, replica: int, how: str) -> None:
-        self.replica = replica
-        self.how = how  # "shm" or "tcp"
-
-    def serves(self, epoch: int) -> bool:
-        """Whether it may serve in this epoch too, which is later than the one that it was made for."""
-        return True
-
-    def enter(self, epoch: int) -> None:
-        """This member, which has stopped for it, enters this epoch; a connection that closes is news again."""
-
-    def quiet(self) -> None:
-        """A view change has begun; a connection that closes from now on is no news. Does not block."""
-
-    def ring(self) -> None:
-        """Wake its owner, who sleeps `IN_POLL`, if memory is shared. Does not block; for the driving thread."""
-
-    def close(self) -> None:
-        """No thread reads it any more. Does not block."""

@@ -1,8 +1,8 @@
 """A peer on the same host: its segment, opened through /proc and mapped read-only.
 
-Why its staging, and not the caller's arrays where they lie: process_vm_readv carries 3.5 GB/s a rank on two cores of a
-Xeon of 2.5 GHz, so that 64 MB of two ranks would take 31 ms, at best, where they take 25 by the staging. It also needs
-a permission that containers often lack.
+Members read its staging, not the caller's arrays where they lie: process_vm_readv carries 3.5 GB/s a rank (two cores of
+a Xeon of 2.5 GHz), so 64 MB of two ranks would take at least 31 ms, and take 25 by the staging. It also needs a
+permission that containers often lack.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import mmap
 import os
 
 from ftcomm.errors import TransportError
-from ftcomm.kernels.wait import BELL, Ringer
-from ftcomm.transport.segment import ASLEEP, HEADER, HOST, Layout, Peer, wrong
+from ftcomm.sync.doorbell import RemoteDoorbell
+from ftcomm.sync.futex import DOORBELL
+from ftcomm.transport.base import Peer
+from ftcomm.transport.segment import ASLEEP, HEADER, HOST, Layout, wrong
 
 
 class ShmPeer(Peer):
-    """Raises `TransportError` if process `pid` does not hold, at descriptor `fd`, the segment with this nonce.
+    """Maps the segment of `replica`. Stays valid when its process dies, and serves in any number of epochs.
 
-    Stays valid when that process dies. May serve in any number of epochs.
+    Raises `TransportError` if process `pid` does not hold, at descriptor `fd`, the segment with this nonce.
     """
 
+    transport = "shm"
+    shares_memory = True
+
     def __init__(self, replica: int, pid: int, fd: int, nonce: str, layout: Layout = HOST) -> None:
-        super().__init__(replica, "shm")
+        super().__init__(replica)
         self.layout, self.chunk = layout, layout.chunk
         self.pid, self.nonce = pid, nonce
         path = f"/proc/{pid}/fd/{fd}"
@@ -43,9 +48,9 @@ class ShmPeer(Peer):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot open the segment of replica {replica} at {path}: {error}") from error
         self._map(memory)
-        self._ringer: Ringer | None = None
+        self._doorbell: RemoteDoorbell | None = None
 
     def ring(self) -> None:
-        if self._ringer is None:
-            self._ringer = Ringer(self.pid, self.words[ASLEEP + BELL], self.words[ASLEEP + BELL + 1])
-        self._ringer.ring()
+        if self._doorbell is None:
+            self._doorbell = RemoteDoorbell(self.pid, self.words[ASLEEP + DOORBELL], self.words[ASLEEP + DOORBELL + 1])
+        self._doorbell.ring()

@@ -11,9 +11,9 @@ and a program that ends between two steps leaves every chunk INPUT or FINAL, whi
     TAKEN     owner's lane    tasks taken             all others  they call the lane stable
     NUMBER, CALL  the lane    which op, which call    all others, once, behind POSTED
 
-All are `epoch << 32 | counter` but the last. In one epoch the counters of all lanes go on from op to op: an op takes
-the indices BASE .. BASE + steps - 1 in each lane, and the next op begins where the longest lane ended. Task `index` has
-slot `index % SLOTS`: I post task p after I have taken p - AHEAD, so all had posted that, so all had taken
+All are `epoch << COUNTER | counter` but the last. In one epoch the counters of all lanes go on from op to op: an op
+takes the indices BASE .. BASE + steps - 1 in each lane, and the next op begins where the longest lane ended. Task
+`index` has slot `index % SLOTS`: I post task p after I have taken p - AHEAD, so all had posted that, so all had taken
 p - 2 * AHEAD, which had the same slot. A lane is stable when all members are seen to have taken all its tasks; the op
 returns when all lanes are.
 
@@ -72,6 +72,9 @@ from ftcomm.kernels.device.offsets import (
     WORDS_OF,
 )
 from ftcomm.kernels.device.signal import clock, fence, full_fence, load, pointer, publish, rest
+from ftcomm.kernels.epochs import COUNTER
+
+_COUNTER = tl.constexpr(COUNTER)
 
 _SCALARS = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call", "template", "only", "deadline_ns")
 
@@ -183,8 +186,8 @@ def allreduce(
     deadline = tl.cast(deadline_ns, tl.int64)
     if deadline > 0:
         deadline += clock(THREADS)
-    low = (epoch << 32) + base
-    high = (epoch + 1) << 32
+    low = (epoch << _COUNTER) + base
+    high = (epoch + 1) << _COUNTER
     lanes = tl.maximum(1, tl.minimum(LANES, ntasks))
     two_shot = (read(view + ONE_HOST) == 0) | ((members > 2) & (count * size > ONE_SHOT))
     i = tl.arange(0, THREADS)

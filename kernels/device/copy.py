@@ -10,14 +10,14 @@ import triton.language as tl
 
 from ftcomm.kernels.check import check
 from ftcomm.kernels.device.launch import on, plan, work
-from ftcomm.kernels.device.tile import tiles
+from ftcomm.kernels.device.tile import addresses_of, tiles, unspecialised
 
 
-@triton.jit(launch_metadata=work, do_not_specialize=["sources", "w", "outs", "n"])
+@triton.jit(launch_metadata=work, do_not_specialize=["w", "n"])
 def copy_kernel(
-    sources,  # tuple of one address
+    sources,  # tuple of one address, `unspecialised`
     w: tl.int32,  # 1
-    outs,  # tuple of addresses
+    outs,  # tuple of addresses, `unspecialised`
     n: tl.int64,  # elements
     T: tl.constexpr,
     OP: tl.constexpr,  # of no meaning for one source
@@ -30,6 +30,8 @@ def copy_kernel(
     begin = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
     n = tl.cast(n, tl.int64)
+    sources = addresses_of(sources)
+    outs = addresses_of(outs)
     tiles(sources, None, w, 0, outs, n, None, begin, step, W, T, OP, BLOCK, ALIGNED, STREAM, False)
 
 
@@ -47,5 +49,10 @@ def launch_copy(source: torch.Tensor, outs: Sequence[torch.Tensor], sms: int | N
     launch = plan(spans, 1, "sum", sms)
     with on(first.device):
         copy_kernel[(launch.programs,)](
-            (first.address,), 1, tuple(out.address for out in rest), first.count, STREAM=True, **launch.constants()
+            unspecialised([first.address]),
+            1,
+            unspecialised([out.address for out in rest]),
+            first.count,
+            STREAM=True,
+            **launch.constants(),
         )

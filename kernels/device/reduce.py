@@ -17,17 +17,17 @@ import triton.language as tl
 
 from ftcomm.kernels.check import MOST_SOURCES, Span, check
 from ftcomm.kernels.device.launch import on, plan, work
-from ftcomm.kernels.device.tile import tiles
+from ftcomm.kernels.device.tile import addresses_of, tiles, unspecialised
 
 _MOST = tl.constexpr(MOST_SOURCES)
 
 
-@triton.jit(launch_metadata=work, do_not_specialize=["sources", "rows", "w", "outs", "n", "divisor"])
+@triton.jit(launch_metadata=work, do_not_specialize=["rows", "w", "n", "divisor"])
 def reduce_kernel(
-    sources,  # tuple of W addresses; of 16 if W == 0
+    sources,  # tuple of W addresses, of 16 if W == 0; `unspecialised`
     rows: tl.int64,  # W == 0: address of 16 words for each program
     w: tl.int32,
-    outs,  # tuple of addresses
+    outs,  # tuple of addresses, `unspecialised`
     n: tl.int64,  # elements
     divisor: tl.int32,  # of an average
     T: tl.constexpr,
@@ -40,10 +40,12 @@ def reduce_kernel(
     """outs[*][i] = OP over the sources' [i], i < n."""
     begin = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
+    sources = addresses_of(sources)
+    outs = addresses_of(outs)
     table = tl.cast(rows, tl.int64).to(tl.pointer_type(tl.int64)) + begin * _MOST
     if W == 0:
         for i in tl.static_range(_MOST):
-            tl.store(table + i, tl.cast(sources[i], tl.int64))
+            tl.store(table + i, sources[i])
         tl.debug_barrier()
     n = tl.cast(n, tl.int64)
     ahead: tl.constexpr = W < 8  # more would take more registers than sm_80 has
@@ -90,10 +92,10 @@ def reduce_spans(
     with on(device):
         rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=device)
         reduce_kernel[(launch.programs,)](
-            tuple(padded),
+            unspecialised(padded),
             rows.data_ptr(),
             w,
-            tuple(addresses[w:]),
+            unspecialised(addresses[w:]),
             n,
             divisor or w,
             STREAM=stream,

@@ -1,6 +1,6 @@
 """Waits that give up without harm, and signals: what a kernel knows of the others, of the host and of the time.
 
-A flag is a 64-bit word with one writer, `epoch << 32 | counter`, which only grows; a wait asks for
+A flag is a 64-bit word with one writer, `epoch << COUNTER | counter`, which only grows; a wait asks for
 `low <= flag < high`. Flags lie in pinned host memory and are only loaded and stored, never changed by an atomic: over
 PCIe that is a read and a write, and could undo a store of the owner.
 

@@ -23,6 +23,8 @@ Sources are read once, so they leave the caches first. An output that nobody rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -97,6 +99,28 @@ def divide(x, divisor):
         return x / d
     else:
         return x // d
+
+
+# ---- addresses ----------------------------------------------------------------------------------------------------
+
+
+def unspecialised(addresses: Sequence[int]) -> tuple[int, ...]:
+    """Addresses in a form for which Triton compiles one variant, whatever they are multiples of.
+
+    `do_not_specialize` does not reach the elements of a tuple (Triton 3.6 and 3.9): each that is a multiple of 16 would
+    be marked so, and every pattern of marks compiled anew, in the middle of an op. Odd numbers are never marked. What a
+    kernel is to know of alignment it is told by ALIGNED. See `addresses_of`.
+    """
+    return tuple(2 * address + 1 for address in addresses)
+
+
+@triton.jit
+def addresses_of(odd):
+    """The tuple of addresses that `unspecialised` was given."""
+    addresses = ()
+    for i in tl.static_range(len(odd)):
+        addresses = addresses + (tl.cast(odd[i], tl.int64) >> 1,)
+    return addresses
 
 
 # ---- tiles --------------------------------------------------------------------------------------------------------

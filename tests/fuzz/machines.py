@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
@@ -161,12 +162,12 @@ class Ranked:
         for action in actions:
             if isinstance(action, n.Up | n.Down | n.ToPeer):
                 sendable(action.message)
-            elif isinstance(action, n.Freeze):
+            elif isinstance(action, act.Freeze):
                 assert self.freeze is None or action.view.epoch > self.freeze.epoch, "back to an older view"
                 self.freeze = action.view
                 self.seen.append(action.view.epoch)
-            elif isinstance(action, n.Known):
+            elif isinstance(action, act.Known):
                 assert self.freeze is None or self.node.machine.phase == "joining", "a member is told to prepare"
-            elif isinstance(action, n.Resume):
+            elif isinstance(action, act.Resume):
                 assert set(action.progress) == set(action.view.replicas)
                 self.resume = action.view

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -15,6 +16,8 @@ import socket
 import struct
 import tempfile
 import time
+import tracemalloc
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,23 +27,36 @@ from ftcomm import subgroup
 from ftcomm.control import etcd, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
+from ftcomm.control.sealed import Channel, Keys, Mac
 from ftcomm.control.store import StoreError, ViewStore
+from ftcomm.control.tls import Tls
 from ftcomm.control.views import Member, View
-from ftcomm.errors import CollectiveTimeout
+from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.fixed.pairs import Closing, Failed, Hello, Pairs, encode
-from ftcomm.hsdp import frames
-from ftcomm.hsdp.state import allocate, first_difference, flatten
+from ftcomm.kernels.epochs import COUNTER, EPOCHS
+from ftcomm.lab.netns.relay import Change, Port, Relay
+from ftcomm.lab.netns.relay import Link as RelayLink
+from ftcomm.launch.admin import protocol as admin
 from ftcomm.launch.output import LineSplitter
 from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
 from ftcomm.messages.parcels import WHOLE, Receive, Send
 from ftcomm.messages.post import Post
-from ftcomm.transport import nixl_frames, nixl_hello
-from ftcomm.transport.segment import CHUNK, EPOCHS, HEADER, POSTED, REDUCED, SIZE, TAKEN, Memory
-from ftcomm.transport.tcp import Lost, Reader, TcpPeer
+from ftcomm.training import catchup_protocol as protocol
+from ftcomm.training.intra_replica import IntraReplicaExchange
+from ftcomm.training.state import allocate, first_difference, flatten
+from ftcomm.transport import secure
+from ftcomm.transport.base import Lost
+from ftcomm.transport.nixl import frames as nixl_frames
+from ftcomm.transport.nixl import handshake as nixl_hello
+from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, SIZE, TAKEN, Memory
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.certificates import Authority
 from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
+from tests.sealed_rig import SECRET, ends, records
 
-TOKEN = "secret"
+CREDENTIALS = wire.Credentials("secret")
 DEADLINE = 60.0  # s
 EPOCH = 3
 
@@ -83,16 +99,18 @@ def framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-def connection(data: bytes) -> None:
-    """An authenticated peer says `data`: it is heard to its end or to the frame that is too long."""
+def connection(data: bytes, raw: bool = False) -> None:
+    """An authenticated peer says `data`, in records, or (`raw`) somebody on the way does: it is heard to its end or to
+    the first record that is too long or not the peer's."""
 
     async def run() -> str:
         near, far = socket.socketpair()
         near.setblocking(False)
         with far:
-            far.sendall(data[:65536])
+            far.sendall(data[:65536] if raw else b"".join(records(*_parts(data[:65536]))))
             far.shutdown(socket.SHUT_WR)
-            return await asyncio.wait_for(serve_messages(near, heard, lambda writer: None), DEADLINE)
+            near_end, _ = ends(near, far)
+            return await asyncio.wait_for(serve_messages(near_end, heard, lambda writer: None), DEADLINE)
 
     def heard(message: m.AnyMessage) -> None:
         assert isinstance(message, m.Message)
@@ -108,6 +126,71 @@ def _loop() -> asyncio.AbstractEventLoop:
     if not _loops:
         _loops.append(asyncio.new_event_loop())
     return _loops[0]
+
+
+def channel(data: bytes) -> None:
+    """Somebody on the way says `data` on a connection past its handshake, of each kind: nobody hears a byte of it, but
+    what the other side said before."""
+    keys = Keys(SECRET, client=False)
+    kinds = [Mac(keys.of("mac", sending=False)), *(secure.seals(keys, mode)[1] for mode in ("mac", "aes-gcm"))]
+    for seal in kinds:
+        near, far = socket.socketpair()
+        with far, Channel(near, keys, seals=(Mac(b"unused"), seal)) as heard:
+            far.sendall(data[:65536])
+            far.shutdown(socket.SHUT_WR)
+            got = b""
+            with contextlib.suppress(OSError):
+                while part := heard.recv(1 << 16):
+                    got += part
+            assert b"".join(_payloads()).startswith(got) or not got
+
+
+def _payloads() -> list[bytes]:
+    return [b"first", b"again", bytes(1000)]
+
+
+def channel_seeds() -> list[bytes]:
+    return [b"".join(records(*_payloads())), b"".join(records(*_payloads()[:1]))]
+
+
+def tls(data: bytes) -> None:
+    """What is no TLS, or a part of it, in a handshake and behind it."""
+    files = _certificate()
+    for steps in (wire.server(files), wire.client(files, "member", {})):
+        left = data[:65536]
+        answer: bytes | None = None
+        try:
+            while True:
+                said = steps.send(answer) if answer is not None else next(steps)
+                answer = None
+                if isinstance(said, int):
+                    if len(left) < said:
+                        break
+                    answer, left = left[:said], left[said:]
+        except StopIteration:
+            raise AssertionError("let in") from None
+        except wire.HandshakeError:
+            pass
+        finally:
+            steps.close()
+
+
+@functools.cache
+def _certificate() -> wire.Credentials:
+    with tempfile.TemporaryDirectory() as folder:
+        return wire.Credentials("secret", tls=Tls(Authority(Path(folder)).files()))
+
+
+def tls_seeds() -> list[bytes]:
+    """What each side says first to the other."""
+    client, server = wire.client(_certificate(), "member", {}), wire.server(_certificate())
+    hello = next(client)
+    next(client)
+    answer: bytes | int = next(server)
+    at = 0
+    while isinstance(answer, int):
+        answer, at = server.send(hello[at : at + answer]), at + answer
+    return [hello, answer, framed(b"plain")]
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
@@ -138,11 +221,12 @@ def _talk(steps: wire.Steps, data: bytes) -> bool:
 
 
 def server(data: bytes) -> None:
-    assert not _talk(wire.server_steps(TOKEN), data), "let in without the token"
+    assert not _talk(wire.server_steps(CREDENTIALS), data), "let in without the token"
 
 
 def client(data: bytes) -> None:
-    assert not _talk(wire.client_steps(TOKEN, "member", {"replica": 1}), data), "took somebody for a server of the job"
+    steps = wire.client_steps(CREDENTIALS, "member", {"replica": 1})
+    assert not _talk(steps, data), "took somebody for a server of the job"
 
 
 def handshakes() -> list[bytes]:
@@ -183,17 +267,17 @@ def mirror(data: bytes) -> None:
             far.shutdown(socket.SHUT_WR)
         assert lost.get(timeout=DEADLINE).startswith("connection for data")
         for word in (POSTED, REDUCED, TAKEN):
-            assert EPOCH <= peer.words[word] >> 32 < EPOCHS
+            assert EPOCH <= peer.words[word] >> COUNTER < EPOCHS
         assert lost.empty()
 
 
 @contextlib.contextmanager
-def tcp_peer(on_lost: Lost) -> Iterator[tuple[TcpPeer, socket.socket]]:
+def tcp_peer(on_lost: Lost) -> Iterator[tuple[TcpMirror, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as port:
         far = socket.create_connection(port.getsockname())
         near, _ = port.accept()
     with far:
-        peer = TcpPeer(7, EPOCH, near, on_lost)
+        peer = TcpMirror(7, EPOCH, near, on_lost)
         peer.drive(False)
         yield peer, far
         peer.close()
@@ -205,8 +289,8 @@ def data_frames() -> list[bytes]:
     for word, payload in ((POSTED, b"x" * 64), (REDUCED, b"y" * 64), (TAKEN, b"")):
         near, far = _tcp_pair()
         with far:
-            reader = Reader(near, 7, EPOCH)
-            reader.send(word, EPOCH << 32 | 1, 0, memoryview(payload), (5, 9, 0))
+            reader = TcpMirrorWriter(near, 7, EPOCH)
+            reader.send(word, EPOCH << COUNTER | 1, 0, memoryview(payload), (5, 9, 0))
             reader.flush()
             made.append(far.recv(1 << 16))
         near.close()
@@ -221,19 +305,24 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def state_frames(data: bytes) -> None:
-    for limit in (frames.MAX_REQUEST, frames.MAX_FRAME):
+    for limit in (protocol.MAX_REQUEST, protocol.MAX_FRAME):
         near, far = socket.socketpair()
         with near, far:
             far.sendall(data[:65536])
             far.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError, msgspec.DecodeError, frames.Wrong):
+            with contextlib.suppress(OSError, msgspec.DecodeError, protocol.Wrong):
                 while True:
-                    assert isinstance(frames.receive(near, limit), frames.Frame)
+                    assert isinstance(protocol.receive(near, limit), protocol.Frame)
 
 
 def state_seeds() -> list[bytes]:
-    made = [frames.Wait(), frames.Offer(b"skeleton", 9, frames.BLOCK), frames.Refusal("why"), frames.Want(3)]
-    return [framed(msgspec.msgpack.encode(frame)) for frame in [*made, frames.Block(3, 9, 77), frames.Done()]]
+    made = [
+        protocol.Wait(),
+        protocol.Offer(b"skeleton", 9, protocol.BLOCK),
+        protocol.Refusal("why"),
+        protocol.Want(3),
+    ]
+    return [framed(msgspec.msgpack.encode(frame)) for frame in [*made, protocol.Block(3, 9), protocol.Done()]]
 
 
 class _Box:
@@ -359,6 +448,57 @@ def member_seeds() -> list[bytes]:
     ]
 
 
+class _Replica:
+    """What `IntraReplicaExchange` uses of the group of one of two ranks."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.replica, self.shard, self.shards, self._intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
+        self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=DEADLINE))
+        self.view = View(1, 0, (Member(0, "a", (ADDRESS, ADDRESS), True),))
+
+    def _serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, int]], None]) -> None:
+        handler(self._sock, {"rank": 1, "which": 1})
+
+    def _dial_address(self, address: object, purpose: str, fields: object) -> socket.socket:
+        return self._sock
+
+
+def rows(data: bytes) -> None:
+    """Of the other rank of a replica, which the first byte chooses: as long as ours, or an error."""
+    near, far = socket.socketpair()
+    with far:
+        far.sendall(data[1:65536])
+        far.shutdown(socket.SHUT_WR)
+        inside = IntraReplicaExchange(_Replica(data[0] & 1 if data else 0, near))  # type: ignore[arg-type]
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(TransportError):
+                assert [len(row) for row in inside.exchange(b"four")] == [4, 4]
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+            inside.close()
+
+
+def row_seeds() -> list[bytes]:
+    def row(size: int) -> bytes:
+        return struct.pack(">QI", 1, size) + bytes(size)
+
+    return [b"\0" + row(4), b"\1\1" + row(8), b"\0" + row(0), b"\0" + struct.pack(">QI", 1, 0xFFFFFFFF)]
+
+
+def meeting(data: bytes) -> None:
+    """What somebody has put into torch's store, to which everybody may write."""
+    from ftcomm.torch.meeting import told
+    from ftcomm.torch.secret import read
+
+    with contextlib.suppress(InitError):
+        endpoint, place = told(data)
+        assert endpoint.rpartition(":")[2].isdecimal()
+        read(place)
+        raise AssertionError(f"{place} is read")
+
+
 # -- files and pipes -----------------------------------------------------------------------------------------------
 
 
@@ -406,6 +546,53 @@ def etcd_seeds() -> list[bytes]:
     return [json.dumps(x).encode() for x in (txn, {"ID": "7", "TTL": "5"}, {"result": {"TTL": "5"}}, failed)]
 
 
+def requests(data: bytes) -> None:
+    """Lines of whoever may open the launcher's socket, and its answers to who asks it."""
+    for line in data.split(b"\n"):
+        for decode in (admin.decode_request, admin.decode_answer):
+            with contextlib.suppress(msgspec.DecodeError):
+                message = decode(line)
+                assert decode(admin.encode(message)) == message
+                assert not isinstance(message, admin.RestartCoordinator) or 0 <= message.away <= admin.MAX_AWAY
+
+
+def request_seeds() -> list[bytes]:
+    replica = admin.ReplicaStatus(0, "running", 1, {"0": 7}, True, True, 5, "127.0.0.1")
+    status = admin.Status("run", 1, "x.py", 1, False, "127.0.0.1:1", False, 1, "auto", 2.0, 24.0, [replica])
+    asked = [
+        admin.GetStatus(),
+        admin.GetEvents(),
+        admin.RestartCoordinator(1.0),
+        admin.RestartReplica(2),
+        admin.Drain(),
+    ]
+    said = [admin.Done(), admin.Refused("why"), admin.Happened({"kind": "view", "mono": 1.5}), status]
+    return [admin.encode(message) for message in (*asked, *said)]
+
+
+def relay(data: bytes) -> None:
+    """What the relay of packets is told to do with them: it does what can be, and ends at what cannot."""
+    control, far = socket.socketpair()
+    with control, far:
+        made = Relay(control, {control.fileno(): "10.0.0.1", far.fileno(): "10.0.0.2"}, 1)
+        far.sendall(data[:65536])
+        far.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(msgspec.DecodeError):
+            while made._obey():
+                far.recv(4096)
+        for link in (link for row in made._links for link in row):
+            assert 0 <= link.delay <= 3600
+            assert 0 <= link.loss <= 1
+            assert link.longest >= 0
+        assert all(port.rate >= 0 and 0 <= port.queue <= 3600 for port in made._ports)
+        made._lines.close()
+
+
+def relay_seeds() -> list[bytes]:
+    change = Change([(0, 1, RelayLink(0.1, 0.5, 1500, False))], [(1, Port(1e6, 0.1))])
+    return [msgspec.json.encode(one) + b"\n" for one in (change, Change(), Change(links=[(0, 2, RelayLink())]))]
+
+
 def lines(data: bytes) -> None:
     """What a rank writes, read in pieces of any size."""
     splitter, choices, at, got = LineSplitter(), Choices(data[:16]), 0, b""
@@ -442,12 +629,12 @@ def noise() -> list[bytes]:
 def notifications(data: bytes) -> None:
     """What an agent of NIXL may be told, one after the other: frames of one channel, in any order."""
     order = nixl_frames.InOrder()
-    words = dict.fromkeys(nixl_frames.WORDS, EPOCH << 32)
+    words = dict.fromkeys(nixl_frames.WORDS, EPOCH << COUNTER)
     for part in _parts(data):
         try:
             for frame in (ready for told in nixl_frames.unpack(part) for ready in order.arrive(told)):
                 nixl_frames.check(frame, words.get(frame.word, 0), EPOCH)
-                assert frame.value >> 32 == EPOCH
+                assert frame.value >> COUNTER == EPOCH
                 place = Memory().place(frame.word, frame.start, frame.nbytes)
                 assert HEADER <= place <= place + frame.nbytes <= SIZE
                 assert len(frame.payload) in (0, frame.nbytes)
@@ -459,7 +646,7 @@ def notifications(data: bytes) -> None:
 def notification_seeds() -> list[bytes]:
     def frame(word: int, number: int, count: int, follows: int = 0, nbytes: int = 8) -> bytes:
         payload = b"x" * nbytes if follows else b""
-        value = EPOCH << 32 | count
+        value = EPOCH << COUNTER | count
         return nixl_frames.pack(word, 7, number, 64, nbytes, follows, value, (1, 2, 3), payload)
 
     whole = [frame(POSTED, 0, 1, 1), frame(REDUCED, 1, 1), frame(TAKEN, 2, 1, 1, 0)]
@@ -480,6 +667,9 @@ def nixl_hello_seeds() -> list[bytes]:
 TARGETS = {
     "messages": Target(messages, lambda: [m.encode(message) for message in all_messages()]),
     "connection": Target(connection, lambda: [framed(*[m.encode(message) for message in all_messages()[:4]])]),
+    "channel": Target(channel, channel_seeds),
+    "way": Target(lambda data: connection(data, raw=True), channel_seeds),
+    "tls": Target(tls, tls_seeds),
     "server": Target(server, handshakes),
     "client": Target(client, handshakes),
     "opening": Target(opening, lambda: [next(_parts(seed)) for seed in handshakes()]),
@@ -489,8 +679,12 @@ TARGETS = {
     "state_frames": Target(state_frames, state_seeds),
     "skeleton": Target(skeleton, skeletons),
     "member": Target(member, member_seeds),
+    "rows": Target(rows, row_seeds),
+    "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef", b"[::1]:65535 x", b"host:1"]),
     "views": Target(views, view_files),
     "etcd_answers": Target(etcd_answers, etcd_seeds),
+    "requests": Target(requests, request_seeds),
+    "relay": Target(relay, relay_seeds),
     "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
     "coordinator": Target(coordinator, noise),
     "rank": Target(rank, noise),

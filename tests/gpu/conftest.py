@@ -1,10 +1,10 @@
-"""For all GPU tests: streams of eight ranks in one process must not stand behind each other in a hardware queue.
-
-Set before any test creates the CUDA context; see `ftcomm.device.probe.connections`.
-"""
+"""For all GPU tests: what `ftcomm.device.probe` asks of CUDA, before any test creates the context."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+from ftcomm.device.probe import ENVIRONMENT
+
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)

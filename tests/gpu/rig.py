@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from ftcomm.bench.gpu_ranks import Ranks
+from ftcomm.bench.gpu_ranks import ON_GPU, Ranks
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -23,7 +23,7 @@ def ranks_on_gpu(count: int, staging: str = "device") -> Iterator[Ranks]:
     from ftcomm.device.cuda import CudaDevice
     from ftcomm.device.layout import CUDA
 
-    ranks = Ranks(count, CUDA, functools.partial(CudaDevice, staging=staging))
+    ranks = Ranks(count, CUDA, functools.partial(CudaDevice, staging=staging), deadline=ON_GPU)
     try:
         ranks.enter()
         yield ranks

@@ -106,7 +106,8 @@ def test_the_callers_stream_waits_and_the_host_does_not() -> None:
         streams = [torch.cuda.Stream() for _ in range(2)]
         arrays = [torch.zeros(1 << 20, device="cuda") for _ in range(2)]
         for me, array in enumerate(arrays):
-            ranks.launch(me, array, "float32")  # the first is loaded, which may wait for all that runs
+            array.add_(0).mul(10)  # as the ops below: what is used for the first time is loaded
+            ranks.launch(me, array, "float32")  # which may wait for all that runs
         ranks.settle()
         torch.cuda.synchronize()
         results = []

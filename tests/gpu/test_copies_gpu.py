@@ -41,7 +41,7 @@ def together(ranks: Ranks, body: Callable[[int, Any], int], stop: Callable[[], b
 
 
 @pytest.mark.parametrize("where", ["gpu", "pinned"])
-def test_all_gather(where: str) -> None:
+def test_allgather(where: str) -> None:
     sizes = [1, CHUNK, 3 * CHUNK + 5, 8 * CHUNK]
     with ranks_on_gpu(RANKS) as ranks:
         parts = [torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda") for size in sizes]
@@ -51,7 +51,7 @@ def test_all_gather(where: str) -> None:
         torch.cuda.synchronize()
 
         def gather(me: int, copies: Any) -> int:
-            answer: int = copies.all_gather(parts[me].data_ptr(), [out.data_ptr() for out in outs[me]], sizes, LONG)
+            answer: int = copies.allgather(parts[me].data_ptr(), [out.data_ptr() for out in outs[me]], sizes, LONG)
             return answer
 
         assert together(ranks, gather) == [OK] * RANKS

@@ -48,7 +48,7 @@ def gather_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
     for place in ({"device": "cuda"}, {"pin_memory": True}):
         out = torch.zeros(ranks * elements, dtype=torch.int16, **place)  # type: ignore[arg-type]
         mine = torch.full((elements,), group.replica, dtype=torch.int16, device="cuda")
-        group.all_gather(out, mine, sms=0)
+        group.allgather(out, mine, copy_engine=True)
         notes.write(kind="gather", right=torch.equal(out.cpu(), expected))
 
 
@@ -65,8 +65,10 @@ def send_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
     elements, ranks, me = arguments["elements"], len(group.roster), group.replica
     for place in ({"device": "cuda"}, {"pin_memory": True}):
         out = torch.zeros(elements, **place)  # type: ignore[arg-type]
-        sent = group.send(torch.full((elements,), float(me), device="cuda"), (me + 1) % ranks, sms=0, async_op=True)
-        group.recv(out, (me - 1) % ranks, sms=0)
+        sent = group.send(
+            torch.full((elements,), float(me), device="cuda"), (me + 1) % ranks, copy_engine=True, async_op=True
+        )
+        group.recv(out, (me - 1) % ranks, copy_engine=True)
         sent.wait()
         notes.write(kind="ring", right=bool((out == (me - 1) % ranks).all()))
 

@@ -1,4 +1,4 @@
-"""send and recv with sms=0 on a real GPU, a thread a rank: GPU memory, pinned memory, host arrays, waiting kernels."""
+"""send and recv with copy_engine=True on a real GPU, a thread a rank: GPU, pinned and host memory, waiting kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Member(Messages):
     def __init__(self, me: int, ranks: Ranks, members: list[Member]) -> None:
         from ftcomm.device.slots import DeviceSlots
 
-        self.me, self.roster, self.members = me, tuple(range(len(ranks.devices))), members
+        self._me, self.roster, self.members = me, tuple(range(len(ranks.devices))), members
         self.slots = DeviceSlots(ranks.devices[me], ranks.segments[me].nonce)
         self.puts = 0
         put = self.slots.put
@@ -50,7 +50,7 @@ class Member(Messages):
 
     def _dial(self, peer: int) -> socket.socket:
         near, far = socket_pair()
-        self.members[peer]._post.accept(far, self.me, self.slots.nonce)
+        self.members[peer]._post.accept(far, self._me, self.slots.nonce)
         return near
 
 
@@ -92,8 +92,8 @@ def test_from_every_place_to_every_place(staging: str) -> None:
                 x, out, before = source(), target(), members[0].puts
                 expected = torch.from_numpy(np.random.default_rng(i).integers(0, 256, SIZE, np.uint8))
                 x.copy_(expected, non_blocking=True)
-                receiving = members[1].recv(out, 0, i, async_op=True, sms=0)
-                members[0].send(x, 1, i, sms=0)
+                receiving = members[1].recv(out, 0, i, async_op=True, copy_engine=True)
+                members[0].send(x, 1, i, copy_engine=True)
                 receiving.wait()
                 assert torch.equal(out.clone().cpu(), expected), (source, target)
                 assert members[0].puts - before == (0 if source is on_host else PIECES)
@@ -110,8 +110,8 @@ def test_both_ways_while_a_kernel_waits() -> None:
         calls: list[Callable[[], Any]] = []
         for me in range(2):
             calls += [
-                members[me].send(x[me], 1 - me, async_op=True, sms=0).wait,
-                members[me].recv(out[me], 1 - me, async_op=True, sms=0).wait,
+                members[me].send(x[me], 1 - me, async_op=True, copy_engine=True).wait,
+                members[me].recv(out[me], 1 - me, async_op=True, copy_engine=True).wait,
             ]
         for wait in calls:
             wait()
@@ -127,11 +127,11 @@ def test_an_array_that_slots_do_not_reach_and_a_capture() -> None:
     with members_on_gpu(2) as (_, members):
         x = torch.arange(200_000.0, device="cuda")
         out = torch.zeros(100_000, device="cuda")
-        sent = members[0].send(x[::2], 1, async_op=True, sms=0)
-        members[1].recv(out, 0, sms=0)
+        sent = members[0].send(x[::2], 1, async_op=True, copy_engine=True)
+        members[1].recv(out, 0, copy_engine=True)
         sent.wait()
         assert torch.equal(out, x[::2])
         assert members[0].puts == 0
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), pytest.raises(ArgumentError, match="cannot be captured"):
-            members[0].send(x, 1, sms=0)
+            members[0].send(x, 1, copy_engine=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import ftcomm
-from ftcomm.bench import neighbours
+from ftcomm.bench import bandwidth
 from tests.process.bodies import seen
 from tests.process.job import Notes
 
@@ -63,7 +63,7 @@ def around(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None
 
 
 def tell_bandwidth(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    links = neighbours.measure(group, nbytes=arguments["nbytes"])
+    links = bandwidth.measure(group, nbytes=arguments["nbytes"])
     assert links is not None
     notes.write(kind="links", order=[host.member for host in links.order()], said=str(links))
 
@@ -81,7 +81,7 @@ def broadcast(group: ftcomm.Group, step: int) -> int:
 def gather_all(group: ftcomm.Group, step: int) -> int:
     x = own(group, step, 5_003)
     out = np.empty(x.size * len(group.roster), x.dtype)
-    group.all_gather(out, x)
+    group.allgather(out, x)
     return zlib.crc32(out.data)
 
 
@@ -89,9 +89,9 @@ def exchange_all(group: ftcomm.Group, step: int) -> str:
     """Each has its own result, so what it must be is compared here."""
     x = own(group, step, 1_001 * len(group.roster))
     out = np.empty_like(x)
-    group.all_to_all(out, x)
+    group.alltoall(out, x)
     if not (out == np.repeat([1000 * step + replica for replica in group.roster], 1_001)).all():
-        raise AssertionError(f"step {step}: wrong data of all_to_all")
+        raise AssertionError(f"step {step}: wrong data of alltoall")
     return "fine"
 
 

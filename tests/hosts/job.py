@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ftcomm.chaos.cut import Misled, Shaped, Unplugged
-from ftcomm.chaos.hit import Wound
 from ftcomm.control.server import CoordinatorServer
-from ftcomm.launch import network
-from ftcomm.launch import requests as r
-from ftcomm.launch.hosts import SlowNetwork, settle
+from ftcomm.lab.chaos.network_faults import Misled, Shaped, Unplugged
+from ftcomm.lab.chaos.process_faults import ActiveFault
+from ftcomm.lab.netns import network
+from ftcomm.lab.netns.slow_network import SlowNetwork, settle
+from ftcomm.launch.admin import protocol
 from ftcomm.settings import Settings
+from ftcomm.transport.nixl import network as nixl_network
 from tests.process.job import Body, Job
 
 
@@ -59,7 +60,7 @@ class HostJob(Job):
 
     # -- faults; each lasts until it is closed ---------------------------------------------------------------------
 
-    def unplug(self, replica: int) -> Wound:
+    def unplug(self, replica: int) -> ActiveFault:
         """The cable of its host is pulled: nobody hears of anybody's end."""
         if isinstance(self.network, SlowNetwork):
             return Both(
@@ -67,25 +68,25 @@ class HostJob(Job):
             )
         return Unplugged(self._status(), replica)
 
-    def mislead(self, sender: int, receiver: int) -> Wound:
+    def mislead(self, sender: int, receiver: int) -> ActiveFault:
         """What one host sends to the other gets lost; the way back is open."""
         if isinstance(self.network, SlowNetwork):
             return Cut(self.network, [sender], [receiver])
         return Misled(self._status(), [sender], [receiver])
 
-    def slow(self, replica: int, rate: float) -> Wound:
+    def slow(self, replica: int, rate: float) -> ActiveFault:
         """Bits a second that its host sends."""
         if isinstance(self.network, SlowNetwork):
             return Slow(self.network, replica, rate)
         return Shaped(self._status(), replica, "tbf", rate=int(rate / 8), burst=100_000, latency="300ms")
 
-    def _status(self) -> r.Status:
+    def _status(self) -> protocol.Status:
         replicas = [
-            r.ReplicaStatus(n, "running", 1, {}, True, True, 0, self.host(n), f"/proc/self/fd/{fd}")
+            protocol.ReplicaStatus(n, "running", 1, {}, True, True, 0, self.host(n), f"/proc/self/fd/{fd}")
             for n, fd in enumerate(self.network.hosts)
         ]
         hub = f"/proc/self/fd/{self.network.hub}"
-        return r.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=hub)
+        return protocol.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=hub)
 
 
 def go_to_host(settings: Settings, arguments: dict[str, Any]) -> None:
@@ -94,9 +95,10 @@ def go_to_host(settings: Settings, arguments: dict[str, Any]) -> None:
     network.call("setns", fd, network.CLONE_NEWNET)
     os.close(fd)
     settle(f"host-{place}")
+    os.environ[nixl_network.TRUSTED] = "1"  # nobody else is in these networks
 
 
-class Cut(Wound):
+class Cut(ActiveFault):
     """Of a network that has a relay."""
 
     def __init__(self, hosts: SlowNetwork, senders: Any, receivers: Any) -> None:
@@ -107,7 +109,7 @@ class Cut(Wound):
         self._hosts.restore(self._before)
 
 
-class Slow(Wound):
+class Slow(ActiveFault):
     def __init__(self, hosts: SlowNetwork, place: int, rate: float) -> None:
         self._hosts, self._place = hosts, place
         hosts.slow(place, rate)
@@ -116,10 +118,10 @@ class Slow(Wound):
         self._hosts.slow(self._place, None)
 
 
-class Both(Wound):
-    def __init__(self, *wounds: Wound) -> None:
-        self._wounds = wounds
+class Both(ActiveFault):
+    def __init__(self, *active: ActiveFault) -> None:
+        self._active = active
 
     def close(self) -> None:
-        for wound in reversed(self._wounds):
-            wound.close()
+        for active in reversed(self._active):
+            active.close()

@@ -17,8 +17,8 @@ from ftcomm.address import open_port, own_address
 from ftcomm.control import wire
 from ftcomm.control.links import Listener, open_socket
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.launch.hosts import HUB, SlowNetwork
-from ftcomm.launch.network import HUB_ADDRESS, address
+from ftcomm.lab.netns.network import HUB, HUB_ADDRESS, address
+from ftcomm.lab.netns.slow_network import SlowNetwork
 
 from .bodies import mixed
 from .job import HostJob
@@ -26,7 +26,7 @@ from .test_promises import ENDLESS, HEARTBEAT
 
 pytestmark = pytest.mark.protocol
 
-TOKEN = "token"
+CREDENTIALS = wire.Credentials("token")
 DEADLINE = 60.0
 COORDINATOR = (HUB_ADDRESS, 29400)
 
@@ -53,7 +53,7 @@ def server(line: SlowNetwork) -> Iterator[tuple[str, int]]:
         sock.close()
 
     async def serve() -> Listener:
-        return Listener(sock, TOKEN, drop)
+        return Listener(sock, CREDENTIALS, drop)
 
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -105,9 +105,9 @@ def test_a_host_without_free_ports_says_so(line: SlowNetwork, server: tuple[str,
             for _ in range(2):
                 held.enter_context(socket.create_connection(server))
             with pytest.raises(OSError, match=words):
-                wire.connect(server, TOKEN, "data", {}, DEADLINE)
+                wire.connect(server, CREDENTIALS, "data", {}, DEADLINE)
             with pytest.raises(OSError, match=words):
-                asyncio.run(open_socket(server, TOKEN, "data", {}))
+                asyncio.run(open_socket(server, CREDENTIALS, "data", {}))
         finally:
             ports.write_text(before)
 
@@ -118,12 +118,12 @@ def test_a_way_that_loses_long_packets_fails_the_handshake(
 ) -> None:
     """Whichever way it loses them, there or back."""
     with line.inside(0):
-        wire.connect(server, TOKEN, "data", {}, DEADLINE).close()
+        wire.connect(server, CREDENTIALS, "data", {}, DEADLINE).close()
         before = line.change(senders, line.places, longest=1500)
         with pytest.raises(OSError, match=r"short messages, and not one of 3600 bytes.* carry 8948 bytes.*mtu 1400"):
-            wire.connect(server, TOKEN, "data", {}, 3.0)
+            wire.connect(server, CREDENTIALS, "data", {}, 3.0)
         line.restore(before)
-        wire.connect(server, TOKEN, "data", {}, DEADLINE).close()
+        wire.connect(server, CREDENTIALS, "data", {}, DEADLINE).close()
 
 
 def test_two_hosts_that_never_reach_each_other_are_told_apart(line: SlowNetwork, tmp_path: Path) -> None:

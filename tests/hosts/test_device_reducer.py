@@ -9,7 +9,7 @@ import pytest
 
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.device import INTERPRETED
-from ftcomm.launch.network import Network
+from ftcomm.lab.netns.network import Network
 from tests.process.test_kills import ENDLESS
 
 from .bodies import mixed
@@ -46,10 +46,10 @@ def test_who_is_killed_and_who_is_cut_off(tmp_path: Path, cables: Network) -> No
         watch.without(2)
         watch.comes_back(2)
         watch.goes_on({0, 1, 2})
-        wound = job.unplug(2)
+        active = job.unplug(2)
         watch.without(2)
         watch.goes_on({0, 1})
-        wound.close()
+        active.close()
         expelled(job, 2)
         job.drain()
         for replica in (0, 1):

@@ -12,7 +12,7 @@ import pytest
 
 from ftcomm.doctor import network
 from ftcomm.errors import SettingsError
-from ftcomm.launch.hosts import SlowNetwork
+from ftcomm.lab.netns.slow_network import SlowNetwork
 
 pytestmark = pytest.mark.protocol
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 from ftcomm.errors import SettingsError
-from ftcomm.launch.hosts import HUB, SlowNetwork
-from ftcomm.launch.network import parse_delay, parse_rate
-from ftcomm.launch.options import RunOptions
-from ftcomm.launch.relay import VNET, sizes
+from ftcomm.lab.netns.network import HUB
+from ftcomm.lab.netns.relay import VNET, sizes
+from ftcomm.lab.netns.slow_network import SlowNetwork
+from ftcomm.launch.options import RunOptions, parse_delay, parse_rate
 from ftcomm.launch.run import _network
 
 pytestmark = pytest.mark.protocol
@@ -147,7 +147,7 @@ def test_the_same_seed_loses_the_same_packets() -> None:
 
 KILLED = """
 import os, sys, time
-from ftcomm.launch.hosts import SlowNetwork
+from ftcomm.lab.netns.slow_network import SlowNetwork
 network = SlowNetwork(2, delay=0.001)
 print(network._relay.pid, *(os.readlink(f"/proc/self/fd/{fd}") for fd in (network.hub, *network.hosts)), flush=True)
 time.sleep(600)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from ftcomm.errors import TransportError
-from ftcomm.launch.network import Network, inside, port
-from ftcomm.transport.nixl_agent import Endpoint
+from ftcomm.lab.netns.network import Network, inside, port
+from ftcomm.transport.nixl import network as nixl_network
+from ftcomm.transport.nixl.agent import Endpoint
 
 from .bodies import mixed
 from .job import HostJob
@@ -67,6 +68,12 @@ def flaps(job: HostJob, watch: Watch, rng: random.Random) -> None:
 
 ONCE = (flaps, slowed, cut_off, half_open, one_way, stopped)
 FAULTS = (*ONCE, killed)
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no RDMA here, and nobody else in these networks."""
+    monkeypatch.setenv(nixl_network.TRUSTED, "1")
 
 
 def test_hosts_that_put_to_each_other(cables: Network, tmp_path: Path) -> None:  # noqa: F811

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from ftcomm.errors import SettingsError
-from ftcomm.launch.hosts import SlowNetwork
-from ftcomm.launch.network import Network, inside
+from ftcomm.lab.chaos.network_faults import Misled
+from ftcomm.lab.chaos.plan import COORDINATOR
+from ftcomm.lab.netns.network import Network, inside
+from ftcomm.lab.netns.slow_network import SlowNetwork
 from tests.process.test_kills import check
 
 from .bodies import around, mixed, tell_bandwidth
@@ -91,6 +93,10 @@ class Watch:
         """All are still there, and were all the time."""
         assert not [event for event in self.job.events[self._since :] if self._lost(event)], f"seed {SEED}"
 
+    def no_view(self) -> None:
+        """All run in the same view as before."""
+        assert not [event for event in self.job.events[self._since :] if event["kind"] in ("view", "failed")], SEED
+
     def comes_back(self, replica: int) -> None:
         """Another life of it; its last one has ended."""
         self.job.start(replica)
@@ -163,6 +169,28 @@ def one_way(job: HostJob, watch: Watch, rng: random.Random) -> None:
     watch.comes_back(gone)
 
 
+def coordinator_hears_nobody(job: HostJob, watch: Watch, rng: random.Random) -> None:
+    """What all send to the coordinator is lost, and they reach each other: it is the coordinator that is cut off."""
+    lost = Misled(job._status(), sorted(watch.everybody), [COORDINATOR])
+    end = time.monotonic() + 3 * HEARTBEAT
+    while time.monotonic() < end:
+        watch.goes_on(watch.everybody)
+    lost.close()
+    watch.goes_on(watch.everybody)
+    watch.no_view()
+
+
+def coordinator_misses_one(job: HostJob, watch: Watch, rng: random.Random) -> None:
+    """It does not reach the coordinator, which hears all others; and these hear it."""
+    lost = Misled(job._status(), [rng.randrange(job.replicas)], [COORDINATOR])
+    end = time.monotonic() + 3 * HEARTBEAT
+    while time.monotonic() < end:
+        watch.goes_on(watch.everybody)
+    lost.close()
+    watch.goes_on(watch.everybody)
+    watch.no_view()
+
+
 def killed(job: HostJob, watch: Watch, rng: random.Random) -> None:
     victim = rng.randrange(job.replicas)
     job.kill(victim)
@@ -170,7 +198,7 @@ def killed(job: HostJob, watch: Watch, rng: random.Random) -> None:
     watch.comes_back(victim)
 
 
-ONCE = (slowed, half_open, one_way)
+ONCE = (slowed, coordinator_hears_nobody, coordinator_misses_one, half_open, one_way)
 FAULTS = (*ONCE, cut_off, killed)
 
 

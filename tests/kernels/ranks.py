@@ -23,6 +23,8 @@ from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import allreduce
 from ftcomm.kernels.dtypes import OPS
+from ftcomm.kernels.epochs import COUNTER, COUNTS
+from tests.orphans import end_with_pytest
 
 if INTERPRETED:
     import ftcomm.device.interpret  # noqa: F401  it makes the interpreter three times as fast
@@ -69,7 +71,7 @@ class Rank:
         for j, index in enumerate(contributing):
             view[w.SOURCE_STAGING + j] = members[index].staging.data_ptr()
         for lane in range(LANES):
-            self.words[w.LANES_AT + lane * w.LINE :][:3] = epoch << 32
+            self.words[w.LANES_AT + lane * w.LINE :][:3] = epoch << COUNTER
         self.state[w.NUMBER], self.state[w.BASE] = number, 0
         self.ctl[w.RETURNED], self.epoch = number, epoch
 
@@ -100,7 +102,7 @@ class Rank:
         done = []
         for lane in range(lanes):
             word = int(self.words[w.LANES_AT + lane * w.LINE + w.TAKEN])
-            count = (word & 0xFFFFFFFF) - base if word >> 32 == self.epoch else 0
+            count = (word & (COUNTS - 1)) - base if word >> COUNTER == self.epoch else 0
             done += [lane + k * lanes for k in range(max(0, count))]
         return sorted(i for i in done if i < ntasks)
 
@@ -125,8 +127,13 @@ def until(what: str, condition: Callable[[], object], deadline: float = DEADLINE
         time.sleep(0.0005)
 
 
+def _run(body: Callable[[], None]) -> None:
+    end_with_pytest()
+    body()
+
+
 def start(*bodies: Callable[[], None]) -> list[multiprocessing.process.BaseProcess]:
-    processes = [_context.Process(target=body, daemon=True) for body in bodies]
+    processes = [_context.Process(target=_run, args=(body,), daemon=True) for body in bodies]
     for process in processes:
         process.start()
     return list(processes)

@@ -18,6 +18,7 @@ from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import gate
+from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer, operand
 
 from .ranks import CHUNK, LANES, THREADS, Op, Rank, group, join, running, seed, start, until, view_change
@@ -77,6 +78,19 @@ def check(ops: list[tuple[list[torch.Tensor], str]], size: int, contributing: li
 def test_sums(size: int) -> None:
     """One after the other in one epoch, one-shot and two-shot: the counters of the lanes go on."""
     check([(arrays(count, torch.float32, size), "sum") for count in (0, 1, 255, 257, 700, 5000, 100)], size)
+
+
+def test_counters_go_on_beyond_32_bits() -> None:
+    ranks = group(3)
+    for rank in ranks:
+        rank.state[w.BASE] = far = (1 << 32) - 3
+        for lane in range(LANES):
+            rank.words[w.LANES_AT + lane * w.LINE :][:3] = 1 << COUNTER | far
+    ops = [arrays(count, torch.float32, 3) for count in (300, 5000, 300)]
+    wants = [expected([x.clone() for x in xs], "sum") for xs in ops]
+    reduce_all(ranks, *[(xs, "sum") for xs in ops])
+    assert int(ranks[0].state[w.BASE]) > 1 << 32
+    assert all(torch.equal(x, want) for xs, want in zip(ops, wants, strict=True) for x in xs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8])
@@ -228,7 +242,7 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
     with running(lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stops) as processes:
         stat = Path(f"/proc/{processes[2].pid}/stat")
         until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
-        assert ranks[2].words[w.LANES_AT + w.TAKEN] == 1 << 32 | 2
+        assert ranks[2].words[w.LANES_AT + w.TAKEN] == 1 << COUNTER | 2
         for rank in ranks[:2]:
             rank.freeze()
         op = Op(xs, 0)

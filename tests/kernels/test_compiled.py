@@ -109,11 +109,11 @@ def test_every_kernel_has_a_case() -> None:
 
 
 def test_no_kernel_is_written_in_another_language() -> None:
-    """CUDA C would have to be compiled here too, by NVRTC. There is none."""
+    """CUDA C would have to be compiled here too, by NVRTC. What asks the hardware questions alone is written in it."""
     found = [
         str(file.relative_to(ROOT))
         for folder in ("bench", "control", "ftcomm", "kernels")
         for file in (ROOT / folder).rglob("*.py")
         if any(name in file.read_text() for name in ("RawKernel", "RawModule", "__global__"))
     ]
-    assert found == []
+    assert found == ["bench/gpu_facts.py"]

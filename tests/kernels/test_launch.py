@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -50,3 +53,40 @@ def test_a_profiler_is_told_the_bytes_moved() -> None:
     arguments = {"w": 3, "outs": (1, 2), "n": 1000, "T": tl.bfloat16}
     told = work((7, 1, 1), SimpleNamespace(name="reduce_kernel"), arguments)
     assert told == {"name": "reduce_kernel [w=3 n=1000 bf16 programs=7]", "bytes": (3 + 2) * 1000 * 2}
+
+
+VARIANTS = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ftcomm.kernels.device.copy import copy_kernel
+from ftcomm.kernels.device.reduce import reduce_kernel
+from ftcomm.kernels.device.tile import unspecialised
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
+
+
+def variants(kernel, *calls):
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    constants = {parameter.name: 1 for parameter in kernel.params if parameter.is_constexpr}
+    return len({str(bind(*call, **constants)[1]) for call in calls})
+
+
+base = 0x7F0000000000
+pairs = [unspecialised([base + i, base + 16 * i]) for i in (0, 1, 8, 15, 16, 31)]
+print(
+    variants(copy_kernel, *[(pair[:1], 1, pair, n) for pair in pairs for n in (1, 16, 1 << 40)]),
+    variants(reduce_kernel, *[(pair, base + 8 * n, n, pair, n, n) for pair in pairs for n in (1, 2, 3, 16)]),
+)
+"""
+
+
+def test_one_variant_whatever_addresses_are_multiples_of() -> None:
+    """Else each pattern of alignments would be compiled when it first comes, in the middle of an op. As Triton's own
+    binder tells variants apart, in a process that does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.split() == ["1", "1"], done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton
@@ -9,6 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftcomm.kernels.device import reduce as kernels
 from ftcomm.kernels.device.launch import element, operator
 from ftcomm.kernels.device.reduce import reduce
 from ftcomm.kernels.device.tile import narrow, reduce_span
@@ -130,9 +133,19 @@ def test_an_average_divides_by_the_divisor_given(dtype: str, w: int) -> None:
         assert_equal(out, expected(sources, "avg", divisor))
 
 
-def test_of_no_elements_nothing_is_launched() -> None:
-    empty = placed(torch.empty(0))
-    reduce([empty, empty], empty.clone())
+def test_of_no_elements_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of no programs is an error of CUDA."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **constants: launched.append(grid)
+
+    monkeypatch.setattr(kernels, "reduce_kernel", Kernel())
+    for count in (0, 1):
+        source = placed(torch.ones(count))
+        kernels.reduce([source, source], source.clone())
+    assert len(launched) == 1, "that of one element is, so it would have been seen"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -11,11 +11,12 @@ import torch
 from ftcomm.kernels.device import DEVICE
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.signal import signal_kernel, wait_kernel
+from ftcomm.kernels.epochs import COUNTER
 
 pytestmark = pytest.mark.protocol
 
 FLAG, ABORT, STATUS = 0, 1, 2
-LOW, HIGH = 5 << 32 | 3, 6 << 32
+LOW, HIGH = 5 << COUNTER | 3, 6 << COUNTER
 
 
 def wait(words: torch.Tensor, *, deadline: float = 0.0) -> int:
@@ -23,16 +24,34 @@ def wait(words: torch.Tensor, *, deadline: float = 0.0) -> int:
     wait_kernel[(1,)](
         at + 8 * FLAG, LOW, HIGH, at + 8 * ABORT, 0, int(deadline * 1e9), at + 8 * STATUS, THREADS=32, num_warps=1
     )
+    settle()
     return int(words[STATUS])
+
+
+def words_of_host() -> torch.Tensor:
+    """Where the product has them: in pinned host memory, which the host writes while a kernel polls."""
+    words = torch.zeros(8, dtype=torch.int64)
+    return words if DEVICE == "cpu" else words.pin_memory()
+
+
+def settle() -> None:
+    if DEVICE != "cpu":
+        torch.cuda.synchronize()
 
 
 def signal(words: torch.Tensor, value: int) -> None:
     signal_kernel[(1,)](words.data_ptr() + 8 * FLAG, value, num_warps=1)
+    settle()
 
 
 def test_ends_of_a_wait() -> None:
-    words = torch.zeros(8, dtype=torch.int64, device=DEVICE)
-    for early in (0, 5 << 32 | 2, 6 << 32, 4 << 32 | 9):  # nothing, too few, a later epoch, an earlier one
+    words = words_of_host()
+    for early in (
+        0,
+        5 << COUNTER | 2,
+        6 << COUNTER,
+        4 << COUNTER | 9,
+    ):  # nothing, too few, a later epoch, an earlier one
         words[FLAG] = early
         assert wait(words, deadline=0.01) == w.TIMED_OUT
     words[ABORT] = 1
@@ -44,7 +63,7 @@ def test_ends_of_a_wait() -> None:
 
 
 def test_a_wait_that_another_thread_ends() -> None:
-    words = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    words = words_of_host()
 
     def come() -> None:
         time.sleep(0.05)

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from ftcomm import kernels
-from ftcomm.collective import script
+from ftcomm.collective import schedule
 from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Action, Coordinator, Persist, Send
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
-from ftcomm.kernels.wait import Waiter, wake
+from ftcomm.sync.futex import Waiter, wake
 
 MEMBERS = 16
 CHUNKS = 128  # of 64 MB
@@ -51,9 +51,9 @@ def test_plan_of_what_is_left(benchmark: Any) -> None:
     assert len(tasks) == CHUNKS // 2
 
 
-def test_plan_of_an_all_gather(benchmark: Any) -> None:
+def test_plan_of_an_allgather(benchmark: Any) -> None:
     """Of 64 MB among 16; made anew with every call."""
-    plan = benchmark(script.all_gather, 4 << 20, ALL, 0, False, 512 << 10, 1)
+    plan = benchmark(schedule.allgather, 4 << 20, ALL, 0, False, 512 << 10, 1)
     assert plan
 
 
@@ -61,7 +61,8 @@ def test_view_change(benchmark: Any) -> None:
     """What the coordinator does when one of 16 is lost: decide, and tell 15 others, encoded."""
 
     def lose(coordinator: Coordinator) -> int:
-        actions = coordinator.disconnected(0, 1.0)
+        coordinator.disconnected(0, 1.0)
+        actions = coordinator.dialled(0, "life-0", "ended", 1.0)
         return sum(bool(m.encode(action.message)) for action in actions if isinstance(action, Send))
 
     told = benchmark.pedantic(lose, setup=lambda: ((formed(),), {}), rounds=200, warmup_rounds=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import random
 import time
 import zlib
 from pathlib import Path
@@ -22,6 +24,7 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     pace = Pace(group, arguments)
     for step in ftcomm.steps(arguments["steps"]):
         pace.keep(step)
+        hold_interpreter(group, notes, arguments)
         array[:] = 2.0**group.replica
         if step % 2:
             atomic = step % 4 == 3
@@ -51,6 +54,34 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             notes.write(kind="left", text=str(error))
 
 
+def hold_interpreter(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """If the file hold-REPLICA-RANK tells of seconds: no thread of this process runs for so long, as in a compilation.
+    Once."""
+    path = Path(arguments["marks"]) / f"hold-{group.replica}-{group.shard}"
+    if path.exists():
+        seconds = float(path.read_text())
+        path.unlink()
+        notes.write(kind="holds", epoch=group.epoch)
+        ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # PyDLL keeps the interpreter lock
+        notes.write(kind="held", epoch=group.epoch)
+
+
+def reduce_fresh(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """New arrays in every step, several at a time and of sizes that do not repeat, so that their memory is soon that of
+    others. And a part of one by itself, before all of it."""
+    for step in ftcomm.steps(arguments["steps"]):
+        rng = random.Random(step)
+        sizes = [rng.randrange(700_000, arguments["elements"]) for _ in range(rng.randrange(1, 4))]
+        arrays = [np.full(size, 2.0**group.replica, np.float32) for size in sizes]
+        part = arrays[0][sizes[0] // 4 : sizes[0] // 2]
+        group.allreduce(part)
+        part[:] = 2.0**group.replica
+        for work in [group.allreduce(array, async_op=True) for array in arrays]:
+            work.wait()
+        crc = zlib.crc32(b"".join(array.view(np.uint8).data for array in arrays))
+        notes.write(kind="fresh", step=step, crc=crc)
+
+
 class Pace:
     """Keeps the ranks of a replica about in step, as the collectives among its shards do in a training: at a boundary
     where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
@@ -60,7 +91,7 @@ class Pace:
 
     def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:
         self._steps = np.memmap(Path(arguments["marks"]) / f"pace-{group.replica}", np.int64, "r+")
-        self._rank = group.rank
+        self._rank = group.shard
 
     def keep(self, step: int) -> None:
         self._steps[self._rank] = step
@@ -90,10 +121,25 @@ def calls(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             notes.write(kind="call", error=type(error).__name__, text=str(error))
 
 
+def skip_once(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A branch that not all ranks take: one replica goes to the next step without the call of the `skip`-th."""
+    array = np.empty(arguments["elements"], np.float32)
+    for step in ftcomm.steps(20):
+        if step == arguments["skip"] and group.replica == 1:
+            continue
+        array[:] = step
+        try:
+            group.allreduce(array, "avg")
+        except ftcomm.MismatchError as error:
+            notes.write(kind="call", step=step, text=str(error))
+            return
+        notes.write(kind="call", step=step, value=float(array[0]))
+
+
 def end_apart(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Some steps together; then one rank of each replica has something left to do, a checkpoint to write, say."""
     array = np.ones(100, np.float32)
     for _ in ftcomm.steps(20):
         group.allreduce(array, "avg")
-    if group.rank == arguments["slow"]:
+    if group.shard == arguments["slow"]:
         time.sleep(arguments["seconds"])

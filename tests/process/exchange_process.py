@@ -21,9 +21,12 @@ from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
+from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import Fields, connect
-from ftcomm.transport.segment import Peer, Segment
+from ftcomm.transport.segment import Segment
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.coded import coded
+from tests.orphans import end_with_pytest
 
 _HANDSHAKE = struct.Struct("<II32s")  # replica, epoch, nonce of its segment
 _PERIOD = 1009
@@ -69,7 +72,7 @@ class Member:
                 sock.close()
                 continue
             replica, epoch, nonce = _HANDSHAKE.unpack(said)
-            self.exchange.attach(sock, replica, epoch, nonce.decode())
+            self.exchange.admit(TcpMirrorWriter(sock, replica, epoch, nonce.decode()))
 
     def dial(self, there: Address, purpose: str, fields: Fields) -> socket.socket:
         sock = socket.create_connection((there.host, there.port), timeout=10)
@@ -110,7 +113,7 @@ class Member:
     def reduce(self, count: int, atomic: bool, wire: str) -> None:
         """One op; reports the digest of its result, after comparing it with what its contributors must give."""
         array = pattern(self.replica, count)
-        op = Operation(array, "float32", "sum", atomic=atomic, wire=wire)
+        op = Operation(array, "float32", "sum", atomic=atomic, compression=wire)
         self.send("started")
         self.exchange.run(op)
         self.send("returned")
@@ -136,7 +139,7 @@ class Member:
             work = {
                 "broadcast": lambda: caller.broadcast(own, n - 1, async_op=True),
                 "reduce": lambda: caller.reduce(own, n - 1, async_op=True),
-                "all_gather": lambda: caller.all_gather(np.empty(n * count, np.float32), own, async_op=True),
+                "allgather": lambda: caller.allgather(np.empty(n * count, np.float32), own, async_op=True),
                 "gather": lambda: caller.gather(
                     np.empty(n * count, np.float32) if rank == 0 else None, own, 0, async_op=True
                 ),
@@ -146,7 +149,7 @@ class Member:
                 "reduce_scatter": lambda: caller.reduce_scatter(
                     np.empty(count // n, np.float32), own[: count // n * n], async_op=True
                 ),
-                "all_to_all": lambda: caller.all_to_all(
+                "alltoall": lambda: caller.alltoall(
                     np.empty(count // n * n, np.float32), own[: count // n * n], async_op=True
                 ),
                 "barrier": lambda: caller.barrier(async_op=True),
@@ -160,10 +163,10 @@ class Member:
         share, begin = count // n, rank * (count // n)
         runs: list[tuple[int, int, tuple[int, ...]]] = {
             "broadcast": [(0, 0, (roster[n - 1],))],
-            "all_gather": [(i * count, 0, (m,)) for i, m in enumerate(roster)],
+            "allgather": [(i * count, 0, (m,)) for i, m in enumerate(roster)],
             "gather": [(i * count, 0, (m,)) for i, m in enumerate(roster)] if rank == 0 else [],
             "scatter": [(0, begin, (roster[0],))],
-            "all_to_all": [(i * share, begin, (m,)) for i, m in enumerate(roster)],
+            "alltoall": [(i * share, begin, (m,)) for i, m in enumerate(roster)],
             "reduce": [(a, a, who) for a, _, who in work.contributors] if rank == n - 1 else [(0, 0, (self.replica,))],
             "reduce_scatter": [(a, begin + a, who) for a, _, who in work.contributors],
             "barrier": [],
@@ -182,11 +185,12 @@ class Caller(Calls):
     _device = None
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        self.me, self.roster, self._exchange = member.replica, roster, member.exchange
+        self._me, self.roster, self._exchange = member.replica, roster, member.exchange
 
 
 def main(replica: int, mode: str, pipe: Connection) -> None:
     """Serve until told to end, or until the test is gone."""
+    end_with_pytest()
     member = Member(replica, mode, pipe)
     calls: Any = itertools.count()
     try:

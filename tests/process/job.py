@@ -28,7 +28,9 @@ import pytest
 import ftcomm
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.wire import Credentials
 from ftcomm.settings import Settings
+from tests.orphans import end_with_pytest
 from tests.ports import free_port
 
 TOKEN = "token-of-the-test"
@@ -37,10 +39,15 @@ MOST = {"interpret": 50_000}.get(ENGINE, 1 << 30)  # elements: a chunk takes the
 SLOWER = {"interpret": 10}.get(ENGINE, 1)  # roughly, so that tests end within their times
 DEADLINE = 60.0  # s for anything that a test waits for
 SILENCE = 5.0  # s, the heartbeat timeout where a test waits for it: so long that on a busy machine nobody else is lost
+STALL: dict[str, float] = {  # where a test waits for a stall, as which a stopped process is removed
+    "heartbeat_timeout": SILENCE,
+    "op_timeout": 16.0,
+    "op_floor": 6.0,
+}
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
-_OURS = ["ftcomm.group", "ftcomm.hsdp.steps", "tests.process.job", "tests.process.exchange_process"]
+_OURS = ["ftcomm.group", "ftcomm.training.steps", "tests.process.job", "tests.process.exchange_process"]
 _context.set_forkserver_preload(["torch", "torch._dynamo", *_OURS])
 
 
@@ -71,6 +78,7 @@ class Notes:
 def _rank(
     settings: Settings, path: Path, body: Body, arguments: dict[str, Any], listener: socket.socket | None
 ) -> None:
+    end_with_pytest()
     os.environ.setdefault("FTCOMM_LOG", "error")
     faulthandler.register(signal.SIGUSR1, file=path.with_suffix(".stack").open("w"))
     notes = Notes(path)
@@ -121,6 +129,7 @@ class Job:
         verify: bool = False,
         engine: str = ENGINE,
         algorithm: str = "auto",
+        data: str = "none",
         **arguments: Any,
     ) -> None:
         """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
@@ -134,7 +143,9 @@ class Job:
         for replica in range(replicas):
             (folder / f"pace-{replica}").write_bytes(bytes(8 * ranks))  # steps of the ranks, see `bodies.Pace`
         timeouts = Timeouts.derive(op_timeout, heartbeat_timeout, op_floor)
-        self._settings = dict(transport=transport, timeouts=timeouts, verify=verify, engine=engine, algorithm=algorithm)
+        self._settings = dict(
+            transport=transport, timeouts=timeouts, verify=verify, engine=engine, algorithm=algorithm, data=data
+        )
         self.processes: dict[tuple[int, int], Any] = {}
         self.events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -160,7 +171,7 @@ class Job:
             timeouts=self._settings["timeouts"],
             on_event=self._event,
         )
-        return CoordinatorServer(token=TOKEN, port=port, **{**settings, **other})
+        return CoordinatorServer(credentials=Credentials(TOKEN), port=port, **{**settings, **other})
 
     def do(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE)
@@ -235,7 +246,7 @@ class Job:
                 token=TOKEN,
                 replica=replica,
                 replicas=self.replicas,
-                rank=rank,
+                shard=rank,
                 ranks_per_replica=self.ranks,
                 leader=leader,
                 host=self.host(replica),

@@ -39,17 +39,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftcomm.collective.express import Express
-from ftcomm.collective.stream import Stream
+from ftcomm.collective.fast_path import FastPath
+from ftcomm.collective.publisher import Publisher
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
 from ftcomm.control.node import Node
 from ftcomm.engine import Engine
 from ftcomm.group import Group
-from ftcomm.hsdp.catchup import Fetch
-from ftcomm.hsdp.replay import Replay
 from ftcomm.settings import Settings
+from ftcomm.training.catchup import Fetch
+from ftcomm.training.replay import Replay
 from ftcomm.transport.segment import POSTED, TAKEN
 
 from . import inside
@@ -92,7 +92,7 @@ class Points:
 
 def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     """The rank's side: called before it joins."""
-    if settings.rank != arguments.get("watched", 0):
+    if settings.shard != arguments.get("watched", 0):
         return
     order, here = (Path(arguments["marks"]) / f"{name}-{settings.replica}" for name in ("do", "at"))
 
@@ -134,15 +134,15 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}
-    before(Stream, "_publish", lambda self, word, count: words.get(word) if count else None)
-    before(Express, "_raise", lambda self, word, target: words[word])
+    before(Publisher, "publish", lambda self, word, count, **more: words.get(word) if count else None)
+    before(FastPath, "_raise", lambda self, word, target: words[word])
     if settings.kernels_run_ops:
         inside.before_publish(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")
     before(Replay, "apply", lambda self, *rest: "replaying" if self.behind else None)
-    before(Group, "caught_up", "caught_up", after="said")
+    before(Group, "_caught_up", "caught_up", after="said")
 
 
 def _heard(self: Node, message: m.Message) -> str | None:

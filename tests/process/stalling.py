@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftcomm.collective.deadline import Deadlines
+from ftcomm.collective.adaptive_timeout import AdaptiveTimeouts
 from ftcomm.settings import Settings
 
 from .points import watch_points
@@ -14,4 +14,4 @@ def watch_patiently(settings: Settings, arguments: dict[str, Any]) -> None:
     """`watch_points`; the replicas in `arguments["patient"]` complain as late as they may, as if ops were slow."""
     watch_points(settings, arguments)
     if settings.replica in arguments["patient"]:
-        Deadlines.of = lambda self, nbytes: self.ceiling  # type: ignore[method-assign]
+        AdaptiveTimeouts.of = lambda self, nbytes: self.ceiling  # type: ignore[method-assign]

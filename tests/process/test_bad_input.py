@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import ftcomm
@@ -13,8 +18,8 @@ from ftcomm.control import wire
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
-from .bodies import calls, reduce_forever
-from .job import TOKEN, Job
+from .bodies import calls, reduce_forever, skip_once
+from .job import TOKEN, Job, only_on_host
 
 
 def outcomes(job: Job, replica: int) -> list[dict[str, object]]:
@@ -44,6 +49,21 @@ def test_different_calls_are_an_error_on_all_that_shows_both(
             assert after == {"kind": "call", "value": 3.0}, "the group goes on"
 
 
+@pytest.mark.parametrize(("transport", "elements"), [("shm", 4), ("shm", 400_000), ("tcp", 4)])
+def test_a_call_that_one_replica_skips_is_told_at_once(tmp_path: Path, transport: str, elements: int) -> None:
+    """Its next call is equal in shape, so nothing but the step tells that it is another one."""
+    only_on_host("a comparison of steps")
+    arguments: dict[str, Any] = dict(elements=elements, skip=5)
+    with Job(tmp_path, replicas=3, body=skip_once, transport=transport, **arguments) as job:
+        for replica in range(3):
+            assert job.join(replica) == [0], job.errors()
+            *right, last = outcomes(job, replica)
+            assert [note["value"] for note in right] == [0.0, 1.0, 2.0, 3.0, 4.0]
+            text = str(last["text"])
+            assert f"op 5, allreduce(op='avg') of {elements} x float32, was called at different steps" in text
+            assert "replicas 0, 2 at step 5, replica 1 at step 6. One of them has skipped a call" in text
+
+
 def settings(**changes: object) -> Settings:
     base = Settings(coordinator="127.0.0.1:1", token=TOKEN, replica=0, replicas=1, init_timeout=4.0)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
@@ -54,33 +74,33 @@ def test_no_coordinator_says_where_and_how_long() -> None:
         ftcomm.init(settings())
 
 
-def test_wrong_token_is_said_at_once(tmp_path: Path) -> None:
+def test_wrong_token_is_said_at_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No refusal of who does not hold the token ends anything: it may be a stranger's."""
     job = Job(tmp_path, replicas=2, body=calls, calls={})
     try:
-        with pytest.raises(ftcomm.InitError, match="FTCOMM_TOKEN"):
-            ftcomm.init(settings(coordinator=job.server.endpoint, token="guess", init_timeout=60.0))
+        with pytest.raises(ftcomm.InitError, match=r"FTCOMM_TOKEN.*waited 2 s"):
+            ftcomm.init(settings(coordinator=job.server.endpoint, token="guess", init_timeout=2.0))
     finally:
         job.__exit__()
+    assert len([record for record in caplog.records if "cannot be reached (wrong token" in record.message]) == 1
 
 
-def test_another_version_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_said_with_both() -> None:
     with socket.create_server(("127.0.0.1", 0)) as port:
-        import threading
 
         def serve() -> None:
-            conn, _ = port.accept()
-            with conn:
-                conn.recv(4096)
-                import msgspec
-
-                data = msgspec.msgpack.encode(wire.Challenge(wire.VERSION + 1, b"n" * 16))
-                conn.sendall(len(data).to_bytes(4, "big") + data)
-                conn.recv(4096)
+            while True:
+                conn, _ = port.accept()
+                with conn:
+                    conn.recv(4096)
+                    data = msgspec.msgpack.encode(wire.Challenge(wire.VERSION + 1, b"n" * 16))
+                    conn.sendall(len(data).to_bytes(4, "big") + data)
+                    conn.recv(4096)
 
         threading.Thread(target=serve, daemon=True).start()
         endpoint = f"127.0.0.1:{port.getsockname()[1]}"
         with pytest.raises(ftcomm.InitError, match=f"version {wire.VERSION + 1}, expected {wire.VERSION}"):
-            ftcomm.init(settings(coordinator=endpoint, init_timeout=60.0))
+            ftcomm.init(settings(coordinator=endpoint, init_timeout=2.0))
 
 
 def test_missing_replicas_are_named(tmp_path: Path) -> None:
@@ -108,3 +128,19 @@ def test_two_coordinators_of_one_job(tmp_path: Path) -> None:
         job.wait_contributing({0})
         with pytest.raises(Exception, match="another coordinator"):
             job.do(job._server(0).start())
+
+
+def test_a_process_without_address_space_is_told_so() -> None:
+    """What it cannot load first is the codec of names, of which nobody has heard."""
+    script = """
+import resource, sys
+import ftcomm.address
+for name in ("encodings.idna", "stringprep", "unicodedata"):
+    sys.modules.pop(name, None)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+ftcomm.address.own_address("", ("127.0.0.1", 1), "FTCOMM_COORDINATOR")
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "InitError: the name '127.0.0.1' cannot be looked up" in ended.stderr, ended.stderr
+    assert "MB (RLIMIT_AS) here. Raise it (ulimit -v)" in ended.stderr

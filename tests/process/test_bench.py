@@ -86,7 +86,7 @@ def test_allreduce_beside_its_peers(tmp_path: Path) -> None:
     assert "<svg" in files[2].with_suffix(".svg").read_text()
 
 
-@pytest.mark.parametrize("name", ["reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("name", ["reduce_scatter", "alltoall"])
 def test_other_collectives(name: str) -> None:
     """Three ranks, sizes that no chunk divides. What is right is tested for all of them in tests/unit/test_bench.py."""
     done = run(name, "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo")
@@ -98,7 +98,7 @@ def test_other_collectives(name: str) -> None:
 @pytest.mark.protocol
 def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    sizes = "1K" + ",2K" * 50 + ",4K"  # more lines than the pipe holds: it cannot end before they are read
+    sizes = "1K" + ",2K" * 14 + ",4K"  # more lines than the pipe holds: it cannot end before they are read
     arguments = ("allreduce", "--sizes", sizes, "-n", "3", "--rounds", "1", "--compare", "gloo")
     with started(tmp_path, *arguments, "--json", str(path)) as process:
         assert process.stdout is not None
@@ -216,12 +216,12 @@ def test_detection(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = run("detection", "--smoke", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "# detected: 2 of 2" in done.stdout
+    assert "# detected: 1 of 1" in done.stdout
     result = json.loads(path.read_text())
-    assert [(event["replica"], event["rank"]) for event in result["events"]] == [(0, 0), (1, 0)]
-    for event in result["events"]:
-        assert 0 < event["detect_ms"] <= event["view_ms"]
-        assert event["how"]
+    (event,) = result["events"]
+    assert (event["replica"], event["rank"]) == (0, 0)
+    assert 0 < event["detect_ms"] <= event["view_ms"]
+    assert event["how"]
     assert result["summary"]["detect_ms"].keys() == {"p50", "p90", "p99", "max"}
 
 
@@ -236,7 +236,7 @@ def ranks(command_pid: int, job: bytes) -> list[int]:
                 environment = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if parent == command_pid and b"ftcomm.bench.collective_rank" in words and words[-2] == job:
+            if parent == command_pid and b"ftcomm.bench.rank" in words and words[-2] == job:
                 rank = next(int(each[5:]) for each in environment if each.startswith(b"RANK="))
                 found[rank] = int(entry.name)
     return [pid for _, pid in sorted(found.items())]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.bench import accuracy, forked
-from ftcomm.bench.convergence import Run
+from ftcomm.bench.research import accuracy, forked
+from ftcomm.bench.research.convergence import Run
 from ftcomm.errors import FtcommError
 from ftcomm.settings import Settings
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,8 @@ from ftcomm.bench.gpu_check import (
     outcome_lines,
     stages,
 )
-from ftcomm.bench.kernels import KERNELS, MEMCPY, Point, Rates, Request, Row, row
-from ftcomm.bench.table import kernel_line
+from ftcomm.bench.kernel_points import KERNELS, MEMCPY, Point, Request
+from ftcomm.bench.kernels import EXPERIMENT, Rates, Row, row
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 
@@ -162,7 +163,7 @@ class Measured(msgspec.Struct):
 
 def test_rows_are_compared_with_copies() -> None:
     """The best copy of the size for one figure, whoever made it; the copy with as many blocks for the other."""
-    request = Request([1000], ("reduce",), ("float32",), sources=(2,), sms=(4, None))
+    request = Request(("reduce",), 1000, 1000, dtypes=("float32",), sources=(2,), sms=(4, None))
     points = list(request.points(memcpy=True))
     assert [(p.kernel, p.sms) for p in points] == [
         *((MEMCPY, None), ("copy", 4), ("copy", None)),
@@ -184,7 +185,7 @@ def test_rows_are_compared_with_copies() -> None:
     assert [one.of_same_blocks for one in done[1:]] == pytest.approx([1.0, 1.0, 0.9375, 0.9375])
     assert done[0].of_same_blocks is None
     assert {one.l2 for one in done} == {"cold"}
-    assert kernel_line(done[3]).split()[-6:] == ["0.19", "18.8", "93.8", "0", "H200", "cold"]
+    assert EXPERIMENT.tables[0].lines(done[3])[0].split()[-6:] == ["0.19", "18.8", "93.8", "0", "H200", "cold"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -203,10 +204,10 @@ def test_bytes_that_a_kernel_moves(kernel: str) -> None:
 
 
 def test_points_of_other_dtypes_are_not_quantised() -> None:
-    points = Request([64], dtypes=("int8",)).points(memcpy=False)
+    points = Request(minbytes=64, maxbytes=64, dtypes=("int8",)).points(memcpy=False)
     assert {p.kernel for p in points} == {"copy", "copy_forward", "reduce", "reduce_copy"}
     with pytest.raises(SettingsError, match="avg"):
-        Request([64], dtypes=("bool",), redop="avg").check()
+        Request(minbytes=64, maxbytes=64, dtypes=("bool",), redop="avg").check()
 
 
 # ---- gpu-check ----------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ torch.cuda.get_device_capability = lambda: (9, 0)
 torch.cuda.get_device_name = lambda: "no GPU"
 hangs = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
 begun = sys.argv.pop()
-gpu_check.stages = lambda capability: [
+gpu_check.stages = lambda: [
     Stage("works", ("true",), 30),
     Stage("hangs", (sys.executable, "-c", hangs, begun), 600),
     Stage("is next", ("true",), 30),
@@ -324,14 +325,32 @@ def test_what_was_done_is_written_when_interrupted(number: signal.Signals, tmp_p
     assert done["header"]["gpu"] == "no GPU"
 
 
-def test_the_stages_of_a_gpu_fit_in_eight_minutes() -> None:
-    """All of them, each with what it needs; the device is that of the machine."""
-    made = stages((9, 0))
-    assert sum(stage.seconds for stage in made) <= 470
+def test_the_stages_of_a_gpu() -> None:
+    """They run every test of tests/gpu, and what they name is there."""
+    made = stages()
     assert len({stage.name for stage in made}) == len(made)
-    assert {"tests", "bench kernels", "bench all-reduce", "memcheck", "racecheck"} <= {stage.name for stage in made}
-    assert any("sm_90" in stage.command for stage in made)
-    assert all(Path(part).exists() for stage in made for part in stage.command if part.startswith("/"))
+    parts = [part for stage in made for part in stage.command]
+    named = {Path(part).name for part in parts if "/tests/gpu/" in part}
+    assert named == {path.name for path in Path("tests/gpu").glob("test_*.py")}
+    assert all(Path(part).exists() for part in parts if part.startswith("/"))
+    chosen = [stage.command for stage in made if "-k" in stage.command]
+    files = [str(Path("tests/gpu", name)) for name in ("test_allreduce_gpu.py", "test_processes_gpu.py")]
+    assert sum(map(collected, chosen)) == collected((sys.executable, "-m", "pytest", "-v", *files))
+
+
+def collected(command: Sequence[str]) -> int:
+    done = subprocess.run([*command, "--collect-only", "-qq"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+    return sum("::test_" in line for line in done.stdout.splitlines())
+
+
+def test_stages_by_name() -> None:
+    done = bench("gpu-check", "--stages", "list")
+    assert done.returncode == 0
+    assert [line.split("  at most")[0].strip() for line in done.stdout.splitlines()] == [s.name for s in stages()]
+    done = bench("gpu-check", "--stages", "facts,fact")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ftcomm: --stages: there is no stage 'fact'; they are facts, warm,")
 
 
 def gone(pid: int) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.bench.nixl import LIBRARIES
-from ftcomm.bench.nixl_rank import STAGED, Ring
+from ftcomm.bench.nixl import LIBRARIES, STAGED, Ring
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 

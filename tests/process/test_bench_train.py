@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcomm.bench.train import Request, step_rows, torchft_missing
-from ftcomm.bench.train_rank import Timed
+from ftcomm.bench.train import Request, Timed, step_rows, torchft_missing
 from ftcomm.errors import SettingsError
 
 from .test_bench import LIMIT, run

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.bench.wire import Request, Watched, idle, rows
-from ftcomm.bench.wire_rank import Pair, Place, Waited
-from ftcomm.bench.yardstick import Block, whole
+from ftcomm.bench.baseline import Block, whole
+from ftcomm.bench.wire import Pair, Place, Request, Waited, Watched, idle, rows
 from ftcomm.errors import SettingsError
-from ftcomm.launch.hosts import SlowNetwork
-from ftcomm.launch.relay import Counts
+from ftcomm.lab.netns.relay import Counts
+from ftcomm.lab.netns.slow_network import SlowNetwork
 
 DEADLINE = 240.0
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
@@ -32,13 +31,14 @@ def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
         "--smoke",
         "--algorithm",
         "ring",
+        "--secure",
         "--json",
         str(path),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())["rows"]
-    assert [row["library"] for row in found] == ["sockets", "ftcomm"]
+    assert [row["library"] for row in found] == ["sockets", "ftcomm", "mac", "aes-gcm"]
     assert all(row["time_us"] > 0 for row in found)
     assert found[0]["of_sockets"] == 1
     assert found[0]["of_link"] is None
@@ -79,9 +79,9 @@ def test_the_busiest_second_of_a_network_is_kept() -> None:
     watched = Watched(4)
     for now, cpu, dropped in ((10.0, 1.0, 0), (10.5, 1.4, 0), (11.0, 1.5, 2), (13.0, 1.7, 3)):
         watched.saw(now, Counts(forwarded=int(now), crowded=dropped, cpu=cpu))
-    assert watched.line is not None
-    assert (watched.line.forwarded, watched.line.dropped) == (13, 3)
-    assert watched.line.busy_pct == pytest.approx(50)
+    assert watched.network is not None
+    assert (watched.network.forwarded, watched.network.dropped) == (13, 3)
+    assert watched.network.busy_pct == pytest.approx(50)
 
 
 def between_hosts(folder: Path, *arguments: str) -> Any:
@@ -148,7 +148,8 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
         (Request(idle=0.0), "expected a positive time"),
         (Request(rate=1e9), "say --hosts in place of --ranks"),
         (Request(delay=0.005), "say --hosts in place of --ranks"),
-        (Request(ranks=(2,), ranks_per_host=2), "--hosts 1: expected at least 2"),
+        (Request(hosts=(1,), ranks_per_host=2), "--hosts 1: expected at least 2"),
+        (Request(ranks_per_host=2), "say --hosts in place of --ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_said(request_: Request, said: str) -> None:

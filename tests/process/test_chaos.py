@@ -15,25 +15,26 @@ from typing import Any
 
 import pytest
 
-from ftcomm.chaos.cut import PERMANENT, cut
-from ftcomm.chaos.plan import COORDINATOR, NETWORK, Fault, Plan
-from ftcomm.chaos.run import Chaos, ChaosOptions, Outcome
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import Launcher, RunOptions, remote, run
-from ftcomm.launch import requests as r
-from ftcomm.launch.network import HUB_ADDRESS, Network, address, inside, netlink
+from ftcomm.lab.chaos.network_faults import PERMANENT, cut
+from ftcomm.lab.chaos.plan import COORDINATOR, Fault, Plan
+from ftcomm.lab.chaos.run import Chaos, ChaosOptions, ChaosOutcome
+from ftcomm.lab.netns.network import HUB_ADDRESS, Network, address, inside, netlink
+from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch.admin import client, protocol
 
 from .job import ENGINE
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(240)]
 
+CUTS = ("partition", "oneway")
 DEADLINE = 200.0  # s; these take some ten, most of them for imports
 
 # Both say that the weights differ, which they do; then nothing goes on.
 STUCK = """
 import os, time
 import ftcomm
-from ftcomm.chaos.train import differ
+from ftcomm.lab.chaos.train import differ
 group = ftcomm.init()
 for step in ftcomm.steps(1000000):
     if differ(group, group.replica if step == 20 else 7):
@@ -44,7 +45,7 @@ for step in ftcomm.steps(1000000):
 """
 
 
-def chaos(job: dict[str, Any], options: ChaosOptions) -> tuple[Outcome, list[str], list[dict[str, Any]]]:
+def chaos(job: dict[str, Any], options: ChaosOptions) -> tuple[ChaosOutcome, list[str], list[dict[str, Any]]]:
     """Start a job, do that to it, drain it; what came out, what was said, and the events of the job."""
     said: list[str] = []
     events: list[dict[str, Any]] = []
@@ -54,14 +55,14 @@ def chaos(job: dict[str, Any], options: ChaosOptions) -> tuple[Outcome, list[str
     def training() -> bool:
         return len(launcher.contributing()) == launcher.options.replicas
 
-    async def main() -> Outcome:
+    async def main() -> ChaosOutcome:
         running = asyncio.ensure_future(launcher.run())
         while not training() and not running.done():
             await asyncio.sleep(0.01)
         try:
             assert not running.done(), said
             doing = asyncio.ensure_future(
-                asyncio.to_thread(lambda: Chaos(remote.find(None), options, said.append).run())
+                asyncio.to_thread(lambda: Chaos(client.find(None), options, said.append).run())
             )
             while not listened_to(launcher) and not doing.done():
                 await asyncio.sleep(0.01)
@@ -77,7 +78,7 @@ def chaos(job: dict[str, Any], options: ChaosOptions) -> tuple[Outcome, list[str
 
 
 def listened_to(launcher: Launcher) -> bool:
-    return launcher._door is not None and bool(launcher._door._subscribers)
+    return launcher._admin is not None and bool(launcher._admin._subscribers)
 
 
 @pytest.fixture
@@ -100,7 +101,12 @@ def hosts() -> Iterator[Network]:
     network.close()
 
 
-TRAIN: dict[str, Any] = {"script": "ftcomm.chaos.train", "module": True, "heartbeat_timeout": 4.0, "op_timeout": 24.0}
+TRAIN: dict[str, Any] = {
+    "script": "ftcomm.lab.chaos.train",
+    "module": True,
+    "heartbeat_timeout": 4.0,
+    "op_timeout": 24.0,
+}
 
 
 @pytest.mark.slow
@@ -120,29 +126,106 @@ def test_a_job_lives_through_every_fault_of_processes(here: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_nobody_is_removed_who_is_held_or_not_heard(here: Path, transport: str) -> None:
+    """And who dies is replaced though its workers, forked before, live on for a moment. The launcher is not stopped:
+    here that is the test itself."""
+    kinds = ("hold", "coordinator", "kill")
+    outcome, said, _ = chaos(
+        {**TRAIN, "replicas": 3, "args": ("--workers", "1"), "transport": transport},
+        ChaosOptions(0.1, 60.0, kinds, 3, overlap=0.0, faults=3),
+    )
+    records = {record.fault.kind: record for record in outcome.ledger.records}
+    assert outcome.failures == [], said
+    assert set(records) == set(kinds)
+    for kind in set(kinds) - {"kill"}:
+        assert not records[kind].removed, said
+    assert set(records["kill"].removed) == set(records["kill"].fault.replicas)
+
+
+@pytest.mark.slow
+def test_an_older_store_is_refused_and_the_job_goes_on(here: Path) -> None:
+    """By its sentence; the right one is taken, and one that is killed then is replaced."""
+    outcome, said, events = chaos(
+        {**TRAIN, "replicas": 3}, ChaosOptions(0.1, 60.0, ("roll-back", "kill"), 4, overlap=0.0, faults=3)
+    )
+    assert outcome.failures == [], said
+    rolled_back = [record for record in outcome.ledger.records if record.fault.kind == "roll-back"]
+    assert rolled_back
+    assert all(record.refused and record.closed is not None and not record.removed for record in rolled_back), said
+    outdated = [event["reason"] for event in events if event["kind"] == "outdated"]
+    assert outdated
+    assert all(reason.startswith("the store is older than the job: it ends with epoch ") for reason in outdated)
+    epochs = [event["epoch"] for event in events if event["kind"] == "view"]
+    assert epochs == list(range(1, len(epochs) + 1))
+    assert {record.fault.kind for record in outcome.ledger.records} == {"roll-back", "kill"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hosts")
+def test_nobody_is_removed_when_the_coordinator_is_cut_off_from_all(here: Path) -> None:
+    outcome, said, events = chaos(
+        {**TRAIN, "replicas": 2, "hosts": "netns", "transport": "tcp", "heartbeat_timeout": 2.0},
+        ChaosOptions(0.1, 60.0, ("cut-off",), 5, overlap=0.0, faults=1),
+    )
+    assert outcome.failures == [], said
+    assert [event["epoch"] for event in events if event["kind"] == "view"] == [1]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
 def test_a_job_lives_through_cuts_of_the_network(here: Path) -> None:
-    """The seed draws cuts from everybody or from the coordinator, which are noticed within a heartbeat timeout."""
+    """The seed draws cuts from everybody, which are noticed within a heartbeat timeout."""
     seed = next(seed for seed in range(100) if all(_far(fault.other) for fault in _draw(seed)))
     outcome, said, _ = chaos(
         {**TRAIN, "replicas": 3, "hosts": "netns", "transport": "tcp"},
-        ChaosOptions(0.1, 60.0, NETWORK, seed, overlap=0.0, faults=2),
+        ChaosOptions(0.1, 60.0, CUTS, seed, overlap=0.0, faults=2),
     )
     records = outcome.ledger.records
     assert outcome.failures == [], said
-    assert sorted(record.fault.kind for record in records) == sorted(NETWORK)
+    assert sorted(record.fault.kind for record in records) == sorted(CUTS)
     for record in records:
         assert set(record.removed) >= set(record.fault.replicas), said
         assert record.closed is not None, said
 
 
+def test_a_coordinator_that_stands_still_removes_nobody(here: Path) -> None:
+    """By the commands: the launcher is a process of its own. While it stands, so do its answers."""
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()"]
+    run_it = ["run", "--replicas", "2", "--heartbeat-timeout", "2", "--op-timeout", "24", "--events", "events.jsonl"]
+    job = subprocess.Popen([*command, *run_it, "-m", "ftcomm.lab.chaos.train"], stdout=subprocess.DEVNULL)
+    try:
+        events = here / "events.jsonl"
+        end = time.monotonic() + DEADLINE
+        while not (events.exists() and '"view"' in events.read_text()):
+            assert time.monotonic() < end
+            assert job.poll() is None
+            time.sleep(0.05)
+        options = ["--kinds", "coordinator-stop", "--faults", "1", "--for", "60s", "--every", "0.1s", "--seed", "2"]
+        done = subprocess.run([*command, "chaos", *options], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert "There is no terminal to ask at" in done.stderr
+        done = subprocess.run([*command, "chaos", "--yes", *options], capture_output=True, text=True, timeout=DEADLINE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "1: coordinator stopped for " in done.stderr
+        assert "no hang, no divergence" in done.stdout
+        assert events.read_text().count('"view"') == 1
+    finally:
+        job.send_signal(signal.SIGCONT)
+        job.terminate()
+        try:
+            job.wait(30)
+        finally:
+            job.kill()
+
+
 def _draw(seed: int) -> list[Any]:
-    plan = Plan(NETWORK, 1, seed, cables=True)
+    plan = Plan(CUTS, 1, seed, cables=True)
     return [plan.next({0, 1, 2}, False) for _ in range(2)]
 
 
 def _far(other: int | None) -> bool:
-    return other is None or other < 0
+    return other is None
 
 
 def test_a_job_that_hangs_or_diverges_is_found_out(here: Path) -> None:
@@ -165,7 +248,7 @@ def test_a_job_that_ends_and_faults_that_cannot_be_are_told(here: Path) -> None:
         running = asyncio.ensure_future(launcher.run())
         while len(launcher.pids()) < 2:
             await asyncio.sleep(0.01)
-        path = remote.find(None)
+        path = client.find(None)
         with pytest.raises(FtcommError, match="--kinds partition: the replicas share this host's network"):
             await asyncio.to_thread(Chaos(path, ChaosOptions(1.0, 1.0, ("kill", "partition"), 1)).run)
         doing = asyncio.ensure_future(asyncio.to_thread(Chaos(path, ChaosOptions(9.0, 60.0, ("kill",), 1)).run))
@@ -246,21 +329,21 @@ def test_every_fault_of_the_network_is_done_and_taken_back(hosts: Network) -> No
         Fault(7, "oneway", (0, 1), other=1, outgoing=False): {1},
     }
     for fault, where in changed.items():
-        wound = cut(fault, status)
+        active = cut(fault, status)
         assert {place for place, fd in places.items() if _tables(fd) != before[place]} == where, str(fault)
-        wound.close()
+        active.close()
         assert {place: _tables(fd) for place, fd in places.items()} == before, str(fault)
 
 
-def _status(hosts: Network) -> r.Status:
+def _status(hosts: Network) -> protocol.Status:
     def path(fd: int) -> str:
         return f"/proc/self/fd/{fd}"
 
     replicas = [
-        r.ReplicaStatus(number, "running", 1, {}, True, True, 0, address(number), path(fd))
+        protocol.ReplicaStatus(number, "running", 1, {}, True, True, 0, address(number), path(fd))
         for number, fd in enumerate(hosts.hosts)
     ]
-    return r.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=path(hosts.hub))
+    return protocol.Status("", 0, "", 1, False, "", False, 1, "tcp", 2.0, 24.0, replicas, network=path(hosts.hub))
 
 
 def _tables(namespace: int) -> Any:

@@ -1,4 +1,4 @@
-"""all_gather(sms=0) in real processes, with copies of host memory in place of copy engines: kills, other calls."""
+"""allgather(copy_engine=True) in real processes, with copies of host memory for copy engines: kills, other calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gather_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             own[:] = mine
             mine = own
         try:
-            result = group.all_gather(out, mine, sms=0)
+            result = group.allgather(out, mine, copy_engine=True)
         except ftcomm.LostError as error:
             notes.write(kind="gather", step=step, lost=str(error))
             continue
@@ -138,15 +138,15 @@ def test_all_have_the_same_of_a_gather_in_which_one_dies(tmp_path: Path, at: int
 def gather_others(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     size = 9 if group.replica == 1 else 8
     with pytest.raises(ftcomm.MismatchError) as raised:
-        group.all_gather(np.zeros(2 * size, np.uint8), np.ones(size, np.uint8), sms=0)
+        group.allgather(np.zeros(2 * size, np.uint8), np.ones(size, np.uint8), copy_engine=True)
     notes.write(kind="call", text=str(raised.value))
     out = np.zeros(2 * 3, np.complex128)
-    for wrong in (dict(out=out[1:]), dict(x=out[2:5]), dict(x=out[::2]), dict(sms=None)):
-        arguments = {"out": out, "x": np.ones(3, np.complex128), "sms": 0, **wrong}
+    for wrong in (dict(out=out[1:]), dict(x=out[2:5]), dict(x=out[::2]), dict(copy_engine=False)):
+        arguments = {"out": out, "x": np.ones(3, np.complex128), "copy_engine": True, **wrong}
         with pytest.raises(ftcomm.ArgumentError):
-            group.all_gather(**arguments)
-    group.all_gather(out, np.full(3, 1j + group.replica), sms=0)
-    group.all_gather(np.zeros(0), np.zeros(0), sms=0)
+            group.allgather(**arguments)
+    group.allgather(out, np.full(3, 1j + group.replica), copy_engine=True)
+    group.allgather(np.zeros(0), np.zeros(0), copy_engine=True)
     notes.write(kind="call", right=out.tolist() == [1j] * 3 + [1 + 1j] * 3)
 
 
@@ -155,6 +155,6 @@ def test_other_sizes_are_an_error_on_all_and_the_group_goes_on(tmp_path: Path) -
         for replica in range(2):
             assert running.join(replica) == [0], running.errors()
             said = [note for who, _, note in running.notes() if who == replica and note["kind"] == "call"]
-            assert "replica 0: op 0, all_gather() of 8 x" in said[0]["text"]
-            assert "replica 1: op 0, all_gather() of 9 x" in said[0]["text"]
+            assert "replica 0: op 0, allgather() of 8 x" in said[0]["text"]
+            assert "replica 1: op 0, allgather() of 9 x" in said[0]["text"]
             assert said[1]["right"]

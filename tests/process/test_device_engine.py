@@ -30,7 +30,7 @@ from ftcomm.settings import Settings
 
 from . import inside, torn
 from .bodies import reduce_forever
-from .job import DEADLINE, SILENCE, Job, Notes
+from .job import DEADLINE, SILENCE, STALL, Job, Notes
 from .points import Points, watch_points
 from .test_kills import ENDLESS, SEED, check
 
@@ -78,7 +78,7 @@ def given(seed: int, replica: int, count: int, dtype: str) -> Any:
 def reduce_kinds(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Each op of `arguments["ops"]`, compared with what the host makes of the same inputs."""
     with pytest.raises(ftcomm.ArgumentError, match="at least 1"):
-        group.allreduce(np.ones(3), sms=0)  # counts as no call
+        group.allreduce(np.ones(3), max_sms=0)  # counts as no call
     reducer = Reducer()
     works = []
     for number, (count, dtype, op, atomic) in enumerate(arguments["ops"]):
@@ -88,7 +88,7 @@ def reduce_kinds(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -
             sources = [operand(dtype, stage(x).flat) for x in inputs]
             reducer.get(dtype, op)(sources, operand(dtype, expected))
         mine = inputs[group.members.index(group.replica)]
-        works.append((group.allreduce(mine, op, async_op=True, atomic=atomic, sms=1 + number % 3), expected))
+        works.append((group.allreduce(mine, op, async_op=True, atomic=atomic, max_sms=1 + number % 3), expected))
     for (work, expected), what in zip(works, arguments["ops"], strict=True):
         got = stage(work.wait()).flat
         if not _equal(got, expected):
@@ -246,7 +246,7 @@ def _newest(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("place", ["copy", "taken", "read"])
 def test_who_is_stopped_inside_the_kernel_and_wakes_expelled(tmp_path: Path, place: str) -> None:
     """It goes on where it was, in an epoch that is over: it changes nothing, returns nothing, and learns it."""
-    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, heartbeat_timeout=SILENCE)
+    how: dict[str, Any] = dict(victim=(1, 0), place=place, times=6, elements=TWO_SHOT, **STALL)
     with job(tmp_path, 3, torn.reduce_and_stop, **how) as running:
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 8)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ftcomm
-from ftcomm.collective import stream
+from ftcomm.collective import algorithms
 from ftcomm.collective.plan import GroupView
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.settings import Settings
@@ -56,7 +56,7 @@ def count_kernels(settings: Settings, arguments: dict[str, Any]) -> None:
     many memories are `mapped` for kernels."""
     from ftcomm.device.interpreter import InterpretedPlace
 
-    real, by_route = InterpretedPlace.reduce, stream.by_route
+    real, by_route = InterpretedPlace.reduce, algorithms.by_route
     arguments["names"], arguments["routed"] = set(), set()
 
     def reduce(self: InterpretedPlace, spans: Any, *rest: Any) -> None:
@@ -71,7 +71,7 @@ def count_kernels(settings: Settings, arguments: dict[str, Any]) -> None:
         return found
 
     InterpretedPlace.reduce = reduce  # type: ignore[method-assign]
-    stream.by_route = routed
+    algorithms.by_route = routed
     if arguments["by_hosts"]:
         apart(settings)
 
@@ -88,9 +88,9 @@ def all_calls(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
     import torch
 
     half = torch.full((TWO_SHOT,), float(me), dtype=torch.bfloat16)
-    group.allreduce(half, "max", wire=arguments.get("wire"))
+    group.allreduce(half, "max", compression=arguments.get("wire"))
     coded = np.full(TWO_SHOT, 2.0**me, np.float32)
-    group.allreduce(coded, wire="fp8")
+    group.allreduce(coded, compression="fp8")
     bits = np.full(7, 1 << me, np.uint32)
     group.allreduce(bits, "bor")
     part = np.empty(100, np.float32)
@@ -161,7 +161,7 @@ def test_who_reduces_otherwise_is_told_so(tmp_path: Path) -> None:
         assert running.join(1) == [1]
         [(_, _, text)] = running.errors()
     assert "is that of engine interpret, driven by hosts, " in text, text
-    assert "Set FTCOMM_ENGINE and FTCOMM_TRANSPORT to the same on all ranks" in text
+    assert "Set FTCOMM_ENGINE, FTCOMM_TRANSPORT and FTCOMM_DATA to the same on all ranks" in text
 
 
 def raise_in_a_kernel(settings: Settings, arguments: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ftcomm.launch import run
 from tests.process.test_launch_training import DEADLINE, Job
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
 
 # Replica 1 flips a bit of its result in one step of its first life, before it tells the others that it has the result.
 FAULTY = """
@@ -18,19 +18,19 @@ import os, time
 import numpy as np
 import torch
 import ftcomm
-from ftcomm.collective.divergence import Alarm
+from ftcomm.collective.checksum import Checksums
 
 group = ftcomm.init()
 first_life = not os.path.exists(f"lived-{group.replica}")
 open(f"lived-{group.replica}", "w").close()
-taken, faulty = Alarm.taken, False
+taken, faulty = Checksums.taken, False
 
 def flip(alarm, index, op, chunk, here):
     if faulty and chunk == 1:
         here.view(np.uint8)[4096] ^= 1
     taken(alarm, index, op, chunk, here)
 
-Alarm.taken = flip
+Checksums.taken = flip
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -184,7 +184,7 @@ def one_after_the_other(
     assert result[2] == ((0, count, tuple(job.processes)),)
 
 
-KINDS = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "reduce", "reduce_scatter", "barrier")
+KINDS = ("broadcast", "allgather", "gather", "scatter", "alltoall", "reduce", "reduce_scatter", "barrier")
 
 
 @pytest.mark.parametrize(("mode", "kinds", "seed"), [("shm", KINDS[::2], 30), ("tcp", KINDS[1::2], 31)])
@@ -219,7 +219,7 @@ def test_every_collective_survives_sigkill_or_fails_alike(
         for error in outcomes[1:]:
             assert error == "" or (kind in error and f"replica {victim} was lost" in error)
         needed = {"broadcast": victim == roster[-1], "scatter": victim == roster[0], "gather": victim != roster[0]}
-        assert (outcomes[2] != "") == needed.get(kind, kind in ("all_gather", "all_to_all"))
+        assert (outcomes[2] != "") == needed.get(kind, kind in ("allgather", "alltoall"))
         print(kind, victim, [error[:60] for error in outcomes])
     for kind in KINDS:
         job.start_all("call", kind, count, tuple(job.processes))

@@ -47,14 +47,22 @@ def check(job: Job) -> dict[int, dict[int, dict[str, Any]]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("transport", "elements", "kills"),
-    [("shm", 1_000_003, 90), ("shm", 300, 40), ("shm", 16 << 20, 30), ("tcp", 300_001, 40)],
+    ("transport", "elements", "kills", "data"),
+    [
+        ("shm", 1_000_003, 90, "none"),
+        ("shm", 300, 40, "none"),
+        ("shm", 16 << 20, 30, "none"),
+        ("tcp", 300_001, 40, "none"),
+        ("tcp", 300_001, 12, "mac"),
+        ("tcp", 300_001, 12, "aes-gcm"),
+    ],
 )
-def test_kills_at_random_moments(tmp_path: Path, transport: str, elements: int, kills: int) -> None:
+def test_kills_at_random_moments(tmp_path: Path, transport: str, elements: int, kills: int, data: str) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     everybody = set(range(4))
-    with Job(tmp_path, replicas=4, body=reduce_forever, transport=transport, elements=elements, steps=ENDLESS) as job:
+    how = dict(transport=transport, data=data, elements=elements, steps=ENDLESS)
+    with Job(tmp_path, replicas=4, body=reduce_forever, **how) as job:  # type: ignore[arg-type]
         job.wait_contributing(everybody)
         for _ in range(fewer(kills)):
             time.sleep(rng.uniform(0.0, 0.03))

@@ -41,12 +41,12 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def keeper_of(directory: Path) -> int:
+def reaper_of(directory: Path) -> int:
     while True:  # a process in the midst of exec shows no command line yet
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 command = Path("/proc", name, "cmdline").read_bytes()
-                if b"keeper.py" in command and str(directory).encode() in command:
+                if b"reaper.py" in command and str(directory).encode() in command:
                     return int(name)
 
 
@@ -150,7 +150,7 @@ def test_a_rank_has_its_place_in_the_environment(here: Path) -> None:
         assert settings.timeouts.heartbeat == 1.5
         assert os.environ["OMP_NUM_THREADS"] == "1"
         host, port = settings.leader.split(":")
-        if settings.rank == 0:
+        if settings.shard == 0:
             leader = socket.socket(fileno=settings.leader_fd)
             assert leader.getsockname() == (host, int(port))
             peer, _ = leader.accept()
@@ -312,7 +312,7 @@ def test_what_a_dead_rank_started_dies_with_it(here: Path) -> None:
     assert not marked(str(here))
 
 
-def test_the_launcher_cleans_up_itself_when_its_keeper_was_killed(here: Path) -> None:
+def test_the_launcher_cleans_up_itself_when_its_reaper_was_killed(here: Path) -> None:
     job = Job(
         here,
         "import subprocess, sys\n"
@@ -322,7 +322,7 @@ def test_the_launcher_cleans_up_itself_when_its_keeper_was_killed(here: Path) ->
 
     def react(event: dict[str, Any]) -> None:
         if event["kind"] == "process_started":
-            os.kill(keeper_of(here), signal.SIGKILL)
+            os.kill(reaper_of(here), signal.SIGKILL)
 
     job.react = react
     assert job.run() == run.FINISHED

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.ports import free_port
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
 DEADLINE = 120.0  # s; everything here takes a second or two
-MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the keeper
+MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the reaper
 
 
 class Shell:
@@ -60,7 +61,7 @@ class Shell:
         return command.returncode, out, err
 
     def processes(self) -> set[int]:
-        """All that live, keepers included (they carry the directory in their command line)."""
+        """All that live, reapers included (they carry the directory in their command line)."""
         found = set()
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError):
@@ -68,7 +69,7 @@ class Shell:
                     continue
                 environment, command = (Path("/proc", name, file).read_bytes() for file in ("environ", "cmdline"))
                 ours = f"{MARK}={self.directory}\0".encode() in environment
-                if ours or (b"keeper.py" in command and str(self.runs).encode() in command):
+                if ours or (b"reaper.py" in command and str(self.runs).encode() in command):
                     found.add(int(name))
         return found
 
@@ -202,6 +203,29 @@ def test_a_signal_drains(shell: Shell, number: int) -> None:
     assert shell.processes() == set()
 
 
+def test_a_signal_that_comes_twice_is_one(shell: Shell) -> None:
+    """timeout(1) and some batch systems signal a process, and its group right after."""
+    shell.script(SLEEP)
+    command = shell.start("run", "--replicas", "2", "script.py", start_new_session=True)
+    shell.until(lambda: shell.files("ready-0", "ready-1"))
+    command.send_signal(signal.SIGTERM)
+    os.killpg(command.pid, signal.SIGINT)  # another number: two of the same could be delivered as one
+    _, err = command.communicate(timeout=DEADLINE)
+    assert command.returncode == 3, err
+    assert err.count("ftcomm: draining: ") == 1
+    assert "interrupted again" not in err
+
+
+def interrupt_until(command: subprocess.Popen[str], text: str) -> None:
+    """As somebody who presses Ctrl-C again and again, until the command says `text`."""
+    assert command.stderr is not None
+    said = ""
+    while text not in said:
+        command.send_signal(signal.SIGINT)
+        if select.select([command.stderr], [], [], 0.2)[0]:
+            said += os.read(command.stderr.fileno(), 1 << 16).decode()
+
+
 def test_the_terminals_interrupt_does_not_reach_the_ranks(shell: Shell) -> None:
     """Ctrl-C goes to the whole foreground group; only the launcher is in it."""
     shell.script(SLEEP.replace("open(", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen("))
@@ -213,10 +237,7 @@ def test_the_terminals_interrupt_does_not_reach_the_ranks(shell: Shell) -> None:
         pass
     ranks = [pid for pid in shell.processes() if b"script.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(ranks) == 3  # and the launcher
-    command.send_signal(signal.SIGINT)
-    while "interrupted again" not in command.stderr.readline():
-        pass
-    command.send_signal(signal.SIGINT)
+    interrupt_until(command, "interrupted again")
     _, err = command.communicate(timeout=DEADLINE)
     assert command.returncode == 130
     assert "KeyboardInterrupt" not in err
@@ -264,7 +285,7 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-def test_launcher_and_keeper_killed_together(shell: Shell) -> None:
+def test_launcher_and_reaper_killed_together(shell: Shell) -> None:
     """The ranks die by the kernel's hand; the next start removes the rest."""
     shell.script(
         "import subprocess, sys\n"
@@ -272,9 +293,9 @@ def test_launcher_and_keeper_killed_together(shell: Shell) -> None:
     )
     command = shell.start("run", "--replicas", "1", "script.py")
     shell.until(lambda: shell.files("ready-0"))
-    keepers = [pid for pid in shell.processes() if b"keeper.py" in _command_line(pid)]
-    assert len(keepers) == 1
-    os.kill(keepers[0], signal.SIGKILL)
+    reapers = [pid for pid in shell.processes() if b"reaper.py" in _command_line(pid)]
+    assert len(reapers) == 1
+    os.kill(reapers[0], signal.SIGKILL)
     command.kill()
     command.wait(DEADLINE)
     shell.until(lambda: not [pid for pid in shell.processes() if b"script.py" in _command_line(pid)])
@@ -333,7 +354,7 @@ def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> N
     port = str(free_port())
     argv = ("coordinator", "--replicas", "3", "--ranks-per-replica", "2", "--port", port, "--heartbeat-timeout", "2")
     for _ in range(2):
-        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
         assert command.stdout is not None
         assert command.stdout.readline().startswith(f"ftcomm: coordinator at 127.0.0.1:{port}, waiting for 3 replicas")
         said = []
@@ -341,9 +362,9 @@ def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> N
             said.append(command.stdout.readline())
         assert said[0] == f"  export FTCOMM_COORDINATOR=127.0.0.1:{port}\n"
         assert "  export FTCOMM_HEARTBEAT_TIMEOUT=2\n" in said
-        assert "a-secret" not in "".join(said)
+        assert "a-secret-of-the-test" not in "".join(said)
         assert shell.files(f"ftcomm-views-{port}.jsonl")
-        other = shell.start(*argv[:-2], "--store", "other", env={"FTCOMM_TOKEN": "a-secret"})
+        other = shell.start(*argv[:-2], "--store", "other", env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
         _, err = other.communicate(timeout=DEADLINE)
         assert other.returncode == 2
         assert f"127.0.0.1:{port}" in err
@@ -352,16 +373,16 @@ def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> N
         command.send_signal(signal.SIGTERM)
         _, err = command.communicate(timeout=DEADLINE)
         assert command.returncode == 3
-        assert "a-secret" not in err
+        assert "a-secret-of-the-test" not in err
         assert "Start this coordinator again" in err
 
 
 def test_two_coordinators_of_one_file(shell: Shell) -> None:
     argv = ("coordinator", "--replicas", "1", "--port", "0", "--store", "views")
-    first = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+    first = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
     assert first.stdout is not None
     first.stdout.readline()
-    second = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+    second = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
     _, err = second.communicate(timeout=DEADLINE)
     assert second.returncode == 2
     assert "in use by another coordinator" in err
@@ -375,17 +396,58 @@ def test_a_job_that_failed_leaves_no_file_of_views(shell: Shell) -> None:
     argv = ("coordinator", "--replicas", "1", "--port", "0", "--store", "views")
     shell.script("import os, signal, ftcomm; ftcomm.init(); os.kill(os.getpid(), signal.SIGKILL)")
     for _ in range(2):
-        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret"})
+        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
         assert command.stdout is not None
         endpoint = command.stdout.readline().split()[3].rstrip(",")
         place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "1", "FTCOMM_REPLICA": "0"}
         rank = subprocess.Popen(
             [sys.executable, "script.py"],
             cwd=shell.directory,
-            env={**os.environ, **place, "FTCOMM_TOKEN": "a-secret", MARK: str(shell.directory)},
+            env={**os.environ, **place, "FTCOMM_TOKEN": "a-secret-of-the-test", MARK: str(shell.directory)},
         )
         assert rank.wait(DEADLINE) == -signal.SIGKILL
         _, err = command.communicate(timeout=DEADLINE)
         assert command.returncode == 1
         assert "last checkpoint" in err
         assert not shell.files("views")
+
+
+EXITS = """
+import os, sys
+import numpy as np
+import ftcomm
+group = ftcomm.init()
+for step in ftcomm.steps(int(os.environ["STEPS"])):
+    ftcomm.allreduce(np.ones(10, np.float32))
+    if step == 5 and str(group.replica) in os.environ["GIVES_UP"]:
+        sys.exit(3)
+    if step == 5 and os.environ["STEPS"] == "1000000" and not os.environ["GIVES_UP"]:
+        break
+"""
+
+
+@pytest.mark.parametrize(("gives_up", "steps"), [("01", 1000000), ("0", 50), ("", 1000000), ("", 50)])
+def test_a_script_that_gives_up_has_not_finished(shell: Shell, gives_up: str, steps: int) -> None:
+    """`sys.exit(3)` in the middle of a training by both replicas, by one, or `break` and a good end by both."""
+    shell.script(EXITS)
+    argv = ("coordinator", "--replicas", "2", "--port", "0", "--store", "views", "--heartbeat-timeout", "5")
+    command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
+    assert command.stdout is not None
+    endpoint = command.stdout.readline().split()[3].rstrip(",")
+    place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "2", "FTCOMM_HEARTBEAT_TIMEOUT": "5"}
+    what = {"GIVES_UP": gives_up, "STEPS": str(steps), "FTCOMM_TOKEN": "a-secret-of-the-test"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=shell.directory,
+            env={**os.environ, **place, **what, "FTCOMM_REPLICA": str(replica), MARK: str(shell.directory)},
+        )
+        for replica in range(2)
+    ]
+    codes = [rank.wait(DEADLINE) for rank in ranks]
+    _, err = command.communicate(timeout=DEADLINE)
+    assert codes == [3 if str(replica) in gives_up else 0 for replica in range(2)]
+    assert command.returncode == (1 if gives_up == "01" else 0), err
+    assert ("its script exited with code 3" in err) == bool(gives_up), err
+    assert ("no replica that holds the state" in err) == (gives_up == "01"), err
+    assert ": finished" not in err  # nobody waits for one that has given up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import textwrap
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 
+from ftcomm.control import coordinator
+from ftcomm.control.store import ViewStore
+from ftcomm.control.views import View
 from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch.admin.handlers import status
 from ftcomm.launch.policy import State
+from tests.certificates import Authority, environment
 
 DEADLINE = 200.0  # s; these take a few, most of them for imports
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
 
 TRAIN = """
 import os, sys, time
@@ -67,7 +73,12 @@ class Job:
         async def main() -> int:
             running = asyncio.ensure_future(self.launcher.run())
             if plan is not None:
-                await plan()
+                planned = asyncio.ensure_future(plan())
+                await asyncio.wait({running, planned}, return_when=asyncio.FIRST_COMPLETED)
+                if not planned.done() and running.exception() is not None:
+                    planned.cancel()
+                    await running  # raises
+                await planned
             return await running
 
         return asyncio.run(asyncio.wait_for(main(), DEADLINE))
@@ -114,7 +125,11 @@ def test_a_drain_lets_all_leave_at_one_step(here: Path) -> None:
     assert set(job.launcher.states().values()) == {State.STOPPED}
 
 
-def test_a_killed_replica_comes_back_and_all_finish(here: Path) -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_a_killed_replica_comes_back_and_all_finish(here: Path, monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    if tls:
+        for name, path in environment(Authority(here).files()).items():
+            monkeypatch.setenv(name, path)
     job = Job(here, TRAIN + UNTIL_BACK + "print('end', step)", "300")
 
     async def plan() -> None:
@@ -147,6 +162,40 @@ def test_training_does_not_notice_that_the_coordinator_is_replaced(here: Path) -
     assert job.run(plan) == run.DRAINED, job.said
 
 
+def test_a_full_disk_ends_no_job(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a loss nobody hears before its view is written down, and then all goes on."""
+    append, full = ViewStore.append, here / "full"
+    attempts: list[int] = []
+
+    def append_if_there_is_room(store: ViewStore, view: View) -> None:
+        if full.exists():
+            attempts.append(view.epoch)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(store, view)
+
+    monkeypatch.setattr(ViewStore, "append", append_if_there_is_room)
+    job = Job(here, TRAIN + UNTIL_BACK + "print('end', step)", "300")
+
+    async def plan() -> None:
+        await job.until(lambda: job.steps() > 5)
+        full.touch()
+        os.kill(job.launcher.pids()[1, 0], signal.SIGKILL)
+        await job.until(lambda: len(attempts) > 2 or job.of("failed"))
+        assert job.contributing() == {0, 1, 2}, job.said
+        full.unlink()
+        await job.until(lambda: job.contributing() == {0, 2} or job.of("failed"))
+        await job.until(lambda: job.contributing() == {0, 1, 2} or job.of("failed"))
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert job.lines == ["end 299"] * 3
+    assert len(set(attempts)) == 1
+    said = [event["text"] for event in job.of("store")]
+    assert len(said) == 2
+    assert "No space left on device; free space there" in said[0]
+    assert "are stored" in said[1]
+
+
 def test_all_killed_at_once_is_a_lost_job(here: Path) -> None:
     job = Job(here, TRAIN, FOREVER, backoff=30.0)
 
@@ -158,6 +207,97 @@ def test_all_killed_at_once_is_a_lost_job(here: Path) -> None:
     assert job.run(plan) == run.FAILED
     assert len(job.of("process_started")) == 3
     assert any(text.startswith("the job failed: ") and "checkpoint" in text for text in job.said)
+
+
+SHORT: dict[str, Any] = dict(op_timeout=10.0, heartbeat_timeout=3.2, op_timeout_floor=3.4)  # a stall goes after 8 s
+HANG = {
+    "sleeps": "time.sleep(1000)",  # input that does not come, a dead lock
+    "stops": "os.kill(os.getpid(), signal.SIGSTOP)",  # as a process does that the kernel keeps waiting
+}
+HANGS = TRAIN.replace("import os,", "import signal, os,") + "    if replica == 1 and first_life and step == 5: "
+
+
+@pytest.mark.parametrize("how", HANG)
+def test_a_removed_replica_whose_process_lives_is_ended_and_started_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
+    job = Job(here, HANGS + HANG[how] + "\n" + UNTIL_BACK + "print('end', step)", FOREVER, **SHORT)
+
+    async def plan() -> None:
+        await job.until(lambda: job.of("removed"))
+        reason = job.of("removed")[0]["reason"]
+        await job.until(lambda: status(job.launcher).replicas[1].reason)
+        assert status(job.launcher).replicas[1].reason == reason
+        await job.until(lambda: job.contributing() == {0, 1, 2} and len(job.of("process_started")) > 3)
+        assert status(job.launcher).replicas[1].reason == ""
+        job.launcher.interrupt()
+        (here / "go").touch()
+
+    assert job.run(plan) == run.DRAINED, job.said
+    assert [event["replica"] for event in job.of("process_started")] == [0, 1, 2, 1]
+    (ended,) = job.of("ending_removed")
+    assert ended["replica"] == 1
+    assert any(text.startswith(f"replica 1 was removed ({ended['reason']}) and still runs") for text in job.said)
+    assert any("was killed by SIGKILL; restarting it" in text for text in job.said), job.said
+
+
+def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
+    job = Job(here, HANGS + HANG["sleeps"], "30", **SHORT)
+    assert job.run() == run.FINISHED, job.said
+    assert job.launcher.states() == {0: State.FINISHED, 1: State.STOPPED, 2: State.FINISHED}
+    assert job.said[-1] == "the training is complete on replicas 0, 2; replica 1 was not back in time"
+    for told in {event["replica"]: event for event in job.of("metrics")}.values():
+        assert told["stalled"] > SHORT["op_timeout_floor"], "what stood still is reported no sooner"
+        assert told["effective"] == pytest.approx(told["training"] / told["total"], abs=0.01)
+        assert told["training"] + told["stalled"] < told["total"]
+
+
+DEATHS = {
+    "os._exit": "os._exit(3)",
+    "sys.exit": "sys.exit(3)",
+    "exception": "raise ValueError('bad batch')",
+    "signal": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_the_exit_code_of_a_job_does_not_tell_how_a_replica_died(here: Path, how: str) -> None:
+    """That is what a job outlives. Here the others finish before it is started again."""
+    job = Job(here, HANGS + DEATHS[how], "100", backoff=100.0, backoff_limit=100.0)
+    assert job.run() == run.FINISHED, job.said
+    assert job.launcher.states() == {0: State.FINISHED, 1: State.STOPPED, 2: State.FINISHED}
+    assert job.said[-1] == "the training is complete on replicas 0, 2; replica 1 was not back in time"
+
+
+WITHOUT_STEP_LOOP = """
+import os, signal, sys, time
+import numpy as np
+import ftcomm
+group = ftcomm.init()
+ftcomm.allreduce(np.ones(8, np.float32))
+if group.replica == 1:
+    {death}
+while not os.path.exists("go"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("exception", run.FAILED), ("sys.exit", run.FAILED), ("signal", run.FINISHED)]
+)
+def test_without_a_step_loop_an_error_fails_the_job_though_the_others_finish(here: Path, how: str, code: int) -> None:
+    """Nobody says that the others have done all that there was to do, so the error may not be passed over."""
+    job = Job(here, WITHOUT_STEP_LOOP.format(death=DEATHS[how]), backoff=100.0, backoff_limit=100.0)
+
+    async def plan() -> None:
+        await job.until(lambda: job.of("restarting"))
+        (here / "go").touch()
+
+    assert job.run(plan) == code, job.said
+    said = {run.FAILED: "replica 1 failed", run.FINISHED: "replica 1 was not back in time"}[code]
+    assert job.said[-1] == f"the training is complete on replicas 0, 2; {said}"
 
 
 def test_who_is_killed_after_its_training_is_not_restarted(here: Path) -> None:
@@ -180,9 +320,11 @@ def test_who_is_killed_after_its_training_is_not_restarted(here: Path) -> None:
     assert len(job.of("process_started")) == 3
 
 
-def test_who_gives_up_in_the_middle_is_restarted(here: Path) -> None:
-    """By sys.exit, of which Python tells nobody: at exit it looks as if the script had ended well."""
-    script = TRAIN + "    if replica == 1 and first_life and step == 5:\n        sys.exit(1)\n" + UNTIL_BACK
+@pytest.mark.parametrize("how", ["sys.exit(1)", "raise SystemExit(1)"])
+def test_who_gives_up_in_the_middle_is_restarted(here: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells nobody: at exit it looks as if the script had ended well."""
+    monkeypatch.setattr(coordinator, "LINGER", DEADLINE)
+    script = TRAIN + f"    if replica == 1 and first_life and step == 5:\n        {how}\n" + UNTIL_BACK
     job = Job(here, script + "print('end', step)", "300")
 
     async def plan() -> None:
@@ -193,6 +335,9 @@ def test_who_gives_up_in_the_middle_is_restarted(here: Path) -> None:
     assert job.run(plan) == run.FINISHED, job.said
     assert [line for line in job.lines if line.startswith("end")] == ["end 299"] * 3
     assert any("exited with code 1; restarting it" in text for text in job.said)
+    losses = [event["why"] for event in job.of("view") if "lost 1" in event["why"]]
+    assert "exited with code 1" in losses[0], losses
+    assert [event["replica"] for event in job.of("finished")].count(1) == (2 if "raise" in how else 1)
 
 
 def test_who_fails_after_its_training_has_failed(here: Path) -> None:
@@ -212,6 +357,31 @@ def test_who_fails_after_its_training_has_failed(here: Path) -> None:
 
     assert job.run(plan) == run.FAILED, job.said
     assert job.launcher.states() == {0: State.FAILED, 1: State.FINISHED, 2: State.FINISHED}
+
+
+@pytest.mark.parametrize("how", ["exception", "sys.exit", "os._exit"])
+def test_who_fails_behind_its_last_step_has_failed(here: Path, how: str) -> None:
+    """A checkpoint that cannot be written, say, though the others have all of the training."""
+    at_end = f"""
+    if replica == 0:
+        {DEATHS[how]}
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    """
+    told = """
+    while replica == 0 and not os.path.exists("told"):
+        time.sleep(0.01)
+    """
+    job = Job(here, TRAIN + textwrap.dedent(told) + textwrap.dedent(at_end), "5", backoff=100.0, backoff_limit=100.0)
+
+    async def plan() -> None:
+        await job.until(lambda: [event["replica"] for event in job.of("trained")].count(0))
+        (here / "told").touch()
+        await job.until(lambda: job.of("restarting"))
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FAILED, job.said
+    assert job.said[-1] == "the training is complete on replicas 1, 2; replica 0 failed"
 
 
 def test_who_is_turned_away_when_the_others_have_finished_is_no_failure(here: Path) -> None:
@@ -237,6 +407,8 @@ group = """
     assert job.run(plan) == run.FINISHED, job.said
     assert any("exited with code 1; it was not back in the job when the others finished" in text for text in job.said)
     assert len(job.of("process_started")) == 4
+    assert any(line.startswith("ftcomm: replica 2 ") for line in job.lines), "a plain line"
+    assert not any("Traceback" in line for line in job.lines)
 
 
 def test_who_is_committed_for_a_boundary_that_nobody_reaches_is_no_failure(here: Path) -> None:

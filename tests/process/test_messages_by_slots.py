@@ -1,4 +1,4 @@
-"""send and recv with sms=0 in real processes, with copies of host memory in place of copy engines: kills among them."""
+"""send and recv with copy_engine=True in real processes, with copies of host memory for copy engines: kills too."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def exchange_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         sources = {rank: part(step, me, roster[rank]) for rank in others}
         outs = {rank: np.zeros(SIZE, np.uint8) for rank in others}
         _used.clear()
-        sent = {rank: group.send(x, rank, step, sms=0, async_op=True) for rank, x in sources.items()}
-        heard = {rank: group.recv(out, rank, step, sms=0, async_op=True) for rank, out in outs.items()}
+        sent = {rank: group.send(x, rank, step, copy_engine=True, async_op=True) for rank, x in sources.items()}
+        heard = {rank: group.recv(out, rank, step, copy_engine=True, async_op=True) for rank, out in outs.items()}
         lost, right = set(), set()
         for rank in others:
             for message in (sent[rank], heard[rank]):

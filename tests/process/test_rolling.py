@@ -17,12 +17,12 @@ from click.testing import CliRunner
 
 from ftcomm.cli import commands
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.launch import Launcher, RunOptions, remote, rolling, run
-from ftcomm.launch import requests as r
+from ftcomm.launch import Launcher, RunOptions, rolling_restart, run
+from ftcomm.launch.admin import client, protocol
 from ftcomm.launch.policy import State
 from ftcomm.launch.rundir import short
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(240)]
 
 DEADLINE = 180.0  # s; nearly all of it for imports of torch, by up to a dozen processes
 
@@ -44,7 +44,7 @@ class Weights:
 
 weights = Weights()
 group = ftcomm.init()
-notes = open(f"notes-{group.replica}.{group.rank}", "a", buffering=1)
+notes = open(f"notes-{group.replica}.{group.shard}", "a", buffering=1)
 gradient = np.empty(1000, np.float32)
 for step in ftcomm.steps(1000000, {"weights": weights}):
     gradient[:] = np.arange(1000) * (group.replica + 1) + step
@@ -206,14 +206,14 @@ def test_a_rolling_restart_loses_no_step(here: Path, ranks: int) -> None:
 
     def restart_all() -> None:
         if ranks == 1:
-            result = CliRunner().invoke(commands, ["restart", "--all"])
+            result = CliRunner().invoke(commands, ["restart", "--all", "--yes"])
             assert result.exit_code == 0, result
             return
-        with remote.Remote(remote.find(None)) as connection:
-            for number in rolling.which(connection.status(), (), True):
+        with client.AdminClient(client.find(None)) as connection:
+            for number in rolling_restart.which(connection.status(), (), True):
                 if number == 1:
-                    connection.ask(r.RestartCoordinator(1.5))
-                rolling.restart(connection, number, DEADLINE, told.append)
+                    connection.ask(protocol.RestartCoordinator(1.5))
+                rolling_restart.restart(connection, number, DEADLINE, told.append)
 
     async def plan() -> None:
         await job.until(job.trained)
@@ -232,14 +232,14 @@ def test_a_rolling_restart_loses_no_step(here: Path, ranks: int) -> None:
 # A joiner takes its time, and gets SIGTERM in its loop on the way into the job.
 PREPARES = """
 import os, signal
-while group.fresh and not os.path.exists("go"):
+while not group.contributes and not os.path.exists("go"):
     time.sleep(0.01)
 ready = group.ready
 def told_to_leave():
     group.ready = ready
     signal.raise_signal(signal.SIGTERM)
     ready()
-if group.fresh:
+if not group.contributes:
     group.ready = told_to_leave
 """
 
@@ -291,10 +291,10 @@ def test_every_wrong_line_is_answered(here: Path) -> None:
     shown: list[Any] = []
 
     def visit() -> None:
-        path = remote.find(None)
-        assert remote.find(path.parent.name[:6]) == path
+        path = client.find(None)
+        assert client.find(path.parent.name[:6]) == path
         with pytest.raises(SettingsError, match="--job zzz: no running job is named so; these run: "):
-            remote.find("zzz")
+            client.find("zzz")
         wrong = (b"garbage", b"{}", b'{"ask":"fly"}', b'{"ask":"status","more":1}', b'{"ask":"\xff"}', b"[" * 3000)
         answers.extend(ask(path, *(line + b"\n" for line in wrong)))
         numbers = (b"-1", b"9", b"1e9", b'"0"', b"null", b"0")
@@ -304,7 +304,7 @@ def test_every_wrong_line_is_answered(here: Path) -> None:
         [status] = ask(path, b'{"ask":"status"}\n')
         shown.append(status)
         shown.append(CliRunner().invoke(commands, ["status"]))
-        for arguments in ([], ["--all", "--replica", "0"], ["--replica", "9"]):
+        for arguments in ([], ["--all", "--replica", "0"], ["--replica", "9"], ["--all"]):
             assert isinstance(CliRunner().invoke(commands, ["restart", *arguments]).exception, SettingsError)
         assert ask(path, b'{"ask":"drain"}\n') == [{"answer": "done"}]
 
@@ -325,7 +325,7 @@ def test_every_wrong_line_is_answered(here: Path) -> None:
 
 def test_without_a_job_or_with_several_it_says_so(here: Path) -> None:
     with pytest.raises(SettingsError, match="no job of yours is running here"):
-        remote.find(None)
+        client.find(None)
     jobs = [Job(here, "import time\ntime.sleep(600)", replicas=1) for _ in range(2)]
 
     async def main() -> list[int]:
@@ -333,7 +333,7 @@ def test_without_a_job_or_with_several_it_says_so(here: Path) -> None:
         for job in jobs:
             await job.until(lambda job=job: job.of("process_started"))
         with pytest.raises(SettingsError, match="2 jobs are running; say which with --job: "):
-            await asyncio.to_thread(remote.find, None)
+            await asyncio.to_thread(client.find, None)
         for job in jobs:
             job.launcher.drain()
         return [await each for each in running]
@@ -344,17 +344,17 @@ def test_without_a_job_or_with_several_it_says_so(here: Path) -> None:
 def test_events_reach_who_subscribed_and_who_does_not_read_is_cut_off(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftcomm.launch.serve.BEHIND", 1 << 16)
+    monkeypatch.setattr("ftcomm.launch.admin.server.BEHIND", 1 << 16)
     script = "import time\nwhile True:\n    time.sleep(600)"
     job = Job(here, script, replicas=1)
     seen: list[dict[str, Any]] = []
 
     async def plan() -> None:
         await job.until(lambda: job.of("process_started"))
-        path = await asyncio.to_thread(remote.find, None)
-        with remote.Remote(path) as quick, remote.Remote(path) as slow:
+        path = await asyncio.to_thread(client.find, None)
+        with client.AdminClient(path) as quick, client.AdminClient(path) as slow:
             for each in (quick, slow):
-                await asyncio.to_thread(each.ask, r.GetEvents())
+                await asyncio.to_thread(each.ask, protocol.GetEvents())
             reading = asyncio.ensure_future(asyncio.to_thread(read, quick))
             for number in range(2000):
                 job.launcher._report.emit("test", number=number, text="x" * 1000)
@@ -364,17 +364,17 @@ def test_events_reach_who_subscribed_and_who_does_not_read_is_cut_off(
                 ):
                     await asyncio.sleep(0.001)
             await reading
-            with pytest.raises(remote.JobEnded):
+            with pytest.raises(client.JobEnded):
                 await asyncio.to_thread(lambda: list(iter_all(slow)))
         job.launcher.drain()
 
-    def read(connection: remote.Remote) -> None:
+    def read(connection: client.AdminClient) -> None:
         for event in iter_all(connection):
             seen.append(event)
             if event.get("number") == 1999:
                 return
 
-    def iter_all(connection: remote.Remote) -> Iterator[dict[str, Any]]:
+    def iter_all(connection: client.AdminClient) -> Iterator[dict[str, Any]]:
         while True:
             yield from connection.follow(time.monotonic() + 1.0)
 

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import ftcomm
-from ftcomm.collective import stream
-from ftcomm.transport import nixl_puts, tcp
+from ftcomm.collective.algorithms.base import Algorithm
+from ftcomm.collective.publisher import Publisher
+from ftcomm.transport.nixl import puts as nixl_puts
 from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 from . import inside
 from .bodies import reduce_forever
@@ -34,7 +36,7 @@ _WORDS = {"posted": POSTED, "reduced": REDUCED, "taken": TAKEN}
 
 def reduce_and_stop(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """`reduce_forever`; the first life of the rank `arguments["victim"]` stops at `arguments["place"]`."""
-    if [group.replica, group.rank] == list(arguments["victim"]) and first_life(arguments["marks"]):
+    if [group.replica, group.shard] == list(arguments["victim"]) and first_life(arguments["marks"]):
         kernels = group.settings.kernels_run_ops
         stop_at(arguments["place"], arguments["times"], lambda kind: notes.write(kind=kind), kernels)
     reduce_forever(group, notes, arguments)
@@ -71,14 +73,16 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
         inside.before_publish(at)
         inside.within_copies(at)
     elif place == "frame":
-        send = tcp.Reader.send
+        send = TcpMirrorWriter.send
 
-        def send_torn(self: tcp.Reader, word: int, value: int, start: int, payload: memoryview, *rest: Any) -> None:
+        def send_torn(
+            self: TcpMirrorWriter, word: int, value: int, start: int, payload: memoryview, *rest: Any
+        ) -> None:
             if len(payload) > 1000 and now():
                 self._sock = TornSocket(self._sock, stop)  # type: ignore[assignment]
             send(self, word, value, start, payload, *rest)
 
-        tcp.Reader.send = send_torn  # type: ignore[method-assign, assignment]
+        TcpMirrorWriter.send = send_torn  # type: ignore[method-assign, assignment]
     elif place == "put":
         post = nixl_puts.Puts.post
 
@@ -90,27 +94,26 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
 
         nixl_puts.Puts.post = post_and_stop  # type: ignore[method-assign, assignment]
     elif place in _WORDS:
-        publish = stream.Stream._publish
+        publish = Publisher.publish
 
-        def publish_late(self: stream.Stream, word: int, count: int) -> None:
+        def publish_late(self: Publisher, word: int, count: int, **more: bool) -> None:
             if word == _WORDS[place] and count and now():
                 stop()
-            publish(self, word, count)
+            publish(self, word, count, **more)
 
-        stream.Stream._publish = publish_late  # type: ignore[method-assign]
+        Publisher.publish = publish_late  # type: ignore[method-assign, assignment]
     else:
-        make_lane = stream.Stream.lane
+        make_views = Algorithm.views
 
-        def torn_lane(self: stream.Stream, *args: Any) -> Any:
-            lane = make_lane(self, *args)
-            if now():
-                if place == "copy":
-                    lane.mine = TornArray(lane.mine, stop)
-                else:
-                    lane.reduced = TornList(lane.reduced, stop)
-            return lane
+        def torn_views(self: Algorithm, *args: Any) -> Any:
+            views = make_views(self, *args)
+            if not hasattr(views, "mine" if place == "copy" else "reduced") or not now():
+                return views
+            if place == "copy":
+                return views._replace(mine=TornArray(views.mine, stop))
+            return views._replace(reduced=TornList(views.reduced, stop))
 
-        stream.Stream.lane = torn_lane  # type: ignore[method-assign]
+        Algorithm.views = torn_views  # type: ignore[method-assign]
 
 
 class _Once:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import ftcomm
-from ftcomm.hsdp.state import digest
+from ftcomm.training.state import digest
 
 from ..torch.bodies import slow_network
 from .job import Notes
@@ -23,7 +23,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """Replica r contributes 2**r to one op of a step, and gradients of data of its own to the others."""
     torch.set_num_threads(1)
     slow_network(0.02)  # so that a joiner has something to replay
-    torch.manual_seed(1 + group.replica if group.fresh else 0)
+    torch.manual_seed(1 + group.replica if not group.contributes else 0)
     model = torch.nn.Linear(8, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}

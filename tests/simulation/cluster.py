@@ -14,10 +14,12 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
+from ftcomm.control.dials import Outcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
@@ -101,7 +103,7 @@ class Cluster:
         self._hang_up(replica)
 
     def cut(self, number: int) -> None:
-        """The connection between a leader and the coordinator breaks; the coordinator takes that for a loss."""
+        """The connection between a leader and the coordinator breaks; the leader makes it again."""
         self._log(f"cut {number}")
         self._hang_up(self.replicas[number])
 
@@ -281,8 +283,17 @@ class Cluster:
                 for replica in self.replicas.values():
                     if replica.conn == action.conn:
                         replica.conn = None
+            elif isinstance(action, c.Dial):
+                self._post("dial", action.incarnation, lambda a=action, by=self.coordinator: self._dialled(by, a))
             elif isinstance(action, c.Done):
                 self.done = action.failed or "finished"
+
+    def _dialled(self, by: c.Coordinator, dial: c.Dial) -> None:
+        if by is self.coordinator:
+            replica = self.replicas[dial.replica]
+            alive = replica.alive and replica.incarnation == dial.incarnation
+            outcome: Outcome = "answered" if alive else "ended"
+            self._do_coordinator(by.dialled(dial.replica, dial.incarnation, outcome, self.now))
 
     def _to_leader(self, replica: Replica, message: m.Message) -> Callable[[], None]:
         def deliver() -> None:
@@ -336,24 +347,24 @@ class Cluster:
                 self._post(self._name(replica, index), self._name(replica, "L"), deliver)
             elif isinstance(action, mem.ToMember):
                 self._to_peer(replica, index, action.replica, action.message)
-            elif isinstance(action, mem.Quiesce):
+            elif isinstance(action, act.Freeze):
                 rank.freezing = action.view.epoch
-            elif isinstance(action, mem.Resume):
+            elif isinstance(action, act.Resume):
                 self._resume(replica, index, action)
-            elif isinstance(action, mem.Passed):
-                if rank.state == "boundary":
-                    rank.state = "op"
-            elif isinstance(action, mem.Known):
-                if rank.state == "init":
-                    rank.state = "preparing"
-            elif isinstance(action, mem.Left):
+            elif isinstance(action, act.Passed) and action.left:
                 rank.state = "left"
                 self._do_member(replica, index, [mem.ToLeader(m.Finished())])
-            elif isinstance(action, mem.Failed):
+            elif isinstance(action, act.Passed):
+                if rank.state == "boundary":
+                    rank.state = "op"
+            elif isinstance(action, act.Known):
+                if rank.state == "init":
+                    rank.state = "preparing"
+            elif isinstance(action, act.Failed):
                 self._log(f"failed {replica.incarnation}: {action.reason}")
                 rank.state, rank.epoch = "failed", 0
 
-    def _resume(self, replica: Replica, index: int, action: mem.Resume) -> None:
+    def _resume(self, replica: Replica, index: int, action: act.Resume) -> None:
         rank, view = replica.ranks[index], action.view
         known = self.ran.setdefault(view.epoch, view)
         assert known == view, f"two views of epoch {view.epoch} were run"

@@ -15,7 +15,7 @@ from ftcomm.simulation.simulate_cli import simulate
 
 pytestmark = pytest.mark.protocol
 
-SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "2000"))
+SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1000"))
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -56,9 +56,15 @@ def test_the_command_counts_and_replays() -> None:
     counted = CliRunner().invoke(simulate, ["--seeds", "20", "--jobs", "1", "--members", "2..3"])
     assert counted.exit_code == 0, counted.output
     assert "20 histories" in counted.output
+    some = CliRunner().invoke(simulate, ["--seeds", "20", "--jobs", "1", "--kinds", "held,cut-off"])
+    assert some.exit_code == 0, some.output
+    assert {line.split()[0] for line in some.output.splitlines()[1:3]} == {"cut-off", "held"}
     replayed = CliRunner().invoke(simulate, ["--replay", "3", "--members", "2..3"])
     assert replayed.exit_code == 0
     assert "enters view 1" in replayed.output
     wrong = CliRunner().invoke(simulate, ["--members", "3..2"])
     assert wrong.exit_code == 2
+    unknown = CliRunner().invoke(simulate, ["--kinds", "kills,floods"])
+    assert unknown.exit_code == 2
+    assert "'floods': expected some of calm,coordinator," in " ".join(unknown.output.replace("│", " ").split())
     assert "expected 1 <= first <= last <= 16" in wrong.output

@@ -10,16 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-import ftcomm.collective.flight
+import ftcomm.collective.inflight
 import ftcomm.collective.operation
+from ftcomm.collective.algorithms.direct import OneShot
+from ftcomm.collective.pipeline import Gate, Pipeline
+from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import all_reduce
-from ftcomm.collective.stream import Stream, _Lane
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
-from ftcomm.control.growth import Proposal, contributing
+from ftcomm.control.detector import Detector
 from ftcomm.control.leader import Leader
 from ftcomm.control.member import Machine
 from ftcomm.control.node import Node
+from ftcomm.control.reconfiguration import Proposal, contributing
+from ftcomm.kernels.epochs import COUNTS
 from ftcomm.kernels.host.reduce import operand
 from ftcomm.simulation.history import run
 from ftcomm.simulation.rank import Rank
@@ -32,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 def no_stability(patch: Patch) -> None:
     """An op returns as soon as this member holds it."""
-    patch.setattr(Stream, "stable", lambda self, op: 0 <= op.end <= self.taken)
+    patch.setattr(Pipeline, "is_stable", lambda self, op: 0 <= op.end <= self.taken)
 
 
 def no_quiesce(patch: Patch) -> None:
@@ -52,29 +56,29 @@ def no_quiesce(patch: Patch) -> None:
 def no_epoch_in_words(patch: Patch) -> None:
     """A word of another epoch satisfies a wait."""
 
-    def compare(self: Stream, word: int, count: int) -> bool:
-        return all(words[word] & 0xFFFFFFFF >= count for words in self._words)
+    def compare(self: Gate, count: int) -> bool:
+        return all(peer.words[self.word] & (COUNTS - 1) >= count for peer in self.peers)
 
-    patch.setattr(Stream, "_all", compare)
+    patch.setattr(Gate, "is_open", compare)
 
 
 def late_words(patch: Patch) -> None:
     """A member enters an epoch without raising its words first."""
-    publish = Stream._publish
-    patch.setattr(Stream, "_publish", lambda self, word, count: publish(self, word, count) if count else None)
+    publish = Publisher.publish
+    patch.setattr(
+        Publisher, "publish", lambda self, word, count, **of: publish(self, word, count, **of) if count else None
+    )
 
 
 def own_input_first(patch: Patch) -> None:
     """Sums in another order on each member."""
-    made = _Lane.__init__
 
-    def spoiled(self: _Lane, stream: Stream, dtype: str, count: int, slot: int) -> None:
-        made(self, stream, dtype, count, slot)
-        me = operand(dtype, self.mine)
-        others = [operand(dtype, self.posted[x]) for x in stream.view.contributors if x != stream.view.me]
-        self.sources = [me, *others] if stream.view.me in stream.view.contributing else others
+    def spoiled(self: OneShot, dtype: str, op: str, posted: Any) -> Any:
+        order = sorted(self.contributors, key=lambda member: member != self.me)
+        reduction, sources = self.reducer.get(dtype, op), [operand(dtype, posted[member]) for member in order]
+        return lambda here: reduction(sources, operand(dtype, here))
 
-    patch.setattr(_Lane, "__init__", spoiled)
+    patch.setattr(OneShot, "_reduction", spoiled)
 
 
 def all_again(patch: Patch) -> None:
@@ -86,7 +90,7 @@ def not_atomic(patch: Patch) -> None:
     """An atomic op is repaired like any other."""
     tasks = ftcomm.collective.operation.resume_tasks
     patch.setattr(ftcomm.collective.operation, "resume_tasks", lambda *args: tasks(*args[:3], None))
-    patch.setattr(ftcomm.collective.flight.Flight, "return_first", _return_first)
+    patch.setattr(ftcomm.collective.inflight.Inflight, "return_first", _return_first)
 
 
 def _return_first(self: Any) -> None:
@@ -176,7 +180,56 @@ def finished_once(patch: Patch) -> None:
     patch.setattr(Node, "up_opened", lambda self: opened(self)[:1])
 
 
-MUTATIONS: dict[str, tuple[Callable[[Patch], None], str | None, int]] = {
+def silence_is_death(patch: Patch) -> None:
+    """A process that holds its interpreter is lost, though its kernel answers."""
+    patch.setattr(Detector, "acknowledged", lambda self, peer, at: None)
+
+
+def nobody_is_asked(patch: Patch) -> None:
+    """Whom the coordinator does not hear is lost, though the others do."""
+    patch.setattr(c.Coordinator, "_corroborated", lambda self, replica, *rest: self._is_member(replica))
+
+
+def ends_without_proof(patch: Patch) -> None:
+    """The last holder of the state goes like any other, and the job with it."""
+    nobody_is_asked(patch)
+    patch.setattr(c.Coordinator, "_holders", lambda self: {-1})
+
+
+def closed_is_dead(patch: Patch) -> None:
+    """A connection that ends is the end of its process."""
+
+    def lost(self: c.Coordinator, replica: int, incarnation: str, now: float) -> list[c.Action]:
+        return self._lose({replica: "its connection closed"}, proved=True)
+
+    patch.setattr(c.Coordinator, "_dial", lost)
+
+
+def believes_any_store(patch: Patch) -> None:
+    """A store that is older than the job is believed."""
+    receive = c.Coordinator.receive
+
+    def believe(self: c.Coordinator, conn: int, message: m.Message, now: float) -> list[c.Action]:
+        if isinstance(message, m.Join):
+            message = msgspec.structs.replace(message, epoch=min(message.epoch, self._epoch))
+        return receive(self, conn, message, now)
+
+    patch.setattr(c.Coordinator, "receive", believe)
+
+
+def takes_back_what_is_in_force(patch: Patch) -> None:
+    """A loss gives up a change that not all have installed, though somebody runs in it (seen after a restart)."""
+    lose = c.Coordinator._lose
+
+    def taken_back(self: c.Coordinator, *args: Any, **how: Any) -> list[c.Action]:
+        if not self._settled():
+            self.installed = set()
+        return lose(self, *args, **how)
+
+    patch.setattr(c.Coordinator, "_lose", taken_back)
+
+
+MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
     "no-epoch-in-words": (no_epoch_in_words, "kills", 400),
@@ -193,6 +246,12 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str | None, int]] = {
     "ready-by-one-rank": (ready_by_one_rank, "kills", 400),
     "skips-a-kept-step": (skips_a_kept_step, "growth", 2000),
     "finished-once": (finished_once, "quiet", 100),
+    "silence-is-death": (silence_is_death, "held", 100),
+    "nobody-is-asked": (nobody_is_asked, "cut-off", 100),
+    "ends-without-proof": (ends_without_proof, "cut-off", 100),
+    "closed-is-dead": (closed_is_dead, "resets", 20),
+    "believes-any-store": (believes_any_store, "rolled-back", 200),
+    "takes-back-what-is-in-force": (takes_back_what_is_in_force, "kills", 1000),
 }
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ftcomm
-from ftcomm.hsdp import Replica, catchup
-from ftcomm.hsdp.state import digest
 from ftcomm.torch.buckets import GradientBuckets
+from ftcomm.training import StepLoop, catchup
+from ftcomm.training.state import digest
 
 from ..process.job import Notes
 
@@ -34,7 +34,7 @@ def slow_network(seconds: float) -> None:
 def outlast(steps: float, go: Path) -> None:
     """No block of a state is sent before its source has done that many steps more, or has come to the end of its loop,
     or the test says `go`: however slow the steps are, the transfer is slower."""
-    send, source, due = catchup.send, catchup.Source, threading.local()
+    send, source, due = catchup.send, catchup.StateSource, threading.local()
     at_boundary, linger, answer = source.at_boundary, source.linger, source._answer
     here, ended = -1, False
 
@@ -63,11 +63,11 @@ def outlast(steps: float, go: Path) -> None:
 
 
 def steps_until_told(
-    group: ftcomm.Group, arguments: dict[str, Any], state: dict[str, Any], replica: Replica | None = None
+    group: ftcomm.Group, arguments: dict[str, Any], state: dict[str, Any], loop: StepLoop | None = None
 ) -> Iterator[int]:
-    """As `ftcomm.steps`, or those of `replica`; they end for all after the step in which one sees the file `over`."""
+    """As `ftcomm.steps`, or those of `loop`; they end for all after the step in which one sees the file `over`."""
     over, total = Path(arguments["marks"]) / "over", arguments["steps"]
-    loop = Replica(state, group, vote=False) if replica is None else replica
+    loop = StepLoop(state, group, vote=False) if loop is None else loop
     try:
         while (step := loop.begin(total)) is not None:
             told = torch.tensor([float(over.exists())])
@@ -84,8 +84,8 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     slow_network(arguments.get("slow", 0.0))
     outlast(arguments.get("outlast", 0), Path(arguments["marks"]) / "go")
-    torch.manual_seed(group.replica if group.fresh else 0)  # a joiner starts with other weights
-    width = arguments.get("fresh_width", 128) if group.fresh else 128
+    torch.manual_seed(group.replica if not group.contributes else 0)  # a joiner starts with other weights
+    width = arguments.get("fresh_width", 128) if not group.contributes else 128
     model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 1500), nn.GELU(), nn.Linear(1500, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
@@ -123,7 +123,7 @@ def train_by_hand(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
     slow_network(0.3)
     model = nn.Linear(300, 300)
     with torch.no_grad():
-        model.weight.fill_(group.replica if group.fresh else 0.0)
+        model.weight.fill_(group.replica if not group.contributes else 0.0)
         model.bias.zero_()
     for step in ftcomm.steps(arguments["steps"], {"model": model}):
         x = model.weight.detach().sin().add(step)

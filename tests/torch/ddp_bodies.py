@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ftcomm
+import ftcomm.errors
 import ftcomm.torch
-from ftcomm.collective.stream import Stream
-from ftcomm.hsdp.state import digest
-from ftcomm.transport.segment import POSTED, TAKEN
+from ftcomm.collective.publisher import Publisher
+from ftcomm.training.state import digest
+from ftcomm.transport.segment import POSTED
 
 from ..process.job import DEADLINE, Notes
 
@@ -99,21 +102,21 @@ def one_dies(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> No
     model = nn.Linear(arguments["elements"], 1, bias=False)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1000)
     if arguments["wire"] is not None:
-        ddp.register_comm_hook(None, ftcomm.torch.wire_hook(arguments["wire"]))
+        ddp.register_comm_hook(None, ftcomm.torch.compression_hook(arguments["wire"]))
     posted = [0]
-    publish = Stream._publish
+    publish = Publisher.publish
 
-    def dying(stream: Stream, word: int, count: int) -> Any:
+    def dying(self: Publisher, word: int, count: int, **more: bool) -> Any:
         posted[0] += word == POSTED
         if posted[0] > 3:
-            while not stream._all(TAKEN, count - 3):  # else nobody need have taken anything of it
+            while not self.taken_by_all.is_open(count - 3):  # else nobody need have taken anything of it
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
-        return publish(stream, word, count)
+        return publish(self, word, count, **more)
 
     for step in ftcomm.steps(arguments["steps"]):
         if step == 2 and group.replica == arguments["victim"]:
-            Stream._publish = dying
+            Publisher.publish = dying
         model.weight.grad = None
         size = dist.get_world_size()
         (ddp(torch.ones(1, arguments["elements"])).sum() * 2.0**group.replica).backward()
@@ -146,7 +149,7 @@ def train_with_ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     """A script as people write them: a replica that joins runs it from the top."""
     torch.set_num_threads(1)
     torch.manual_seed(
-        100 * group.fresh + group.replica
+        100 * (not group.contributes) + group.replica
     )  # DDP takes the weights of rank 0, a joiner those of the others
     dist.init_process_group("ftcomm")
     model = Counting()
@@ -155,7 +158,7 @@ def train_with_ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     dist.all_gather_object(said, "ready")
     assert said == ["ready"] * dist.get_world_size()
     dist.barrier()
-    if group.fresh:
+    if not group.contributes:
         wait_for_go(notes, arguments)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
@@ -170,3 +173,62 @@ def train_with_ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     sizes = ddp._get_ddp_logging_data()
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
     notes.write(kind="buckets", made=sizes["bucket_sizes"], again=sizes.get("rebuilt_bucket_sizes"))
+
+
+def backward(ddp: nn.Module) -> float:
+    """A gradient of DDP: that of the last input, 1 + the replica, over all who contribute."""
+    ddp.zero_grad(set_to_none=True)
+    ddp(torch.full((1, 1000), 1.0 + dist.get_rank())).sum().backward()
+    return float(ddp.module.weight.grad.mean())
+
+
+def fails(ddp: nn.Module, notes: Notes, what: str) -> None:
+    try:
+        notes.write(kind="returned", what=what, gradient=backward(ddp))
+    except Exception as error:
+        notes.write(kind="raised", what=what, type=type(error).__name__, text=str(error))
+
+
+def failing_ops(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Replica 1 calls something else than DDP's all-reduce, and both go on; in the end it comes late."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    ddps = {"plain": DistributedDataParallel(nn.Linear(1000, 100)), "hook": DistributedDataParallel(nn.Linear(1000, 9))}
+    ddps["hook"].register_comm_hook(None, default_hooks.allreduce_hook)
+    for way, ddp in ddps.items():
+        if group.replica == 0:
+            fails(ddp, notes, f"{way}, other calls")
+        else:
+            with contextlib.suppress(ftcomm.MismatchError):
+                dist.all_reduce(torch.ones(3))
+        notes.write(kind="after", gradient=backward(ddp))
+    way, late = arguments["late"], Path(arguments["marks"]) / "late"
+    if group.replica == 0:
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.2))
+        for what in ("late", "again"):
+            fails(ddps[way], notes, f"{way}, {what}")
+        late.touch()
+    else:
+        while not late.exists():
+            time.sleep(0.005)
+        backward(ddps[way])
+
+
+def group_that_ends(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """The group ends with an error when the all-reduce of DDP has begun."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    ddp = DistributedDataParallel(nn.Linear(1000, 100))
+    exchange = group._exchange
+    submit = exchange.submit
+
+    def submit_and_fail(op: Any) -> None:
+        submit(op)
+        exchange.fail(getattr(ftcomm.errors, arguments["error"])("that is it"))
+
+    if group.replica == 0:
+        exchange.submit = submit_and_fail  # type: ignore[method-assign]
+        fails(ddp, notes, "the end")
+        (Path(arguments["marks"]) / "seen").touch()
+    while not (Path(arguments["marks"]) / "seen").exists():
+        time.sleep(0.005)

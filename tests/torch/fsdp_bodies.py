@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ftcomm
-from ftcomm.hsdp.state import digest
 from ftcomm.torch.mesh import init_device_mesh
+from ftcomm.training.state import digest
 
 from ..process.job import Notes
 from .ddp_bodies import wait_for_go
@@ -62,7 +62,7 @@ def hsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         notes.write(kind="size", step=step, replicate=replicate.size(), world=dist.get_world_size())
         optimizer.zero_grad()
-        loss_of(model, batch(step, 2 * group.replica + group.rank)).backward()
+        loss_of(model, batch(step, 2 * group.replica + group.shard)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert isinstance(norm, DTensor)
         optimizer.step()
@@ -82,7 +82,7 @@ def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(arguments["steps"]):
         optimizer.zero_grad()
-        loss_of(model, batch(step, group.rank)).backward()
+        loss_of(model, batch(step, group.shard)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     notes.write(kind="final", weights=[p.full_tensor().flatten().tolist() for p in model.parameters()])
@@ -95,17 +95,17 @@ def hsdp_with_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(group.replica)  # taken over from the others by who joins
     model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 2))
-    if not group.fresh:
+    if group.contributes:
         model.load_state_dict(nn.Sequential(*(m for i, m in enumerate(network()) if i not in (2, 3))).state_dict())
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
-    if group.fresh:
+    if not group.contributes:
         wait_for_go(notes, arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     for step in ftcomm.steps(arguments["steps"], state):
         optimizer.zero_grad()
-        loss_of(model, batch(step, 2 * group.replica + group.rank)).backward()
+        loss_of(model, batch(step, 2 * group.replica + group.shard)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")

@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -218,14 +219,14 @@ def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     torch.set_num_threads(1)
     dist.init_process_group("ftcomm")
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert (rank, size) == (group.replica * arguments["ranks_each"] + group.rank, arguments["world"])
+    assert (rank, size) == (group.replica * arguments["ranks_each"] + group.shard, arguments["world"])
     assert dist.get_backend() == "ftcomm"
     all_but_one = dist.new_group([r for r in range(size) if r != 1])
     pgs: dict[str, Any] = {"world": None, "all but one": all_but_one}
     if arguments["ranks_each"] > 1:
         mesh = init_device_mesh("cpu", (size // 2, 2))
         pgs["replicate"], pgs["shard"] = mesh.get_group("replicate"), mesh.get_group("shard")
-        assert mesh.get_local_rank("shard") == group.rank
+        assert mesh.get_local_rank("shard") == group.shard
         assert mesh.get_local_rank("replicate") == group.replica
     for name, pg in pgs.items():
         if pg is dist.GroupMember.NON_GROUP_MEMBER:
@@ -280,18 +281,18 @@ def some_replicas(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
     dist.init_process_group("ftcomm")
     world = dist.group.WORLD
     assert world is not None
-    shards = group.settings.ranks_per_replica
+    shards = group.shards
     pgs = {"world": world}
-    for name, ranks in (("row", list(range(2 * shards))), ("column", list(range(group.rank, 2 * shards, shards)))):
+    for name, ranks in (("row", list(range(2 * shards))), ("column", list(range(group.shard, 2 * shards, shards)))):
         made = world.split_group(ranks) if arguments["split"] else dist.new_group(ranks)
         assert (made is None or made is dist.GroupMember.NON_GROUP_MEMBER) == (group.replica == 2)
         if group.replica != 2:
             pgs[name] = made
     for step in ftcomm.steps(arguments["steps"]):
         if step == 1 and group.replica == 1:  # when both ranks have done all of the step before
-            when_all_are_here(arguments, group.rank, range(shards))
+            when_all_are_here(arguments, group.shard, range(shards))
             os.kill(os.getpid(), signal.SIGKILL)
-        xs = [torch.full((5,), 2.0 ** (shards * group.replica + group.rank)) for _ in range(3 * len(pgs))]
+        xs = [torch.full((5,), 2.0 ** (shards * group.replica + group.shard)) for _ in range(3 * len(pgs))]
         opts = dist.AllreduceOptions()
         opts.asyncOp = True
         works = [pg.allreduce([x], opts) for x, pg in zip(xs, 3 * list(pgs.values()), strict=True)]
@@ -310,11 +311,27 @@ def some_replicas(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
 
 def mistakes() -> None:
     """They are told before anything is exchanged, so the group goes on."""
-    size = dist.get_world_size()
+    size, ones = dist.get_world_size(), torch.ones(4)
+
+    short = [torch.empty(3)] * size  # of another dtype torch refuses them itself
+    unlike: list[Callable[[], Any]] = [
+        lambda: dist.reduce_scatter(torch.empty(4), short),
+        lambda: dist.all_gather(short, ones),
+        lambda: dist.all_gather([torch.empty(3 + 2 * (r != dist.get_rank())) for r in range(size)], ones),
+    ]
+    if dist.get_rank() == 0:  # the others are not asked
+        unlike.append(lambda: dist.scatter(torch.empty(4), short))
+        unlike.append(lambda: dist.gather(ones, short))
     for wrong, text in (
         (lambda: dist.all_gather([torch.empty(1)] * (size + 1), torch.ones(1)), f"in a group of {size}"),
         (lambda: dist.reduce_scatter(torch.empty(1), [torch.ones(1)] * (size + 1)), f"in a group of {size}"),
         (lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3), [3], [3]), "splits"),
+        (lambda: dist.all_to_all_single(torch.empty(size + 1), torch.ones(size + 1)), f"expected a multiple of {size}"),
+        *((call, "expected 4 x torch.float32") for call in unlike),
+        (lambda: dist.all_gather_into_tensor(torch.empty(4 * size, dtype=torch.float64), ones), "torch.float32"),
+        (lambda: dist.all_gather_into_tensor(torch.empty(4 * size - 1), ones), f"expected {4 * size} x torch.float32"),
+        (lambda: dist.reduce_scatter_tensor(torch.empty(4, dtype=torch.int32), torch.ones(4 * size)), "torch.int32"),
+        (lambda: dist.reduce_scatter_tensor(torch.empty(4), torch.ones(5 * size)), f"expected {4 * size} x"),
     ):
         with pytest.raises(ArgumentError, match=re.escape(text)):
             wrong()
@@ -335,6 +352,12 @@ def slow_peer(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
                 work.wait(late)
             except ftcomm.CollectiveTimeout as error:
                 notes.write(kind="late", text=str(error))
+        pg = dist.group.WORLD
+        pg.set_timeout(timedelta(seconds=0.05))  # of a call without a Work, too
+        for call in (dist.barrier, lambda: dist.all_reduce(torch.ones(3))):
+            with pytest.raises(ftcomm.CollectiveTimeout, match="timed out"):
+                call()
+        pg.set_timeout(timedelta(seconds=60))
         (Path(arguments["marks"]) / "go").touch()
         work.wait(timedelta(seconds=30))
         assert x.tolist() == [2.0] * 3
@@ -342,6 +365,9 @@ def slow_peer(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
         while not (Path(arguments["marks"]) / "go").exists():
             time.sleep(0.005)
         dist.all_reduce(torch.ones(3))
+        dist.barrier()
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
 
 
 def lost_root(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -367,3 +393,109 @@ def told_another_rank(group: ftcomm.Group, notes: Notes, arguments: dict[str, An
         dist.init_process_group("ftcomm", rank=1, world_size=4)
     except ftcomm.InitError as error:
         notes.write(kind="told", text=str(error))
+
+
+def same_ranks(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Groups of the same ranks: what is called on them stands in no order, and a mistake on one is of that one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    rank, everybody = dist.get_rank(), list(range(dist.get_world_size()))
+    world = dist.group.WORLD
+    assert world is not None
+    pgs = [world, dist.new_group(everybody), dist.new_group(everybody)]
+    pgs += [world.split_group(everybody), world.split_group(everybody)]
+    column = everybody[group.shard :: arguments["ranks_each"]]
+    pgs += [init_device_mesh("cpu").get_group("replicate") for _ in range(2)]
+    expected = [len(everybody)] * 5 + [len(column)] * 2
+
+    def in_another_order(values: list[Any], start: int) -> list[Any]:
+        return values[start:] + values[:start]
+
+    def sums() -> list[float]:
+        xs = [torch.full((100,), 2.0**i) for i in range(len(pgs))]
+        opts = dist.AllreduceOptions()
+        opts.asyncOp = True
+        works = [pg.allreduce([x], opts) for pg, x in in_another_order(list(zip(pgs, xs, strict=True)), rank)]
+        for work in works:
+            work.wait()
+        return [x.unique().item() / 2.0**i for i, x in enumerate(xs)]
+
+    notes.write(kind="sums", got=sums(), expected=expected)
+    given = [torch.tensor([float(i)]) for i in range(len(pgs))]
+    taken = [torch.tensor([-1.0]) for _ in pgs]
+    there = column[1 - group.replica]  # from corner to corner of a grid no message goes
+    others = [there] * 5 + [column.index(there)] * 2
+    works = [pg.send([x], to) for x, to, pg in zip(given, others, pgs, strict=True)]
+    works += [pg.recv([x], to) for x, to, pg in in_another_order(list(zip(taken, others, pgs, strict=True)), 3)]
+    for work in works:
+        work.wait()
+    notes.write(kind="messages", got=[x.item() for x in taken])
+    with pytest.raises(ftcomm.MismatchError):
+        pgs[1].allreduce([torch.ones(10 + group.replica)]).wait()
+    notes.write(kind="sums", got=sums(), expected=expected)
+
+    def on_its_own(number: int) -> None:
+        for step in range(50):
+            x = torch.full((100,), float(step * 10 + number))
+            dist.all_reduce(x, group=pgs[number])
+            wrong = x.unique().tolist() != [(step * 10.0 + number) * expected[number]]
+            assert not wrong, (number, step, x)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(on_its_own, in_another_order([0, 1, 6], rank % 3)))
+    dist.destroy_process_group()
+
+
+def as_torch_expects(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """What its compiler, its profiler and its checkpoints ask of a process group and of a Work."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed import _functional_collectives as funcol
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    registered, mark = torch._C._distributed_c10d._get_work_registry_size, Path(arguments["marks"]) / "in-flight"
+    with funcol.allow_inflight_collective_as_graph_input_ctx():
+        x, y = torch.ones(100_000), torch.ones(3)
+        if dist.get_rank() == 0:
+            dist.all_reduce(x, async_op=True)  # nobody holds its Work
+            assert registered() == 1
+            mark.touch()
+        else:
+            while not mark.exists():
+                time.sleep(0.02)
+            dist.all_reduce(x, async_op=True)
+        torch.ops._c10d_functional.wait_tensor(x)
+        equal(x, torch.full_like(x, 2), "wait_tensor of an op in flight")
+        assert registered() == 0
+        work = dist.all_reduce(y, async_op=True)
+        work.wait()
+        assert registered() == 0, "who has waited has left its Work behind"
+    assert dist.all_reduce(y, async_op=True)._get_sequence_number() > work._get_sequence_number()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(y)
+        dist.broadcast(y, 0)
+    assert {"ftcomm:all_reduce", "ftcomm:broadcast"} <= {event.name for event in profile.events()}
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 1:
+        model.weight.data.zero_()
+    told = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_state_dict(model, optimizer, model_state_dict=full[0], optim_state_dict=full[1], options=told)
+    own, path = dist.new_group(list(range(dist.get_world_size()))), f"{arguments['marks']}/checkpoint"
+    saved = dcp.async_save({"w": model.weight.detach().clone()}, checkpoint_id=path, process_group=own)
+    for _ in range(20):  # what the training does meanwhile
+        dist.all_reduce(y)
+    saved.result()
+    into = {"w": torch.empty(4, 4)}
+    dcp.load(into, checkpoint_id=path)
+    equal(into["w"], model.weight.detach(), "what was saved")
+    if arguments["splits"]:
+        apart = dist.split_group(split_ranks=[[0], [1]])
+        dist.all_reduce(z := torch.ones(1), group=apart)
+        assert (z.item(), dist.get_world_size(apart)) == (1.0, 1)
+    notes.write(kind="done")
+    dist.destroy_process_group()

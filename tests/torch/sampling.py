@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ftcomm
-from ftcomm.hsdp.data import Batches
+from ftcomm.training.data import Batches
 
 from ..process.job import MOST, Notes
 from .bodies import slow_network

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import ftcomm
-from ftcomm.hsdp.checkpoint import Checkpoints
-from ftcomm.hsdp.state import digest
+from ftcomm.training.checkpoint import Checkpoints
+from ftcomm.training.state import digest
 
 from ..process.job import Notes
 
@@ -39,7 +39,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     marks = Path(arguments["marks"])
     die_while_writing(group, marks)
-    torch.manual_seed(1 if group.fresh or arguments.get("other") else 0)
+    torch.manual_seed(1 if not group.contributes or arguments.get("other") else 0)
     model = nn.Sequential(nn.Linear(4, arguments.get("width", 300)), nn.GELU(), nn.Linear(300, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}

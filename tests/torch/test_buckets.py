@@ -21,7 +21,7 @@ class Alone:
     def __init__(self, fail=()):
         self.launched, self.waited, self.fail = [], [], fail
 
-    def allreduce(self, x, op, async_op, wire=None):
+    def allreduce(self, x, op, async_op, compression=None):
         assert async_op
         number = len(self.launched)
         self.launched.append((x.numel(), x.dtype, op))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ftcomm.errors import StateError
-from ftcomm.hsdp.checkpoint import complete, finish, prune, read, write
-from ftcomm.hsdp.state import Flat, flatten
+from ftcomm.training.checkpoint import complete, finish, prune, read, write
+from ftcomm.training.state import FlatState, flatten
 
 from ..process.job import Job
 from . import saving
@@ -73,7 +79,7 @@ def refused(folder: Path) -> None:
         assert "does not fit here: model.0.weight is float32[300, 4] there and float32[301, 4] here" in text
 
 
-def flat(value: float = 1.0) -> Flat:
+def flat(value: float = 1.0) -> FlatState:
     model = torch.nn.Linear(2, 3)
     torch.nn.init.constant_(model.weight, value)
     return flatten({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}).on_host()
@@ -115,3 +121,84 @@ def test_one_that_is_damaged_is_named(tmp_path: Path) -> None:
     for rank in range(2):
         with pytest.raises(StateError, match=f"rank-{rank} cannot be read: .* take it away, and an older one"):
             read(tmp_path / f"rank-{rank}")
+
+
+class Trap:
+    """What makes the folder `trap` when it is unpickled."""
+
+    def __init__(self, trap: Path) -> None:
+        self._trap = trap
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self._trap),)
+
+
+def lead_out(metadata: Metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../rank-0/{info.relative_path}"
+
+
+def another_shape(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].size = torch.Size([2, 3])
+
+
+def no_tensor(metadata: Metadata) -> None:
+    """torch unpickles what stands where its bytes are."""
+    metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+
+
+def missing(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata["model.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lead_out, "leads out of the folder, to '../rank-0/__0_0.distcp'"),
+        (another_shape, r"model.weight is torch.float32 \[2, 3\] there, torch.float32 \[3, 2\] here"),
+        (no_tensor, "names .*BytesStorageMetadata"),
+        (missing, "no tensor model.weight"),
+    ],
+)
+def test_metadata_must_be_of_what_is_awaited(tmp_path: Path, change: Callable[[Metadata], None], said: str) -> None:
+    path = tmp_path / "rank-0"
+    write(path, flat())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StateError, match=said):
+        read(path)
+
+
+def test_nothing_is_run_that_lies_in_a_checkpoint(tmp_path: Path) -> None:
+    """torch's own reader does run it."""
+    path, trap = tmp_path / "rank-0", tmp_path / "trap"
+    write(path, flat())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = Trap(trap)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StateError, match=r"names (posix|nt)\.mkdir, which is no part of a checkpoint"):
+        read(path)
+    assert not trap.exists()
+    dcp.FileSystemReader(path).read_metadata()
+    assert trap.exists()
+
+
+@pytest.mark.parametrize("whom", ["pathlib\nPosixPath", "torch.serialization\n_get_layout"])
+def test_nothing_but_what_is_read_is_changed(tmp_path: Path, whom: str) -> None:
+    """A pickle may give attributes to a class, too: another `name`, by which it is seen where a path leads."""
+    path = tmp_path / "rank-0"
+    write(path, flat())
+    (path / ".metadata").write_bytes(f"\x80\x02c{whom}\nN}}U\x04nameU\x01xs\x86b.".encode("latin-1"))
+    with pytest.raises(StateError, match="which is no part of it"):
+        read(path)
+    assert (tmp_path / "y").name == "y"
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"x", pickle.dumps({}), pickle.dumps(Metadata({}))[:-1], bytes(1000)])
+def test_metadata_that_are_none(tmp_path: Path, rubbish: bytes) -> None:
+    path = tmp_path / "rank-0"
+    write(path, flat())
+    (path / ".metadata").write_bytes(rubbish)
+    with pytest.raises(StateError, match=r"cannot be read: .* take it away"):
+        read(path)

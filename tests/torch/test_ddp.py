@@ -89,3 +89,29 @@ def test_a_replica_comes_back_into_a_training_with_ddp(tmp_path: Path) -> None:
         assert not [note for _, _, note in job.notes() if note["kind"] == "stale"], "buffers of one who catches up"
         buckets = [note for _, _, note in job.notes() if note["kind"] == "buckets"]
     assert {(note["made"], note["again"]) for note in buckets} == {("6416, 27200", "6416, 27200")}
+
+
+@pytest.mark.parametrize("late", ["plain", "hook"])
+def test_backward_raises_what_its_all_reduce_fails_with_and_can_be_called_again(tmp_path: Path, late: str) -> None:
+    """torch carries the error of a hook's future as a RuntimeError with its type and text, and no other. After a
+    timeout it can not be called again: the op that goes on would write into a bucket that was filled anew."""
+    with Job(tmp_path, replicas=2, body=bodies.failing_ops, late=late) as job:
+        assert [job.join(replica) for replica in range(2)] == [[0], [0]], job.errors()
+    raised = {note["what"]: note for _, _, note in job.notes() if note["kind"] == "raised"}
+    assert raised["plain, other calls"]["type"] == "MismatchError"
+    assert raised["hook, other calls"]["type"] == "RuntimeError"
+    assert "MismatchError: " in raised["hook, other calls"]["text"]
+    assert [note["gradient"] for _, _, note in job.notes() if note["kind"] == "after"] == [1.5] * 4
+    assert raised[f"{late}, late"]["type"] == ("CollectiveTimeout" if late == "plain" else "RuntimeError")
+    assert "not done within its timeout" in raised[f"{late}, late"]["text"]
+    assert raised[f"{late}, again"]["type"] == "CollectiveTimeout"
+    assert "is at its end" in raised[f"{late}, again"]["text"]
+
+
+@pytest.mark.parametrize("error", ["ExpelledError", "LostError", "DivergenceError"])
+def test_backward_says_how_its_group_has_ended(tmp_path: Path, error: str) -> None:
+    with Job(tmp_path, replicas=2, body=bodies.group_that_ends, error=error) as job:
+        codes = [job.join(replica) for replica in range(2)]
+    assert codes[0] == [0], job.errors()
+    said = [note for replica, _, note in job.notes() if replica == 0 and note["kind"] in ("raised", "returned")]
+    assert [(note["kind"], note.get("type"), note.get("text")) for note in said] == [("raised", error, "that is it")]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ftcomm.hsdp.checkpoint import complete
 from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.training.checkpoint import complete
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 100.0  # s of a run; most of what they take is imports

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ftcomm.errors import SettingsError
+from ftcomm.torch import versions
 from ftcomm.torch.meeting import join_by_store
 
 from ..process.job import Job
@@ -35,6 +36,19 @@ def test_every_call_on_every_kind_of_group(tmp_path: Path, replicas: int, ranks:
     assert all("does not exist any more: it was destroyed" in text for text in gone)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_the_same_ranks_are_independent(tmp_path: Path, ranks: int) -> None:
+    """In order, in messages and in errors; from several threads too."""
+    with Job(tmp_path, replicas=2, ranks=ranks, body=bodies.same_ranks, ranks_each=ranks) as job:
+        for replica in range(2):
+            assert job.join(replica) == [0] * ranks, "\n".join(map(str, job.errors()))
+    notes = [note for _, _, note in job.notes()]
+    sums = [note for note in notes if note["kind"] == "sums"]
+    assert len(sums) == 4 * ranks
+    assert all(note["got"] == note["expected"] for note in sums), sums
+    assert [note["got"] for note in notes if note["kind"] == "messages"] == [list(range(7))] * 2 * ranks
+
+
 def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=2, body=bodies.slow_peer) as job:
         for replica in range(2):
@@ -42,6 +56,14 @@ def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
     late = [note["text"] for _, _, note in job.notes() if note["kind"] == "late"]
     assert len(late) == 2
     assert all(text.startswith("all_reduce of group") and "was not done within its timeout" in text for text in late)
+
+
+def test_the_compiler_the_profiler_and_checkpoints_of_torch_find_what_they_look_for(tmp_path: Path) -> None:
+    splits = versions.RECONFIGURE  # before 2.14 torch asks for a bound device
+    with Job(tmp_path, replicas=2, body=bodies.as_torch_expects, splits=splits) as job:
+        for replica in range(2):
+            assert job.join(replica) == [0], job.errors()
+    assert len([note for _, _, note in job.notes() if note["kind"] == "done"]) == 2
 
 
 def test_without_its_root_a_broadcast_fails_alike_and_ranks_change_at_the_boundary(tmp_path: Path) -> None:
@@ -96,10 +118,20 @@ dist.destroy_process_group()
 """
 
 
-def run(folder: Path, environment: dict[str, str]) -> str:
+SETTINGS = """
+import torch.distributed as dist, ftcomm
+dist.init_process_group("ftcomm")
+s = ftcomm.default_group().settings
+t = s.timeouts
+print(t.op, t.heartbeat, t.op_floor, s.init_timeout, s.verify, s.algorithm, s.rack, s.max_sms, s.staging, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, environment: dict[str, str], script: str = SCRIPT) -> str:
     """What the script says in a process of its own, in a folder where nothing of ours lies."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env={**os.environ, "FTCOMM_LOG": "error", **environment},
         cwd=folder,
         capture_output=True,
@@ -112,6 +144,17 @@ def run(folder: Path, environment: dict[str, str]) -> str:
 def test_found_by_name_in_a_program_of_another_launcher(tmp_path: Path) -> None:
     """No import of ours, no coordinator: a world of one, as torchrun would start it."""
     assert run(tmp_path, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}) == "0 1 1\n"
+
+
+def test_the_environment_counts_in_a_program_of_another_launcher(tmp_path: Path) -> None:
+    """The coordinator that it starts has the same timeouts, or it would refuse it."""
+    asked = {"OP_TIMEOUT": "20", "HEARTBEAT_TIMEOUT": "0.5", "OP_TIMEOUT_FLOOR": "4", "INIT_TIMEOUT": "33"}
+    asked |= {"VERIFY": "1", "ALGORITHM": "ring", "RACK": "r1", "SMS": "3", "STAGING": "host"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    said = run(tmp_path, world | {f"FTCOMM_{name}": value for name, value in asked.items()}, SETTINGS)
+    assert said.split() == ["20.0", "0.5", "4.0", "33.0", "True", "ring", "r1", "3", "host"]
+    wrong = run(tmp_path, world | {"FTCOMM_VERIFY": "yes"}, SETTINGS)
+    assert "FTCOMM_VERIFY='yes'; expected 1 (on) or 0 (off)" in wrong
 
 
 @pytest.mark.parametrize("shards", ["2", "none", "0"])

@@ -4,9 +4,13 @@ of others do, and by torchft's own worker where torchft is installed."""
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 from ftcomm.errors import ArgumentError, FtcommError, LostError, TransportError
 from ftcomm.torch import versions
 from ftcomm.torch.reconfigure import ReconfigurableGroup
+from ftcomm.torch.work import FtWork
+
+from ..process.job import DEADLINE
 
 UUIDS = itertools.count(1)
 SECONDS = 20.0
@@ -90,7 +98,7 @@ def test_an_abort_ends_ops_in_flight_everywhere_and_is_mended(groups: list[Recon
             work.wait()
     with pytest.raises(LostError):
         groups[0].allreduce([torch.ones(10)]).wait()
-    with pytest.raises(LostError):  # by the future too: nobody waits for ever
+    with pytest.raises(RuntimeError, match=r"LostError: .*aborted"):  # by the future too: nobody waits for ever
         groups[1].allreduce([torch.ones(10)]).get_future().wait()
     reconfigure(groups)
     assert together(groups, summed) == [6.0] * 3
@@ -137,6 +145,58 @@ def test_the_worker_of_torchft_passes() -> None:
     worker = pytest.importorskip("torchft.reconfigure_test")._resize_worker
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     mp.spawn(worker, args=(store.port, "ftcomm"), nprocs=3)
+
+
+def ddp_with_a_loss(rank: int, folder: Path) -> None:
+    """Rank 1 dies while the others are in the all-reduce of DDP; they reconfigure and go on with what they have."""
+    os.environ["FTCOMM_LOG"] = "error"
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("ftcomm", store=store, rank=rank, world_size=3, enable_reconfigure=True)
+
+    def meet(uuid: int, who: tuple[int, ...]) -> None:
+        store.set(f"{uuid} {rank}", dist._get_reconfigure_handle())
+        dist._reconfigure(uuid, [store.get(f"{uuid} {each}").decode() for each in who]).wait()
+
+    def backward() -> float:
+        ddp.zero_grad()
+        ddp(torch.full((1, 100), float(dist.get_rank()))).sum().backward()
+        return float(ddp.module.weight.grad.mean())
+
+    meet(1, (0, 1, 2))
+    ddp = DistributedDataParallel(torch.nn.Linear(100, 1))
+    assert [backward(), backward()] == [1.0, 1.0]  # in the second one DDP tells all how it has cut its buckets
+    if rank == 1:
+        store.wait(["0 is in it", "2 is in it"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    get_future = FtWork.get_future
+
+    def begun(work: FtWork) -> Any:
+        store.set(f"{rank} is in it", "")
+        return get_future(work)
+
+    FtWork.get_future = begun  # type: ignore[method-assign]
+    with pytest.raises(LostError, match="rank 1"):
+        backward()
+    meet(2, (0, 2))
+    assert backward() == 0.5
+    (folder / f"{rank} has gone on").touch()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not versions.RECONFIGURE, reason="torch has no dist._reconfigure before 2.14")
+def test_survivors_of_a_loss_in_the_backward_of_ddp_reconfigure_and_go_on(tmp_path: Path) -> None:
+    forks = multiprocessing.get_context("forkserver")  # that of tests.process.job, which has torch
+    processes = [forks.Process(target=ddp_with_a_loss, args=(rank, tmp_path), daemon=True) for rank in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(DEADLINE)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]
+    assert all((tmp_path / f"{rank} has gone on").exists() for rank in (0, 2))
 
 
 @pytest.mark.skipif(not versions.RECONFIGURE, reason="torch has no dist._reconfigure before 2.14")

@@ -52,6 +52,19 @@ def test_the_result_is_there_before_anybody_hears_that_it_is(futures: Futures) -
     assert len(brought) == 1, "brought twice"
 
 
+def test_a_work_of_several_tensors_that_fails_leaves_none_of_them_registered(futures: Futures) -> None:
+    registered = torch._C._distributed_c10d._get_work_registry_size
+    op, tensors, before = Op(), [torch.zeros(1) for _ in range(3)], registered()
+    work = FtWork("coalesced ops", [op], tensors, futures)
+    work.register()
+    assert registered() == before + 3
+    op.error = LostError("gone")
+    op.over.set()
+    with pytest.raises(LostError, match="gone"):
+        work.wait()
+    assert registered() == before
+
+
 def test_who_asks_whether_it_is_completed_may_use_the_result(futures: Futures) -> None:
     op, x = Op(), torch.zeros(1)
     work = FtWork("op", [op], [x], futures, lambda: x.add_(1))
@@ -65,7 +78,7 @@ def test_an_error_comes_by_every_way(futures: Futures) -> None:
     work = FtWork("op", [op], [torch.ones(1)], futures, lambda: pytest.fail("there is no result to bring"))
     future = work.get_future()
     op.over.set()
-    with pytest.raises(LostError):
+    with pytest.raises(RuntimeError, match="LostError: rank 1 was lost"):  # torch's futures know no other type
         future.wait()
     for _ in range(2):
         with pytest.raises(LostError, match="rank 1"):
@@ -88,7 +101,7 @@ def test_a_timeout_ends_the_wait_and_not_the_op(futures: Futures) -> None:
     future = late.get_future()
     future.add_done_callback(lambda _: told.set())
     assert told.wait(20), "nobody has looked at the clock"
-    with pytest.raises(CollectiveTimeout):
+    with pytest.raises(RuntimeError, match="CollectiveTimeout: op was not done"):
         future.wait()
     with pytest.raises(CollectiveTimeout):
         late.wait()
@@ -103,6 +116,37 @@ def test_of_a_forgiven_error_the_future_says_nothing(futures: Futures) -> None:
     assert future.wait()[0] is x
     with pytest.raises(MismatchError):
         work.wait()
+
+
+def test_who_raises_the_error_elsewhere_has_a_future_without_it(futures: Futures) -> None:
+    op, x = Op(LostError("rank 1 was lost")), torch.ones(1)
+    work = FtWork("op", [op], [x], futures)
+    work.raised_elsewhere = True
+    future = work.get_future()
+    op.over.set()
+    assert future.wait()[0] is x
+    with pytest.raises(LostError):
+        work.raise_error()
+
+
+def test_what_is_chained_on_a_future_may_wait_for_another(futures: Futures) -> None:
+    """As torch's PowerSGD hook does, twice, where the thread that gives futures their values runs it."""
+    outer, over, told = Op(), Op(), threading.Event()
+    over.over.set()
+    sums: list[float] = []
+
+    def chained(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        x = done.value()[0] + 1
+        sums.append(float(x))
+        inner = FtWork("inner", [over], [x], futures).get_future()
+        return (inner.then(chained) if len(sums) < 3 else inner).wait()  # type: ignore[no-any-return]
+
+    future = FtWork("outer", [outer], [torch.zeros(1)], futures).get_future().then(chained)
+    future.add_done_callback(lambda _: told.set())
+    outer.over.set()
+    assert told.wait(20), "the thread waits for itself"
+    assert sums == [1.0, 2.0, 3.0]
+    assert future.value()[0].item() == 3.0
 
 
 def test_futures_of_what_is_asked_for_after_the_end(futures: Futures) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import StateError
-from ftcomm.hsdp.replay import Replay
-from ftcomm.hsdp.spill import Limits
-from ftcomm.hsdp.state import allocate, digest, flatten
+from ftcomm.training.replay import Replay
+from ftcomm.training.spill import Limits
+from ftcomm.training.state import allocate, digest, flatten
 
 JOINED = 3  # the step at which the joiner comes in
 

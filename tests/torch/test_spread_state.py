@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftcomm.errors import StateError
-from ftcomm.hsdp.compare import hashes
-from ftcomm.hsdp.replay import Replay
-from ftcomm.hsdp.snapshot import Snapshot
-from ftcomm.hsdp.spill import Limits
-from ftcomm.hsdp.state import allocate, digest, first_difference, flatten, load
+from ftcomm.training.compare import hashes
+from ftcomm.training.replay import Replay
+from ftcomm.training.snapshot import Snapshot
+from ftcomm.training.spill import Limits
+from ftcomm.training.state import allocate, digest, first_difference, flatten, load
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import ftcomm
-from ftcomm.hsdp import Replica, Rng, Verdict
-from ftcomm.hsdp.state import digest
 from ftcomm.torch.buckets import GradientBuckets
+from ftcomm.training import Rng, StepLoop, Verdict
+from ftcomm.training.state import digest
 
 from ..process.job import Notes
 from .bodies import outlast, steps_until_told
@@ -51,14 +51,14 @@ def fault(arguments: dict[str, Any], group: ftcomm.Group, step: int, attempt: in
     """Where this rank fails in this attempt, by the seed; "" mostly. Never twice in a row, so that a step ends."""
     if attempt > 1 or not group.contributes:
         return ""
-    chance = random.Random(f"{arguments['seed']} {step} {group.replica} {group.rank}")
+    chance = random.Random(f"{arguments['seed']} {step} {group.replica} {group.shard}")
     return chance.choice(arguments["faults"]) if chance.random() < arguments["share"] else ""
 
 
 def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     outlast(arguments.get("outlast", 0), Path(arguments["marks"]) / "go")
-    torch.manual_seed(group.replica if group.fresh else 0)
+    torch.manual_seed(group.replica if not group.contributes else 0)
     model = nn.Sequential(
         nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1500), nn.GELU(), nn.Linear(1500, 4)
     )
@@ -67,7 +67,7 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     buckets = GradientBuckets(model, group, bucket_bytes=50_000)
     diary = Diary(notes)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "diary": diary, "rng": Rng(7, group)}
-    replica = Replica(
+    loop = StepLoop(
         state,
         group,
         repeat_on=(Passing,),
@@ -77,11 +77,11 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
         min_replicas=arguments.get("min_replicas", 0),
         pause_timeout=arguments.get("pause_timeout", 60.0),
     )
-    for step in replica.steps(arguments["steps"]):
+    for step in loop.steps(arguments["steps"]):
         where = fault(arguments, group, step, diary.attempts[step])
         if where:
             notes.write(kind="fault", where=where, step=step)
-        with replica.guard():
+        with loop.guard():
             if where == "start":
                 raise Passing(where)
             generator = torch.Generator().manual_seed(1000 * step + group.replica)
@@ -97,13 +97,13 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             buckets.zero_grad()
-        verdict = replica.verdict()
+        verdict = loop.verdict()
         # of the state after a step that counts, on those whose state it is
         wanted = verdict is Verdict.COMMIT and group.contributes
-        notes.write(kind="step", step=step, digest=digest(weights(state)) if wanted else "", scale=replica.lr_scale)
+        notes.write(kind="step", step=step, digest=digest(weights(state)) if wanted else "", scale=loop.lr_scale)
         time.sleep(arguments.get("pace", 0.0))
-    notes.write(kind="final", digest=digest(state), contributes=group.contributes, steps=replica.step)
-    notes.write(kind="metrics", effective=replica.metrics().effective, **vars(replica.metrics()))
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes, steps=loop.step)
+    notes.write(kind="metrics", effective=loop.metrics().effective, **vars(loop.metrics()))
 
 
 def weights(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,29 +126,29 @@ def begin_and_commit(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
     model = nn.Linear(300, 3)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(group.replica if group.fresh else 0.5)
-    replica = Replica({"model": model}, group, nan=lambda step: Verdict.REPEAT)
+            parameter.fill_(group.replica if not group.contributes else 0.5)
+    loop = StepLoop({"model": model}, group, nan=lambda step: Verdict.REPEAT)
     tried: set[int] = set()
-    for step in steps_until_told(group, arguments, {}, replica):
+    for step in steps_until_told(group, arguments, {}, loop):
         x = model.weight.detach().sin().add(step)
         group.allreduce(x, "avg")
         bad = step % 5 == group.replica and step not in tried
         tried.add(step)
-        if replica.commit(float("nan") if bad else 0.0):
+        if loop.commit(float("nan") if bad else 0.0):
             with torch.no_grad():
                 model.weight.sub_(0.01 * x)
-        notes.write(kind="step", step=step, digest=digest({"model": model}), verdict=replica.verdict().name)
+        notes.write(kind="step", step=step, digest=digest({"model": model}), verdict=loop.verdict().name)
         time.sleep(arguments.get("pace", 0.0))
     notes.write(kind="final", digest=digest({"model": model}), contributes=group.contributes)
 
 
 def never_finite(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """One replica has a NaN at step 3, under the policy that is asked for."""
-    for step in (replica := Replica(None, group, nan=arguments["nan"])).steps(6):
+    for step in (loop := StepLoop(None, group, nan=arguments["nan"])).steps(6):
         x = torch.ones(3)
         group.allreduce(x)
-        replica.commit(float("nan") if step == 3 and group.replica == 1 else 1.0)
-        notes.write(kind="step", step=step, verdict=replica.verdict().name)
+        loop.commit(float("nan") if step == 3 and group.replica == 1 else 1.0)
+        notes.write(kind="step", step=step, verdict=loop.verdict().name)
 
 
 def different(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -164,6 +164,6 @@ def different(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
     if odd and arguments["what"] == "model":
         model = nn.Linear(4, 5)
     state = {"model": model, "optimizer": optimizers[arguments["what"]]}
-    for _ in Replica(state, group).steps(3):
+    for _ in StepLoop(state, group).steps(3):
         group.allreduce(torch.ones(3))
     notes.write(kind="final")

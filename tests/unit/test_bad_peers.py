@@ -9,6 +9,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -18,8 +19,9 @@ import pytest
 from ftcomm.control import dropped, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control import server as server_module
-from ftcomm.control.agent import Agent
+from ftcomm.control.agent import Agent, JoinError
 from ftcomm.control.links import Link, Listener, hand_over, listen, open_socket, serve_messages
+from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -27,10 +29,11 @@ from ftcomm.control.views import Member, View
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
+from tests.sealed_rig import ends, records
 
 pytestmark = pytest.mark.protocol
 
-TOKEN = "secret"
+CREDENTIALS = wire.Credentials("secret")
 DEADLINE = 60.0
 MB = 1 << 20
 
@@ -49,16 +52,16 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
 
 
 @contextlib.asynccontextmanager
-async def listening(on_peer: Callable[[socket.socket, wire.Opening], Awaitable[None]]):
+async def listening(on_peer: Callable[[Channel, wire.Opening], Awaitable[None]]):
     sock = listen("127.0.0.1", 0)
-    listener = Listener(sock, TOKEN, on_peer)
+    listener = Listener(sock, CREDENTIALS, on_peer)
     try:
         yield sock.getsockname()
     finally:
         await listener.close()
 
 
-async def nobody(sock: socket.socket, opening: wire.Opening) -> None:
+async def nobody(sock: Channel, opening: wire.Opening) -> None:
     sock.close()
     raise AssertionError(f"let in: {opening}")
 
@@ -83,9 +86,9 @@ def framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-def recorded(token: str) -> tuple[list[bytes], list[bytes]]:
+def recorded(mine: wire.Credentials) -> tuple[list[bytes], list[bytes]]:
     """What client and server say in a handshake that goes well."""
-    client, server = wire.client_steps(token, "leader", {"replica": 1}), wire.server_steps(token)
+    client, server = wire.client_steps(mine, "leader", {"replica": 1}), wire.server_steps(mine)
     next(server)
     opening = next(client)
     next(client)
@@ -100,7 +103,7 @@ def recorded(token: str) -> tuple[list[bytes], list[bytes]]:
 
 
 def test_a_recorded_handshake_opens_nothing(count: Callable[[str], int]) -> None:
-    said, _ = recorded(TOKEN)
+    said, _ = recorded(CREDENTIALS)
     assert len(said) == 2
 
     async def run() -> None:
@@ -115,21 +118,39 @@ def test_a_recorded_handshake_opens_nothing(count: Callable[[str], int]) -> None
 
 
 def test_a_recorded_server_is_not_trusted() -> None:
-    _, answers = recorded(TOKEN)
-    client = wire.client_steps(TOKEN, "leader", {"replica": 1})
+    _, answers = recorded(CREDENTIALS)
+    client = wire.client_steps(CREDENTIALS, "leader", {"replica": 1})
     next(client)
     next(client)
     client.send(answers[0])
     next(client)
-    with pytest.raises(wire.Refused, match="does not hold this job's token"):
+    with pytest.raises(wire.HandshakeError, match="does not hold this job's token"):
         client.send(answers[1])
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+@pytest.mark.parametrize("when", ["at once", "after the proof"])
+def test_a_refusal_without_the_token_proves_nothing(when: str, elsewhere: bool) -> None:
+    """Whoever is on the way can say it, so it is no reason to give up, nor one to take anybody for dead."""
+    client = wire.client_steps(CREDENTIALS, "leader", {"replica": 1})
+    next(client)
+    next(client)
+    if when == "at once":
+        said = wire.Challenge(wire.VERSION, bytes(wire.NONCE), "go away")
+    else:
+        client.send(msgspec.msgpack.encode(wire.Challenge(wire.VERSION, bytes(wire.NONCE))))
+        next(client)
+        said = wire.Accepted(bytes(32), "go away", elsewhere=elsewhere)
+    with pytest.raises(wire.HandshakeError, match="go away") as refused:
+        client.send(msgspec.msgpack.encode(said))
+    assert type(refused.value) is wire.HandshakeError
 
 
 def test_a_client_signs_for_nobody_else() -> None:
     """One who lures a client could have it sign an opening of the lurer's own, were a nonce of any length."""
-    real = wire.server_steps(TOKEN)
+    real = wire.server_steps(CREDENTIALS)
     next(real)
-    victim = wire.client_steps(TOKEN, "member", {"replica": 1})
+    victim = wire.client_steps(CREDENTIALS, "member", {"replica": 1})
     signed = next(victim)  # will be the value of a last field of the lurer's opening
     head = msgspec.msgpack.encode({"version": wire.VERSION, "purpose": "leader", "fields": {}, "nonce": b"n" * 16})
     prefix = bytes([0x85]) + head[1:] + b"\xa1x" + b"\xc4" + bytes([len(signed)])
@@ -149,7 +170,7 @@ def test_a_client_signs_for_nobody_else() -> None:
         (framed(b"\x81\xa7purpose\xa1\xff"), "handshake"),
         (framed(b"\x91" * 4000), "handshake"),
         (framed(msgspec.msgpack.encode({"version": wire.VERSION + 1})), "version"),
-        (framed(recorded("guess")[0][0], recorded("guess")[0][1]), "token"),
+        (framed(*recorded(wire.Credentials("guess"))[0]), "token"),
         (b"", "handshake"),
         (b"\x00\x00", "handshake"),
     ],
@@ -182,22 +203,22 @@ def test_strangers_that_say_nothing_make_room_for_newer_ones(
     arrived = []
     heard: list[m.AnyMessage] = []
 
-    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: wire.Opening) -> None:
         arrived.append(opening.purpose)
         await serve_messages(sock, heard.append, lambda writer: None)
 
     async def run() -> None:
         async with listening(peer) as address:
-            friend = await open_socket(address, TOKEN, "rank", {})
+            friend = await open_socket(address, CREDENTIALS, "rank", {})
             await until(lambda: arrived == ["rank"])
             strangers = [await asyncio.open_connection(*address) for _ in range(20)]
             await until(lambda: count("crowded") == 12)
             for reader, _ in strangers[:12]:  # the oldest are gone
                 assert await closed(reader) == b""
-            client = await open_socket(address, TOKEN, "member", {})  # and who has the token gets in
+            client = await open_socket(address, CREDENTIALS, "member", {})  # and who has the token gets in
             client.close()
             await until(lambda: arrived == ["rank", "member"])
-            await asyncio.get_running_loop().sock_sendall(friend, GOOD)  # who had got in is no stranger
+            friend.sendall(GOOD)  # who had got in is no stranger
             await until(lambda: heard == [m.Heartbeat(3)])
             friend.close()
             for reader, writer in strangers[13:]:
@@ -263,7 +284,7 @@ def test_a_server_that_drips_does_not_hold_a_client() -> None:
         thread = threading.Thread(target=drip, daemon=True)
         thread.start()
         with pytest.raises(OSError, match="within"):
-            wire.connect(port.getsockname(), TOKEN, "data", {}, 0.3)
+            wire.connect(port.getsockname(), CREDENTIALS, "data", {}, 0.3)
         over.set()
         thread.join(DEADLINE)
 
@@ -279,12 +300,16 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
-def served(*parts: bytes, on_message: Callable[[m.AnyMessage], None]) -> str:
+def served(*payloads: bytes, on_message: Callable[[m.AnyMessage], None], then: bytes = b"") -> str:
+    """`then` comes behind the records, and is none."""
+
     async def run() -> str:
         with pair() as (near, far):
+            parts = (*records(*payloads), then)
             thread = threading.Thread(target=push, args=(far, parts), daemon=True)
             thread.start()
-            why = await asyncio.wait_for(serve_messages(near, on_message, lambda writer: None), DEADLINE)
+            channel, _ = ends(near, far)
+            why = await asyncio.wait_for(serve_messages(channel, on_message, lambda writer: None), DEADLINE)
         thread.join(DEADLINE)
         return why
 
@@ -298,7 +323,7 @@ def push(sock: socket.socket, parts: tuple[bytes, ...]) -> None:
         sock.shutdown(socket.SHUT_WR)
 
 
-GOOD = framed(m.encode(m.Heartbeat(3)))
+GOOD = m.encode(m.Heartbeat(3))
 NO_MESSAGE = {
     "no UTF-8": b"\x81\xa4type\xa1\xff",
     "deep": b"\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 100_000,
@@ -325,7 +350,7 @@ NO_MESSAGE = {
 @pytest.mark.parametrize("data", NO_MESSAGE.values(), ids=NO_MESSAGE)
 def test_what_is_no_message_is_dropped_and_the_connection_goes_on(data: bytes, count: Callable[[str], int]) -> None:
     heard: list[m.AnyMessage] = []
-    served(GOOD, framed(data), GOOD, on_message=heard.append)
+    served(GOOD, data, GOOD, on_message=heard.append)
     assert heard == [m.Heartbeat(3), m.Heartbeat(3)]
     assert dropped.counts() == {"message": 1}
 
@@ -353,9 +378,9 @@ def test_memory_is_taken_for_what_came_not_for_what_was_said(count: Callable[[st
     """A frame that claims the most and brings little, then one that claims more than the most."""
     tracemalloc.start()
     try:
-        served((wire.MAX_MESSAGE).to_bytes(4, "big") + b"x" * 1000, on_message=print)
+        served(then=(wire.MAX_MESSAGE).to_bytes(4, "big") + b"x" * 1000, on_message=print)
         assert tracemalloc.get_traced_memory()[1] < MB
-        why = served(GOOD, (wire.MAX_MESSAGE + 1).to_bytes(4, "big"), b"x" * MB, on_message=print)
+        why = served(GOOD, then=(wire.MAX_MESSAGE + 1).to_bytes(4, "big") + b"x" * MB, on_message=print)
         assert "at most" in why
         assert tracemalloc.get_traced_memory()[1] < 3 * MB
     finally:
@@ -369,10 +394,10 @@ def test_a_longest_message_takes_a_small_multiple_of_its_length(count: Callable[
     stalled = msgspec.msgpack.encode({"type": "Stalled", "rank": 0, "epoch": 1, "op": 1, "due": True})
     data = bytes([stalled[0] + 1]) + stalled[1:] + b"\xaawaiting_on" + numbers
     assert wire.MAX_MESSAGE - 100 < len(data) <= wire.MAX_MESSAGE
-    frame = framed(data)
+    frame = records(data)[0]
     tracemalloc.start()
     try:
-        served(frame, on_message=print)
+        served(then=frame, on_message=print)
         assert tracemalloc.get_traced_memory()[1] < 4 * wire.MAX_MESSAGE
     finally:
         tracemalloc.stop()
@@ -383,12 +408,13 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(wire, "MAX_UNSENT", MB)
 
     async def run() -> None:
-        with pair() as (near, _):
-            _, writer = await asyncio.open_connection(sock=near)
+        with pair() as (near, far):
+            _, stream = await asyncio.open_connection(sock=near)
+            writer = wire.Writer(ends(near, far)[0], stream)
             for _ in range(100):
-                wire.write_frame(writer, b"x" * 100_000)
-                assert writer.transport.get_write_buffer_size() < 2 * MB
-            assert writer.transport.is_closing()
+                writer.write(b"x" * 100_000)
+                assert stream.transport.get_write_buffer_size() < 2 * MB
+            assert stream.transport.is_closing()
 
     asyncio.run(run())
     assert count("unsent") > 0
@@ -397,10 +423,12 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, 
 def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> None:
     async def run() -> None:
         with pair() as (near, far):
-            _, writer = await asyncio.open_connection(sock=near)
-            wire.write_frame(writer, bytes(wire.MAX_MESSAGE + 1))
-            wire.write_frame(writer, b"next")
-            assert await asyncio.to_thread(far.recv, 100) == framed(b"next")
+            _, stream = await asyncio.open_connection(sock=near)
+            channel, other = ends(near, far)
+            writer = wire.Writer(channel, stream)
+            writer.write(bytes(wire.MAX_MESSAGE + 1))
+            writer.write(b"next")
+            assert await asyncio.to_thread(other.recv, 100) == b"next"
             writer.close()
 
     asyncio.run(run())
@@ -410,17 +438,18 @@ def test_a_message_that_is_too_long_is_not_sent(count: Callable[[str], int]) -> 
 # -- whole servers: everything, from everybody, at once ----------------------------------------------------------
 
 
-def rubbish() -> bytes:
+def rubbish() -> list[bytes]:
     """Every message there is, in no order that makes sense, with what is none in between."""
     good = [m.encode(message) for message in all_messages()]
-    return framed(*[data for pair in itertools.zip_longest(good, NO_MESSAGE.values(), fillvalue=b"") for data in pair])
+    return [data for pair in itertools.zip_longest(good, NO_MESSAGE.values(), fillvalue=b"") for data in pair]
 
 
 async def insult(address: tuple[str, int], purpose: str, fields: wire.Fields) -> None:
     """Say all of it on an authenticated connection, then hang up."""
-    sock = await open_socket(address, TOKEN, purpose, fields)
+    sock = await open_socket(address, CREDENTIALS, purpose, fields)
     with sock, contextlib.suppress(OSError):  # it may hang up first
-        await asyncio.get_running_loop().sock_sendall(sock, rubbish())
+        for data in rubbish():
+            await asyncio.get_running_loop().sock_sendall(sock.detach(), sock.record(data))
 
 
 FIELDS: list[wire.Fields] = [
@@ -438,7 +467,7 @@ PURPOSES = ("leader", "rank", "member", "data", "state", "", "x" * 200)
 def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
     async def run() -> None:
         events: list[dict[str, object]] = []
-        server = CoordinatorServer(1, 1, TOKEN, timeouts=TIMEOUTS, on_event=events.append)
+        server = CoordinatorServer(1, 1, CREDENTIALS, timeouts=TIMEOUTS, on_event=events.append)
         await server.start()
         address = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
         for purpose, fields in itertools.product(PURPOSES, FIELDS):
@@ -448,7 +477,7 @@ def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
         heard: list[m.AnyMessage] = []
         epoch = max([0, *[event["epoch"] for event in events if event["kind"] == "view"]])
         join = m.Join(5, "honest", (ADDRESS,), 0, -1, GIVEN["timeouts"])
-        link = Link(address, TOKEN, "leader", {}, on_open=lambda: link.send(join), on_message=heard.append)
+        link = Link(address, CREDENTIALS, "leader", {}, on_open=lambda: link.send(join), on_message=heard.append)
         await until(lambda: bool(heard))
         assert isinstance(heard[0], m.NewView | m.Queued | m.Registered | m.Expelled), epoch
         link.close()
@@ -472,6 +501,9 @@ class Still:
     def reach(self, view: View) -> list[int]:
         return []
 
+    def reaching(self) -> tuple[int, ...]:
+        return ()
+
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         return {}
 
@@ -480,41 +512,97 @@ class Still:
     def fail(self, reason: str) -> None: ...
 
 
-def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
-    served: queue.Queue[wire.Fields] = queue.Queue()
-
-    def handler(sock: socket.socket, fields: wire.Fields) -> None:
-        with sock:
-            wire.number(fields, "replica")
-            served.put(fields)
-
-    sock, nowhere = listen("127.0.0.1", 0), listen("127.0.0.1", 0)
-    address = sock.getsockname()
+@contextlib.contextmanager
+def an_agent(ranks: int = 2, coordinator: socket.socket | None = None) -> Iterator[tuple[Agent, tuple[str, int]]]:
+    """Rank 0 of replica 0, which never reaches its coordinator unless there is one, and where it listens."""
+    sock, nowhere = listen("127.0.0.1", 0), coordinator or listen("127.0.0.1", 0)
     agent = Agent(
         Still(),  # type: ignore[arg-type]
         coordinator=nowhere.getsockname(),
-        token=TOKEN,
+        credentials=CREDENTIALS,
         replica=0,
         rank=0,
-        ranks=2,
+        ranks=ranks,
         leader=None,
         leader_socket=None,
         sock=sock,
         address=ADDRESS,
         timeouts=TIMEOUTS,
     )
-    agent.serve("data", handler)
-    agent.start()
     try:
-        for purpose, fields in itertools.product(PURPOSES, FIELDS):
-            asyncio.run(insult(address, purpose, fields))
-        with wire.connect(address, TOKEN, "data", {"replica": 3, "epoch": 1}, DEADLINE):
-            for _ in range(2):
-                assert served.get(timeout=DEADLINE) == {"replica": 3, "epoch": 1}
-        asyncio.run(until(lambda: count("fields") == 3 * (len(FIELDS) - 1)))  # one is right for each of three purposes
+        yield agent, sock.getsockname()
     finally:
         agent.stop()
         nowhere.close()
+
+
+def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be gone in a moment: its word ends no rank before its time limit, and is logged once."""
+    times: list[float] = []
+
+    def refuse() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                conn, _ = stranger.accept()
+                with conn:
+                    times.append(time.monotonic())
+                    conn.recv(wire.MAX_HANDSHAKE)
+                    said = msgspec.msgpack.encode(wire.Challenge(wire.VERSION, bytes(wire.NONCE), "the job is over"))
+                    conn.sendall(framed(said))
+                    conn.recv(wire.MAX_HANDSHAKE)
+
+    stranger = listen("127.0.0.1", 0)
+    threading.Thread(target=refuse, daemon=True).start()
+    with an_agent(1, stranger) as (agent, _):
+        agent.start()
+        with pytest.raises(JoinError, match=r"the job is over.*waited 1 s"):
+            agent.register(1.0)
+    assert len(times) > 1
+    assert len([record for record in caplog.records if "the job is over" in record.getMessage()]) == 1
+
+
+def test_a_member_speaks_for_itself_alone(count: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That another is alive, has told its progress, or stands at a boundary, only that one can say."""
+    heard: list[m.AnyMessage] = []
+    progress = m.Progress(0, ())
+    said: list[m.AnyMessage] = [
+        *(m.Alive(replica, "abc") for replica in (2, 1)),
+        *(m.MemberProgress(replica, "abc", 7, progress) for replica in (2, 1)),
+        *(m.Boundary(replica, 1, 5, None) for replica in (2, 1)),
+    ]
+
+    async def insult(address: tuple[str, int]) -> None:
+        link = Link(address, CREDENTIALS, "member", {"replica": 1}, on_open=lambda: [link.send(x) for x in said])
+        await until(lambda: len(heard) + count("message") == len(said))
+        link.close()
+
+    with an_agent() as (agent, address):
+        monkeypatch.setattr(agent._node, "from_peer", lambda message, *_: heard.append(message) or [])
+        agent.start()
+        asyncio.run(insult(address))
+    assert heard == said[1::2]
+    assert count("message") == 3
+
+
+def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
+    served: queue.Queue[wire.Fields] = queue.Queue()
+
+    def handler(sock: Channel, fields: wire.Fields) -> None:
+        with sock:
+            wire.number(fields, "replica")
+            served.put(fields)
+
+    with an_agent() as (agent, address):
+        agent.serve("data", handler)
+        agent.start()
+        for purpose, fields in itertools.product(PURPOSES, FIELDS):
+            asyncio.run(insult(address, purpose, fields))
+        with wire.connect(address, CREDENTIALS, "data", {"replica": 3, "epoch": 1}, DEADLINE):
+            for _ in range(2):
+                assert served.get(timeout=DEADLINE) == {"replica": 3, "epoch": 1}
+        asyncio.run(until(lambda: count("fields") == 3 * (len(FIELDS) - 1)))  # one is right for each of three purposes
     assert count("purpose") == 4 * len(FIELDS)
     assert count("message") > 0
     assert count("internal") == 0
@@ -526,7 +614,7 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
 def test_a_link_outlives_errors_in_its_callbacks(count: Callable[[str], int]) -> None:
     opened: list[int] = []
 
-    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: wire.Opening) -> None:
         await serve_messages(sock, lambda message: None, lambda writer: None)
 
     async def run() -> None:
@@ -541,7 +629,7 @@ def test_a_link_outlives_errors_in_its_callbacks(count: Callable[[str], int]) ->
             raise ValueError("another")
 
         async with listening(peer) as address:
-            link = Link(address, TOKEN, "member", {}, on_open=on_open, on_down=on_down)
+            link = Link(address, CREDENTIALS, "member", {}, on_open=on_open, on_down=on_down)
             await until(lambda: len(opened) == 3)
             await until(lambda: link.is_up)
             link.close()
@@ -555,7 +643,7 @@ def test_a_link_to_an_address_that_cannot_be_says_so(count: Callable[[str], int]
 
     async def run() -> None:
         for address in (("\x00", 1), ("127.0.0.1", 70_000), ("x" * 300, 1)):
-            link = Link(address, TOKEN, "member", {}, on_open=lambda: None, on_down=told.append)
+            link = Link(address, CREDENTIALS, "member", {}, on_open=lambda: None, on_down=told.append)
             before = len(told)
             await until(lambda before=before: len(told) > before)
             link.close()
@@ -566,7 +654,7 @@ def test_a_link_to_an_address_that_cannot_be_says_so(count: Callable[[str], int]
 
 
 def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str], int]) -> None:
-    async def peer(sock: socket.socket, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: wire.Opening) -> None:
         if opening.purpose == "rank":
             wire.number(opening.fields, "rank", most=1)
         raise KeyError("a defect")
@@ -574,10 +662,10 @@ def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str]
     async def run() -> None:
         async with listening(peer) as address:
             for purpose, fields in (("member", {}), ("rank", {"rank": "x"}), ("rank", {"rank": 7}), ("rank", {})):
-                sock = await open_socket(address, TOKEN, purpose, fields)
-                with sock:
+                sock = await open_socket(address, CREDENTIALS, purpose, fields)
+                with sock.detach() as raw:
                     loop = asyncio.get_running_loop()
-                    assert await asyncio.wait_for(loop.sock_recv(sock, 1), DEADLINE) == b"", "hung up on"
+                    assert await asyncio.wait_for(loop.sock_recv(raw, 1), DEADLINE) == b"", "hung up on"
 
     asyncio.run(run())
     assert dropped.counts() == {"internal": 1, "fields": 3}
@@ -585,12 +673,12 @@ def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str]
 
 @pytest.mark.parametrize("fields", [{}, {"replica": "x"}, {"replica": -1}, {"replica": 1 << 31}], ids=str)
 def test_a_handler_with_fields_that_it_cannot_use_hangs_up(fields: wire.Fields, count: Callable[[str], int]) -> None:
-    def handler(sock: socket.socket, fields: wire.Fields) -> None:
+    def handler(sock: Channel, fields: wire.Fields) -> None:
         wire.number(fields, "replica")
 
     near, far = socket.socketpair()
     with far:
-        hand_over(handler, near, fields)
+        hand_over(handler, ends(near, far)[0], fields)
         assert far.recv(1) == b""
     assert dropped.counts() == {"fields": 1}
 
@@ -632,21 +720,22 @@ def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, co
 
     async def run() -> list[m.Message]:
         store = Doubted(None)
-        server = CoordinatorServer(1, 1, TOKEN, store=store, timeouts=Timeouts.derive(60.0))
+        server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(60.0))
         await server.start()
         port = int(server.endpoint.rpartition(":")[2])
-        sock = await open_socket(("127.0.0.1", port), TOKEN, "leader", {"replica": 0})
-        reader, writer = await asyncio.open_connection(sock=sock)
+        channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0})
+        reader, stream = await asyncio.open_connection(sock=channel.detach())
+        writer = wire.Writer(channel, stream)
         store.sure = sure
-        wire.write_frame(writer, m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, (1.0, 2.0, 3.0))))
+        writer.write(m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, (1.0, 2.0, 3.0))))
         if not sure:  # else it closes the connection itself
-            wire.write_frame(writer, b"\xc1")  # no message, by which we know that the one before was looked at
+            writer.write(b"\xc1")  # no message, by which we know that the one before was looked at
             await until(lambda: count("message") == 1)
             await server.stop()
         heard: list[m.Message] = []
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
-                heard.append(m.decode(await wire.read_frame(reader, wire.MAX_MESSAGE)))
+                heard.append(m.decode(await channel.read(reader, wire.MAX_MESSAGE)))
         writer.close()
         await server.stop()
         return heard
@@ -662,14 +751,14 @@ def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypa
     store.sure = False
     calls: list[bool] = []
 
-    async def call(*there: object) -> None:
+    async def call(*there: object, to: str = "") -> None:
         calls.append(store.sure)
         raise OSError("nobody listens")
 
-    monkeypatch.setattr(server_module, "open_socket", call)
+    monkeypatch.setattr(server_module.Knock, "at", call)
 
     async def run() -> None:
-        server = CoordinatorServer(1, 1, TOKEN, store=store, timeouts=Timeouts.derive(10.0))
+        server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))
         await server.start()
         await asyncio.sleep(10 * Timeouts.derive(10.0).beat)
         store.sure = True
@@ -678,3 +767,25 @@ def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypa
 
     asyncio.run(run())
     assert all(calls)
+
+
+def test_an_error_in_one_look_does_not_end_the_looking(
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[str], int]
+) -> None:
+    async def run() -> None:
+        server = CoordinatorServer(1, 1, CREDENTIALS, timeouts=TIMEOUTS)
+        await server.start()
+        looks = 0
+
+        def tick(now: float) -> None:
+            nonlocal looks
+            looks += 1
+            raise KeyError(looks)
+
+        monkeypatch.setattr(server._machine, "tick", tick)
+        while looks < 3:
+            await asyncio.sleep(0.01)
+        await server.stop()
+        assert count("internal") >= 2
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))

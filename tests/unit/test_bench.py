@@ -6,28 +6,27 @@ import asyncio
 import importlib.metadata
 import random
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench import overhead, peers, recovery, recovery_peers, table
+from ftcomm.bench import collective, overhead, peers, recovery
 from ftcomm.bench.collective import Contestant, Request, Row, rows
 from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern, item_size
+from ftcomm.bench.harness import Report
 from ftcomm.bench.header import header, header_lines
+from ftcomm.bench.interleave import Block, Gone, Hello, Interleaver, Refused, Seat, Turn
 from ftcomm.bench.job import Tail
 from ftcomm.bench.overhead import LEVELS, costs
 from ftcomm.bench.peers import missing, theirs
-from ftcomm.bench.recovery import Event, good, summaries, summarize
+from ftcomm.bench.recovery import TABLE, Event, good, spans, summaries, summarize, summary_lines
 from ftcomm.bench.recovery import Request as RecoveryRequest
-from ftcomm.bench.recovery_plot import draw as draw_recovery
-from ftcomm.bench.recovery_plot import spans
+from ftcomm.bench.recovery import draw as draw_recovery
 from ftcomm.bench.sizes import format_size, parse_size, sweep
 from ftcomm.bench.stats import median, percentile, slowest
-from ftcomm.bench.turns import Block, Gone, Hello, Refused, Seat, Turn, Turns
 from ftcomm.cli import main
 from ftcomm.errors import FtcommError, SettingsError
 
@@ -160,7 +159,7 @@ def test_percentiles() -> None:
 
 def test_busbw_is_that_of_nccl_tests() -> None:
     assert [COLLECTIVES["allreduce"].busbw(n) for n in (2, 4, 8)] == [1, 1.5, 1.75]
-    assert [COLLECTIVES[name].busbw(4) for name in ("all_gather", "reduce_scatter", "all_to_all")] == [0.75] * 3
+    assert [COLLECTIVES[name].busbw(4) for name in ("allgather", "reduce_scatter", "alltoall")] == [0.75] * 3
     assert [COLLECTIVES[name].busbw(4) for name in ("broadcast", "reduce")] == [1, 1]
 
 
@@ -169,12 +168,12 @@ def test_busbw_is_that_of_nccl_tests() -> None:
     [
         ("allreduce", OUT, 8),  # each of four reads its input once, and writes its result once
         ("allreduce", IN, 8),
-        ("all_gather", OUT, 1 + 4),
-        ("all_gather", IN, 1 + 3),  # a quarter of each result is there
+        ("allgather", OUT, 1 + 4),
+        ("allgather", IN, 1 + 3),  # a quarter of each result is there
         ("reduce_scatter", IN, 4 + 1),
         ("broadcast", IN, 1 + 3),
         ("reduce", IN, 4 + 1),
-        ("all_to_all", OUT, 8),
+        ("alltoall", OUT, 8),
         ("gather", OUT, 2),
         ("scatter", OUT, 2),
     ],
@@ -196,7 +195,7 @@ def blocks(times: list[tuple[list[int], list[int]]]) -> list[list[Block]]:
 
 def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
     request = Request([4096], [2], rounds=2, iterations=2, compare=("gloo", "mpi"))
-    task = request.task(2, "/nowhere")
+    task = request.task(2)
     copy, ours, gloo, mpi = request.contestants()
     assert [who.library for who in (copy, ours, gloo, mpi)] == ["copy", "ftcomm", "gloo", "mpi"]
     times = {
@@ -217,18 +216,18 @@ def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
     assert (own.wrong, peer.wrong) == (2, 2)
     assert (dead.time_us_p50, dead.ratio, dead.wrong) == (None, None, 0)
     assert msgspec.json.decode(msgspec.json.encode(own), type=Row) == own
-    first, second, third = table.lines([own, peer, dead], [True])
+    first, second, third = collective.lines([own, peer, dead], [True])
     assert "9.50" in second
     assert first.endswith(" 2")
     assert third.endswith("mpirun ended with signal SIGKILL")
-    assert len(table.heading([True])[1]) == len(first) == len(second)
-    assert "OK" in table.footer(0)
-    assert "FAILED" in table.footer(1)
+    assert len(collective.heading([True])[1]) == len(first) == len(second)
+    assert "OK" in collective.footer(0)
+    assert "FAILED" in collective.footer(1)
 
 
 def test_the_bound_of_a_broadcast_counts_what_it_has_to_move() -> None:
     request = Request([4096], [2], rounds=1, iterations=1, collective="broadcast")
-    task = request.task(2, "/nowhere")
+    task = request.task(2)
     copy, ours = request.contestants()
     times = {copy: blocks([([1000], [1000])]), ours: blocks([([1000], [1000])])}
     (row,) = rows(times, {}, task, task.sizes[0], IN)
@@ -266,9 +265,9 @@ def by_hand(name: str, cases: list[Case]) -> None:
         if name in ("allreduce", "reduce", "reduce_scatter"):
             total = reduced([x for x in inputs if x is not None], case.pattern.redop)
             case.out.copy_(total if name != "reduce_scatter" else total.split(case.part)[rank])
-        elif name in ("all_gather", "gather"):
+        elif name in ("allgather", "gather"):
             case.out.copy_(torch.cat([x for x in inputs if x is not None]))
-        elif name == "all_to_all":
+        elif name == "alltoall":
             case.out.copy_(torch.cat([x.split(case.part)[rank] for x in inputs if x is not None]))
         else:
             root = inputs[0]
@@ -319,7 +318,7 @@ def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
     ]
 
     async def command() -> None:
-        async with Turns(path) as turns:
+        async with Interleaver(path) as turns:
             process: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             players = [asyncio.to_thread(play, str(path), "peer", rank, [*said]) for rank, said in enumerate(ranks)]
             playing = asyncio.gather(*players)
@@ -345,7 +344,7 @@ def test_ranks_that_cannot_measure_say_why_and_those_that_never_come_are_not_wai
     path = tmp_path / "turns"
 
     async def command() -> None:
-        async with Turns(path) as turns:
+        async with Interleaver(path) as turns:
             process: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             seat = await asyncio.to_thread(Seat, str(path), "peer", 0, "ImportError: no peer")
             with pytest.raises(Gone, match="rank 0: ImportError: no peer"):
@@ -361,7 +360,7 @@ def test_ranks_that_cannot_measure_say_why_and_those_that_never_come_are_not_wai
 
 def test_a_peer_that_ends_says_how(tmp_path: Path) -> None:
     async def start() -> str:
-        async with theirs("gloo", 2, "no.such.module", (), str(tmp_path)) as ended:
+        async with theirs("gloo", 2, ("no.such.module:rank", "task"), str(tmp_path)) as ended:
             return await asyncio.wait_for(ended, 110)
 
     said = asyncio.run(start())
@@ -377,7 +376,7 @@ def test_a_peer_that_cannot_be_measured_is_named() -> None:
 
 def test_task_keeps_small_floats_in_range() -> None:
     for ranks in (2, 16):
-        task = Request([1024], [ranks], dtype="float16").task(ranks, "")
+        task = Request([1024], [ranks], dtype="float16").task(ranks)
         assert Pattern(ranks, "float16", "sum").max_ops() - 1 - task.sizes[0].warmup >= 1
 
 
@@ -410,25 +409,25 @@ def test_summary_counts_what_did_not_happen() -> None:
     summary = summarize([good_one, bad])
     assert (summary.kills, summary.completed, summary.equal, summary.steps_lost) == (2, 1, 1, 1)
     assert summary.stall_ms == {"p50": 40.0, "p99": 40.0, "max": 40.0}
-    assert "FAILED" in table.summary_lines(summary)[-1]
-    assert "OK" in table.summary_lines(summarize([good_one]))[-1]
-    assert "never" in table.event_line(bad)
-    assert "NOT EQUAL" in table.event_line(bad)
-    assert "1.05" in table.event_line(good_one)
+    assert "FAILED" in summary_lines(summary)[-1]
+    assert "OK" in summary_lines(summarize([good_one]))[-1]
+    assert "never" in TABLE.lines(bad)[0]
+    assert "NOT EQUAL" in TABLE.lines(bad)[0]
+    assert "1.05" in TABLE.lines(good_one)[0]
     assert not good(summary)
     assert good(summarize([good_one]))
     above = msgspec.structs.replace(good_one, bytes_in_flight=(1 << 20) - 1, heartbeat_ms=30.0)
     assert good(summarize([msgspec.structs.replace(above, bytes_in_flight=1 << 20)]))
     assert not good(summarize([good_one, above]))
     assert summarize([good_one, above]).over_heartbeat_ms == {"p50": 10.0, "p99": 10.0, "max": 10.0}
-    assert "sent again more than was in flight: 1 FAILED" in table.summary_lines(summarize([above]))[-1]
+    assert "sent again more than was in flight: 1 FAILED" in summary_lines(summarize([above]))[-1]
     peer = msgspec.structs.replace(bad, library="gloo")
     assert [(one.library, one.fault, one.kills) for one in summaries([good_one, bad, peer])] == [
         ("ftcomm", "kill", 2),
         ("gloo", "kill", 1),
     ]
     assert good(summarize([peer]))  # nobody asks that of gloo
-    assert len(table.event_line(good_one)) == len(table.event_heading()[0])
+    assert len(TABLE.lines(good_one)[0]) == len(TABLE.heading()[0])
 
 
 def test_parts_of_a_stall_follow_each_other_and_end_with_it() -> None:
@@ -479,7 +478,8 @@ def test_what_fault_tolerance_costs_is_the_median_of_differences_within_rounds()
     assert msgspec.structs.replace(small, bytes=64 << 10).good
     assert "missed at 1024 bytes" in overhead.footer([small])
     assert overhead.footer([found["ftcomm"]]).endswith("OK")
-    assert len(overhead.line(small)) == len(overhead.heading()[0])
+    (table,) = overhead.EXPERIMENT.tables
+    assert len(table.lines(small)[0]) == len(table.heading()[0])
 
 
 def test_a_level_that_failed_is_an_error() -> None:
@@ -506,13 +506,13 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("allreduce -o avg -d int8", "only of floats"),
         ("allreduce -o avg --compare gloo", "gloo has no avg"),
         ("allreduce --compare carrier-pigeon", "is not one of 'gloo', 'mpi', 'torchft', 'nccl', 'atomic'"),
-        ("all_gather --compare atomic", "only an all-reduce can be atomic"),
-        ("all_gather --sizes 4 --ranks 2", "one element of float32 for each rank"),
-        ("allreduce --wire bf16", "is not one of 'input', 'fp32', 'fp8'"),
-        ("allreduce --wire fp8 -o max", "--wire fp8: wire='fp8' with op='max'"),
-        ("allreduce --wire input,fp32 -d int32", "--wire fp32: wire='fp32' of int32"),
-        ("allreduce --wire fp8 --device cuda", "add --device cpu"),
-        ("all_gather --wire fp8", "only an all-reduce has another form"),
+        ("allgather --compare atomic", "only an all-reduce can be atomic"),
+        ("allgather --sizes 4 --ranks 2", "one element of float32 for each rank"),
+        ("allreduce --compression bf16", "is not one of 'input', 'fp32', 'fp8'"),
+        ("allreduce --compression fp8 -o max", "--compression fp8: compression='fp8' with op='max'"),
+        ("allreduce --compression input,fp32 -d int32", "--compression fp32: compression='fp32' of int32"),
+        ("allreduce --compression fp8 --device cuda", "add --device cpu"),
+        ("allgather --compression fp8", "only an all-reduce has another form"),
         ("allreduce -G", "add --device cuda"),
         ("allreduce --sms 4", "add --device cuda"),
         ("allreduce --device cuda --sms 0", "needs at least 1"),
@@ -568,16 +568,16 @@ def test_a_peer_that_fails_has_a_line_that_says_so_and_the_rest_goes_on(
 ) -> None:
     event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5)
 
-    async def ours(request: RecoveryRequest, on_event: Any, progress: Any) -> None:
-        on_event(event)
+    async def ours(request: RecoveryRequest, report: Report) -> None:
+        report.add(event)
 
-    async def theirs(library: str, request: RecoveryRequest, on_event: Any, progress: Any) -> None:
+    async def theirs(library: str, request: RecoveryRequest, report: Report) -> None:
         if library == "gloo":
             raise FtcommError("its ranks were killed by SIGSEGV")
-        on_event(msgspec.structs.replace(event, library=library))
+        report.add(msgspec.structs.replace(event, library=library))
 
-    monkeypatch.setattr(recovery, "measure", ours)
-    monkeypatch.setattr(recovery_peers, "measure_peer", theirs)
+    monkeypatch.setattr(recovery, "measure_ftcomm", ours)
+    monkeypatch.setattr(recovery, "measure_peer", theirs)
     monkeypatch.setattr(peers, "missing", lambda *what: None)
     path = tmp_path / "out.json"
     with pytest.raises(SystemExit) as raised:
@@ -594,10 +594,10 @@ def test_the_command_fails_if_more_is_sent_again_than_was_in_flight(
 ) -> None:
     event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5, bytes_in_flight=4)
 
-    async def ours(request: RecoveryRequest, on_event: Any, progress: Any) -> None:
-        on_event(event)
+    async def ours(request: RecoveryRequest, report: Report) -> None:
+        report.add(event)
 
-    monkeypatch.setattr(recovery, "measure", ours)
+    monkeypatch.setattr(recovery, "measure_ftcomm", ours)
     with pytest.raises(SystemExit) as raised:
         main(["bench", "recovery", "--smoke"])
     assert raised.value.code == 1

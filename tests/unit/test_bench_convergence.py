@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,27 +17,26 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.bench import accuracy, curves, hsdp
-from ftcomm.bench.absence import FIRST, LAST, SETTLE, Absence, draw, most_away
-from ftcomm.bench.accuracy_rank import Absences
-from ftcomm.bench.accuracy_rank import Task as AccuracyTask
 from ftcomm.bench.cli import bench
-from ftcomm.bench.convergence import (
+from ftcomm.bench.harness import Report
+from ftcomm.bench.research import accuracy, curves, hsdp
+from ftcomm.bench.research.absence_plan import FIRST, LAST, SETTLE, Absence, draw, most_away
+from ftcomm.bench.research.accuracy_rank import Absences
+from ftcomm.bench.research.accuracy_rank import Task as AccuracyTask
+from ftcomm.bench.research.convergence import (
     UNDISTURBED,
     Run,
     compare,
     comparison_line,
     curve,
     faults,
-    run_heading,
-    run_line,
     share_out,
     summary,
 )
-from ftcomm.bench.convergence_rank import Diary, Ended, Settled, Validated
-from ftcomm.bench.hsdp_rank import ALONE, Hold, Task
+from ftcomm.bench.research.convergence_rank import Diary, Ended, Settled, Validated
+from ftcomm.bench.research.hsdp_rank import ALONE, Hold, Task
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.hsdp import Outcome, Verdict
+from ftcomm.training import Outcome, Verdict
 
 
 def made(kind: str = UNDISTURBED, seed: int = 1, final: float = 2.0, **other: Any) -> Run:
@@ -177,7 +177,8 @@ def test_a_run_that_does_not_say_how_it_ended_is_a_bad_one() -> None:
 
 
 def test_a_line_stands_under_its_heading() -> None:
-    assert len(run_line(made("undisturbed"))) == len(run_heading())
+    (table,) = hsdp.EXPERIMENT.tables
+    assert len({len(text) for text in (*table.heading(), *table.lines(made("undisturbed")))}) == 1
 
 
 def test_accuracy_stands_and_falls_with_runs_of_equal_samples_and_learning_rates() -> None:
@@ -293,15 +294,15 @@ FINE = [made(UNDISTURBED, seed, 2 + seed / 100) for seed in (1, 2)] + [made("kil
 def test_the_command_fails_when_a_promise_is_broken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: list[Run], code: int, said: str
 ) -> None:
-    async def measure(request: Any, on_run: Any, progress: Any) -> None:
-        await asyncio.sleep(0)
-        assert request == hsdp.Request(kills=20, seeds=(1, 2))
-        for run in runs:
-            on_run(run)
+    async def train(request: Any, seed: int, kind: str, progress: Any) -> Run:
+        assert request == hsdp.Request(kills=20, seeds=(1, 2), jobs=2)
+        for _ in range(3 if kind == UNDISTURBED else 1):  # they end in another order than they begin
+            await asyncio.sleep(0)
+        return next(run for run in runs if (run.seed, run.kind) == (seed, kind))
 
-    monkeypatch.setattr(hsdp, "measure", measure)
+    monkeypatch.setattr(hsdp, "train", train)
     path = tmp_path / "out.json"
-    done = CliRunner().invoke(bench, ["hsdp", "--kills", "20", "--seeds", "1,2", "--json", str(path)])
+    done = CliRunner().invoke(bench, ["hsdp", "--kills=20", "--seeds=1,2", "--jobs=2", "--json", str(path)])
     assert done.exit_code == code, done.output
     assert said in done.output
     result = json.loads(path.read_text())
@@ -313,11 +314,12 @@ def test_the_command_fails_when_a_promise_is_broken(
 def test_the_smoke_of_each_is_small_and_can_be_done(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked: list[Any] = []
 
-    async def measure(request: Any, on_run: Any, progress: Any) -> None:
+    async def measure(request: Any, report: Report) -> None:
         await asyncio.sleep(0)
         asked.append(request)
 
-    monkeypatch.setattr({"accuracy": accuracy, "hsdp": hsdp}[name], "measure", measure)
+    module: Any = {"accuracy": accuracy, "hsdp": hsdp}[name]
+    monkeypatch.setattr(module, "EXPERIMENT", dataclasses.replace(module.EXPERIMENT, measure=measure))
     done = CliRunner().invoke(bench, [name, "--smoke", "--seeds", "7,8", "--jobs", "2"])
     assert done.exit_code == 0, done.output
     assert (asked[0].seeds, asked[0].jobs) == ((7,), 2)
@@ -369,17 +371,19 @@ def test_when_one_training_fails_the_others_are_ended() -> None:
 def test_equal_runs_give_equal_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [*FINE, made("sqrt", 1, 2.2, killed_at=[2, 5])]
-    files = [tmp_path / name for name in ("a.svg", "b.svg", "c.png")]
-    curves.check_plots(files)
-    for file in files:
-        curves.draw(runs, file)
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert b"sqrt" in files[0].read_bytes() or files[0].stat().st_size > 10_000  # its text is drawn as outlines
-    assert files[2].read_bytes().startswith(b"\x89PNG")
+    for name in ("a.svg", "b.png"):
+        curves.draw(runs, tmp_path / name)
+    first, second = (tmp_path / name for name in ("a.svg", "b.svg"))
+    assert first.read_bytes() == second.read_bytes()
+    assert first.stat().st_size > 10_000
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for path, words in ((tmp_path / "x.jpeg", "ends with .png or .svg"), (tmp_path / "no" / "x.png", "no such folder")):
+    for path, words in (
+        (tmp_path / "x.jpeg", "ends in .png or .svg"),
+        (tmp_path / "no" / "x.png", "there is no folder"),
+    ):
         with pytest.raises(SettingsError, match=words):
-            curves.check_plots([path])
+            hsdp.EXPERIMENT.run(hsdp.Request(), plot_file=path)

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from ftcomm.bench import fleet_facts
-from ftcomm.bench.fleet import Request, Row, check_paper, interval_of_mean, reckon
-from ftcomm.bench.fleet_events import Failure, Fleet, at_random, evenly
-from ftcomm.bench.fleet_facts import (
+from ftcomm.bench.research import fleet_facts
+from ftcomm.bench.research.fleet import Request, Row, check_paper, expected, interval_of_mean, reckon
+from ftcomm.bench.research.fleet_events import Failure, Fleet, at_random, evenly
+from ftcomm.bench.research.fleet_facts import (
     DAY,
     FAILURES,
     Constant,
@@ -24,8 +24,7 @@ from ftcomm.bench.fleet_facts import (
     restart,
     start_share,
 )
-from ftcomm.bench.fleet_measured import ftcomm_pipeline, newest, tenfold
-from ftcomm.bench.fleet_plot import expected
+from ftcomm.bench.research.fleet_measured import ftcomm_pipeline, newest, tenfold
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcomm.bench.page import SECTIONS, Result, load, pictures, render
+from ftcomm.bench.report import SECTIONS, Result, load, pictures, render
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 

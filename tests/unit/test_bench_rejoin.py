@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from click.testing import CliRunner
 
 from ftcomm.bench import rejoin
 from ftcomm.bench.cli import bench
-from ftcomm.bench.rejoin import Rejoin, Request, footer, heading, lengths, line
-from ftcomm.bench.rejoin_rank import Step, layers_for
+from ftcomm.bench.rejoin import EXPERIMENT, Rejoin, Request, Step, footer, layers_for, lengths
 from ftcomm.errors import SettingsError
 
 
@@ -37,8 +37,9 @@ def test_the_worst_stall_decides():
 
 
 def test_a_line_stands_under_its_heading():
-    assert len({len(text) for text in (*heading(), line(MADE))}) == 1
-    assert line(MADE).split() == [
+    (table,) = EXPERIMENT.tables
+    assert len({len(text) for text in (*table.heading(), *table.lines(MADE))}) == 1
+    assert table.lines(MADE)[0].split() == [
         "1",
         "2",
         "400.0",
@@ -75,12 +76,12 @@ def test_what_cannot_be_measured(request_, words):
 
 @pytest.mark.parametrize(("stall", "code"), [(0.05, 0), (0.5, 1)])
 def test_the_command_fails_above_its_target(monkeypatch, tmp_path, stall, code):
-    async def measure(request, on_rejoin, progress):
+    async def measure(request, report):
         await asyncio.sleep(0)
         assert request == Request(mbps=20.0)
-        on_rejoin(Rejoin(0, 2, 400_000_000, 2.0, 0.1, 3, {0: stall}, 1.0, 0.8, None, 2.5, 9.0))
+        report.add(Rejoin(0, 2, 400_000_000, 2.0, 0.1, 3, {0: stall}, 1.0, 0.8, None, 2.5, 9.0))
 
-    monkeypatch.setattr(rejoin, "measure", measure)
+    monkeypatch.setattr(rejoin, "EXPERIMENT", dataclasses.replace(EXPERIMENT, measure=measure))
     done = CliRunner().invoke(bench, ["rejoin", "--mbps", "20", "--json", str(tmp_path / "out.json")])
     assert done.exit_code == code, done.output
     assert '"nbytes": 400000000' in (tmp_path / "out.json").read_text()

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftcomm.bench.neighbours import FEWEST, Links, hosts
-from ftcomm.bench.tune import Request, before, points, switch, to_file
-from ftcomm.bench.tune_rank import LEVELS, ONE, RING, TWO, WAYS, Block, iterations
+from ftcomm.bench.bandwidth import FEWEST, Links, hosts
+from ftcomm.bench.tune import LEVELS, ONE, RING, TWO, WAYS, Block, Request, before, iterations, points, switch, to_file
 from ftcomm.collective.plan import GroupView, by_route, two_shot
 from ftcomm.control.views import Address
 from ftcomm.errors import SettingsError

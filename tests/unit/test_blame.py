@@ -144,9 +144,22 @@ def test_a_momentary_wait_in_another_group_accuses_nobody() -> None:
     assert list(culprit(blame, 2.1)) == [1]
 
 
-def test_a_complaint_about_one_that_the_coordinator_does_not_hear_either_waits_for_its_silence_to_be_noticed() -> None:
-    """0 is stopped and 1 complains: 1 is the higher, and the victim."""
+def test_a_complaint_about_one_that_is_not_present_counts_from_when_it_is() -> None:
+    """0 is stopped and 1 complains: 1 is the higher, and the victim. When 0 goes on they have time to meet."""
     blame = Blame(0.5, 5.0)
     blame.complaint(1, 0, now=0.0)
-    assert blame.culprit(1.0, frozenset({0, 1}), frozenset({1})) == {}
-    assert list(blame.culprit(1.0, frozenset({0, 1}), frozenset({0, 1}))) == [1]
+    both = frozenset({0, 1})
+    assert blame.culprit(1.0, both, frozenset({1})) == {}
+    assert blame.culprit(1.4, both, both) == {}
+    assert list(blame.culprit(1.6, both, both)) == [1]
+    blame.withdraw(1, 0)
+    assert blame.culprit(1.7, both, both) == {}
+
+
+def test_a_stall_that_one_causes_who_lives_and_does_not_speak_says_what_it_does() -> None:
+    blame = Blame(0.5, 1.0)
+    for now in (0.0, 1.0, 2.0):
+        blame.stalled(0, 0, 7, (1,), True, now)
+    mute = {1: "its process lives but has not spoken for 31 s", 2: "not of this one"}
+    why = blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute)
+    assert why == {1: "op 7 waits for it (replica 0 reported the stall); its process lives but has not spoken for 31 s"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ftcomm.calls import Calls
+from ftcomm.collective.operation import ELSEWHERE, UNKNOWN, stamp_of
 from ftcomm.errors import ArgumentError, LostError, MismatchError
 from tests.exchange_rig import DEADLINE, Member, Rig
 
@@ -22,13 +24,13 @@ COUNTS = (0, 1, 1000, 300_001)  # of float32: nothing, a part, parts of a slot, 
 
 class Caller(Calls):
     _device = None
+    stamp, lag = UNKNOWN, 0
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
-        self.me, self.roster, self._exchange = member.replica, roster, member.exchange
+        self._me, self.roster, self._exchange = member.replica, roster, member.exchange
 
-    @property
-    def rank(self) -> int:
-        return self.roster.index(self.me)
+    def _when(self) -> tuple[int, int]:
+        return self.stamp, self.lag
 
 
 class Group:
@@ -43,17 +45,17 @@ class Group:
 
         def run(caller: Caller) -> None:
             try:
-                out[caller.me] = call(caller)
+                out[caller._me] = call(caller)
             except Exception as error:
-                out[caller.me] = error
+                out[caller._me] = error
 
-        callers = [caller for caller in self.callers if only is None or caller.me in only]
+        callers = [caller for caller in self.callers if only is None or caller._me in only]
         threads = [threading.Thread(target=run, args=(caller,)) for caller in callers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE)
-        return [out[caller.me] for caller in callers]
+        return [out[caller._me] for caller in callers]
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -89,7 +91,7 @@ def test_every_collective_gives_what_numpy_gives(group: Group, count: int) -> No
     def out(size: int) -> np.ndarray:
         return np.full(size, np.nan, np.float32)
 
-    same(group.all(lambda c: c.all_gather(out(3 * count), small[c.rank])), [np.concatenate(small)] * 3)
+    same(group.all(lambda c: c.allgather(out(3 * count), small[c.rank])), [np.concatenate(small)] * 3)
     same(
         group.all(lambda c: c.gather(out(3 * count) if c.rank == 2 else None, small[c.rank], 2)),
         [None, None, np.concatenate(small)],
@@ -98,13 +100,13 @@ def test_every_collective_gives_what_numpy_gives(group: Group, count: int) -> No
     same(scattered, [xs[0][part] for part in own])
     same(group.all(lambda c: c.reduce_scatter(out(count), xs[c.rank].copy())), [total[part] for part in own])
     crossed = [np.concatenate([x[part] for x in xs]) for part in own]
-    same(group.all(lambda c: c.all_to_all(out(3 * count), xs[c.rank].copy())), crossed)
+    same(group.all(lambda c: c.alltoall(out(3 * count), xs[c.rank].copy())), crossed)
     assert group.all(lambda c: c.barrier()) == [None] * 3
 
     def gather_in_place(caller: Caller) -> np.ndarray:
         whole = out(3 * count)
         whole[own[caller.rank]] = small[caller.rank]
-        return caller.all_gather(whole, whole[own[caller.rank]])
+        return caller.allgather(whole, whole[own[caller.rank]])
 
     def scatter_in_place(caller: Caller) -> np.ndarray:
         x = xs[caller.rank].copy()
@@ -120,7 +122,7 @@ def test_every_collective_gives_what_numpy_gives(group: Group, count: int) -> No
 def test_overlapping_arrays_that_are_not_in_place(group: Group) -> None:
     def call(caller: Caller) -> np.ndarray:
         x = np.arange(900) + 1000 * caller.rank
-        return caller.all_to_all(x, x).copy()  # each part would overwrite one that is yet to be sent
+        return caller.alltoall(x, x).copy()  # each part would overwrite one that is yet to be sent
 
     for rank, got in enumerate(group.all(call)):
         parts = [np.arange(300) + 300 * rank + 1000 * other for other in range(3)]
@@ -133,7 +135,7 @@ def test_uneven_parts(group: Group) -> None:
 
     def call(caller: Caller) -> np.ndarray:
         column = [row[caller.rank] for row in counts]
-        return caller.all_to_all(np.empty(sum(column), np.int64), given[caller.rank], column, counts[caller.rank])
+        return caller.alltoall(np.empty(sum(column), np.int64), given[caller.rank], column, counts[caller.rank])
 
     for rank, got in enumerate(group.all(call)):
         want = [given[i][sum(counts[i][:rank]) :][: counts[i][rank]] for i in range(3)]
@@ -169,13 +171,13 @@ def test_what_moves_may_have_any_dtype_and_strides(group: Group, x: Any) -> None
         assert type(out) is type(x)
         assert out.shape == x.shape
         assert raw(out) == raw(x)
-    for out in group.all(lambda c: c.all_gather(empty(90), x)):
+    for out in group.all(lambda c: c.allgather(empty(90), x)):
         assert raw(out[30:60]) == raw(x.reshape(-1))
 
 
 def test_read_only_input(group: Group) -> None:
     x = np.frombuffer(bytes(range(12)), np.uint8)
-    assert all((out == [*range(12)] * 3).all() for out in group.all(lambda c: c.all_gather(np.empty(36, np.uint8), x)))
+    assert all((out == [*range(12)] * 3).all() for out in group.all(lambda c: c.allgather(np.empty(36, np.uint8), x)))
     sums = group.all(lambda c: c.reduce_scatter(np.empty(4, np.uint8), x))
     assert [out.tolist() for out in sums] == [[0, 3, 6, 9], [12, 15, 18, 21], [24, 27, 30, 33]]
 
@@ -207,7 +209,7 @@ def test_asynchronous_ops_overlap_and_tell_who_contributed(group: Group) -> None
     def call(caller: Caller) -> list[Any]:
         out = np.empty(300, np.float32)
         works = [
-            caller.all_gather(out, np.full(100, caller.rank, np.float32), async_op=True),
+            caller.allgather(out, np.full(100, caller.rank, np.float32), async_op=True),
             caller.reduce_scatter(np.empty(10, np.int64), np.arange(30), "avg", async_op=True),
             caller.barrier(async_op=True),
         ]
@@ -224,8 +226,8 @@ def test_asynchronous_ops_overlap_and_tell_who_contributed(group: Group) -> None
 def test_calls_that_differ_fail_alike_and_the_group_goes_on(group: Group) -> None:
     for wrong in (
         lambda c: c.broadcast(np.zeros(10), c.rank % 2),
-        lambda c: c.all_gather(np.zeros(30), np.zeros(10)) if c.rank else c.broadcast(np.zeros(10), 1),
-        lambda c: c.all_gather(np.zeros(30 + 3 * c.rank), np.zeros(10 + c.rank)),
+        lambda c: c.allgather(np.zeros(30), np.zeros(10)) if c.rank else c.broadcast(np.zeros(10), 1),
+        lambda c: c.allgather(np.zeros(30 + 3 * c.rank), np.zeros(10 + c.rank)),
         lambda c: c.allreduce(np.zeros(0)) if c.rank == 2 else c.barrier(),
         lambda c: c.reduce(np.zeros(10), 0, "min" if c.rank else "max"),
     ):
@@ -234,6 +236,53 @@ def test_calls_that_differ_fail_alike_and_the_group_goes_on(group: Group) -> Non
         assert all(isinstance(error, MismatchError) for error in errors)
         assert "the members of the group made different calls" in str(errors[0])
     assert group.all(lambda c: c.broadcast(np.full(3, c.rank), 1).tolist()) == [[1, 1, 1]] * 3
+
+
+@pytest.mark.parametrize("count", [3, 300_001])
+def test_calls_of_different_steps_are_an_error_that_names_them(group: Group, count: int) -> None:
+    def at(*stamps: int) -> list[Any]:
+        for caller, stamp in zip(group.callers, stamps, strict=True):
+            caller.stamp, caller.lag = stamp, 2  # two boundaries were of repeated steps
+        return group.all(lambda c: float(c.allreduce(np.ones(count), "avg")[0]))
+
+    for call in (stamp_of(7), ELSEWHERE, UNKNOWN):
+        assert at(call, call, call) == [1.0] * 3
+        assert at(call, UNKNOWN, call) == [1.0] * 3  # before the first boundary, say: no reason to doubt
+    errors = at(stamp_of(8), stamp_of(7), stamp_of(8))
+    assert {str(error) for error in errors} == {
+        f"op 6, allreduce(op='avg') of {count} x float64, was called at different steps: replicas 1, 6 at step 6, "
+        "replica 4 at step 5. One of them has skipped a call or made one more; look for a branch that not all ranks "
+        "take."
+    }
+    assert all(isinstance(error, MismatchError) for error in errors)
+    errors = at(stamp_of(8), ELSEWHERE, UNKNOWN)
+    assert all(isinstance(error, MismatchError) for error in errors)
+    assert "replica 1 at step 6, replica 4 in another thread than that of the step loop, replica 6. " in str(errors[0])
+    assert at(stamp_of(9), stamp_of(9), stamp_of(9)) == [1.0] * 3  # the group goes on
+
+
+@pytest.mark.parametrize("how", ["blocks", "async"])
+def test_two_threads_that_call_at_once_are_told_so(group: Group, how: str) -> None:
+    """Whose call is matched with whose on the other members nobody can say."""
+    first, *others = group.callers
+    errors: list[str] = []
+
+    def call() -> None:
+        with pytest.raises(ArgumentError) as raised:
+            first.allreduce(np.ones(3))
+        errors.append(str(raised.value))
+
+    thread = threading.Thread(target=call, name="reader")
+    thread.start()
+    while not first._turn._lock.locked():  # it waits for the others
+        time.sleep(0.001)
+    with pytest.raises(ArgumentError, match="thread 'MainThread' called a collective of a group in which another"):
+        first.barrier(async_op=how == "async")
+    assert group.all(lambda c: float(c.allreduce(np.ones(3))[0]), only=tuple(c._me for c in others)) == [3.0] * 2
+    thread.join(DEADLINE)
+    assert len(errors) == 1, "the one that was first gets its result from who knows whom, and is told as well"
+    assert "'MainThread'" in errors[0]
+    assert group.all(lambda c: float(c.allreduce(np.ones(3))[0])) == [3.0] * 3
 
 
 def test_a_mismatch_says_what_was_called(group: Group) -> None:
@@ -247,7 +296,7 @@ def test_who_catches_up_gives_data_and_is_left_out_of_sums(group: Group) -> None
     group.rig.view((1, 4, 6), contributing=(1, 6))
     assert group.all(lambda c: c.reduce_scatter(np.zeros(1), np.full(3, 10.0**c.rank), "avg").tolist()) == [[50.5]] * 3
     assert group.all(lambda c: c.reduce(np.full(1, 10.0**c.rank), 1).tolist()) == [[1.0], [101.0], [100.0]]
-    assert group.all(lambda c: c.all_gather(np.zeros(3), np.full(1, float(c.rank))).tolist()) == [[0.0, 1.0, 2.0]] * 3
+    assert group.all(lambda c: c.allgather(np.zeros(3), np.full(1, float(c.rank))).tolist()) == [[0.0, 1.0, 2.0]] * 3
 
 
 def test_a_lost_root_fails_alike_and_the_rest_goes_on(group: Group) -> None:
@@ -256,8 +305,8 @@ def test_a_lost_root_fails_alike_and_the_rest_goes_on(group: Group) -> None:
     for doomed in (
         lambda c: c.broadcast(np.zeros(5), 1),
         lambda c: c.scatter(np.zeros(5), None, 1),
-        lambda c: c.all_gather(np.zeros(15), np.zeros(5)),
-        lambda c: c.all_to_all(np.zeros(15), np.zeros(15)),
+        lambda c: c.allgather(np.zeros(15), np.zeros(5)),
+        lambda c: c.alltoall(np.zeros(15), np.zeros(15)),
         lambda c: c.gather(np.zeros(15) if c.rank == 0 else None, np.zeros(5), 0),
     ):
         errors = group.all(doomed, only=left)
@@ -276,14 +325,14 @@ def test_a_lost_root_fails_alike_and_the_rest_goes_on(group: Group) -> None:
 BAD: dict[str, tuple[Callable[[Caller], Any], str]] = {
     "root": (lambda c: c.broadcast(np.zeros(3), 3), r"root=3; expected a rank, 0 to 2"),
     "negative root": (lambda c: c.reduce(np.zeros(3), -1), r"root=-1; expected a rank"),
-    "all_gather sizes": (lambda c: c.all_gather(np.zeros(8), np.zeros(3)), "out of 9 x float64; got 8 x float64"),
-    "all_gather dtypes": (lambda c: c.all_gather(np.zeros(9, np.int64), np.zeros(3)), "9 x float64; got 9 x int64"),
+    "allgather sizes": (lambda c: c.allgather(np.zeros(8), np.zeros(3)), "out of 9 x float64; got 8 x float64"),
+    "allgather dtypes": (lambda c: c.allgather(np.zeros(9, np.int64), np.zeros(3)), "9 x float64; got 9 x int64"),
     "reduce_scatter": (lambda c: c.reduce_scatter(np.zeros(3), np.zeros(8)), "reduce_scatter of 8 x float64 among 3"),
     "bits": (lambda c: c.allreduce(np.zeros(3), "band"), "'band' of float64 is not defined; use it with integers"),
     "op": (lambda c: c.reduce(np.zeros(3), 0, "mean"), "op='mean' is not known; use one of sum, avg"),
     "gather": (lambda c: c.gather(np.zeros(9), np.zeros(3), (c.rank + 1) % 3), "gather needs out on rank"),
     "scatter": (lambda c: c.scatter(np.zeros(3), None, c.rank), "scatter needs x on rank"),
-    "uneven without counts": (lambda c: c.all_to_all(np.zeros(8), np.zeros(8)), "a multiple of 3"),
+    "uneven without counts": (lambda c: c.alltoall(np.zeros(8), np.zeros(8)), "a multiple of 3"),
     "complex sum": (lambda c: c.reduce(np.zeros(3, np.complex64), 0), "complex64"),
     "objects": (lambda c: c.broadcast(np.array([{}]), 0), "dtype object"),
     "read-only result": (lambda c: c.broadcast(np.broadcast_to(np.zeros(1), 3), 0), "not writable"),
@@ -300,11 +349,11 @@ def test_bad_arguments_are_refused_before_anything_is_exchanged(case: str) -> No
 
 
 def test_counts_that_do_not_fit_are_told_to_all(group: Group) -> None:
-    errors = group.all(lambda c: c.all_to_all(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [2, 1, 1]))
+    errors = group.all(lambda c: c.alltoall(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [2, 1, 1]))
     assert isinstance(errors[0], ArgumentError)
     assert "in_counts=[2, 1, 1] for 3 elements" in str(errors[0])
     assert all(isinstance(error, MismatchError) and "rank 0 sends -1" in str(error) for error in errors[1:])
-    errors = group.all(lambda c: c.all_to_all(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [0, 2, 1]))
+    errors = group.all(lambda c: c.alltoall(np.zeros(3), np.zeros(3), [1, 1, 1], [1, 1, 1] if c.rank else [0, 2, 1]))
     assert all(isinstance(error, MismatchError) for error in errors)
     assert "rank 0 sends 0 elements to rank 0, which expects 1" in str(errors[0])
     assert group.all(lambda c: c.barrier()) == [None] * 3

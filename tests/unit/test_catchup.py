@@ -8,20 +8,31 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import zlib
 
 import msgspec
 import pytest
 import torch
 
 from ftcomm.control import dropped
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 from ftcomm.errors import StateError, TransportError
-from ftcomm.hsdp import catchup, snapshot
-from ftcomm.hsdp.catchup import Fetch, Source, sources_of
-from ftcomm.hsdp.frames import MAX_FRAME, Block, Offer, Refusal, Stream, Wait, Want, Wrong, receive, send
-from ftcomm.hsdp.state import allocate, digest, flatten, load
-from ftcomm.hsdp.throttle import Throttle
+from ftcomm.training import catchup, snapshot
+from ftcomm.training.catchup import Fetch, StateSource, sources_of
+from ftcomm.training.catchup_protocol import (
+    MAX_FRAME,
+    Block,
+    BlockStream,
+    Offer,
+    Refusal,
+    Wait,
+    Want,
+    Wrong,
+    receive,
+    send,
+)
+from ftcomm.training.state import allocate, digest, flatten, load
+from ftcomm.training.throttle import Throttle
 
 TIMEOUT = 60.0
 
@@ -52,14 +63,20 @@ class Network:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
+class Settings:
+    timeouts = Timeouts.derive()
+
+
 class Node:
-    """What `Source` and `Fetch` use of a Group."""
+    """What `StateSource` and `Fetch` use of a Group."""
+
+    settings = Settings()
 
     def __init__(self, network, replica, members=(0, 1, 2, 3)):
         self.network, self.replica, self.members, self.reports = network, replica, members, []
-        self.rank = 0
+        self.shard = 0
 
-    def dial(self, replica, purpose, fields):
+    def _dial(self, replica, purpose, fields):
         if replica in self.network.dead or replica not in self.network.handlers:
             raise TransportError(f"replica {replica} cannot be reached")
         here, there = socket.socketpair()
@@ -67,7 +84,7 @@ class Node:
         threading.Thread(target=self.network.handlers[replica], args=(there, fields), daemon=True).start()
         return here
 
-    def serve(self, purpose, handler):
+    def _serve(self, purpose, handler):
         assert purpose == "state"
         self.network.handlers[self.replica] = handler
 
@@ -91,7 +108,7 @@ def sources(network, state, contributing=(0, 1, 2), joining=(3,), step=7):
     """Healthy replicas that have passed the boundary at which `joining` came in."""
     made = {}
     for replica in contributing:
-        made[replica] = Source(Node(network, replica), state)
+        made[replica] = StateSource(Node(network, replica), state)
         made[replica].at_boundary(step - 1, view(contributing))
         made[replica].at_boundary(step, view(contributing, joining, step))
     return made
@@ -151,7 +168,7 @@ def test_sources_are_the_same_four_for_everybody():
 
 def test_a_source_that_has_not_reached_the_boundary_lets_the_joiner_wait(network):
     state = make_state()
-    late = Source(Node(network, 0), state)
+    late = StateSource(Node(network, 0), state)
     late.at_boundary(6, view((0,)))
     fetching = fetch(network, contributing=(0,))
     assert not fetching.ready()
@@ -197,7 +214,7 @@ def test_nobody_offers_in_time(network):
 def serve_wrongly(state, wrong):
     """A source that follows the protocol but for what `wrong(sock, want, stream)` does instead of answering."""
     flat = flatten(state).on_host()
-    stream = Stream(flat)
+    stream = BlockStream(flat)
 
     def handler(sock, fields):
         with contextlib.suppress(OSError), contextlib.closing(sock):
@@ -214,32 +231,24 @@ def dies(sock, want, stream):
 
 
 def dies_within_a_block(sock, want, stream):
-    send(sock, Block(want.number, min(stream.block, stream.nbytes), 0))
+    send(sock, Block(want.number, min(stream.block, stream.nbytes)))
     sock.sendall(b"x" * 1000)
     sock.close()
 
 
-def flips_a_bit(sock, want, stream):
-    data = bytearray(b"".join(stream.pieces(want.number)))
-    crc = zlib.crc32(data)
-    data[len(data) // 2] ^= 1
-    send(sock, Block(want.number, len(data), crc))
-    sock.sendall(data)
-
-
 def answers_another_block(sock, want, stream):
-    send(sock, Block(want.number + 1, 8, 0))
+    send(sock, Block(want.number + 1, 8))
 
 
 def answers_too_short(sock, want, stream):
-    send(sock, Block(want.number, 8, 0))
+    send(sock, Block(want.number, 8))
 
 
 def talks_nonsense(sock, want, stream):
     sock.sendall(b"\xff" * 64)
 
 
-WRONG = [dies, dies_within_a_block, flips_a_bit, answers_another_block, answers_too_short, talks_nonsense]
+WRONG = [dies, dies_within_a_block, answers_another_block, answers_too_short, talks_nonsense]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
@@ -311,7 +320,7 @@ def test_a_source_hangs_up_on_a_joiner_that_talks_nonsense(network, monkeypatch,
     state = make_state(megabytes=1)
     sources(network, state)
     fields = {"step": 7, "replica": 3, "incarnation": "3a"}
-    with Node(network, 3).dial(0, "state", fields) as sock:
+    with Node(network, 3)._dial(0, "state", fields) as sock:
         while not isinstance(receive(sock), Offer):
             pass
         if said is None:
@@ -353,11 +362,11 @@ def test_a_source_that_leaves_while_it_is_dialled_is_hung_up_on(network, monkeyp
     state, dialling, left, ended = make_state(megabytes=1), threading.Event(), threading.Event(), threading.Event()
 
     class Late(Node):
-        def dial(self, replica, purpose, fields):
+        def _dial(self, replica, purpose, fields):
             if replica == 1:
                 dialling.set()
                 assert left.wait(TIMEOUT)
-            return super().dial(replica, purpose, fields)
+            return super()._dial(replica, purpose, fields)
 
     def silent(sock, fields):
         with contextlib.suppress(OSError):
@@ -374,6 +383,64 @@ def test_a_source_that_leaves_while_it_is_dialled_is_hung_up_on(network, monkeyp
     assert received(fetching) == digest(state)
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_source_that_stands_still_is_waited_for_if_it_is_the_last(network, monkeypatch, others):
+    """It holds its interpreter in the middle of a block. If there are others they send its blocks."""
+    monkeypatch.setattr(catchup, "SILENCE", 0.05)
+    looks, go_on = [], threading.Event()
+
+    def answers(sock):
+        looks.append(sock)
+        if len(looks) == 10:
+            go_on.set()
+        return 0.0  # as its kernel does
+
+    monkeypatch.setattr(catchup, "unanswered", answers)
+    state = make_state(megabytes=1)
+    contributing = (0, 1) if others else (0,)
+    sources(network, state, contributing)
+    serve = network.handlers[0]
+
+    def stands_still(sock, fields):
+        near, far = socket.socketpair()
+        threading.Thread(target=serve, args=(far, fields), daemon=True).start()
+        threading.Thread(target=pipe, args=(sock, near), daemon=True).start()
+        passed = 0
+        with contextlib.suppress(OSError):  # it is given up
+            while data := near.recv(1 << 12):
+                sock.sendall(data)
+                passed += len(data)
+                if passed > 1 << 19:
+                    assert go_on.wait(TIMEOUT)
+
+    def pipe(one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 12):
+                other.sendall(data)
+
+    network.handlers[0] = stands_still
+    fetching = fetch(network, contributing=contributing, here=make_state(seed=9, megabytes=1))
+    assert received(fetching) == digest(state)
+    assert go_on.is_set() != others
+    go_on.set()
+
+
+def test_a_source_that_leaves_while_nobody_answers_the_dial_is_not_waited_for(network):
+    held = threading.Event()
+
+    class Held(Node):
+        def _dial(self, replica, purpose, fields):
+            assert held.wait(TIMEOUT)
+            return super()._dial(replica, purpose, fields)
+
+    fetching = Fetch(Held(network, 3), view((0,), (3,)), 7, flatten(make_state(megabytes=1)).skeleton)
+    fetching.keep((3,))
+    with pytest.raises(StateError, match="it left before it was asked"):
+        fetching.ready()
+    held.set()
+    fetching.close()
+
+
 def test_another_model_is_refused_before_its_bytes_move(network):
     sources(network, make_state())
     fetching = fetch(network, here=make_state(megabytes=7))
@@ -383,7 +450,7 @@ def test_another_model_is_refused_before_its_bytes_move(network):
 
 
 def test_a_source_without_state_says_so(network):
-    Source(Node(network, 0), {}).at_boundary(7, view((0,), (3,)))
+    StateSource(Node(network, 0), {}).at_boundary(7, view((0,), (3,)))
     with pytest.raises(StateError, match="passes no `state` to steps"):
         fetch(network, contributing=(0,)).wait(TIMEOUT)
 
@@ -396,7 +463,7 @@ def test_nobody_contributes(network):
 def test_a_second_joiner_while_the_first_still_fetches(network):
     """Each joiner gets the state of the step at which it came in."""
     state = make_state()
-    source = Source(Node(network, 0), state)
+    source = StateSource(Node(network, 0), state)
     source.at_boundary(7, view((0,), (2,)))
     first = digest(state)
     state["model"].value["tensors"][2].add_(1)
@@ -438,7 +505,7 @@ def test_the_end_waits_for_a_joiner_only_while_it_is_a_member(network):
 
 
 def test_a_catching_up_member_is_no_source(network):
-    joiner = Source(Node(network, 2), make_state())
+    joiner = StateSource(Node(network, 2), make_state())
     joiner.at_boundary(7, view((0,), (2, 3)))
     assert not joiner._snapshots
     joiner.at_boundary(9, view((0, 2), (3,), step=9))  # contributes now; 3 came in before and has its sources
@@ -448,7 +515,7 @@ def test_a_catching_up_member_is_no_source(network):
 @pytest.mark.parametrize("block", [1, 7, 4096])
 def test_blocks_cover_every_byte_once(block):
     flat = flatten({"s": Box([torch.arange(n, dtype=torch.int16) for n in (3, 0, 1, 500, 2)])}).on_host()
-    stream = Stream(flat, block)
+    stream = BlockStream(flat, block)
     joined = b"".join(bytes(piece) for n in range(stream.count) for piece in stream.pieces(n))
     assert joined == b"".join(bytes(v) for v in flat.views())
     assert max(sum(p.nbytes for p in stream.pieces(n)) for n in range(stream.count)) <= block
@@ -466,7 +533,7 @@ def test_frames_have_a_limit():
 
 def test_allocate_then_stream_is_writable():
     flat = allocate(flatten(make_state()).skeleton)
-    stream = Stream(flat)
+    stream = BlockStream(flat)
     for number in range(stream.count):
         for piece in stream.pieces(number):
             piece[:] = b"\x01" * piece.nbytes
@@ -498,7 +565,7 @@ def slow_copies(monkeypatch):
 
 
 def overlapping(network, state):
-    made = Source(Node(network, 0), state, overlap=True)
+    made = StateSource(Node(network, 0), state, overlap=True)
     made.at_boundary(6, view((0,)))
     made.at_boundary(7, view((0,), (3,)))
     return made
@@ -559,7 +626,7 @@ def test_a_throttled_source_takes_leave_for_every_block(network):
             taken.append(nbytes)
 
     state = make_state()
-    source = Source(Node(network, 0), state, throttle=Slow(None))
+    source = StateSource(Node(network, 0), state, throttle=Slow(None))
     source.at_boundary(7, view((0,), (3,)))
     fetching = fetch(network, contributing=(0,))
     assert received(fetching) == digest(state)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.chaos.cli import chaos
-from ftcomm.chaos.leaks import LIMITS, Leaks, Sample, slope
-from ftcomm.chaos.plan import COORDINATOR, KINDS, LOCAL, Fault, Plan
-from ftcomm.chaos.record import Ledger
-from ftcomm.chaos.report import as_dict, percentile, rows, show, write
-from ftcomm.chaos.run import ChaosOptions, Outcome
-from ftcomm.errors import SettingsError
-from ftcomm.launch import requests as r
+from ftcomm.control.store import ViewStore
+from ftcomm.control.views import View
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.lab.chaos import process_faults
+from ftcomm.lab.chaos.cli import chaos
+from ftcomm.lab.chaos.leaks import LIMITS, Leaks, Sample, slope
+from ftcomm.lab.chaos.plan import COORDINATOR, KINDS, LOCAL, REMOVES_NOBODY, Fault, Plan
+from ftcomm.lab.chaos.record import FaultLedger
+from ftcomm.lab.chaos.report import as_dict, percentile, rows, show, write
+from ftcomm.lab.chaos.run import ChaosOptions, ChaosOutcome
+from ftcomm.launch import confirmation
+from ftcomm.launch.admin import protocol
+from ftcomm.launch.confirmation import confirm
 
 # -- the plan --------------------------------------------------------------------------------------------------------
 
@@ -33,16 +41,17 @@ def test_somebody_is_always_left_alone(seed: int, untouched: set[int], away: boo
             assert len(untouched) < 2
             return
         assert set(fault.replicas) <= untouched
-        assert fault.kind == "coordinator" or untouched - set(fault.replicas)
-        assert not (fault.kind == "coordinator" and away)
+        assert fault.kind in REMOVES_NOBODY or untouched - set(fault.replicas)
+        assert not (away and fault.kind in ("coordinator", "coordinator-stop", "roll-back", "cut-off"))
         assert set(fault.ranks) <= set(range(ranks))
         assert str(fault)
 
 
 def test_the_same_seed_draws_the_same_faults_and_all_kinds_come_equally_often() -> None:
-    drawn = [[plan.next({0, 1, 2, 3}, False) for _ in range(80)] for plan in (Plan(KINDS, 2, 7), Plan(KINDS, 2, 7))]
+    count = 10 * len(KINDS)
+    drawn = [[plan.next({0, 1, 2, 3}, False) for _ in range(count)] for plan in (Plan(KINDS, 2, 7), Plan(KINDS, 2, 7))]
     assert drawn[0] == drawn[1]
-    assert drawn[0] != [Plan(KINDS, 2, 8).next({0, 1, 2, 3}, False) for _ in range(80)]
+    assert drawn[0] != [Plan(KINDS, 2, 8).next({0, 1, 2, 3}, False) for _ in range(count)]
     kinds = [fault.kind for fault in drawn[0] if fault is not None]
     assert {kind: kinds.count(kind) for kind in KINDS} == dict.fromkeys(KINDS, 10)
 
@@ -59,8 +68,8 @@ def step(at: float, replica: int, number: int) -> dict[str, Any]:
     return {"kind": "report", "mono": at, "replica": replica, "step": number}
 
 
-def ledger(replicas: int = 3) -> Ledger:
-    made = Ledger(replicas)
+def ledger(replicas: int = 3) -> FaultLedger:
+    made = FaultLedger(replicas)
     made.started(frozenset(range(replicas)))
     return made
 
@@ -114,6 +123,14 @@ def test_who_is_removed_without_a_fault_is_named() -> None:
     assert not book.whole
 
 
+@pytest.mark.parametrize("kind", REMOVES_NOBODY)
+def test_who_is_removed_by_what_removes_nobody_is_innocent_though_it_was_hit(kind: str) -> None:
+    book = ledger()
+    book.add(Fault(1, kind, (0, 1, 2) if kind == "hold" else ()), 10.0)
+    book.feed(view(11.0, 2, {0, 1}))
+    assert [event["innocent"] for event in book.innocent] == [[2]]
+
+
 def test_the_return_of_the_coordinator_closes_its_fault() -> None:
     book = ledger()
     record = book.add(Fault(1, "coordinator", seconds=1.0), 10.0)
@@ -122,6 +139,63 @@ def test_the_return_of_the_coordinator_closes_its_fault() -> None:
     assert book.add(Fault(2, "kill", (0,), (0,)), 10.5).overlapped
     book.feed({"kind": "coordinator_started", "mono": 11.0})
     assert record.closed == 11.0
+
+
+class Coordinator:
+    """Has its store locked, and goes and comes as a launcher makes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.restarts = path, 0
+        self.busy = 2  # requests that find another restart under way
+        self.decides = False
+        self._start()
+
+    def _start(self) -> None:
+        self._store = ViewStore(self._path)
+        self._store.open()
+        self.views = [view.epoch for view in self._store.views]
+        if self.decides:
+            self._store.append(View(9, None, ()))
+
+    def restart(self, away: float) -> None:
+        if self.busy:
+            self.busy -= 1
+            raise FtcommError("the coordinator is being restarted already")
+        self.restarts += 1
+        self._store.close()
+        self.back = threading.Timer(away, self._start)
+        self.back.start()
+
+    def end(self) -> None:
+        self.back.join()
+        self._store.close()
+
+
+@pytest.mark.parametrize(("views", "left", "decides"), [(2, [1, 2], False), (2, [1, 2], True), (5, [1], False)])
+def test_a_store_is_rolled_back_while_nobody_has_it_and_put_right_again(
+    views: int, left: list[int], decides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_faults, "AWAY", 0.5)
+    store = ViewStore(tmp_path / "views")
+    store.open()
+    for epoch in range(1, 5):
+        store.append(View(epoch, None, ()))
+    store.close()
+    right = (tmp_path / "views").read_bytes()
+    coordinator = Coordinator(tmp_path / "views")
+    decided: list[bool] = []
+    older = process_faults.RolledBack(tmp_path / "views", views, coordinator.restart, lambda: decided.append(True))
+    coordinator.decides = decides
+    coordinator.back.join()
+    assert coordinator.views == left
+    coordinator.decides = False
+    older.close()
+    coordinator.end()
+    older.close()
+    assert coordinator.restarts == 2
+    assert coordinator.views == [3, 4]
+    assert (tmp_path / "views").read_bytes() == right
+    assert decided == [True] * decides
 
 
 def test_a_cut_between_two_is_closed_when_both_contribute() -> None:
@@ -176,16 +250,16 @@ def test_this_process_can_be_looked_at() -> None:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def outcome() -> Outcome:
-    replicas = [r.ReplicaStatus(x, "running", 1, {"0": 1}, True, True, 5, "127.0.0.1") for x in range(3)]
-    status = r.Status("run", 1, "x.py", 1, False, "127.0.0.1:1", False, 1, "auto", 2.0, 24.0, replicas)
+def outcome() -> ChaosOutcome:
+    replicas = [protocol.ReplicaStatus(x, "running", 1, {"0": 1}, True, True, 5, "127.0.0.1") for x in range(3)]
+    status = protocol.Status("run", 1, "x.py", 1, False, "127.0.0.1:1", False, 1, "auto", 2.0, 24.0, replicas)
     book = ledger()
     for number in range(100):
         record = book.add(Fault(number + 1, "kill", (1,), (0,)), 10.0 * number)
         book.feed(view(10.0 * number + (number + 1) / 1000, 2 * number + 2, {0, 2}))
         book.healed(record, 10.0 * number)
         book.feed(view(10.0 * number + 5, 2 * number + 3, {0, 1, 2}))
-    return Outcome(ChaosOptions(5.0, 60.0, ("kill",), 1), status, book, Leaks(), seconds=1000.0)
+    return ChaosOutcome(ChaosOptions(5.0, 60.0, ("kill",), 1), status, book, Leaks(), seconds=1000.0)
 
 
 def test_the_report_of_a_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +279,36 @@ def test_the_report_of_a_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFix
         write(made, tmp_path / "absent" / "report.json")
 
 
+def test_a_step_is_timed_by_its_rank_though_the_news_of_it_waits_for_a_coordinator() -> None:
+    book = ledger()
+    for at in (9.0, 10.0):
+        book.feed({**step(at, 0, int(at)), "at": at})
+    record = book.add(Fault(1, "coordinator", seconds=3.0), 10.5)
+    book.feed({"kind": "coordinator_started", "mono": 14.0})
+    for at in (11.0, 12.0, 13.0):
+        book.feed({**step(14.1, 0, int(at)), "at": at})
+    assert record.gap == pytest.approx(1.0)
+
+
+def test_no_leak_is_claimed_where_too_little_was_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    made = outcome()
+    show(made, Console(width=140))
+    said = capsys.readouterr().out
+    assert "leaks: too short to tell (0 of 30 samples of ranks; 0 of 30 samples of the launcher" in said
+    assert "no leak" not in said
+    assert as_dict(made)["leaks_unsure"]
+    made.leaks.ranks = dict(enumerate(histories(1, 0.0)))
+    made.leaks.launcher = [Sample(float(t), 10, 5, 3, 100.0) for t in range(0, 200, 2)]
+    show(made, Console(width=140))
+    said = capsys.readouterr().out
+    assert "no hang, no divergence, no leak" in said
+    assert "too short" not in said
+
+
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
-    from ftcomm.chaos.timeline import draw
+    from ftcomm.lab.chaos.timeline import draw
 
     draw(outcome(), tmp_path / "chaos.png")
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
@@ -239,10 +341,45 @@ def test_the_command_says_what_cannot_work(argv: list[str], said: str) -> None:
     assert said in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("terminal", "named", "yes", "answer", "said"),
+    [
+        (True, False, False, "y\n", None),
+        (True, True, False, "y\n", None),
+        (True, False, False, "\n", "nothing was done"),
+        (True, True, False, "n\n", "nothing was done"),
+        (True, False, True, "", None),
+        (False, False, True, "", None),
+        (False, True, False, "", None),
+        (False, False, False, "", r"Hit it\? There is no terminal to ask at.* type: ftcomm chaos --job run, or --yes"),
+    ],
+)
+def test_what_is_done_to_all_of_a_job_is_asked_first(
+    terminal: bool, named: bool, yes: bool, answer: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confirmation, "at_terminal", lambda: terminal)
+
+    @click.command()
+    def command() -> None:
+        confirm(outcome().status, "Hit it", "ftcomm chaos", named=named, yes=yes)
+
+    result = CliRunner().invoke(command, input=answer)
+    assert "job run: x.py, 3 replicas, at step 5" in result.output
+    assert ("Hit it? [y/N]" in result.output) is (terminal and not yes)
+    if said is None:
+        assert result.exit_code == 0, result.output
+    else:
+        assert isinstance(result.exception, SettingsError)
+        assert re.search(said, str(result.exception)), result.exception
+
+
 def test_a_fault_says_what_it_is() -> None:
     assert str(Fault(1, "partition", (2,), other=None)) == "cut replica 2 from everybody"
     assert str(Fault(1, "oneway", (2,), other=COORDINATOR, outgoing=False)) == (
         "cut replica 2 from the coordinator, one way"
     )
+    assert str(Fault(1, "hold", (0, 2), seconds=1.5)) == "hold the interpreters of replicas 0, 2"
+    cut = Fault(1, "cut-off", seconds=2.0, other=COORDINATOR, outgoing=False)
+    assert str(cut) == "cut the coordinator from everybody for 2.0 heartbeats, one way: it hears nobody"
     assert str(Fault(1, "stop", (0,), (0, 1))) == "stop replica 0 ranks 0, 1"
     assert "coordinator" in LOCAL

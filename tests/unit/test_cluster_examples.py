@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from lightkube.models import apps_v1, batch_v1, core_v1, networking_v1
 from ftcomm.cli import commands
 from ftcomm.control.etcd import Place
 from ftcomm.settings import Settings
+from tests.ports import free_port
 
 pytestmark = pytest.mark.protocol
 
@@ -120,9 +121,47 @@ def test_the_shell_takes_the_batch_script() -> None:
     assert found.returncode == 0, found.stdout
 
 
-def test_python_takes_the_driver() -> None:
-    """Ray itself is not installed here."""
-    ast.parse((CLUSTER / "ray_job.py").read_text())
+# What the driver needs of Ray, which is not installed here: tasks, as threads that may end by an exception.
+RAY = """
+import concurrent.futures, types
+
+util = types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+pool = concurrent.futures.ThreadPoolExecutor(16)
+
+def init():
+    pass
+
+def remote(*, max_retries, retry_exceptions, num_gpus):
+    def made(task):
+        task.remote = lambda *arguments: pool.submit(task, *arguments)
+        return task
+    return made
+
+def get(tasks):
+    return [task.result() for task in tasks]
+"""
+
+SCRIPT = """
+import sys
+import numpy as np
+import ftcomm
+
+group = ftcomm.init()
+array = np.full(4, 2.0**group.replica)
+ftcomm.allreduce(array)
+sys.stdout.write(f"replica {group.replica}: {array[0]:g}\\n")
+"""
+
+
+def test_the_driver_for_ray_runs_a_job(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text(RAY)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
+    command = [sys.executable, CLUSTER / "ray_job.py", "--replicas", "3", "--port", str(free_port()), "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {f"replica {replica}: 7" for replica in range(3)} <= set(done.stdout.splitlines()), done.stdout
 
 
 @pytest.mark.parametrize("path", [*sorted(CLUSTER.iterdir()), HERE / "docs" / "cluster.md"], ids=lambda path: path.name)

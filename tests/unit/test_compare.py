@@ -12,19 +12,15 @@ from torch import nn
 
 from ftcomm.collective.operation import Operation
 from ftcomm.errors import DivergenceError, FtcommError, MismatchError, StateError
-from ftcomm.hsdp.compare import compare, hashes
+from ftcomm.training.compare import compare, hashes
 from tests.exchange_rig import Caller, Rig
-
-
-class Settings:
-    replicas = 4
 
 
 class OneGroup:
     """What `compare` needs of a `Group`, on a real exchange."""
 
-    rank = 0
-    settings = Settings()
+    shard = 0
+    replicas = 4
 
     def __init__(self, rig: Rig, replica: int) -> None:
         self.replica = replica

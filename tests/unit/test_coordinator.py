@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Collection
+
+import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import Action, Coordinator, Done, Persist, Send
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.coordinator import Action, Close, Coordinator, Dial, Done, Log, Persist, Send, Unfit
+from ftcomm.control.dials import PAUSE, Outcome
+from ftcomm.control.limits import EPOCHS
+from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, View
 
 TIMEOUTS = Timeouts.derive(120.0, 10.0)
@@ -22,9 +27,13 @@ class Script:
         self.views: list[View] = []
         self.sent: dict[int, list[m.Message]] = collections.defaultdict(list)
         self.done: list[str] = []
+        self.outcomes: dict[str, Outcome] = {}  # of a dial, by the life that it is to; else it is answered
+        self.dialled: list[Dial] = []
         for replica in range(replicas):
             self.join(replica)
         self.install(*range(replicas))
+
+    now = 1.0
 
     def do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -34,6 +43,10 @@ class Script:
                 self.sent[action.conn].append(action.message)
             elif isinstance(action, Done):
                 self.done.append(action.failed)
+            elif isinstance(action, Dial):
+                self.dialled.append(action)
+                outcome = self.outcomes.get(action.incarnation, "answered")
+                self.do(self.coordinator.dialled(action.replica, action.incarnation, outcome, self.now))
 
     def tell(self, conn: int, message: m.Message) -> None:
         self.do(self.coordinator.receive(conn, message, now=1.0))
@@ -57,7 +70,16 @@ class Script:
             self.tell(conn, m.Promise(prepare.proposal, True, step=0))
 
     def lose(self, conn: int) -> None:
+        """Its process ends: nobody listens there any more."""
+        self.outcomes[f"life-{conn}"] = "refused"
         self.do(self.coordinator.disconnected(conn, now=1.0))
+
+    def wait(self, *conns: int) -> None:
+        """Longer than a heartbeat timeout, in which they live."""
+        for second in range(1, 3 + int(TIMEOUTS.heartbeat)):
+            for conn in conns:
+                self.do(self.coordinator.receive(conn, m.Heartbeat(4), float(second)))
+            self.do(self.coordinator.tick(float(second)))
 
     def rejoin(self, replica: int, others: list[int]) -> None:
         """A second life of a lost replica is taken in, catching up."""
@@ -68,6 +90,33 @@ class Script:
     @property
     def newest(self) -> tuple[tuple[int, ...], frozenset[int]]:
         return self.views[-1].replicas, self.views[-1].contributing
+
+
+def test_a_restarted_one_ends_no_job_before_who_has_caught_up_since_can_say_so() -> None:
+    """It comes after the next life of the only one that the store has as contributing."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+    script.join(20)
+    assert not script.done
+    address = Address("h", 1, "b", 11, 3, "n")
+    script.tell(11, m.Join(1, "life-11", (address,), script.views[-1].epoch, 4, CHAIN, caught_up=True))
+    script.wait(11)
+    script.join(20)
+    assert script.newest == ((1,), {1})
+    assert not script.done
+
+
+def test_a_store_that_is_older_than_a_view_of_which_a_stranger_has_heard_is_refused() -> None:
+    """The store ends before it came in, and the others have not heard of that yet."""
+    script = Script(2)
+    script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+    address = Address("h", 1, "b", 11, 3, "n")
+    join = m.Join(1, "life-11", (address,), 0, -1, CHAIN, heard=2)
+    done = script.coordinator.receive(11, join, script.now)
+    assert ["it ends with epoch 1" in x.reason for x in done if isinstance(x, Unfit)] == [True]
 
 
 def test_a_loss_is_a_view_at_once() -> None:
@@ -284,6 +333,19 @@ def test_a_complete_job_has_not_failed_when_only_a_joiner_is_left() -> None:
     assert script.done == [""]
 
 
+def test_a_launcher_corrects_who_has_said_that_it_has_finished() -> None:
+    """`raise SystemExit(3)`: the others do not wait until it would have gone by itself."""
+    script = Script(3)
+    script.tell(1, m.Finished(True))
+    script.do(script.coordinator.disconnected(1, now=1.0))
+    assert len(script.views) == 1
+    script.do(script.coordinator.exited(1, "exited with code 3"))
+    assert script.newest[0] == (0, 2)
+    assert script.views[-1].why == "lost 1: exited with code 3"
+    script.do(script.coordinator.exited(0, "exited with code 3"))  # it has said nothing: its connections tell
+    assert len(script.views) == 2
+
+
 def test_one_that_was_told_to_leave_says_so_again_to_a_new_coordinator() -> None:
     script = Script(3)
     script.coordinator = Coordinator(3, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
@@ -328,21 +390,288 @@ def restarted(views: list[View]) -> Coordinator:
     return Coordinator(3, 1, TIMEOUTS, views=views, now=0.0, lifetime=2)
 
 
+def pass_time(
+    script: Script, heartbeats: float, speak: Collection[int] = (), accuse: Collection[tuple[int, int]] = ()
+) -> None:
+    """All `speak` at every beat, and say every second whom they miss: (by, whom)."""
+    beats = round(10 * heartbeats)
+    for beat in range(beats):
+        script.now += TIMEOUTS.beat
+        for conn in speak:
+            script.do(script.coordinator.receive(conn, m.Heartbeat(3), script.now))
+        for by, accused in accuse if beat % max(1, round(REPORT / TIMEOUTS.beat)) == 0 else ():
+            complaint = m.Suspect(accused, f"life-{accused}", "silent for 5.0 s", False)
+            script.do(script.coordinator.receive(by, complaint, script.now))
+        script.do(script.coordinator.tick(script.now))
+
+
+def rejoin_all(script: Script, conns: Collection[int], epoch: int) -> None:
+    address = Address("h", 1, "b", 0, 3, "n")
+    for conn in conns:
+        join = m.Join(conn % 10, f"life-{conn % 10}", (address,), epoch, 4, CHAIN)
+        script.do(script.coordinator.receive(conn, join, script.now))
+
+
 def test_a_restarted_one_loses_nobody_before_somebody_has_come() -> None:
-    """It may be itself that is cut off. Whoever does not come in time after the first is lost."""
+    """It may be itself that is cut off. Who does not come in time after the first, and is missed by that, is lost."""
     script = Script(3)
-    coordinator = restarted(script.views)
-    beats = [TIMEOUTS.silence * n / 4 for n in range(1, 7)]
-    assert not any(coordinator.tick(now) for now in (*beats, *(990.0 + beat for beat in beats)))
-    address = script.views[-1].members[0].ranks[0]
-    script.do(coordinator.receive(7, m.Join(0, "life-0", (address,), 1, 3, CHAIN), now=1000.0))
-    assert [member.replica for member in coordinator.awaited()] == [1, 2]
-    for beat in beats:
-        assert script.newest == (((0, 1, 2), {0, 1, 2}) if beat <= beats[4] else ((0,), {0}))
-        script.do(coordinator.receive(7, m.Heartbeat(3), now=1000.0 + beat))
-        script.do(coordinator.tick(1000.0 + beat))
+    script.coordinator = restarted(script.views)
+    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), "unreachable")
+    pass_time(script, 100.0)
+    assert len(script.views) == 1
+    rejoin_all(script, [20], 1)
+    pass_time(script, 0.7, speak=[20], accuse=[(20, 1), (20, 2)])
+    assert len(script.views) == 1
+    pass_time(script, 0.3, speak=[20], accuse=[(20, 1), (20, 2)])
     assert script.newest == ((0,), {0})
-    assert coordinator.awaited() == []
+
+
+def test_a_restarted_one_that_was_stopped_gives_the_members_their_time_all_the_same() -> None:
+    """A host that was busy, or a SIGSTOP, right after the start: nobody could come meanwhile."""
+    script = Script(3)
+    script.coordinator = restarted(script.views)
+    pass_time(script, 0.2)
+    script.now += 10 * TIMEOUTS.heartbeat
+    rejoin_all(script, [20], 1)
+    script.do(script.coordinator.receive(20, m.Suspect(1, "life-1", "its process has ended", True), script.now))
+    script.do(script.coordinator.tick(script.now))
+    assert len(script.views) == 1
+    pass_time(script, 1.1, speak=[20])
+    assert script.newest[0] == (0, 2)
+
+
+def test_a_refusal_is_logged_once_for_each_life_and_reason() -> None:
+    """One that runs is not expelled by a coordinator with other options; it tries again twice a second."""
+    coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    address = Address("h", 1, "b", 0, 3, "n")
+    logged = []
+    for conn, life in enumerate(["a", "a", "a", "b", "b"]):
+        actions = coordinator.receive(conn, m.Join(0, life, (address,), 3, 4, CHAIN), 1.0)
+        assert Close(conn) in actions
+        logged += [action for action in actions if isinstance(action, Log)]
+    assert [action.kind for action in logged] == ["refused"] * 2
+
+
+@pytest.mark.parametrize("outcome", ["answered", "refused", "unreachable"])
+def test_a_restarted_one_knows_no_port_so_that_a_refusal_proves_nothing(outcome: Outcome) -> None:
+    script = Script(3)
+    script.coordinator = restarted(script.views)
+    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), outcome)
+    pass_time(script, 3.0)
+    rejoin_all(script, [20], 1)
+    pass_time(script, 3.0, speak=[20])
+    assert len(script.views) == 1
+    assert not script.done
+    pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat, speak=[20])  # and as long as an op may take
+    assert script.newest[0] == ((0,) if outcome == "refused" else (0, 1, 2))
+
+
+def test_connections_that_end_all_at_once_cost_nothing() -> None:
+    """A load balancer, a firewall, the network of the coordinator: who listens lives, and comes again."""
+    script = Script(3)
+    for conn in range(3):
+        script.do(script.coordinator.disconnected(conn, now=script.now))
+    script.do(script.coordinator.tick(script.now))
+    assert sorted({dial.replica for dial in script.dialled}) == [0, 1, 2]
+    rejoin_all(script, [20, 21, 22], 1)
+    pass_time(script, 2.0, speak=[20, 21, 22])
+    assert (len(script.views), script.done) == (1, [])
+    assert script.sent[20] == script.sent[21] == script.sent[22] == []  # no Expelled, no NewView
+
+
+def test_one_that_does_not_come_again_though_it_listens_stays_and_is_told_where_we_are() -> None:
+    script = Script(2)
+    script.do(script.coordinator.disconnected(1, now=script.now))
+    assert not script.dialled[-1].call  # it comes by itself, in a moment
+    pass_time(script, 3.0, speak=[0], accuse=[(0, 1)])
+    assert script.dialled[-1].call
+    assert (len(script.views), script.done) == (1, [])
+    dials = len(script.dialled)
+    pass_time(script, 3.0, speak=[0])
+    assert len(script.dialled) - dials <= 3 * TIMEOUTS.heartbeat / PAUSE  # a stopped process has to take them all in
+    script.outcomes["life-1"] = "refused"
+    pass_time(script, 0.2, speak=[0])
+    assert script.newest == ((0,), {0})
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_who_hears_nobody_is_cut_off_itself(connected: bool) -> None:
+    """For three heartbeats, then all are heard again: the view is what it was, and all have time to show up."""
+    script = Script(3)
+    logs: list[str] = []
+    script.outcomes = dict.fromkeys(("life-0", "life-1", "life-2"), "unreachable")
+    for conn in () if connected else range(3):
+        script.do(script.coordinator.disconnected(conn, now=script.now))
+    do = script.do
+    script.do = lambda actions: (logs.extend(x.kind for x in actions if isinstance(x, Log)), do(actions))[1]  # type: ignore[method-assign]
+    pass_time(script, 3.0)
+    assert (len(script.views), script.done) == (1, [])
+    assert logs.count("cut_off") == 1
+    if not connected:
+        rejoin_all(script, [20], 1)
+    pass_time(script, 0.5, speak=[0 if connected else 20], accuse=[(0 if connected else 20, 1)])
+    assert len(script.views) == 1
+    if not connected:
+        rejoin_all(script, [21, 22], 1)
+    script.tell(0 if connected else 20, m.Reachable(1))
+    pass_time(script, 2.0, speak=[0, 1, 2] if connected else [20, 21, 22])
+    assert (len(script.views), script.done) == (1, [])
+
+
+def test_one_that_is_silent_to_the_coordinator_alone_stays() -> None:
+    script = Script(3)
+    script.outcomes["life-2"] = "unreachable"
+    pass_time(script, 3.0, speak=[0, 1])
+    assert len(script.views) == 1
+    pass_time(script, 0.1, speak=[0, 1], accuse=[(1, 2)])
+    assert script.newest == ((0, 1), {0, 1})
+
+
+def test_one_that_others_miss_and_whose_kernel_answers_stays() -> None:
+    """Its process holds its interpreter, or is stopped."""
+    script = Script(3)
+    pass_time(script, 3.0, speak=[0, 1], accuse=[(0, 2), (1, 2)])
+    assert len(script.views) == 1
+
+
+def test_all_that_hold_their_interpreters_at_once_stay() -> None:
+    script = Script(3)
+    pass_time(script, 20.0)
+    assert (len(script.views), script.done) == (1, [])
+
+
+def test_who_only_catches_up_removes_nobody_that_is_silent() -> None:
+    """It is the network of those two that may be cut off from the others."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.outcomes["life-0"] = "unreachable"
+    views = len(script.views)
+    pass_time(script, 3.0, speak=[11], accuse=[(11, 0)])
+    assert (len(script.views), script.done) == (views, [])
+
+
+def test_who_catches_up_is_no_witness_against_one_that_contributes() -> None:
+    script = Script(3)
+    script.lose(2)
+    script.install(0, 1)
+    script.rejoin(2, [0, 1])
+    script.outcomes["life-1"] = "unreachable"
+    views = len(script.views)
+    pass_time(script, 3.0, speak=[0, 12], accuse=[(12, 1)])
+    assert len(script.views) == views
+    pass_time(script, 0.1, speak=[0, 12], accuse=[(0, 1)])
+    assert script.newest == ((0, 2), {0})
+
+
+def test_the_last_holder_of_the_state_is_no_stall_for_who_catches_up() -> None:
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.rejoin(1, [0])
+    views = len(script.views)
+    for _ in range(60):
+        script.now += 1.0
+        script.do(script.coordinator.receive(0, m.Heartbeat(3), script.now))
+        script.do(script.coordinator.receive(11, m.Stalled(0, views, 7, (0,), True), script.now))
+        script.do(script.coordinator.tick(script.now))
+    assert (len(script.views), script.done) == (views, [])
+
+
+def test_a_store_that_is_older_than_the_job_is_of_no_use() -> None:
+    """What it would decide has the number of a view that there was."""
+    script = Script(3)
+    unfit: list[str] = []
+    for known in (False, True):
+        join = m.Join(1, "life-1" if known else "life-31", (Address("h", 1, "b", 0, 3, "n"),), 8, 4, CHAIN)
+        script.sent.clear()
+        unfit += [x.reason for x in script.coordinator.receive(31, join, script.now) if isinstance(x, Unfit)]
+        assert script.sent[31] == []  # it trains on
+        assert len(unfit) == known  # one that is not known may be of another job
+    assert "the store is older than the job: it ends with epoch 1" in unfit[0]
+    script.lose(0)
+    pass_time(script, 3.0, speak=[2])
+    assert len(script.views) == 1
+
+
+def grown(change: str) -> Script:
+    """Replica 0 was lost and came back; `change` is the last view, which its members have not said to run in yet."""
+    script = Script(3)
+    script.lose(0)
+    script.install(1, 2)
+    script.join_ready(10)
+    script.promise(1, 2)
+    if change == "contribute":
+        script.install(1, 2, 10)
+        script.tell(10, m.CaughtUp(5))
+        script.promise(1, 2, 10)
+    assert change in script.views[-1].why
+    return script
+
+
+@pytest.mark.parametrize("change", ["join", "contribute"])
+def test_a_restarted_one_takes_back_no_change_in_which_a_member_runs(change: str) -> None:
+    script = grown(change)
+    before = script.views[-1]
+    script.coordinator = restarted(script.views)
+    address = Address("h", 1, "b", 0, 3, "n")
+    for conn in (2, 10):  # replica 1 has died with the coordinator
+        script.tell(conn, m.Join(conn % 10, f"life-{conn}", (address,), before.epoch, 4, CHAIN))
+    script.tell(2, m.Suspect(1, "life-1", "its process ended", True))
+    assert script.views[-1] == before, "who else may come, and know more than the store, has a heartbeat timeout to"
+    script.wait(2, 10)
+    assert script.newest == ((0, 2), before.contributing - {1})
+    if change == "contribute":
+        script.tell(10, m.Suspect(2, "life-2", "its process ended", True))
+        assert script.newest == ((0,), {0})
+        assert not script.done
+
+
+@pytest.mark.parametrize("change", ["join", "contribute"])
+def test_a_change_in_which_one_member_runs_stands_though_another_dies(change: str) -> None:
+    """Who says that it runs in it has heard from all others that they have stopped for it: they pass it, too."""
+    script = grown(change)
+    before = script.views[-1]
+    script.install(2)
+    script.lose(2)
+    assert script.newest == ((0, 1), before.contributing - {2})
+    assert script.views[-1].step == before.step  # where the joiner begins, if it has not run yet
+
+
+def test_who_was_to_contribute_by_a_change_that_is_given_up_holds_the_state_all_the_same() -> None:
+    """Two losses, one told after the other, before anybody runs in the view."""
+    script = grown("contribute")
+    script.lose(2)
+    assert script.newest == ((0, 1), {1})
+    script.lose(1)
+    assert script.newest == ((0,), {0})
+    assert not script.done
+
+
+def test_a_new_coordinator_hears_who_has_caught_up() -> None:
+    script = grown("join")
+    script.coordinator = restarted(script.views)
+    address, epoch = Address("h", 1, "b", 0, 3, "n"), script.views[-1].epoch
+    for conn in (1, 2):
+        script.tell(conn, m.Join(conn, f"life-{conn}", (address,), epoch, 4, CHAIN))
+    script.tell(10, m.Join(0, "life-10", (address,), epoch, 4, CHAIN, caught_up=True))
+    script.promise(1, 2, 10)
+    assert script.newest == ((0, 1, 2), {0, 1, 2})
+
+
+def test_who_leaves_by_a_change_hears_nothing_of_a_loss_after_it() -> None:
+    """It may come to its boundary later than those who stay, and has left then."""
+    script = Script(4)
+    script.tell(3, m.Leave())
+    script.promise(0, 1, 2, 3)
+    script.install(0)
+    script.lose(2)
+    assert script.newest == ((0, 1), {0, 1})
+    assert script.sent[3][-1].view.replicas == (0, 1, 2)
+    views = len(script.views)
+    script.lose(3)
+    assert len(script.views) == views
 
 
 def test_nobody_is_sent_away_before_that_is_written_down() -> None:
@@ -356,6 +685,7 @@ def test_nobody_is_sent_away_before_that_is_written_down() -> None:
 def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stood_still() -> None:
     """That it gives all of them time again is no sign of life of the stopped one."""
     script = Script(2)
+    script.outcomes["life-0"] = "unreachable"
     for beat in range(2, 30):
         now = float(beat)
         if 7 < beat < 13:  # the coordinator does not run, for more than half of the silence
@@ -363,8 +693,174 @@ def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stoo
         script.do(script.coordinator.receive(1, m.Heartbeat(0), now))
         if beat < 3:
             script.do(script.coordinator.receive(0, m.Heartbeat(0), now))
-        if beat == 7:
+        if beat >= 7:
             script.do(script.coordinator.receive(1, m.Suspect(0, "life-0", "silent for 5.0 s", False), now))
         script.do(script.coordinator.tick(now))
         assert 1 in script.newest[0]
     assert script.newest == ((1,), {1})
+
+
+def test_when_all_epochs_are_used_up_the_job_ends_by_name() -> None:
+    script = Script(3)
+    script.coordinator._epoch = EPOCHS - 2
+    script.do(script.coordinator._decide(script.views[-1].members, None, "the last"))
+    assert script.views[-1].epoch == EPOCHS - 1
+    script.do(script.coordinator._decide(script.views[-1].members, None, "one too many"))
+    assert script.views[-1].epoch == EPOCHS - 1
+    assert "epochs that a job can have are used up" in script.done[0]
+
+
+def test_two_processes_of_one_number_are_told_after_the_second_time() -> None:
+    """Each launcher starts its own again when the other's has taken its place, for ever."""
+    script = Script(3)
+    told: list[str] = []
+    do = script.do
+
+    def listen(actions: list[Action]) -> None:
+        told.extend(action.fields["reason"] for action in actions if isinstance(action, Log) and action.kind == "twins")
+        do(actions)
+
+    script.do = listen  # type: ignore[method-assign]
+    script.join(12)
+    assert not told, "a restart, of which the end was not seen"
+    script.join(22)
+    assert len(told) == 1
+    assert "two processes have FTCOMM_REPLICA=2. Give each replica a number of its own" in told[0]
+    script.lose(22)
+    script.join(32)
+    assert len(told) == 1, "that one had gone"
+
+
+def test_what_is_asked_of_one_whose_connection_is_lost_with_it_is_asked_again() -> None:
+    """Nobody else could withdraw it, so no replica would ever come in again, and none leave."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.join_ready(11)
+    asked = sum(isinstance(message, m.Prepare) for message in script.sent[0])
+    script.do(script.coordinator.disconnected(0, script.now))
+    rejoin_all(script, [20], script.views[-1].epoch)
+    said = [message for message in script.sent[20] if isinstance(message, m.Prepare | m.Cancel)]
+    assert (asked, [type(message) for message in said]) == (1, [m.Cancel, m.Prepare])
+    script.promise(20)
+    assert script.newest == ((0, 1), {0})
+
+
+def test_an_answer_that_has_come_is_not_asked_for_again() -> None:
+    script = Script(3)
+    script.lose(2)
+    script.install(0, 1)
+    script.join_ready(12)
+    script.promise(0)
+    script.do(script.coordinator.disconnected(0, script.now))
+    rejoin_all(script, [20], script.views[-1].epoch)
+    assert not [message for message in script.sent[20] if isinstance(message, m.Prepare | m.Cancel)]
+    script.promise(1)
+    assert script.newest == ((0, 1, 2), {0, 1})
+
+
+def test_who_is_cut_off_with_the_coordinator_removes_nobody_by_a_stall() -> None:
+    """It catches up, and waits for those that hold the state, who train on and cannot be heard."""
+    script = Script(3)
+    script.lose(2)
+    script.install(0, 1)
+    script.rejoin(2, [0, 1])
+    script.outcomes = dict.fromkeys(("life-0", "life-1"), "unreachable")
+    views = len(script.views)
+    pass_time(script, 3.0, speak=[12])
+    for _ in range(60):
+        script.now += 1.0
+        stall = m.Stalled(0, views, 7, (0, 1), True)
+        script.do(script.coordinator.receive(12, stall, script.now))
+        script.do(script.coordinator.tick(script.now))
+    assert (len(script.views), script.done) == (views, [])
+
+
+def test_another_life_does_not_end_the_job_of_the_last_that_holds_the_state_and_lives() -> None:
+    """Somebody has started a second process of that number. A restart finds the connection of the first one closed."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    views = len(script.views)
+    pass_time(script, 2.0, speak=[0])
+    address = Address("h", 1, "b", 0, 3, "n")
+    join = m.Join(0, "life-10", (address,), 0, -1, CHAIN)
+    for seconds in range(30):  # it holds its interpreter for longer than a heartbeat timeout
+        now = script.now + seconds
+        script.coordinator.acknowledged(0, now)
+        script.do(script.coordinator.receive(10, join, now))
+        script.do(script.coordinator.tick(now))
+    assert (len(script.views), script.done) == (views, [])
+    script.lose(0)
+    assert script.done != []
+
+
+def test_a_port_that_refuses_is_no_end_as_long_as_the_connection_stands() -> None:
+    """A firewall that is made stricter lets what is connected already live. The process holds its interpreter."""
+    script = Script(3)
+    pass_time(script, 1.0, speak=[0, 1, 2])
+    script.outcomes["life-2"] = "refused"
+    for _ in range(round(30 / TIMEOUTS.beat)):
+        script.coordinator.acknowledged(2, script.now)
+        pass_time(script, 0.1, speak=[0, 1])
+    assert len(script.views) == 1
+    script.do(script.coordinator.disconnected(2, script.now))
+    pass_time(script, 0.3, speak=[0, 1])
+    assert script.newest == ((0, 1), {0, 1})
+
+
+def test_a_store_that_is_older_than_all_lives_is_of_no_use_however_late_they_come() -> None:
+    """The ends of those that it knows would be the end of a job that goes on."""
+    script = Script(2)
+    script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+    script.outcomes = dict.fromkeys(("life-0", "life-1"), "unreachable")
+    pass_time(script, 3.0)
+    address = Address("h", 1, "b", 11, 3, "n")
+    join = m.Join(1, "life-11", (address,), 9, 70, CHAIN, heard=9)
+    done = script.coordinator.receive(11, join, script.now)
+    assert ["it ends with epoch 1" in x.reason for x in done if isinstance(x, Unfit)] == [True]
+
+
+def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
+    script = Script(1)
+    script.outcomes = {}
+    for life in range(100):
+        conn = 11 + 10 * life
+        coordinator = script.coordinator
+        address = Address("h", 1, "b", conn, 3, "n")
+        coordinator.receive(conn, m.Join(1, f"life-{conn}", (address,), 0, -1, CHAIN), script.now)
+        coordinator.disconnected(conn, script.now)
+        coordinator.dialled(1, f"life-{conn}", "answered", script.now)
+    assert {replica for replica, _ in coordinator.missed} <= {0}
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_restarted_one_ends_no_job_before_it_has_heard_of_all_whether_they_have_caught_up(comes: bool) -> None:
+    """However long nobody could reach it. The store has one that contributes, who has ended, and two that catch up."""
+    script = Script(3)
+    script.lose(1)
+    script.lose(2)
+    script.install(0)
+    script.rejoin(1, [0])
+    script.rejoin(2, [0, 11])
+    epoch = script.views[-1].epoch
+    script.coordinator = Coordinator(3, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+    script.outcomes = dict.fromkeys(("life-0", "life-11", "life-12"), "unreachable")
+    pass_time(script, 3.0)
+    address = Address("h", 1, "b", 0, 3, "n")
+    script.do(script.coordinator.receive(12, m.Join(2, "life-12", (address,), epoch, 4, CHAIN), script.now))
+    script.do(script.coordinator.receive(12, m.Suspect(0, "life-0", "its process ended", True), script.now))
+    script.do(script.coordinator.receive(20, m.Join(0, "life-20", (address,), 0, -1, CHAIN), script.now))
+    pass_time(script, 1.0, speak=[12])
+    assert (script.views[-1].epoch, script.done) == (epoch, [])
+    join = m.Join(1, "life-11", (address,), epoch, 4, CHAIN, caught_up=True)
+    script.do(script.coordinator.receive(11, join, script.now) if comes else [])
+    if comes:
+        script.do(script.coordinator.tick(script.now))  # what was said before is not lost
+        assert script.newest == ((1, 2), {1})
+    else:
+        script.do(script.coordinator.dialled(0, "life-0", "ended", script.now))
+        assert not script.done
+        script.do(script.coordinator.dialled(1, "life-11", "ended", script.now))
+        script.do(script.coordinator.dialled(0, "life-0", "ended", script.now))
+    assert bool(script.done) is not comes

@@ -25,6 +25,7 @@ from ftcomm.device.copies import (
     rounds,
 )
 from ftcomm.kernels.device.words import ABORTED, MOST_MEMBERS, OK, TIMED_OUT
+from ftcomm.kernels.epochs import COUNTER
 
 CHUNK = 64
 LONG = 30.0
@@ -84,7 +85,7 @@ def gather(ranks: Ranks, sizes: list[int], seed: int) -> None:
 
     def body(me: int) -> int:
         to = [out.ctypes.data for out in outs[me]]
-        return ranks.copies[me].all_gather(inputs[me].ctypes.data, to, sizes, LONG)
+        return ranks.copies[me].allgather(inputs[me].ctypes.data, to, sizes, LONG)
 
     assert ranks.run(body) == [OK] * n
     for mine in outs:
@@ -98,7 +99,7 @@ SIZES = st.lists(st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK +
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(0, 1 << 30))
-def test_all_gather(data: st.DataObject, seed: int) -> None:
+def test_allgather(data: st.DataObject, seed: int) -> None:
     sizes = data.draw(SIZES)
     ranks = Ranks(len(sizes), seed)
     for call in range(3):  # the counters go on, and slots are used again
@@ -179,9 +180,9 @@ def test_a_wait_ends_when_told(alive: int) -> None:
     sizes = [8 * CHUNK] * 3
     memory = [np.zeros((3, 8 * CHUNK), np.uint8) for _ in range(3)]
     for piece in range(alive):
-        ranks.words[2][POSTED + ALL] = 3 << 32 | piece + 1
+        ranks.words[2][POSTED + ALL] = 3 << COUNTER | piece + 1
         for owner in (0, 1):
-            ranks.words[2][TAKEN + 2 * owner] = 3 << 32 | piece + 1
+            ranks.words[2][TAKEN + 2 * owner] = 3 << COUNTER | piece + 1
 
     def body(me: int) -> int:
         if me == 2:
@@ -189,7 +190,7 @@ def test_a_wait_ends_when_told(alive: int) -> None:
             ranks.stopped = True
             return OK
         to = [row.ctypes.data for row in memory[me]]
-        return ranks.copies[me].all_gather(memory[me][me].ctypes.data, to, sizes, LONG)
+        return ranks.copies[me].allgather(memory[me][me].ctypes.data, to, sizes, LONG)
 
     assert ranks.run(body) == [ABORTED, ABORTED, OK]
 
@@ -204,7 +205,7 @@ def test_a_wait_has_a_deadline() -> None:
 @pytest.mark.parametrize("epoch", [2, 4])
 def test_words_of_another_epoch_satisfy_nobody(epoch: int) -> None:
     ranks = Ranks(2)
-    ranks.words[1][:] = epoch << 32 | 100
+    ranks.words[1][:] = epoch << COUNTER | 100
     memory = np.zeros(CHUNK, np.uint8)
     assert ranks.copies[0].receive(1, memory.ctypes.data, CHUNK, 0.02) == TIMED_OUT
     assert ranks.copies[0].send(1, memory.ctypes.data, CHUNK, 0.02) == TIMED_OUT

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,11 +21,29 @@ from ftcomm.errors import InitError, TransportError
 from ftcomm.kernels.device import words as w
 
 pytest.importorskip("cupy")  # an optional dependency; it imports without a driver
+from ftcomm.device import memory
 from ftcomm.device.memory import Export, Shared, staging_place
 
 no_driver = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a driver")
 
 EXPORT = Export(b"n" * 16, 7, 8192, 0, 1 << 27, 0x7F0000000000, 3, bytes(range(16)), bytes(range(64)))
+
+
+def test_nobody_changes_the_size_of_shared_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even through /proc, where others open it for writing: it would end its owner by SIGBUS."""
+    monkeypatch.setattr(memory.runtime, "hostRegister", lambda *what: None)
+    monkeypatch.setattr(memory.runtime, "hostUnregister", lambda *what: None)
+    attributes = types.SimpleNamespace(devicePointer=0)
+    monkeypatch.setattr(memory.runtime, "pointerGetAttributes", lambda address: attributes)
+    shared = Shared.create(8192, b"n" * 16)
+    with open(f"/proc/{os.getpid()}/fd/{shared.fd}", "r+b") as file:
+        for size in (0, 4096, 16384):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file.fileno(), size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    shared.close()
+    shared.stop()
 
 
 @no_driver

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections import Counter
 from typing import Any
 
@@ -12,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ftcomm.errors import ArgumentError, StateError
-from ftcomm.hsdp.data import Batches, Ledger
-from ftcomm.hsdp.loader import Loader
-from ftcomm.hsdp.vote import Outcome, Verdict
+from ftcomm.training.data import Batches, Ledger
+from ftcomm.training.loader import Loader
+from ftcomm.training.vote import Outcome, Verdict
 
 REPLICAS = 5
 
@@ -24,15 +23,11 @@ class Member:
     """Of a group, as far as `Batches` looks at it."""
 
     replica: int
-    rank: int = 0
-    ranks: int = 1
-    fresh: bool = False
+    shard: int = 0
+    shards: int = 1
+    _fresh: bool = False
     contributes: bool = True
     contributing: tuple[int, ...] = tuple(range(REPLICAS))
-
-    @property
-    def settings(self) -> Any:
-        return types.SimpleNamespace(ranks_per_replica=self.ranks)
 
 
 def settled(*counted: int, verdict: Verdict = Verdict.COMMIT) -> Outcome:
@@ -83,7 +78,7 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
             if part == "out" or (part == "behind" and replica in here and members[replica].contributes):
                 here.pop(replica, None)
             if part != "out" and replica not in here:
-                members[replica] = Member(replica, fresh=bool(trained), contributes=False)
+                members[replica] = Member(replica, _fresh=bool(trained), contributes=False)
                 here[replica], snapshots[replica], kept[replica] = batches(members[replica], length, size), state, []
             if part in ("in", "lost") and not members[replica].contributes:
                 here[replica].load_state_dict(snapshots[replica])
@@ -121,11 +116,11 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
 
 
 def test_the_ranks_of_a_replica_share_out_each_epoch() -> None:
-    parts = [batches(Member(0, rank=rank, ranks=2), 10, 5) for rank in range(2)]
+    parts = [batches(Member(0, shard=rank, shards=2), 10, 5) for rank in range(2)]
     first = [part.samples for part in parts]
     assert sorted(first[0] + first[1]) == list(range(10))
     assert [part.samples_of(1) for part in parts] != first, "the second epoch has the order of the first"
-    plain = [batches(Member(0, rank=rank, ranks=2), 10, 5, shuffle=False).samples for rank in range(2)]
+    plain = [batches(Member(0, shard=rank, shards=2), 10, 5, shuffle=False).samples for rank in range(2)]
     assert plain == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
@@ -136,7 +131,7 @@ def test_a_batch_goes_on_in_the_next_epoch() -> None:
 
 
 def test_a_replica_that_joined_must_be_told_what_is_trained() -> None:
-    member = Member(1, fresh=True, contributes=False)
+    member = Member(1, _fresh=True, contributes=False)
     one = batches(member)
     one.settled(settled(0))  # it may take part without knowing
     member.contributes = True

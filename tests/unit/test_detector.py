@@ -41,3 +41,59 @@ def test_forgotten_peers_are_not_suspected() -> None:
     assert detector.silent(1.0) == {}
     assert detector.silent(3.0) == {}
     assert detector.silent(5.5) == {}
+
+
+def test_who_acknowledges_and_does_not_speak_is_mute_and_not_silent() -> None:
+    detector: Detector[str] = Detector(5.0)
+    for peer in ("held", "gone", "well"):
+        detector.heard(peer, 0.0)
+    for second in range(1, 61):
+        detector.heard("well", second)
+        detector.acknowledged("held", second)
+        detector.acknowledged("well", second)
+        silent = detector.silent(second)
+        assert silent == ({"gone": second} if second > 5 else {})
+        assert detector.mute(second) == ({"held": second} if second > 5 else {})
+    assert not detector.within("held", 2.0, 60.0), "an acknowledgement is no word of the process"
+    detector.heard("held", 60.5)
+    assert detector.mute(60.5) == {}
+
+
+def test_who_acknowledges_no_more_is_silent_a_timeout_later() -> None:
+    detector: Detector[str] = Detector(5.0)
+    detector.heard("a", 0.0)
+    for second in range(1, 31):
+        detector.acknowledged("a", min(second, 20))
+        assert detector.silent(second) == ({"a": second - 20} if second > 25 else {})
+    assert detector.mute(30.0) == {}
+
+
+def test_an_acknowledgement_that_is_told_late_counts_from_when_it_was() -> None:
+    detector: Detector[str] = Detector(5.0)
+    detector.heard("a", 0.0)
+    detector.acknowledged("a", 4.0)
+    detector.acknowledged("a", 3.0)
+    for second in range(1, 9):
+        assert detector.silent(second) == {}
+    assert detector.silent(9.5) == {"a": 5.5}
+
+
+def test_an_acknowledgement_of_who_was_forgotten_makes_no_peer() -> None:
+    detector: Detector[str] = Detector(5.0)
+    detector.heard("a", 0.0)
+    detector.forget("a")
+    detector.acknowledged("a", 1.0)
+    assert detector.silent(2.0) == detector.silent(4.0) == detector.silent(6.5) == {}
+
+
+def test_an_observer_that_did_not_run_calls_nobody_mute() -> None:
+    detector: Detector[str] = Detector(5.0)
+    detector.heard("a", 0.0)
+    detector.silent(0.5)
+    detector.silent(60.0)
+    detector.acknowledged("a", 60.0)
+    assert detector.mute(60.0) == {}
+    detector.silent(62.0)
+    detector.silent(64.0)
+    detector.acknowledged("a", 65.5)
+    assert detector.mute(65.5) == {"a": 65.5}

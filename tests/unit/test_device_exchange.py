@@ -20,6 +20,7 @@ from ftcomm.device.layout import INTERPRETED
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.device import INTERPRETED as INTERPRETING
 from ftcomm.kernels.device import allreduce, words
+from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.segment import Segment
 
 if not INTERPRETING:
@@ -132,7 +133,7 @@ def member() -> Iterator[Member]:
 def test_words_are_raised_before_the_table_and_the_table_is_written_before_programs_may_run(member: Member) -> None:
     for epoch in (3, 7):
         member.resume(epoch, member.freeze())
-        assert set(member.device.entered) == {epoch << 32}
+        assert set(member.device.entered) == {epoch << COUNTER}
         assert member.device.open == 0
         assert member.device.ctl[words.OPEN] == epoch
         assert member.submit().wait(30)

@@ -14,6 +14,7 @@ from ftcomm.device.device import Reached
 from ftcomm.device.launch import account, lane_word, missing, task_words, view_words
 from ftcomm.device.layout import INTERPRETED
 from ftcomm.kernels.device import words
+from ftcomm.kernels.epochs import COUNTER
 
 LAYOUT = dataclasses.replace(INTERPRETED, chunk=64, lanes=3)
 VIEW = GroupView(7, 1, (0, 1, 4), frozenset((0, 4)))
@@ -24,7 +25,7 @@ def lanes(epoch: int, *counters: tuple[int, int, int]) -> memoryview:
     memory = np.zeros(words.LANES_AT + LAYOUT.lanes * words.LINE, np.uint64)
     for lane, values in enumerate(counters):
         for word, value in zip((words.POSTED, words.REDUCED, words.TAKEN), values, strict=True):
-            memory[lane_word(lane, word)] = epoch << 32 | value
+            memory[lane_word(lane, word)] = epoch << COUNTER | value
     return memoryview(memory)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import re
 import sys
+import threading
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
-from ftcomm.doctor import cli, rdma, transports
+from ftcomm.doctor import cli, network, rdma, transports
 from ftcomm.doctor.check import Finding
-from ftcomm.errors import TransportError
-from ftcomm.transport import nixl_library
+from ftcomm.errors import SettingsError, TransportError
+from ftcomm.transport.nixl import library as nixl_library
 
 FINDINGS = [Finding("a", "ok", "fine"), Finding("b", "note", "slow", "buy"), Finding("c", "wrong", "broken", "mend it")]
 
@@ -83,7 +86,47 @@ def test_without_nixl(monkeypatch: pytest.MonkeyPatch, broken: str, wanted: bool
 )
 def test_which_transport(monkeypatch: pytest.MonkeyPatch, mode: str, verdict: str, said: str) -> None:
     monkeypatch.setenv("FTCOMM_TRANSPORT", mode)
-    monkeypatch.setattr(transports.nixl, "pays", lambda: True)
+    monkeypatch.setattr(transports.nixl, "rdma_available", lambda: True)
     [found] = transports.chosen()
     assert found.verdict == verdict
     assert said in found.said
+
+
+ADDRESSES = [
+    ({"lo": "127.0.0.1", "eth0": "10.0.0.7"}, {}, "10.0.0.7"),
+    ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "192.0.2.1"}, {"FTCOMM_HOST": "192.0.2.1"}, "192.0.2.1"),
+    ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "192.0.2.1"}, {}, None),
+    ({"lo": "127.0.0.1"}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("interfaces", "env", "host"), ADDRESSES)
+def test_who_serves_listens_at_one_address(
+    monkeypatch: pytest.MonkeyPatch, interfaces: dict[str, str], env: dict[str, str], host: str | None
+) -> None:
+    monkeypatch.setattr(network, "interfaces", lambda: interfaces)
+    for name in ("FTCOMM_COORDINATOR", "FTCOMM_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if host is not None:
+        assert network.where() == host
+        return
+    with pytest.raises(SettingsError, match=r"FTCOMM_HOST is not set.*set it to the address"):
+        network.where()
+
+
+def test_who_serves_without_a_token_makes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else may send it anything, not even who knows this program."""
+    monkeypatch.delenv("FTCOMM_TOKEN", raising=False)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=network.serve, args=("127.0.0.1", 0, said.put), daemon=True).start()
+    found = re.search(r"on another host, FTCOMM_TOKEN=(\w{32}) ftcomm doctor --peer (\S+)$", said.get(timeout=60))
+    assert found is not None
+    token, where = found.groups()
+    [without] = network.peer(where)
+    assert (without.verdict, without.said) == ("wrong", "FTCOMM_TOKEN is not set")
+    for tried, verdict in (("ftcomm doctor", "wrong"), (token, "ok")):
+        monkeypatch.setenv("FTCOMM_TOKEN", tried)
+        [reached] = network.peer(where)
+        assert reached.verdict == verdict, reached.said

@@ -17,6 +17,7 @@ from ftcomm.control.store import StoreError
 pytestmark = pytest.mark.protocol
 
 SECRET = "hush"
+ACCOUNT = {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET}
 
 
 def test_an_address_is_taken_apart() -> None:
@@ -37,6 +38,8 @@ def test_an_address_is_taken_apart() -> None:
         ("etcd://a:1/job", {"FTCOMM_ETCD_CACERT": "/no/such"}, "FTCOMM_ETCD_CACERT=/no/such: there is no such file"),
         ("etcd://a:1/job", {"FTCOMM_ETCD_CERT": __file__}, "FTCOMM_ETCD_CERT and FTCOMM_ETCD_KEY: set both"),
         ("etcd://a:1/job", {"FTCOMM_ETCD_CERT": __file__, "FTCOMM_ETCD_KEY": __file__}, "FTCOMM_ETCD_CACERT"),
+        ("etcd://a:1/job", ACCOUNT, "would go to a for everybody on the way to read; set FTCOMM_ETCD_CACERT"),
+        ("etcd://127.0.0.1:1,10.0.0.5:1/job", ACCOUNT, "would go to 10.0.0.5"),
     ],
 )
 def test_what_cannot_work_is_said(url: str, env: dict[str, str], said: str) -> None:
@@ -47,7 +50,7 @@ def test_what_cannot_work_is_said(url: str, env: dict[str, str], said: str) -> N
 
 
 def test_a_password_is_in_no_text() -> None:
-    place = Place.parse("etcd://a:1/job", {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET})
+    place = Place.parse("etcd://[::1]:1/job", {"FTCOMM_ETCD_USER": "me", "FTCOMM_ETCD_PASSWORD": SECRET})
     assert SECRET not in f"{place} {place!r}"
 
 
@@ -117,6 +120,25 @@ def test_who_answers_is_asked_and_every_other_one_is_named(port: int, monkeypatc
             Etcd(Place.parse(f"etcd://{others}/job", {}), 0.2).grant(5)
         assert f"127.0.0.1:{gone}: Connection refused; " in str(error.value)
         assert str(error.value).endswith("no answer within its time")
+
+
+@pytest.mark.parametrize("env", [{}, ACCOUNT | {"FTCOMM_ETCD_CACERT": __file__}])
+def test_a_password_goes_by_tls_or_within_the_host(env: dict[str, str]) -> None:
+    for host in ("a", "localhost", "127.0.0.1", "[::1]") if env else ("a",):
+        Place.parse(f"etcd://{host}:1/job", env)
+    for host in ("localhost", "127.0.0.1", "[::1]"):
+        Place.parse(f"etcd://{host}:1/job", ACCOUNT)
+
+
+def test_no_proxy_of_the_web_hears_of_the_job(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # does not listen, and nobody else gets the port
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{closed.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Answers, "body", b'{"ID": "7", "TTL": "5"}')
+        assert Etcd(Place.parse(f"etcd://127.0.0.1:{port}/job", {}), 30).grant(5) == (7, 5)
 
 
 def test_tls_and_none_are_told_from_each_other(port: int) -> None:

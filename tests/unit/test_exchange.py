@@ -20,25 +20,28 @@ import numpy as np
 import pytest
 import torch
 
-import ftcomm.collective.stall
+import ftcomm.collective.watchdog
 import ftcomm.engine
-from ftcomm.bench.tune_rank import ONE, RING, TWO, WAYS
-from ftcomm.collective import spare
+from ftcomm.bench.tune import ONE, RING, TWO, WAYS
+from ftcomm.collective import buffer_pool
+from ftcomm.collective.compression import COMPRESSIONS, unsupported_compression
 from ftcomm.collective.driver import Driver
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
-from ftcomm.collective.stall import Stall
-from ftcomm.collective.wire import WIRES, unsupported_wire
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control import views
 from ftcomm.control.engine import Unreachable
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer, operand
-from ftcomm.transport.segment import POSTED, Peer
-from ftcomm.transport.tcp import TcpPeer
+from ftcomm.transport.base import Peer
+from ftcomm.transport.segment import POSTED
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.coded import coded
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig, deadlines, socket_pair
 
@@ -73,7 +76,7 @@ def check(op: Operation, seed: int) -> None:
     covered = 0
     for start, stop, who in op.spans():
         inputs = [given(seed, m, op.number, op.count, op.dtype)[start:stop] for m in who]
-        want = (coded if op.wire == "fp8" else expected)(inputs, op.dtype, op.op)
+        want = (coded if op.compression == "fp8" else expected)(inputs, op.dtype, op.op)
         assert op.array[start:stop].tobytes() == want.tobytes()
         assert start == covered
         covered = stop
@@ -99,9 +102,9 @@ def script(
     ops = out[replica] = []
     for number, (count, dtype, redop) in enumerate(todo):
         array = given(seed, replica, number, count, dtype)
-        wire = WIRES[number % len(WIRES)]
-        wire = "input" if unsupported_wire(dtype, redop, wire) else wire
-        op = Operation(array, dtype, redop, atomic=number % 2 == 1, wire=wire)
+        wire = COMPRESSIONS[number % len(COMPRESSIONS)]
+        wire = "input" if unsupported_compression(dtype, redop, wire) else wire
+        op = Operation(array, dtype, redop, atomic=number % 2 == 1, compression=wire)
         ops.append(op)
         (exchange.submit if chance.random() < 0.5 else exchange.run)(op)
     exchange.drain(DEADLINE)
@@ -146,7 +149,9 @@ def test_switch_points_can_be_changed_between_two_ops(how: str) -> None:
                 op = Operation(given(0, member.replica, 0, 1000, "float32"), "float32", "sum")
                 member.exchange.run(op)
                 assert op.error is None
-            ways.append((op.two_shot, op.routed))
+            algorithms = member.exchange._stream.pipeline.algorithms
+            chosen = algorithms.of(op)
+            ways.append((chosen is algorithms.two_shot, chosen is algorithms.route))
 
     with Rig(range(3), how) as rig:
         rig.view(range(3))
@@ -208,6 +213,7 @@ def test_the_input_of_a_member_that_catches_up_does_not_count(count: int, contri
             assert {who for _, _, who in op.spans()} <= {tuple(sorted(contributing))}
 
 
+@pytest.mark.protocol
 @pytest.mark.parametrize("how", [*HOWS, "loopback"])
 @pytest.mark.parametrize("seed", range(8))
 def test_view_changes_at_random_moments(seed: int, how: str) -> None:
@@ -304,7 +310,9 @@ def test_what_is_coded_has_the_same_bits_by_every_way(op: str, count: int, dtype
     for how in HOWS:
         with Rig(range(3), how, verify=how in ("shm", "tcp")) as rig:
             rig.view(range(3), (0, 2))
-            ops = {m: Operation(inputs[m].copy(), dtype, op, wire="fp8", atomic=how == "tcp") for m in rig.members}
+            ops = {
+                m: Operation(inputs[m].copy(), dtype, op, compression="fp8", atomic=how == "tcp") for m in rig.members
+            }
             for caller in [Caller.start(rig.members[m].exchange.run, made) for m, made in ops.items()]:
                 caller.join()
             for made in ops.values():
@@ -320,11 +328,12 @@ def test_halves_go_around_and_are_rounded_once(how: str, dtype: str) -> None:
     inputs = {m: given(1, m, 0, 300_001, dtype) for m in range(3)}
     with Rig(range(3), how) as rig:
         rig.view(range(3))
-        ops = {m: Operation(inputs[m].copy(), dtype, "avg", wire="fp32") for m in rig.members}
+        ops = {m: Operation(inputs[m].copy(), dtype, "avg", compression="fp32") for m in rig.members}
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
             caller.join()
         for op in ops.values():
-            assert op.routed
+            algorithms = rig.members[0].exchange._stream.pipeline.algorithms
+            assert algorithms.of(op) is algorithms.route
             assert op.array.tobytes() == expected(list(inputs.values()), dtype, "avg").tobytes()
 
 
@@ -339,14 +348,14 @@ def coded_input(replica: int, count: int, dtype: str) -> np.ndarray:
     return torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.int16).numpy().view(DTYPES[dtype].carrier)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", COMPRESSIONS)
 def test_neither_modes_nor_defaults_of_pytorch_change_a_result(wire: str) -> None:
     """Of the thread that makes the first op of a kind, whose views and scratch memory stay for later ones."""
     inputs = {m: coded_input(m, 3000, "bfloat16") for m in range(3)}
     want = coded(list(inputs.values()), "bfloat16", "sum") if wire == "fp8" else None
 
     def call(member: int) -> list[Operation]:
-        ops = [Operation(inputs[member].copy(), "bfloat16", "sum", wire=wire) for _ in range(2)]
+        ops = [Operation(inputs[member].copy(), "bfloat16", "sum", compression=wire) for _ in range(2)]
         with torch.inference_mode(), torch.device("meta"):
             rig.members[member].exchange.run(ops[0])
         rig.members[member].exchange.run(ops[1])
@@ -373,7 +382,7 @@ def test_a_group_of_one_has_the_same_bits_as_if_it_had_lost_the_others() -> None
     x = coded_input(0, 3000, "float32")
     with Rig(range(1)) as rig:
         rig.view((0,))
-        op = Operation(x.copy(), "float32", "avg", wire="fp8")
+        op = Operation(x.copy(), "float32", "avg", compression="fp8")
         rig.members[0].exchange.run(op)
     assert op.array.tobytes() == coded([x], "float32", "avg").tobytes()
 
@@ -381,31 +390,36 @@ def test_a_group_of_one_has_the_same_bits_as_if_it_had_lost_the_others() -> None
 @pytest.mark.parametrize(
     ("dtype", "op", "wire", "said"),
     [
-        ("float64", "sum", "fp32", "wire='fp32' of float64: it is for floats of 32 bits and less"),
-        ("int32", "sum", "fp32", "wire='fp32' of int32"),
-        ("float64", "sum", "fp8", "wire='fp8' of float64: it is for float32, float16, bfloat16; leave wire away"),
-        ("int8", "sum", "fp8", "wire='fp8' of int8"),
-        ("float32", "max", "fp8", "wire='fp8' with op='max': it is for sum and avg; leave wire away"),
-        ("float32", "sum", "bf16", "wire='bf16' is not known; use one of input, fp32, fp8"),
+        ("float64", "sum", "fp32", "compression='fp32' of float64: it is for floats of 32 bits and less"),
+        ("int32", "sum", "fp32", "compression='fp32' of int32"),
+        (
+            "float64",
+            "sum",
+            "fp8",
+            "compression='fp8' of float64: it is for float32, float16, bfloat16; leave compression out",
+        ),
+        ("int8", "sum", "fp8", "compression='fp8' of int8"),
+        ("float32", "max", "fp8", "compression='fp8' with op='max': it is for sum and avg; leave compression out"),
+        ("float32", "sum", "bf16", "compression='bf16' is not known; use one of input, fp32, fp8"),
     ],
 )
 def test_what_cannot_cross_in_a_form_is_refused(dtype: str, op: str, wire: str, said: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(said)):
-        Operation(np.ones(4, dtype), dtype, op, wire=wire)
+        Operation(np.ones(4, dtype), dtype, op, compression=wire)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_that_only_some_call_it_with_another_wire_is_an_error_that_says_so(how: str) -> None:
     with Rig(range(2), how) as rig:
         rig.view(range(2))
-        ops = [Operation(np.ones(300_000, np.float16), "float16", "sum", wire=wire) for wire in ("input", "fp8")]
+        ops = [Operation(np.ones(300_000, np.float16), "float16", "sum", compression=wire) for wire in ("input", "fp8")]
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
             caller.join()
         ring = ", FTCOMM_ALGORITHM=ring" if "ring" in how else ""
         for op in ops:
             assert isinstance(op.error, MismatchError)
             assert f"replica 0: op 0, allreduce(op='sum'{ring}) of 300000 x float16" in str(op.error)
-            assert f"replica 1: op 0, allreduce(op='sum', wire='fp8'{ring}) of 300000 x float16" in str(op.error)
+            assert f"replica 1: op 0, allreduce(op='sum', compression='fp8'{ring}) of 300000 x float16" in str(op.error)
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
@@ -422,18 +436,18 @@ def test_that_only_some_call_it_atomic_is_an_error_that_says_so(count: int) -> N
 
 
 def test_an_atomic_op_gives_its_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_idle", [])
+    monkeypatch.setattr(buffer_pool, "_idle", [])
     with Rig(range(1)) as rig:
         rig.view((0,))
         for _ in range(3):
             rig.members[0].exchange.run(Operation(np.ones(300_000), "float64", "sum", atomic=True))
-            assert [len(buffer) for buffer in spare._idle] == [2_400_000]
+            assert [len(buffer) for buffer in buffer_pool._idle] == [2_400_000]
         rig.members[0].exchange.run(Operation(np.ones(500_000), "float64", "sum", atomic=True))
-        assert [len(buffer) for buffer in spare._idle] == [4_000_000]
+        assert [len(buffer) for buffer in buffer_pool._idle] == [4_000_000]
         rig.members[0].exchange.run(Operation(np.ones(5_000_000), "float64", "sum", atomic=True))
-        assert not spare._idle  # more than what may lie idle
+        assert not buffer_pool._idle  # more than what may lie idle
         rig.members[0].exchange.run(Operation(np.ones(65_536), "float64", "sum", atomic=True))
-        assert not spare._idle  # one chunk: there was none
+        assert not buffer_pool._idle  # one chunk: there was none
 
 
 @pytest.mark.parametrize("way", ["ring", "auto"])
@@ -509,7 +523,7 @@ def test_who_finds_no_free_slot_waits_for_those_who_read_it_and_says_so(monkeypa
     """Between hosts: one has reduced for all, and takes nothing."""
     with Rig(range(3), "tcp") as rig:
         rig.view(range(3))
-        monkeypatch.setattr(rig.members[2].exchange._stream, "_may_take", lambda: False)
+        monkeypatch.setattr(rig.members[2].exchange._stream.pipeline, "to_take", lambda: None)
         for member in rig.members.values():
             member.exchange.submit(Operation(np.ones(3_000_000), "float64", "sum"))
         end = time.monotonic() + DEADLINE
@@ -626,7 +640,7 @@ def hear(member: Member, op_timeout: float = DEADLINE, **callbacks: Any) -> list
 
 
 def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ftcomm.collective.stall, "REPORT", 0.05)
+    monkeypatch.setattr(ftcomm.collective.watchdog, "REPORT", 0.05)
     with Rig(range(2), op_timeout=0.5) as rig:
         ticks = itertools.count()  # hundredths of a second, one a look, however long it takes
         rig.members[0].exchange._watch._clock = lambda: next(ticks) / 100
@@ -817,23 +831,23 @@ def test_a_second_connection_replaces_the_first() -> None:
         writer = rig.members[0]
         unwelcome, far = socket_pair()
         life = rig.members[1].segment.nonce
-        writer.exchange.attach(far, 1, 1, life)
+        writer.exchange.admit(TcpMirrorWriter(far, 1, 1, life))
         rig.view(range(2))  # attaches again, for the same epoch
         assert far.fileno() == -1
         ops = [ones(), ones()]
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in enumerate(ops)]:
             caller.join()
         near, far = socket_pair()
-        writer.exchange.attach(far, 1, 1, life)
-        again = TcpPeer(1, 1, near, lambda *args: None)
+        writer.exchange.admit(TcpMirrorWriter(far, 1, 1, life))
+        again = TcpMirror(1, 1, near, lambda *args: None)
         again.drive(False)
         (peer,) = rig.members[1].exchange._peers.values()
         peer.close()  # the reader gives the connection up
         writer.exchange.submit(ones())
         deadline = time.monotonic() + DEADLINE
-        while again.words[POSTED] != 1 << 32 | 2 and time.monotonic() < deadline:
+        while again.words[POSTED] != 1 << COUNTER | 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert again.words[POSTED] == 1 << 32 | 2
+        assert again.words[POSTED] == 1 << COUNTER | 2
         assert not writer.lost
         again.close()
         unwelcome.close()
@@ -849,9 +863,9 @@ def test_a_connection_that_breaks_while_it_gets_what_it_missed_is_lost_once() ->
         near, far = socket_pair()
         far.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + DEADLINE
-        while writer.segment.words[POSTED] != 1 << 32 | 2 and time.monotonic() < deadline:
+        while writer.segment.words[POSTED] != 1 << COUNTER | 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        writer.exchange.attach(far, 1, 1, rig.members[1].segment.nonce)
+        writer.exchange.admit(TcpMirrorWriter(far, 1, 1, rig.members[1].segment.nonce))
         while not writer.lost and time.monotonic() < deadline:
             writer.exchange.nudge()
             time.sleep(0.001)
@@ -902,7 +916,8 @@ class Way:
         if epoch == self.slow:
             self.dialling.set()
             assert self.answered.wait(DEADLINE)
-        peer = Peer(replica, "tcp")
+        peer = Peer(replica)
+        peer.transport = "tcp"
         peer.close = lambda: self.closed.append(peer)  # type: ignore[method-assign]
         peer.serves = lambda epoch: peer not in self.closed  # type: ignore[method-assign]
         self.made.append(peer)
@@ -1018,7 +1033,7 @@ def test_the_ring_follows_the_racks_that_addresses_tell() -> None:
     nothing: Any = lambda *args: None  # noqa: E731
     how: dict[str, Any] = dict(mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing, algorithm="ring")
     subject = ftcomm.engine.Engine(0, Hears(), ranks[0][0], **how)  # type: ignore[arg-type]
-    subject._reached[1] = {m: Peer(m, "tcp") for m in range(1, 4)}
+    subject._reached[1] = {m: Peer(m) for m in range(1, 4)}
     subject.resume(view, {})
     assert given[0].ring == (1, 3, 0, 2)
 

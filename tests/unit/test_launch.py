@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from ftcomm.errors import FtcommError
 from ftcomm.launch.coordinator import CoordinatorOptions
+from ftcomm.launch.event_text import describe, replicas
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
 from ftcomm.launch.policy import (
@@ -28,9 +30,8 @@ from ftcomm.launch.policy import (
     how_it_ended,
     signal_name,
 )
-from ftcomm.launch.replica import Listener, Replica, rank_environment
+from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.run import Launcher
-from ftcomm.launch.words import describe, replicas
 
 RUNNING, WAITING, FINISHED, FAILED = State.RUNNING, State.WAITING, State.FINISHED, State.FAILED
 
@@ -265,6 +266,13 @@ def test_words_for_events() -> None:
     assert describe({"kind": "suspect", "replica": 1, "reason": "it died", "by": 0}) == (
         "replica 1 is suspected by 0: it died"
     )
+    assert describe({"kind": "removed", "replica": 1, "reason": "silent"}) == (
+        "replica 1 was removed, and its process may live: it ends when it hears of that"
+    )
+    alone = "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
+    assert describe({"kind": "cut_off", "reason": alone}) == alone
+    holds = "nobody else holds the state of the training, and it is not proved that its process has ended (1: silent)"
+    assert describe({"kind": "spared", "replica": 1, "reason": holds}) == f"replica 1 is not given up: {holds}"
     assert replicas([2]) == "replica 2"
     assert replicas([2, 0]) == "replicas 0, 2"
     json.dumps(view)
@@ -313,7 +321,7 @@ def test_replicas_of_one_host_have_kernels_that_run_whole_ops(
     if engine is not None:
         monkeypatch.setenv("FTCOMM_ENGINE", engine)
     options = RunOptions(replicas=2, script="train.py", **changes)
-    assert rank_environment(options, "127.0.0.1:1", "token")["FTCOMM_TRANSPORT"] == transport
+    assert rank_environment(options, "127.0.0.1:1", "token", "job")["FTCOMM_TRANSPORT"] == transport
 
 
 @pytest.mark.parametrize(("state", "contributed"), [(WAITING, True), (RUNNING, False)])
@@ -322,12 +330,37 @@ def test_a_view_that_still_has_the_dead_lets_nobody_restart_the_last_that_holds_
 ) -> None:
     """While the coordinator is away, say: the other one waits for its start, or has been started and holds nothing."""
     options = RunOptions(2, "train.py")
-    listener = Listener(*[lambda *told: None] * 5)
+    listener = ReplicaListener(*[lambda *told: None] * 5)
     launcher = Launcher(options)
-    launcher._replicas = [Replica(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    launcher._replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
     for replica in launcher._replicas:
         replica.state, replica.contributed = RUNNING, True
     launcher._replicas[0].state, launcher._replicas[0].contributed = state, contributed
     launcher.view = {"epoch": 1, "members": [{"replica": number, "contributing": True} for number in range(2)]}
     with pytest.raises(FtcommError, match="no other replica contributes now"):
         launcher.restart_replica(1)
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_a_removed_replica_whose_process_has_joined_anew_is_not_ended(
+    comes_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its script has caught the error, shut the group down and made another one."""
+    options = RunOptions(2, "train.py")
+    listener = ReplicaListener(*[lambda *told: None] * 5)
+    launcher = Launcher(options)
+    launcher._replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    replica = launcher._replicas[1]
+    replica.state, replica.joined, launcher._has_views = RUNNING, True, True
+    signals: list[int] = []
+    monkeypatch.setattr(replica, "signal", signals.append)
+    loop = launcher._loop = asyncio.new_event_loop()
+    try:
+        launcher._of_replica(replica, "removed", "op 7 waits for it")
+        if comes_again:
+            launcher._of_replica(replica, "joined", "")
+        launcher._end_removed(replica, replica.starts)
+    finally:
+        loop.close()
+    assert signals == ([] if comes_again else [signal.SIGTERM])
+    assert bool(replica.removed) is not comes_again

@@ -15,24 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftcomm.bench.baseline import Block, Task
 from ftcomm.bench.nixl import LIBRARIES, Request, rows
-from ftcomm.bench.yardstick import Block, Task
 from ftcomm.doctor import rdma
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import SettingsError
-from ftcomm.transport import nixl_frames as frames
-from ftcomm.transport import nixl_hello as hello
-from ftcomm.transport import nixl_library
-from ftcomm.transport.nixl import rails, rdma_devices
-from ftcomm.transport.nixl_frames import Frame, InOrder, pack, unpack
-from ftcomm.transport.nixl_library import Library, NixlMissing, Ways, link_rate
-from ftcomm.transport.nixl_memory import Mirrors, Region, Registrations, source_of
-from ftcomm.transport.nixl_window import ALIGN, LEAST, Window, cut, spread
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.transport.nixl import frames as frames
+from ftcomm.transport.nixl import handshake as hello
+from ftcomm.transport.nixl import library as nixl_library
+from ftcomm.transport.nixl.context import rails
+from ftcomm.transport.nixl.frames import Frame, InOrder, pack, unpack
+from ftcomm.transport.nixl.library import Library, NixlMissing, UcxPaths, link_rate
+from ftcomm.transport.nixl.memory import MirrorMemories, Region, Registrations, source_of
+from ftcomm.transport.nixl.network import rdma_devices
+from ftcomm.transport.nixl.window import ALIGN, LEAST, Window, cut, spread
 from ftcomm.transport.segment import CHUNK, POSTED, TAKEN
 from tests.fixed_rig import together
 
 EPOCH = 3
-BEGUN = EPOCH << 32
+BEGUN = EPOCH << COUNTER
 
 
 def frame(number: int = 0, **other: Any) -> Frame:
@@ -69,8 +71,8 @@ def test_what_is_no_frame(message: bytes) -> None:
 WRONG = {
     "word": dict(word=1),
     "greeting": dict(word=frames.GREETING),
-    "other epoch": dict(value=(EPOCH + 1) << 32 | 1),
-    "old epoch": dict(value=(EPOCH - 1) << 32 | 1),
+    "other epoch": dict(value=(EPOCH + 1) << COUNTER | 1),
+    "old epoch": dict(value=(EPOCH - 1) << COUNTER | 1),
     "no increase": dict(value=BEGUN),
     "payload of nothing": dict(word=TAKEN),
 }
@@ -232,7 +234,7 @@ def test_an_array_of_a_caller_is_registered_as_long_as_it_lives(card: Card) -> N
         return cache.lease(source.owner, source.base, source.extent)
 
     whole = region_of(array)
-    assert list(card.registered.values()) == [(at, array.nbytes, "DRAM", 0)]
+    assert list(card.registered.values()) == [(at, array.nbytes, "DRAM", 1)]
     assert region_of(array) is whole
     row = region_of(array[2])
     assert (row.address, row.nbytes) == (array[2].ctypes.data, array[2].nbytes), "not more than is reduced"
@@ -272,7 +274,7 @@ def test_memory_of_a_gpu_is_registered_as_such(card: Card) -> None:
 
 
 def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
-    mirrors = Mirrors(8192, card.register, card.deregister)
+    mirrors = MirrorMemories(8192, card.register, card.deregister)
     taken = set()
     for life in range(50):
         mirror = mirrors.use(f"life {life}")
@@ -289,7 +291,7 @@ def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
 
 
 def test_a_mirror_in_doubt_is_not_used_again(card: Card) -> None:
-    mirrors = Mirrors(8192, card.register, card.deregister)
+    mirrors = MirrorMemories(8192, card.register, card.deregister)
     doubtful = mirrors.use("a")
     mirrors.renew("a", doubtful)
     fresh = mirrors.use("a")
@@ -341,7 +343,7 @@ SAID = """\
 
 def said(**filled: str) -> list[str]:
     text = SAID.replace("intra-node", "{where}")
-    ways = Ways()
+    ways = UcxPaths()
     return [str(way) for line in text.format(**filled).splitlines() if (way := ways.read(line))]
 
 

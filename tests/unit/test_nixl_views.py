@@ -10,13 +10,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ftcomm.collective.operation import Operation
-from ftcomm.transport.nixl import Nixl
-from ftcomm.transport.segment import HOST, Peer, putting
+from ftcomm.errors import TransportError
+from ftcomm.transport.base import Peer
+from ftcomm.transport.nixl.context import Nixl
+from ftcomm.transport.segment import HOST, putting
 from tests import exchange_rig
-from tests.exchange_rig import Rig, socket_pair
+from tests.exchange_rig import DEADLINE, Rig, socket_pair
 from tests.unit import test_exchange
 from tests.unit.test_exchange import _switch_often, check, start  # noqa: F401
 
@@ -66,6 +69,20 @@ def test_view_changes_at_random_moments(seed: int, how: str, rig: type[Rig], mon
     test_exchange.test_view_changes_at_random_moments(seed, how)
 
 
+def test_a_ring_of_four(rig: type[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is relayed around it, as each member has puts from all others."""
+    monkeypatch.setattr(exchange_rig, "LAYOUT", putting(HOST))
+    out: dict[int, list[Operation]] = {}
+    with rig(range(4), "nixl ring") as members:
+        members.view(range(4))
+        for caller in start(members, 5, [(700_001, "float32", "sum")] * 2, out).values():
+            caller.join()
+        assert not any(member.lost for member in members.members.values())
+    for ops in out.values():
+        for op in ops:
+            check(op, 5)
+
+
 class Late:
     """What an agent does where a put reads its source later, as a network card does: after so many looks at it, which
     count from when another agent has `first` put something."""
@@ -112,3 +129,27 @@ def test_what_is_put_from_the_callers_array_is_the_input(
     for ops in out.values():
         for op in ops:
             check(op, 11)
+
+
+@pytest.mark.parametrize("how", ["loopback", "nixl"])
+def test_who_cannot_put_is_the_one_that_ends(
+    how: str, rig: type[Rig], ways: list[Nixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It complains of nobody: what it cannot do has nothing to do with the reader. Its array is its input still."""
+    endpoint = ways[0].endpoint()
+    not_found = next(each for each in endpoint.library.errors if each.__name__ == "nixlNotFoundError")
+
+    def fail(*what: Any) -> Any:
+        raise not_found("NIXL_ERR_NOT_FOUND")
+
+    with rig(range(2), how) as members:
+        members.view(range(2))
+        monkeypatch.setattr(endpoint._agents[0], "initialize_xfer", fail)
+        array = np.full(1_000_000, 3.0, np.float32)
+        op = Operation(array, "float32", "sum")
+        members.members[0].exchange.submit(op)
+        assert op.wait(DEADLINE)
+        with pytest.raises(TransportError, match=r"replica 0 cannot go on: .*NOT_FOUND"):
+            raise op.error or AssertionError("it returned")
+        assert not members.members[0].lost
+        assert (array == 3.0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.blame import BOUNDARY, CHANGE
@@ -38,7 +39,7 @@ def running(replicas: tuple[int, ...] = (0, 1, 2), ranks: int = 1, rank: int = 0
 def change(node: n.Node, to: View) -> list[n.Action]:
     """The view, told, installed and resumed."""
     actions = node.from_up(m.NewView(to))
-    assert n.Freeze(to) in actions
+    assert act.Freeze(to) in actions
     actions += node.quiesced(to.epoch, m.Progress(0, ()))
     for replica in to.replicas:
         if replica != 0:
@@ -73,6 +74,18 @@ def test_a_peer_that_falls_silent_is_complained_about_within_the_heartbeat_timeo
     assert not said(ticks(node, 31.0, 20, (1, 2)), m.Suspect)
 
 
+def test_a_peer_whose_kernel_answers_is_not_complained_about() -> None:
+    """It holds its interpreter, or is stopped: the network leads there."""
+    node = running()
+    actions = []
+    for now in range(60):
+        node.peers_acknowledged({1: float(now), 2: min(now, 20.0)})
+        actions += node.tick(float(now))
+    assert {x.replica for x in said(actions, m.Suspect)} == {2}  # type: ignore[attr-defined]
+    assert said(node.peers_acknowledged({2: 60.0}), m.Reachable) == [m.Reachable(2)]
+    assert not said(node.tick(61.0), m.Suspect)
+
+
 def test_an_older_life_is_no_sign_of_life() -> None:
     node = running()
     actions = []
@@ -81,6 +94,12 @@ def test_an_older_life_is_no_sign_of_life() -> None:
         actions += node.from_peer(m.Alive(2, "life-2"), float(now))
         actions += node.tick(float(now))
     assert {x.replica for x in said(actions, m.Suspect)} == {1}  # type: ignore[attr-defined]
+
+
+def test_a_late_word_of_an_older_life_makes_nobody_complain_of_the_new_one() -> None:
+    node = running()
+    assert node.from_peer(m.Alive(1, "life-before"), 0.0) == []
+    assert not said(ticks(node, 0.0, 3 * TIMEOUTS.heartbeat, (1, 2)), m.Suspect)
 
 
 def test_every_tick_is_a_sign_of_life_to_all_members() -> None:
@@ -110,6 +129,27 @@ def test_memory_that_cannot_be_reached_is_a_wait_for_its_owner() -> None:
     assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 2, CHANGE, (1,), False)]
 
 
+def test_memory_that_is_reached_at_last_is_no_complaint_any_more() -> None:
+    node = running()
+    node.from_up(m.NewView(view(2, (0, 1), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
+    node.unreachable(2, 1, "no route")
+    assert said(node.resumed(view(2, (0, 1), step=None)), m.Reachable) == [m.Reachable(1)]
+
+
+def test_who_takes_long_to_answer_for_its_memory_is_waited_for_and_not_complained_about() -> None:
+    node = running()
+    node.from_up(m.NewView(view(2, (0, 1, 2), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    for replica in (1, 2):
+        node.from_peer(m.MemberProgress(replica, f"life-{replica}", 2, m.Progress(0, ())), 0.0)
+    assert node.reaching((2,)) == []
+    actions = ticks(node, 0.0, TIMEOUTS.op_floor + 3, (1, 2))
+    assert not said(actions, m.Suspect)
+    assert set(said(actions, m.Stalled)) == {m.Stalled(0, 2, CHANGE, (2,), True)}
+
+
 def test_a_boundary_that_somebody_never_comes_to_is_a_stall() -> None:
     node = running()
     node.from_up(m.Prepare(7, 1, 5))
@@ -132,7 +172,7 @@ def test_who_is_asked_and_does_not_wait_says_so() -> None:
 def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_first() -> None:
     node = running(ranks=2)
     actions = node.failed("out of memory")
-    assert isinstance(actions[-1], n.Failed)
+    assert isinstance(actions[-1], act.Failed)
     assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
     assert [(a.rank, type(a.message)) for a in actions if isinstance(a, n.Down)] == [(1, m.Expelled)]
     assert node.failed("again") == []
@@ -140,16 +180,79 @@ def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_f
 
 def test_a_rank_without_its_leader_is_expelled() -> None:
     node = running(ranks=2, rank=1)
-    assert node.up_lost("the leader of the replica is lost: closed") == [
-        n.Failed("the leader of the replica is lost: closed")
+    assert node.up_lost("the leader of the replica is lost: refused", refused=True) == [
+        act.Failed("the leader of the replica is lost: refused")
     ]
+
+
+def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_again() -> None:
+    """Whatever was under way in both directions may have been lost with it."""
+    node = running(ranks=2, rank=1)
+    node.tell(m.Leave())
+    node.from_up(m.Prepare(7, 1, 5))
+    node.boundary(5)
+    assert node.up_lost("the leader of the replica is lost: reset by peer") == []
+    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    assert again == [m.Hello(1, address(0, 1)), m.Leave(), m.Installed(1), m.AtBoundary(7)]
+
+    leader = running(ranks=2)
+    leader.from_up(m.Prepare(7, 1, 5))
+    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, n.Down)]
+    assert told == [m.Welcome("life-0"), m.NewView(view(1, (0, 1, 2), 2)), m.Prepare(7, 1, 5)]
+    leader.from_rank(1, m.Promise(7, True, 3), 0.0)
+    told = [a.message for a in leader.from_rank(1, again[0], 0.0) if isinstance(a, n.Down)]
+    assert told == [m.Welcome("life-0"), m.NewView(view(1, (0, 1, 2), 2))]
+    leader.from_up(m.Cancel(7))
+    given_up = leader.from_rank(1, m.AtBoundary(7), 0.0)
+    assert given_up == [n.Down(1, m.Decision(7, None))]
+
+
+def test_a_rank_whose_leader_is_silent_and_not_answered_for_is_expelled() -> None:
+    for answers in (True, False):
+        node = running(ranks=2, rank=1)
+        actions = []
+        for now in range(60):
+            if now < 20:
+                node.from_up(m.Ping())
+            if now < 20 or answers:
+                node.up_acknowledged(float(now))
+            actions += node.tick(float(now))
+            if not answers and now == 20 + TIMEOUTS.heartbeat:
+                assert any(isinstance(action, act.Failed) for action in actions)
+        assert any(isinstance(action, act.Failed) for action in actions) != answers
+
+
+def test_a_rank_that_lives_and_does_not_speak_is_kept_and_told_of() -> None:
+    node = running((0, 1), ranks=2)
+    mute = ""
+    for now in range(60):
+        node.rank_acknowledged(1, float(now))
+        node.peers_acknowledged({1: float(now)})
+        actions = node.tick(float(now))
+        assert not said(actions, m.Suspect)
+        mute = said(actions, m.Heartbeat)[0].mute  # type: ignore[attr-defined]
+        assert bool(mute) == (now > TIMEOUTS.silence)
+    assert mute.startswith("its rank 1: its process lives but has not spoken for 59 s: it holds the interpreter lock")
+    node.from_rank(1, m.Heartbeat(3), 60.0)
+    assert said(node.tick(60.0), m.Heartbeat) == [m.Heartbeat(3)]
+    lost = [x for now in range(61, 80) for x in said(node.tick(float(now)), m.Suspect)]
+    assert [x.proof for x in lost if x.replica == 0] == [True]  # type: ignore[attr-defined]
+
+
+def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_it_lives() -> None:
+    (said_last, _) = running(ranks=2, rank=1).failed("out of memory")
+    assert isinstance(said_last, n.Up)
+    leader = running(ranks=2)
+    actions = leader.from_rank(1, said_last.message, 0.0)
+    assert [x.reason for x in said(actions, m.Suspect)] == ["its rank 1 is lost: out of memory"]  # type: ignore[attr-defined]
+    assert any(isinstance(action, act.Failed) for action in actions)
 
 
 def test_a_leader_without_its_coordinator_trains_on() -> None:
     node = running()
     node.boundary(0)
     assert node.up_lost("gone") == []
-    assert node.boundary(1) == [n.Passed(node.view, False)]  # type: ignore[arg-type]
+    assert node.boundary(1) == [act.Passed(node.view, False)]  # type: ignore[arg-type]
 
 
 def test_reports_while_the_coordinator_is_away_are_said_when_it_is_back() -> None:
@@ -171,7 +274,7 @@ def registered(ranks: int, rank: int = 0) -> n.Node:
         for other in range(1, ranks):
             node.from_rank(other, m.Hello(other, address(0, other)), 0.0)
     seen = view(5, (0, 1, 2), ranks)
-    assert n.Known(seen) in node.from_up(m.Registered(seen))
+    assert act.Known(seen) in node.from_up(m.Registered(seen))
     return node
 
 
@@ -197,7 +300,7 @@ def test_who_prepares_is_told_once_who_is_there() -> None:
 def test_who_is_dismissed_has_left_and_does_not_join_again() -> None:
     node = registered(ranks=2)
     actions = node.from_up(m.Dismissed("the job is being drained"))
-    assert n.Passed(view(5, (0, 1, 2), 2), left=True) in actions
+    assert act.Passed(view(5, (0, 1, 2), 2), left=True) in actions
     assert n.Down(1, m.Dismissed("the job is being drained")) in actions
     assert not said(node.up_opened(), m.Join)
     assert node.from_up(m.Expelled("later")) == [n.Down(1, m.Expelled("later"))]
@@ -206,18 +309,18 @@ def test_who_is_dismissed_has_left_and_does_not_join_again() -> None:
 def test_who_is_in_no_view_and_was_told_of_none_fails_when_it_is_dismissed() -> None:
     node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
     node.start()
-    assert node.from_up(m.Dismissed("the job is being drained")) == [n.Failed("the job is being drained")]
+    assert node.from_up(m.Dismissed("the job is being drained")) == [act.Failed("the job is being drained")]
 
 
 def test_a_rank_that_prepares_without_its_leader_is_expelled() -> None:
-    assert registered(ranks=2, rank=1).up_lost("gone") == [n.Failed("gone")]
+    assert registered(ranks=2, rank=1).up_lost("gone", refused=True) == [act.Failed("gone")]
 
 
 def test_the_first_boundary_is_told_to_the_coordinator_at_once() -> None:
     """Who joins waits for it; later ones go with the signs of life."""
     node = running()
-    assert node.boundary(0) == [n.Passed(node.view, False), n.Up(m.Heartbeat(0))]  # type: ignore[arg-type]
-    assert node.boundary(1) == [n.Passed(node.view, False)]  # type: ignore[arg-type]
+    assert node.boundary(0) == [act.Passed(node.view, False), n.Up(m.Heartbeat(0))]  # type: ignore[arg-type]
+    assert node.boundary(1) == [act.Passed(node.view, False)]  # type: ignore[arg-type]
 
 
 def test_a_joiner_waits_for_everybody_to_come_to_its_boundary_and_accuses_nobody() -> None:

@@ -94,7 +94,9 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "cuda12",
         "cuda13",
         "rdma",
+        "docs",
         "etcd",
+        "secure",
         "plot",
         "chaos",
         "jax",
@@ -133,9 +135,9 @@ def test_every_public_name_is_there(tmp_path: Path) -> None:
     run(sys.executable, "-c", "import ftcomm; [getattr(ftcomm, name) for name in ftcomm.__all__]", cwd=tmp_path)
 
 
-def test_the_readme_lists_every_variable_of_the_environment() -> None:
+def test_the_settings_list_every_variable_of_the_environment() -> None:
     """And no other. Two are not for people: by one the launcher passes a socket, by the other it knows its children."""
     sources = "".join(file.read_text() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
     read = set(re.findall(r'"(FTCOMM_[A-Z_]+)"', sources)) - {"FTCOMM_LEADER_FD", "FTCOMM_RUN"}
-    listed = set(re.findall(r"^\| `(FTCOMM_[A-Z_]+)`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^\| `(FTCOMM_[A-Z_]+)`", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE))
     assert listed == read

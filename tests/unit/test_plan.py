@@ -57,7 +57,7 @@ def test_contributors_are_in_the_order_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epoch", "me", "members"), [(1, 0, (1, 2)), (1, 1, (2, 1)), (1, 1, (1, 1)), (0, 1, (1,)), (1 << 31, 1, (1,))]
+    ("epoch", "me", "members"), [(1, 0, (1, 2)), (1, 1, (2, 1)), (1, 1, (1, 1)), (0, 1, (1,)), (1 << 21, 1, (1,))]
 )
 def test_a_view_that_cannot_be_is_refused(epoch: int, me: int, members: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"members|epoch"):

@@ -34,7 +34,7 @@ class Rank(Messages):
     """Rank `me` of `posts`, which are connected with each other when somebody dials."""
 
     def __init__(self, me: int, members: list[Rank], size: int) -> None:
-        self.me, self.roster, self.members = me, tuple(range(size)), members
+        self._me, self.roster, self.members = me, tuple(range(size)), members
         self.unreachable: set[int] = set()
         self._post = Post(f"rank {me}", self._dial, lambda peer: f"rank {peer}")
 
@@ -45,7 +45,7 @@ class Rank(Messages):
         if peer in self.unreachable:
             raise ConnectionRefusedError("nobody listens")
         near, far = socket_pair()
-        self.members[peer]._post.accept(far, self.me)
+        self.members[peer]._post.accept(far, self._me)
         return near
 
 
@@ -444,7 +444,7 @@ class InJob(Messages):
     """Replica `me` of two."""
 
     def __init__(self, me: int, dial: Callable[..., socket.socket]) -> None:
-        self.me, self.roster = me, (0, 1)
+        self._me, self.roster = me, (0, 1)
         self._post: JobPost = JobPost(me, 0, dial)
 
     def _patience(self) -> float:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.collective.chunks import pack
-from ftcomm.collective.flight import Flight
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.resume import (
     REDUCE,
@@ -204,7 +204,7 @@ def test_what_is_sent_again_is_counted_in_bytes() -> None:
         (3, {}, {}, 3, 2 * CHUNK + 400),
     ):
         op = Operation(np.zeros(2 * elements + 100, np.float32), "float32", "sum")
-        flight = Flight()
+        flight = Inflight()
         flight.add(op)
         op.next = posted
         for chunk, who in held.items():

@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftcomm.collective.algorithms.ring import Ring, turns
+from ftcomm.collective.compression import hands_on
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, by_route, shards
-from ftcomm.collective.ring import Ring, RingLane, steps
-from ftcomm.collective.wire import hands_on
 from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.transport.segment import LEVELS, POSTED, PUBLISHED
+from ftcomm.transport.segment import LEVELS, PUBLISHED
+from tests.slots import slot_of
 
 CHUNK = 4096
 CARRIER = {1: torch.uint8, 2: torch.uint16}
@@ -38,25 +39,26 @@ def go_around(
     dtype: str,
     op: str,
     inputs: dict[int, np.ndarray],
-    wire: str = "input",
+    compression: str = "input",
 ) -> list[np.ndarray]:
     """What each member has in the end; all take a step, then all the next."""
-    count = len(next(iter(inputs.values())))
     memories = {m: TinyMemory(m, CHUNK) for m in ring}
     members = tuple(sorted(ring))
     rings = [Ring(GroupView(1, m, members, contributing, False, ring), memories, Reducer()) for m in ring]
-    lanes = [RingLane(one, dtype, wire, count, 0) for one in rings]
     here = [inputs[m].copy() for m in ring]
-    ops = [Operation(array, dtype, op, wire=wire) for array in here]
-    for one, array in zip(rings, here, strict=True):
-        if one.me in contributing:
-            memories[one.me].carve(POSTED, 0, 0, count, array.dtype)[...] = array
-    for number in range(len(rings[0].hops)):
-        for one, its, array, lane in zip(rings, ops, here, lanes, strict=True):
-            one.hop(its, array, lane, number)
-    for one, array, lane in zip(rings, here, lanes, strict=True):
+    slots = [
+        slot_of(one, Operation(array, dtype, op, compression=compression))
+        for one, array in zip(rings, here, strict=True)
+    ]
+    for one, slot in zip(rings, slots, strict=True):
+        one.post(slot)
+    for number in range(len(rings[0].steps) - 1):
+        for one, slot in zip(rings, slots, strict=True):
+            slot.number = number
+            one.step(slot)
+    for one, array, slot in zip(rings, here, slots, strict=True):
         assert array.tobytes() == inputs[one.me].tobytes()  # INPUT until it is taken
-        one.finish(array, lane)
+        one.finish(slot)
     return here
 
 
@@ -109,7 +111,7 @@ def test_what_is_read_from_the_left_is_what_the_left_has_at_that_level(
     ring, contributing = group
     n = len(ring)
     for place in range(n):
-        mine, lefts = steps(ring, contributing, place), steps(ring, contributing, (place - 1) % n)
+        mine, lefts = turns(ring, contributing, place), turns(ring, contributing, (place - 1) % n)
         assert len(mine) == 2 * (n - 1) <= LEVELS
         assert mine[0].shard == (place - 1) % n  # which the left has posted
         assert [step.shard for step in mine[1:]] == [step.shard for step in lefts[:-1]]

@@ -11,7 +11,7 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.stall import Stall
+from ftcomm.collective.watchdog import Stall
 from ftcomm.errors import MismatchError
 from ftcomm.transport.segment import POSTED
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig
@@ -142,7 +142,7 @@ def test_who_enters_a_view_last_hears_what_its_neighbour_has_told_before() -> No
         left = rig.members[1].exchange._stream  # of 3
         assert left is not None
         end = time.monotonic() + DEADLINE
-        while any(not told[POSTED] for peer, told in left._relayed if peer.replica != late):
+        while any(not told[POSTED] for peer, told in left.publisher.relayed if peer.replica != late):
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(0.1)  # it is sent, and a thread that receives would have done so

@@ -14,19 +14,19 @@ import random
 import numpy as np
 import pytest
 
-from ftcomm.collective import script
-from ftcomm.collective.divergence import Divergence
-from ftcomm.collective.flight import Flight
+from ftcomm.collective import schedule
+from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.resume import REDUCE
-from ftcomm.collective.script import Script
-from ftcomm.collective.scripted import Scripted
+from ftcomm.collective.schedule import Schedule
+from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.collective.stream import Stream
 from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.kernels.wait import Waiter
+from ftcomm.sync.futex import Waiter
 from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, SPAN, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.tuning import BUILT_IN, MEMBERS
@@ -46,7 +46,7 @@ COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; ab
 class Node:
     replica: int
     segment: Segment
-    flight: Flight = dataclasses.field(default_factory=Flight)
+    flight: Inflight = dataclasses.field(default_factory=Inflight)
     stream: Stream | None = None
     target: int = 0  # the view that it has stopped for, or runs in
     frozen: bool = True
@@ -78,7 +78,7 @@ class World:
             (self.random.randrange(self.count), self.random.randrange(self.total))
             for _ in range(self.random.choice((0, 0, 1)))
         }
-        self.kinds = [self.random.choice(("allreduce", *script.KINDS)) for _ in self.sizes]
+        self.kinds = [self.random.choice(("allreduce", *schedule.KINDS)) for _ in self.sizes]
         self.roots = [self.random.randrange(5) for _ in self.sizes]
         self.inputs: dict[tuple[int, int], np.ndarray] = {}
         self.atomic = [self.random.random() < 0.5 for _ in self.sizes]
@@ -120,38 +120,38 @@ class World:
         assert view is not None
         return view.members
 
-    def script(self, replica: int, number: int) -> Script:
+    def schedule(self, replica: int, number: int) -> Schedule:
         """Of an op that is no all-reduce. The array of the input has as many elements, whatever the collective."""
         roster = self.roster(number)
         me, root, n = roster.index(replica), self.roots[number] % len(roster), len(roster)
         count = len(self.input(replica, number))
         match = {
-            "broadcast": lambda: script.broadcast(count, roster, me, root, CHUNK, 4),
-            "reduce": lambda: script.reduce(count, roster, me, root, CHUNK, 4),
-            "all_gather": lambda: script.all_gather(count, roster, me, self.atomic[number], CHUNK, 4),
-            "gather": lambda: script.gather(count, roster, me, root, CHUNK, 4),
-            "scatter": lambda: script.scatter(count // n, roster, me, root, CHUNK, 4),
-            "reduce_scatter": lambda: script.reduce_scatter(count // n, roster, me, self.atomic[number], CHUNK, 4),
-            "all_to_all": lambda: script.all_to_all(((count // n,) * n,) * n, roster, me, CHUNK, 4),
-            "barrier": lambda: script.barrier(roster, me),
+            "broadcast": lambda: schedule.broadcast(count, roster, me, root, CHUNK, 4),
+            "reduce": lambda: schedule.reduce(count, roster, me, root, CHUNK, 4),
+            "allgather": lambda: schedule.allgather(count, roster, me, self.atomic[number], CHUNK, 4),
+            "gather": lambda: schedule.gather(count, roster, me, root, CHUNK, 4),
+            "scatter": lambda: schedule.scatter(count // n, roster, me, root, CHUNK, 4),
+            "reduce_scatter": lambda: schedule.reduce_scatter(count // n, roster, me, self.atomic[number], CHUNK, 4),
+            "alltoall": lambda: schedule.alltoall(((count // n,) * n,) * n, roster, me, CHUNK, 4),
+            "barrier": lambda: schedule.barrier(roster, me),
         }
         return match[self.kinds[number]]()
 
     def operation(self, replica: int, number: int) -> Operation:
         given = self.input(replica, number).copy()
         if self.kinds[number] == "allreduce":
-            return Operation(given, "float32", "sum", CHUNK, atomic=self.atomic[number], wire=self.wires[number])
-        plan = self.script(replica, number)
+            return Operation(given, "float32", "sum", CHUNK, atomic=self.atomic[number], compression=self.wires[number])
+        plan = self.schedule(replica, number)
         size = max((part.dest + part.size for part in plan.parts if part.dest >= 0), default=0)
         source, result = given, np.full(size, np.nan, np.float32)
-        if plan.kind == "all_gather" and self.atomic[number]:
+        if plan.kind == "allgather" and self.atomic[number]:
             source = result
             begin = self.roster(number).index(replica) * len(given)
             result[begin : begin + len(given)] = given
         elif plan.kind in ("broadcast", "reduce") or (plan.kind == "reduce_scatter" and self.atomic[number]):
             result = source
-        op = "sum" if plan.kind in script.REDUCING else ""
-        return Scripted(plan, source, result, "float32", op, len(given), 4)
+        op = "sum" if plan.kind in schedule.REDUCING else ""
+        return ScheduledOperation(plan, source, result, "float32", op, len(given), 4)
 
     # -- what can happen -------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class World:
             assert op.number == node.issued
             node.ops[op.number] = op
             node.issued += 1
-            node.stream.unposted.append(op)
+            node.stream.pipeline.unposted.append(op)
 
     def step(self, node: Node) -> bool:
         if node.frozen:
@@ -189,10 +189,10 @@ class World:
             assert None not in op.finals
             self.check(op, node.replica)
             assert not op.atomic or len(op.spans()) <= 1  # promise 2: what else is atomic
-            alike = self.kinds[op.number] in ("allreduce", "broadcast", "all_gather")
+            alike = self.kinds[op.number] in ("allreduce", "broadcast", "allgather")
             outcome = (op.array.tobytes(), op.spans()) if alike else "each its own"
             DONE.add(self.kinds[op.number])
-            SPANS.update(getattr(slot, "span", 1) for slot in node.stream._ring)
+            SPANS.update(getattr(slot, "span", 1) for slot in node.stream.pipeline.slots)
         assert self.outcomes.setdefault(op.number, outcome) == outcome
 
     def diverged(self, divergence: Divergence) -> None:
@@ -201,17 +201,17 @@ class World:
 
     def check(self, op: Operation, replica: int) -> None:
         """Promise 2: every FINAL chunk is the sum of exactly the inputs that it says, every other chunk is intact."""
-        if isinstance(op, Scripted):
+        if isinstance(op, ScheduledOperation):
             self.check_parts(op, replica)
             return
         for start, stop, who in op.spans():
             inputs = [self.input(member, op.number)[start:stop] for member in who]
-            want = coded(inputs, "float32", "sum") if op.wire == "fp8" else functools.reduce(np.add, inputs)
+            want = coded(inputs, "float32", "sum") if op.compression == "fp8" else functools.reduce(np.add, inputs)
             assert op.array[start:stop].tobytes() == want.tobytes()
 
-    def check_parts(self, op: Scripted, replica: int) -> None:
+    def check_parts(self, op: ScheduledOperation, replica: int) -> None:
         """The same; and the input of what may have to be given again stays, whatever else is in that array."""
-        for number, (part, who) in enumerate(zip(op.script.parts, op.finals, strict=True)):
+        for number, (part, who) in enumerate(zip(op.schedule.parts, op.finals, strict=True)):
             if who:
                 assert part.holder in (REDUCE, *who)
                 want = self.given(who[0], op.number, number)
@@ -225,16 +225,16 @@ class World:
 
     def given(self, giver: int, op: int, number: int) -> np.ndarray:
         """What a member gives of a part."""
-        plan, content = self.script(giver, op), self.input(giver, op)
+        plan, content = self.schedule(giver, op), self.input(giver, op)
         begin = plan.parts[number].source
-        if plan.kind == "all_gather" and self.atomic[op]:
+        if plan.kind == "allgather" and self.atomic[op]:
             begin -= self.roster(op).index(giver) * len(content)
         return content[begin : begin + plan.parts[number].size]
 
     def check_progress(self, node: Node) -> None:
         for op in node.flight.ops:
             self.check(op, node.replica)
-            if isinstance(op, Scripted):
+            if isinstance(op, ScheduledOperation):
                 continue
             mine = self.input(node.replica, op.number)
             for chunk, who in enumerate(op.finals):
@@ -287,7 +287,7 @@ class World:
         for op in done:
             if op.done:
                 self.returned(node, op)
-        stream.unposted.extend(node.flight.ops)
+        stream.pipeline.unposted.extend(node.flight.ops)
         node.stream = stream
         node.frozen = False
 
@@ -380,11 +380,11 @@ def test_survivors_finish_with_equal_bytes(block: int, segments: dict[int, Segme
 def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment]) -> None:
     """All can return, and those whose data one member gives, and no other, can fail for its loss; and tasks were of
     one chunk and of several. Of the schedules above this process may have played few, where several share them out."""
-    can_fail = {"broadcast", "all_gather", "gather", "scatter", "all_to_all"}
+    can_fail = {"broadcast", "allgather", "gather", "scatter", "alltoall"}
     for seed in range(600):
-        if set(script.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
+        if set(schedule.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
             break
         World(seed, segments).run()
-    assert set(script.KINDS) == DONE
+    assert set(schedule.KINDS) == DONE
     assert can_fail == LOST - {False}
     assert set(range(1, SPAN + 1)) == SPANS

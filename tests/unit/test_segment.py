@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ftcomm.errors import TransportError
-from ftcomm.transport.segment import CHUNK, HOST, POSTED, REDUCED, SIZE, SLOTS, OtherEngine, Segment, wrong
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.transport.segment import CHUNK, HEADER, HOST, POSTED, REDUCED, SIZE, SLOTS, OtherEngine, Segment, wrong
 from ftcomm.transport.shm import ShmPeer
 
 
@@ -21,10 +22,10 @@ def open_peer(segment: Segment, nonce: str | None = None) -> ShmPeer:
 def test_a_peer_sees_words_and_staging_and_cannot_write() -> None:
     segment = Segment()
     peer = open_peer(segment)
-    segment.words[POSTED] = 7 << 32 | 5
+    segment.words[POSTED] = 7 << COUNTER | 5
     carrier = np.dtype(np.float32)
     segment.carve(REDUCED, SLOTS - 1, 10, 3, carrier)[...] = (1, 2, 3)
-    assert peer.words[POSTED] == 7 << 32 | 5
+    assert peer.words[POSTED] == 7 << COUNTER | 5
     assert peer.carve(REDUCED, SLOTS - 1, 10, 3, carrier).tolist() == [1, 2, 3]
     with pytest.raises(TypeError):
         peer.words[POSTED] = 0
@@ -100,3 +101,16 @@ def test_too_little_memory_is_an_error_with_the_mend() -> None:
     assert done.returncode == 0, done.stderr
     assert "cannot reserve 16 MB of shared memory" in done.stdout
     assert "ulimit -f; now 1048576 bytes" in done.stdout
+
+
+def test_memory_of_a_group_is_taken_when_it_is_needed() -> None:
+    segment = Segment(later=True)
+    reader = open_peer(segment)
+    taken = [os.fstat(segment.fd).st_blocks * 512]
+    for _ in range(2):
+        segment.reserve()
+        taken.append(os.fstat(segment.fd).st_blocks * 512)
+    assert taken == [HEADER, SIZE, SIZE]
+    segment.carve(POSTED, 0, 0, 3, np.dtype(np.uint8))[:] = 7
+    assert reader.carve(POSTED, 0, 0, 3, np.dtype(np.uint8)).tolist() == [7] * 3
+    segment.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ftcomm import credentials
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.settings import Settings, split_endpoint
@@ -19,7 +20,7 @@ GOOD = {
 def test_the_least_that_is_needed() -> None:
     settings = Settings.from_env(GOOD)
     assert settings == Settings(coordinator="127.0.0.1:29400", token="secret", replica=2, replicas=4, host="")
-    assert (settings.rank, settings.ranks_per_replica, settings.leader_fd, settings.transport) == (0, 1, None, "auto")
+    assert (settings.shard, settings.ranks_per_replica, settings.leader_fd, settings.transport) == (0, 1, None, "auto")
 
 
 def test_everything() -> None:
@@ -38,7 +39,7 @@ def test_everything() -> None:
             "FTCOMM_INIT_TIMEOUT": "3",
         }
     )
-    assert (settings.rank, settings.ranks_per_replica, settings.leader, settings.leader_fd) == (1, 2, "[::1]:4000", 7)
+    assert (settings.shard, settings.ranks_per_replica, settings.leader, settings.leader_fd) == (1, 2, "[::1]:4000", 7)
     assert (settings.transport, settings.host, settings.rack) == ("tcp", "10.0.0.1", "row 3/7")
     assert (settings.timeouts, settings.init_timeout) == (Timeouts.derive(9.0, 1.5), 3.0)
 
@@ -67,6 +68,11 @@ def test_everything() -> None:
             {"FTCOMM_ENGINE": "interpret", "FTCOMM_VERIFY": "1", "FTCOMM_TRANSPORT": "shm"},
             "do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp",
         ),
+        ({"FTCOMM_DATA": "rot13"}, "FTCOMM_DATA='rot13'; expected one of none, mac, aes-gcm"),
+        ({"FTCOMM_DATA": "mac", "FTCOMM_TRANSPORT": "nixl"}, "set FTCOMM_TRANSPORT=tcp, or unset FTCOMM_DATA"),
+        ({"FTCOMM_JOB": "j" * 257}, "FTCOMM_JOB has 257 characters, at most 256"),
+        ({"FTCOMM_TLS_CERT": "cert.pem"}, "TLS needs FTCOMM_TLS_CERT and FTCOMM_TLS_KEY"),
+        ({"FTCOMM_TLS_CA": "ca.pem"}, "TLS needs FTCOMM_TLS_CERT and FTCOMM_TLS_KEY"),
         ({"FTCOMM_SMS": "0"}, "FTCOMM_SMS=0; expected at least 1"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2"}, "FTCOMM_LEADER is not set"),
         ({"FTCOMM_RANKS_PER_REPLICA": "2", "FTCOMM_LEADER": "x"}, "FTCOMM_LEADER='x'; expected host:port"),
@@ -99,3 +105,28 @@ def test_the_real_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_split_endpoint(endpoint: str, expected: tuple[str, int]) -> None:
     assert split_endpoint(endpoint, "X") == expected
+
+
+def test_what_protects_the_connections() -> None:
+    env = {**GOOD, "FTCOMM_JOB": "mine", "FTCOMM_TLS_CERT": "a", "FTCOMM_TLS_KEY": "b", "FTCOMM_DATA": "aes-gcm"}
+    settings = Settings.from_env(env)
+    assert (settings.job, settings.tls, settings.data) == ("mine", ("a", "b", ""), "aes-gcm")
+
+
+def test_files_of_tls_that_do_not_serve_are_an_error_of_the_settings() -> None:
+    settings = Settings.from_env({**GOOD, "FTCOMM_TLS_CERT": "/no/cert.pem", "FTCOMM_TLS_KEY": "/no/key.pem"})
+    with pytest.raises(SettingsError, match=r"FTCOMM_TLS_CERT=/no/cert\.pem: No such file"):
+        credentials.of(settings)
+
+
+def test_data_without_what_it_needs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install 'ftcomm\[secure\]'"):
+        Settings.from_env({**GOOD, "FTCOMM_DATA": "mac"})
+
+
+@pytest.mark.parametrize(("token", "warns"), [("x" * 15, True), ("x" * 16, False)])
+def test_a_short_token_is_warned_of_and_never_shown(token: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    made = credentials.from_env(token, {})
+    assert ("openssl rand -hex 16" in caplog.text) == warns
+    assert token not in caplog.text + repr(made) + repr(Settings.from_env({**GOOD, "FTCOMM_TOKEN": token}))

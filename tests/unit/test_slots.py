@@ -1,4 +1,4 @@
-"""send and recv with sms=0: slots between the posts of ranks, with copies of host memory in place of copy engines."""
+"""send and recv with copy_engine=True, between ranks in one process, with copies of host memory for copy engines."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ class Watched(DeviceSlots):
 
 class Rank(Messages):
     def __init__(self, me: int, members: list[Rank], size: int) -> None:
-        self.me, self.roster, self.members = me, tuple(range(size)), members
+        self._me, self.roster, self.members = me, tuple(range(size)), members
         self.segment = Segment(LAYOUT)
         self.device = InterpretDevice(self.segment)
         self.slots = Watched(self.device, self.segment.nonce)
         self._post = Post(f"rank {me}", self._dial, lambda peer: f"rank {peer}", self.slots)
 
     def peer(self, of: Rank) -> ShmPeer:
-        return ShmPeer(of.me, os.getpid(), of.segment.fd, of.segment.nonce, LAYOUT)
+        return ShmPeer(of._me, os.getpid(), of.segment.fd, of.segment.nonce, LAYOUT)
 
     def _patience(self) -> float:
         return DEADLINE
 
     def _dial(self, peer: int) -> socket.socket:
         near, far = socket_pair()
-        self.members[peer]._post.accept(far, self.me, self.slots.nonce)
+        self.members[peer]._post.accept(far, self._me, self.slots.nonce)
         return near
 
 
@@ -120,22 +120,22 @@ def answer(sock: socket.socket) -> tuple[int, int]:
 def passes(members: list[Rank], target: int, tag: int = 0, nbytes: int = SIZE) -> bool:
     """Whether rank 0 sends to `target` what that receives. It may have to hear first that a connection has ended."""
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
-    sent = members[0].send(x, target, tag, sms=0, async_op=True)
+    sent = members[0].send(x, target, tag, copy_engine=True, async_op=True)
     end = time.monotonic() + DEADLINE
     while not any(letter.tag == tag for letter in members[target]._post._box.letters(0)):
         assert time.monotonic() < end
         time.sleep(0.001)
-    members[target].recv(out, 0, tag, sms=0)
+    members[target].recv(out, 0, tag, copy_engine=True)
     sent.wait()
     return bool((out == x).all())
 
 
 @pytest.mark.parametrize("nbytes", [1, parcels.WHOLE, parcels.WHOLE + 1, 2 * CHUNK, 3 * CHUNK, SIZE])
-@pytest.mark.parametrize("receiver", [0, None])
-def test_every_size_whether_the_receiver_says_so_or_not(members: list[Rank], nbytes: int, receiver: int | None) -> None:
+@pytest.mark.parametrize("receiver", [True, False])
+def test_every_size_whether_the_receiver_says_so_or_not(members: list[Rank], nbytes: int, receiver: bool) -> None:
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
-    sent = members[0].send(x, 1, 5, async_op=True, sms=0)
-    receiving = members[1].recv(out, 0, 5, async_op=True, sms=receiver)
+    sent = members[0].send(x, 1, 5, async_op=True, copy_engine=True)
+    receiving = members[1].recv(out, 0, 5, async_op=True, copy_engine=receiver)
     assert receiving.wait() == 0
     assert receiving.array is out
     sent.wait()
@@ -154,8 +154,8 @@ def test_what_slots_cannot_do_goes_as_ever(members: list[Rank]) -> None:
             members[1].device.reach(members[1].peer(members[0]))
             members[0]._post._pairs.clear()
         out = torch.zeros(SIZE, dtype=torch.uint8)
-        receiving = members[1].recv(out, 0, 5, async_op=True, sms=0)
-        members[0].send(x, 1, 5, sms=None if case == "plain sender" else 0)
+        receiving = members[1].recv(out, 0, 5, async_op=True, copy_engine=True)
+        members[0].send(x, 1, 5, copy_engine=case != "plain sender")
         assert receiving.wait() == 0
         np.testing.assert_array_equal(out.numpy(), x, case)
     assert (members[0].slots.puts, members[1].slots.takes) == (0, 0)
@@ -168,25 +168,22 @@ def test_arrays_that_are_not_one_run_of_bytes_go_as_ever(members: list[Rank]) ->
     readonly.flags.writeable = False
     for x in (strided, conjugated, readonly):
         out = torch.zeros(x.shape, dtype=torch.float64 if isinstance(x, np.ndarray) else x.dtype)
-        sent = members[0].send(x, 1, sms=0, async_op=True)
-        members[1].recv(out, 0, sms=0)
+        sent = members[0].send(x, 1, copy_engine=True, async_op=True)
+        members[1].recv(out, 0, copy_engine=True)
         sent.wait()
         assert torch.equal(out, torch.from_numpy(readonly.copy()) if isinstance(x, np.ndarray) else x)
     assert members[0].slots.puts == 0
     with pytest.raises(ArgumentError):
-        members[0].send(np.array([object()] * 30_000), 1, sms=0)
-    for call in (members[0].send, members[0].recv):
-        with pytest.raises(ArgumentError, match="sms=4; expected 0"):
-            call(np.zeros(3), 1, sms=4)
+        members[0].send(np.array([object()] * 30_000), 1, copy_engine=True)
 
 
 def test_the_same_dtype_by_either_way(members: list[Rank]) -> None:
     for name in ("float32", "bfloat16", "bool", "complex64", "float8_e4m3fn"):
         x = torch.from_numpy(noise(8 * CHUNK)).remainder(2).view(getattr(torch, name))
-        for ways in ((0, None), (None, 0)):
+        for ways in ((True, False), (False, True)):
             out = torch.zeros_like(x)
-            sent = members[0].send(x, 1, sms=ways[0], async_op=True)
-            members[1].recv(out, 0, sms=ways[1])
+            sent = members[0].send(x, 1, copy_engine=ways[0], async_op=True)
+            members[1].recv(out, 0, copy_engine=ways[1])
             sent.wait()
             assert torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
@@ -196,13 +193,13 @@ def test_all_in_the_order_of_their_sender_and_tag(members: list[Rank]) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     script = random.Random(seed)
-    # (sender, receiver, tag, bytes, sms of both)
+    # (sender, receiver, tag, bytes, by copy engines on both)
     plan = [
         (
             *script.sample(range(3), 2),
             script.randrange(3),
             script.choice([10, CHUNK + 1, SIZE]),
-            script.choice([0, None]),
+            script.choice([True, False]),
         )
         for _ in range(90)
     ]
@@ -210,8 +207,8 @@ def test_all_in_the_order_of_their_sender_and_tag(members: list[Rank]) -> None:
     def body(me: int) -> None:
         rng = random.Random(seed + me)
         started = [
-            members[me].send(noise(n, i), dst, tag, sms=sms, async_op=True)
-            for i, (src, dst, tag, n, sms) in enumerate(plan)
+            members[me].send(noise(n, i), dst, tag, copy_engine=engine, async_op=True)
+            for i, (src, dst, tag, n, engine) in enumerate(plan)
             if src == me
         ]
         streams: dict[tuple[int, int], list[int]] = {}
@@ -224,7 +221,7 @@ def test_all_in_the_order_of_their_sender_and_tag(members: list[Rank]) -> None:
             if not streams[key]:
                 del streams[key]
             out = np.zeros(plan[i][3], np.uint8)
-            assert members[me].recv(out, *key, sms=rng.choice([0, None])) == key[0]
+            assert members[me].recv(out, *key, copy_engine=rng.choice([True, False])) == key[0]
             np.testing.assert_array_equal(out, noise(plan[i][3], i), f"seed {seed}")
         for sent in started:
             sent.wait()
@@ -244,8 +241,8 @@ def test_a_message_that_fails_ends_when_no_copy_touches_it(members: list[Rank], 
 
     slots.on_copy = stop
     x, out = noise(SIZE), np.zeros(SIZE, np.uint8)
-    sent = members[0].send(x, 1, sms=0, async_op=True)
-    received = members[1].recv(out, 0, sms=0, async_op=True)
+    sent = members[0].send(x, 1, copy_engine=True, async_op=True)
+    received = members[1].recv(out, 0, copy_engine=True, async_op=True)
     assert copying.wait(DEADLINE)
     mine, other = (sent, received) if who == "sender" else (received, sent)
     expire(members[who == "receiver"], mine)
@@ -269,8 +266,8 @@ def test_a_copy_that_fails_is_the_loss_of_the_connection(members: list[Rank]) ->
 
     for who in (0, 1):
         members[who].slots.on_copy = fail
-        receiving = members[1].recv(np.zeros(SIZE, np.uint8), 0, who, sms=0, async_op=True)
-        sent = members[0].send(noise(SIZE), 1, who, sms=0, async_op=True)
+        receiving = members[1].recv(np.zeros(SIZE, np.uint8), 0, who, copy_engine=True, async_op=True)
+        sent = members[0].send(noise(SIZE), 1, who, copy_engine=True, async_op=True)
         for message, burnt in ((sent, who == 0), (receiving, who == 1)):
             with pytest.raises(LostError, match="the device is on fire" if burnt else "was lost"):
                 message.wait()
@@ -298,7 +295,7 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
     """A sender that has gone may have filled its slots again while they were read."""
     for ends_well in (False, True):
         with raw(members, 1, 0) as sock:
-            receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, sms=0, async_op=True)
+            receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
             sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
             assert answer(sock) == (Answer.GO, 0)
             for slot in (6, 7):
@@ -330,7 +327,7 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
 def test_senseless_frames_of_a_sender_end_its_connection(
     members: list[Rank], kind: Kind, number: int, tag: int, nbytes: int
 ) -> None:
-    receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, sms=0, async_op=True)
+    receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
     with raw(members, 1, 0) as sock:
         sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
         assert answer(sock) == (Answer.GO, 0)
@@ -347,7 +344,7 @@ def test_a_piece_that_was_not_given_cannot_be_taken(members: list[Rank]) -> None
     far.settimeout(DEADLINE)
     stopped = threading.Event()
     members[0].slots.on_copy = lambda: stopped.wait(DEADLINE) and None
-    sent = members[0].send(noise(SIZE), 1, sms=0, async_op=True)
+    sent = members[0].send(noise(SIZE), 1, copy_engine=True, async_op=True)
     with far:
         far.recv(parcels.HEAD.size, socket.MSG_WAITALL)
         far.sendall(

@@ -6,6 +6,9 @@ import collections
 import copy
 import re
 
+import ml_dtypes
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ftcomm.errors import StateError
-from ftcomm.hsdp.state import allocate, digest, first_difference, flatten, load
+from ftcomm.training.entries import as_entry
+from ftcomm.training.startup_check import fingerprints
+from ftcomm.training.state import allocate, digest, first_difference, flatten, load
 
 
 class Box:
@@ -227,3 +232,104 @@ def test_loading_does_not_alias_the_source():
     train(other, 2)
     after = one["optimizer"].state_dict()
     assert same(before["state"], after["state"])
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.float64).reshape(2, 3),
+    np.arange(6, dtype=">i4")[::2],
+    np.array(3, np.uint64),
+    np.zeros((0, 3), np.complex64),
+    np.array([True, False]),
+    np.array(["2026-11-22"], "datetime64[D]"),
+    np.array([1.5, -2.0], ml_dtypes.bfloat16),
+    np.float32(1.25),
+    np.bool_(True),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}")
+def test_arrays_of_numpy_arrive_as_they_are(array):
+    frozen = np.broadcast_to(array, array.shape)  # not writable
+    for said in (array, frozen) if isinstance(array, np.ndarray) else (array,):
+        got = round_trip({"w": said})["w"]
+        assert type(got) is type(array)
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        assert got.tobytes() == array.tobytes()
+        assert digest({"box": Box({"w": said})}) == digest({"box": Box({"w": array})})
+    here, there = (flatten({"box": Box({"w": x})}).skeleton for x in (np.zeros(3), np.zeros(4)))
+    assert first_difference(here, there) == "box.w is an array of <f8[4] there and an array of <f8[3] here"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([{}]), np.zeros(2, [("a", "f4")]), np.ma.masked_array([1.0])],
+    ids=["objects", "struct", "masked"],
+)
+def test_arrays_that_are_no_plain_numbers_are_refused_by_name(array):
+    with pytest.raises(StateError, match=r"box\.w is an? "):
+        flatten({"box": Box({"w": array})})
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ["n", 0, 8, "O", [1], False],  # bytes from elsewhere as addresses
+        ["n", 0, 8, "O,f4", [1], False],
+        ["n", 0, 8, "<f8", [2], False],
+        ["n", 0, 8, "<f8", [-1], False],
+        ["n", 0, 0, "V0", [1], False],
+        ["n", 0, 8, "nonsense", [1], False],
+        ["n", 0, 8, "<f8", [1] * 100, False],
+    ],
+)
+def test_a_skeleton_with_an_array_that_cannot_be_is_refused(node):
+    with pytest.raises(StateError, match="not one of ftcomm"):
+        allocate(msgspec.msgpack.encode([["box", "other", "Box", node]]))
+
+
+def test_what_a_script_holds_is_written_into():
+    array, tensor, deep = np.zeros(3), torch.zeros(2), {"layers": [np.zeros(2), np.zeros(2)], "epoch": 1, "old": 2}
+    state = {name: as_entry(name, value) for name, value in (("a", array), ("t", tensor), ("d", deep))}
+    layer = deep["layers"][1]
+    newer = {"layers": [np.ones(2), np.ones(2)], "epoch": 7, "new": 3}
+    other = {"a": Box(np.ones(3)), "t": Box(torch.ones(2)), "d": Box(newer)}
+    load(over_the_wire(other), state)
+    assert array.tolist() == [1.0] * 3
+    assert tensor.tolist() == [1.0] * 2
+    assert layer.tolist() == [1.0] * 2, "names that the script has for an array stay good"
+    assert (deep["epoch"], deep["new"], "old" in deep) == (7, 3, False)
+
+
+def test_what_cannot_be_held_is_refused_by_name():
+    with pytest.raises(StateError, match=r"the entry 'lr' of `state` is a builtins\.float, which"):
+        as_entry("lr", 0.1)
+    with pytest.raises(StateError, match=r"d\.x is a builtins\.set, which cannot be sent"):
+        flatten({"d": as_entry("d", {"x": {1}})})
+
+
+def test_fingerprints_tell_values_apart_and_nothing_else():
+    def of(**state):
+        return fingerprints(flatten({name: Box(value) for name, value in state.items()}))
+
+    def ones():
+        return {
+            "odd": torch.ones(11, dtype=torch.uint8),
+            "none": torch.zeros(0),
+            "part": torch.ones(40)[3:9],  # does not begin at a whole word
+            "across": torch.ones(4, 6).t(),
+            "array": np.ones(5, np.float32),
+            "plain": [1, "a", None, 0.5],
+        }
+
+    same = of(x=ones())
+    assert same == of(x=dict(reversed(ones().items())))
+    assert list(same) == sorted(same)
+    assert all(same.values())
+    for name, change in (("odd", 10), ("part", 5), ("across", (3, 2)), ("array", 4), ("plain", 3)):
+        state = ones()
+        state[name][change] = 2
+        other = of(x=state)
+        assert {path for path in same if same[path] != other[path]} == {
+            f"x.{name}.3" if name == "plain" else f"x.{name}"
+        }
+    assert of(x=torch.ones(3)) != of(x=torch.ones(3, dtype=torch.float64)) != of(x=torch.ones(1, 3))

@@ -15,15 +15,15 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, SettingsError, StateError
-from ftcomm.hsdp.data import Batches
-from ftcomm.hsdp.gate import Gates
-from ftcomm.hsdp.metrics import Metrics, Stopwatch
-from ftcomm.hsdp.rate import multiplier, scaled
-from ftcomm.hsdp.replica import Replica
-from ftcomm.hsdp.rng import Rng
-from ftcomm.hsdp.spill import Limits, Spill
-from ftcomm.hsdp.throttle import Throttle
-from ftcomm.hsdp.vote import Poll, Verdict, decide
+from ftcomm.training.data import Batches
+from ftcomm.training.lr_scaling import lr_multiplier, scaled
+from ftcomm.training.metrics import Metrics, Stopwatch
+from ftcomm.training.optimizer_gate import OptimizerGates
+from ftcomm.training.rng import Rng
+from ftcomm.training.spill import Limits, Spill
+from ftcomm.training.step_loop import StepLoop
+from ftcomm.training.throttle import Throttle
+from ftcomm.training.vote import Poll, Verdict, decide
 
 votes = st.sampled_from([0, *Verdict])
 tables = st.integers(1, 3).flatmap(
@@ -56,7 +56,7 @@ class Members:
 
     def __init__(self, others=(), early=0):
         self.replica, self.others, self.early = 1, others, early
-        self.settings = type("Settings", (), {"replicas": 4, "ranks_per_replica": 1})
+        self.replicas, self.shards = 4, 1
         self.ballots = []
 
     def allreduce(self, ballot):
@@ -83,9 +83,10 @@ def test_who_contributed_but_died_before_the_vote_counts():
 class Voters(Members):
     """For a whole step loop, at the end of a step in which 3 contributed and then died."""
 
-    rank = step = lag = 0
-    outside = fresh = False
-    givers = (0, 1, 2, 3)
+    shard = step = _lag = 0
+    _stood = 0.0
+    _outside = _fresh = False
+    contributors = (0, 1, 2, 3)
     contributing = frozenset({0, 1})  # the view of the loss has come here already
 
     def __init__(self, reduced=(0, 1, 3), others=()):
@@ -103,11 +104,11 @@ class Voters(Members):
 
 def outcome(group, loss, **arguments):
     """What a replica takes an attempt for."""
-    replica = Replica({"batches": Batches(1000, 10, group=group)}, group, **arguments)
-    if replica._vote:
-        replica._poll = Poll(group)
-    replica._in_step = True
-    return replica.verdict(loss), replica._counted
+    loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group, **arguments)
+    if loop._vote:
+        loop._poll = Poll(group)
+    loop._in_step = True
+    return loop.verdict(loss), loop._counted
 
 
 def test_whose_loss_is_not_finite_counts_as_the_others_do():
@@ -129,12 +130,12 @@ def test_without_a_vote_who_counts_does_not_hang_on_when_a_loss_was_heard_of():
 
 def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_same():
     group = Voters(reduced=None)
-    replica = Replica({"batches": Batches(1000, 10, group=group)}, group, vote=False)
-    replica._poll = Poll(group)
+    loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group, vote=False)
+    loop._poll = Poll(group)
     rows = []
-    replica._poll._inside = type("Inside", (), {"exchange": lambda self, row: rows.append(row) or [row]})()
-    replica._in_step = True
-    assert replica.verdict() is Verdict.COMMIT
+    loop._poll._intra = type("IntraReplicaExchange", (), {"exchange": lambda self, row: rows.append(row) or [row]})()
+    loop._in_step = True
+    assert loop.verdict() is Verdict.COMMIT
     assert len(rows) == 1
 
 
@@ -147,8 +148,8 @@ def test_a_replica_without_a_slot_is_refused():
 
 @pytest.mark.parametrize(("policy", "expected"), [("none", 1.0), ("linear", 0.75), ("sqrt", math.sqrt(0.75))])
 def test_rates_of_the_policies(policy, expected):
-    assert multiplier(policy, 3, 4) == expected
-    assert multiplier(policy, 4, 4) == multiplier(policy, 5, 4) == 1.0
+    assert lr_multiplier(policy, 3, 4) == expected
+    assert lr_multiplier(policy, 4, 4) == lr_multiplier(policy, 5, 4) == 1.0
 
 
 def test_a_scaled_rate_is_put_back_to_the_bit_and_no_scheduler_sees_it():
@@ -179,7 +180,7 @@ def test_an_error_inside_puts_the_rate_back():
     assert optimizer.param_groups[0]["lr"] is rate
 
 
-class Keeper:
+class Decider:
     def __init__(self, verdict):
         self.said, self.asked, self.updates = verdict, 0, 0
 
@@ -198,9 +199,9 @@ def test_optimizers_and_schedulers_behind_the_gate(verdict):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = schedules.StepLR(optimizer, 1, 0.5)
-    keeper, before = Keeper(verdict), model.weight.detach().clone()
+    decider, before = Decider(verdict), model.weight.detach().clone()
     state, kind = scheduler.state_dict().keys(), type(scheduler)
-    gates = Gates([model, optimizer, scheduler], keeper)
+    gates = OptimizerGates([model, optimizer, scheduler], decider)
     gates.install()
 
     def closure():
@@ -214,12 +215,12 @@ def test_optimizers_and_schedulers_behind_the_gate(verdict):
     gates.remove()
     gates.remove()
     assert type(scheduler) is kind
-    assert keeper.asked == 2
+    assert decider.asked == 2
     assert torch.equal(before, model.weight) == (verdict is not Verdict.COMMIT)
     moved = verdict in (Verdict.COMMIT, Verdict.SKIP)
     assert optimizer.param_groups[0]["lr"] == (0.05 if moved else 0.1)
     optimizer.step()
-    assert keeper.updates == (1 if verdict is Verdict.COMMIT else 0)
+    assert decider.updates == (1 if verdict is Verdict.COMMIT else 0)
 
 
 def test_every_moment_is_of_one_part():
@@ -313,8 +314,8 @@ def draws():
 
 
 def test_a_step_draws_the_same_numbers_again_and_replicas_draw_others():
-    group = type("Group", (), {"replica": 1, "rank": 0})
-    other = type("Group", (), {"replica": 2, "rank": 0})
+    group = type("Group", (), {"replica": 1, "shard": 0})
+    other = type("Group", (), {"replica": 2, "shard": 0})
     mine, theirs, late = Rng(3, group), Rng(3, other), Rng(9, group)
     mine.begins(5)
     first = draws()
@@ -337,9 +338,9 @@ def test_a_step_draws_the_same_numbers_again_and_replicas_draw_others():
 class Alone:
     """A group, for arguments that are refused."""
 
-    settings = type("Settings", (), {"replicas": 3, "ranks_per_replica": 1})
-    replica = rank = step = lag = 0
-    outside = False
+    replicas, shards = 3, 1
+    replica = shard = step = _lag = 0
+    _outside = False
 
 
 @pytest.mark.parametrize(
@@ -357,4 +358,4 @@ class Alone:
 )
 def test_arguments_that_cannot_work(arguments, words):
     with pytest.raises((ArgumentError, StateError, SettingsError), match=words):
-        Replica(arguments.pop("state", None), Alone(), **arguments)
+        StepLoop(arguments.pop("state", None), Alone(), **arguments)

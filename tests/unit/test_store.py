@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,24 @@ def test_the_last_two_views_come_back(tmp_path: Path) -> None:
     assert reopened(tmp_path / "views").views == [view(2), view(3)]
 
 
+def test_a_view_is_on_the_disk_before_anybody_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fdatasync
+    synced = []
+
+    def fdatasync(fd: int) -> None:
+        sync(fd)
+        synced.append(os.fstat(fd))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    store = reopened(tmp_path / "views")
+    for epoch in (1, 2, 3):
+        store.append(view(epoch))
+        there = (tmp_path / "views").stat()
+        assert [(x.st_ino, x.st_size) for x in synced[-1:]] == [(there.st_ino, there.st_size)]
+    assert len(synced) == 3
+    store.close()
+
+
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
     path = tmp_path / "views"
     store = reopened(path)
@@ -40,6 +61,32 @@ def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
     store.append(view(2))
     store.close()
     assert reopened(path).views == [view(1), view(2)]
+
+
+@pytest.mark.parametrize("what", ["write", "fdatasync"])
+def test_a_view_that_did_not_fit_leaves_nothing_and_may_be_written_again(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = reopened(tmp_path / "views")
+    store.append(view(1))
+
+    def write(fd: int, data: bytes, write: Callable[[int, bytes], int] = os.write) -> int:
+        return write(fd, data[:5])
+
+    def fdatasync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, what, {"write": write, "fdatasync": fdatasync}[what])
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                store.append(view(2))
+    assert store.views == [view(1)]
+    store.append(view(2))
+    store.append(view(3))
+    store.close()
+    assert (tmp_path / "views").read_bytes().count(b"\n") == 3
+    assert reopened(tmp_path / "views").views == [view(2), view(3)]
 
 
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
@@ -59,3 +106,38 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no/such"):
         reopened(tmp_path / "no" / "such" / "views")
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "views").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="it is a symbolic link; choose another --store"):
+        reopened(tmp_path / "views")
+
+
+def test_a_file_that_somebody_else_has_put_there_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reopened(tmp_path / "views").close()
+    fstat, other = os.fstat, (tmp_path / "views").stat().st_ino
+
+    class Found:
+        def __init__(self, fd: int) -> None:
+            self.real = fstat(fd)
+            self.st_uid = self.real.st_uid + (self.real.st_ino == other)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.real, name)
+
+    monkeypatch.setattr(os, "fstat", Found)
+    with pytest.raises(StoreError, match=f"not a file of this user, but of user {os.geteuid() + 1}"):
+        reopened(tmp_path / "views")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # and the folder is its owner's
+    reopened(tmp_path / "views").close()
+
+
+def test_the_name_of_a_new_file_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    reopened(tmp_path / "views").close()
+    assert synced == [tmp_path.stat().st_ino]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftcomm.collective.operation import UNKNOWN
 from ftcomm.control import wire
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
@@ -51,27 +52,31 @@ class Moving(Board):
 class Job:
     """What a subgroup asks of the group of all."""
 
-    rank = 0
-    on_step_error = None
+    shard = 0
+    _on_step_error = None
     settings = SimpleNamespace(
         host="127.0.0.1",
-        rank=0,
+        shard=0,
         ranks_per_replica=1,
         transport="shm",
+        data="none",
         algorithm="auto",
         tuning=BUILT_IN,
         timeouts=Timeouts.derive(60.0),
     )
 
     def __init__(self, replica: int, board: Board, first: View) -> None:
-        self.replica, self.port, self.switchboard = replica, 1 + replica, board
-        self.roster = self.givers = first.replicas
+        self.replica, self._port, self._switchboard = replica, 1 + replica, board
+        self.roster = self.contributors = first.replicas
         board.entered(first)
 
     def _may_call(self) -> None:
         pass
 
-    def left(self, subgroup: Subgroup) -> None:
+    def _when(self) -> tuple[int, int]:
+        return UNKNOWN, 0
+
+    def _left(self, subgroup: Subgroup) -> None:
         pass
 
 
@@ -84,7 +89,6 @@ def make(job: Any, dial: Callable[..., socket.socket]) -> Subgroup:
         "g",
         (0, 1),
         dial=dial,
-        on_suspect=nothing,
         on_stall=nothing,
         on_failed=nothing,
         on_divergence=None,
@@ -118,8 +122,8 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
     first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
     boards = [Board(), Board()]
 
-    def dial(there: tuple[str, int], purpose: str, fields: wire.Fields, timeout: float) -> socket.socket:
-        return boards[there[1]].ring(fields)
+    def dial(there: Address, purpose: str, fields: wire.Fields, timeout: float) -> socket.socket:
+        return boards[there.port].ring(fields)
 
     jobs = [Job(replica, board, first) for replica, board in enumerate(boards)]
 

@@ -32,7 +32,7 @@ def test_what_is_let_through_is_a_chain(op: float, heartbeat: float | None, op_f
     ("arguments", "said"),
     [
         ((0.0,), "the floor of the op timeout of 0.0 s; expected a positive number"),
-        ((120.0, 0.05), "below 0.1 s: a process that is merely not scheduled"),
+        ((120.0, 0.05), "below 0.1 s: a host whose network is merely busy"),
         ((5.0, 5.0), "an op would give up before a silent replica is found"),
         ((10.0, 2.0, 1.0), "is not between the heartbeat timeout (2 s) and the op timeout (10 s)"),
         ((10.0, 2.0, 11.0), "is not between"),

@@ -16,11 +16,11 @@ import pytest
 
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
+from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.transport.connect import Fields, connect, here_is
 from ftcomm.transport.segment import (
     CHUNK,
     DETAIL,
-    EPOCHS,
     HOST,
     POSTED,
     REDUCED,
@@ -35,7 +35,8 @@ from ftcomm.transport.segment import (
     putting,
 )
 from ftcomm.transport.shm import ShmPeer
-from ftcomm.transport.tcp import Reader, TcpPeer
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.exchange_rig import DEADLINE, socket_pair
 
 EPOCH = 3
@@ -48,7 +49,7 @@ class Wire:
     def __init__(self) -> None:
         near, self.far = socket_pair()
         self.lost: queue.Queue[tuple[int, int, str]] = queue.Queue()
-        self.peer = TcpPeer(7, EPOCH, near, lambda *args: self.lost.put(args))
+        self.peer = TcpMirror(7, EPOCH, near, lambda *args: self.lost.put(args))
         self.peer.drive(False)
 
     def wait(self, word: int, value: int) -> None:
@@ -67,14 +68,14 @@ def at(count: int) -> int:
 
 def test_a_frame_fills_the_mirror() -> None:
     wire = Wire()
-    reader = Reader(wire.far, 1, EPOCH)
-    assert wire.peer.words[TAKEN] == EPOCH << 32
+    reader = TcpMirrorWriter(wire.far, 1, EPOCH)
+    assert wire.peer.words[TAKEN] == EPOCH << COUNTER
     payload = np.arange(1000, dtype=np.uint16)
-    reader.send(POSTED, EPOCH << 32 | 2, CHUNK + 64, memoryview(payload).cast("B"), (41, 99, 7))
-    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
+    reader.send(POSTED, EPOCH << COUNTER | 2, CHUNK + 64, memoryview(payload).cast("B"), (41, 99, 7))
+    reader.send(TAKEN, EPOCH << COUNTER | 1, 0, memoryview(b""), (0, 0, 0))
     assert reader.flush()
-    wire.wait(TAKEN, EPOCH << 32 | 1)
-    assert wire.peer.words[POSTED] == EPOCH << 32 | 2
+    wire.wait(TAKEN, EPOCH << COUNTER | 1)
+    assert wire.peer.words[POSTED] == EPOCH << COUNTER | 2
     said = [wire.peer.words[descriptor(1) + word] for word in (0, 1, DETAIL)]
     assert said == [41, 99, 7]
     assert (wire.peer.carve(POSTED, 1, 32, 1000, payload.dtype) == payload).all()
@@ -85,15 +86,15 @@ def test_a_frame_fills_the_mirror() -> None:
 
 MAGIC = 0x66746332
 WRONG = {
-    "magic": (1, POSTED, EPOCH << 32 | 1, 0, 0),
-    "word": (MAGIC, 1, EPOCH << 32 | 1, 0, 0),
+    "magic": (1, POSTED, EPOCH << COUNTER | 1, 0, 0),
+    "word": (MAGIC, 1, EPOCH << COUNTER | 1, 0, 0),
     "no epoch": (MAGIC, POSTED, 1, 0, 0),
-    "beyond all epochs": (MAGIC, POSTED, EPOCHS << 32 | 1, 0, 0),
-    "no task": (MAGIC, POSTED, (EPOCH + 1) << 32, 0, 0),
-    "no increase": (MAGIC, POSTED, EPOCH << 32, 0, 0),
-    "beyond the slot": (MAGIC, REDUCED, EPOCH << 32 | 1, SPAN * CHUNK - 4, 8),
-    "beyond the last slot": (MAGIC, REDUCED, EPOCH << 32 | 1, STAGED, 8),
-    "payload of nothing": (MAGIC, TAKEN, EPOCH << 32 | 1, 0, 8),
+    "beyond all epochs": (MAGIC, POSTED, EPOCHS << COUNTER | 1, 0, 0),
+    "no task": (MAGIC, POSTED, (EPOCH + 1) << COUNTER, 0, 0),
+    "no increase": (MAGIC, POSTED, EPOCH << COUNTER, 0, 0),
+    "beyond the slot": (MAGIC, REDUCED, EPOCH << COUNTER | 1, SPAN * CHUNK - 4, 8),
+    "beyond the last slot": (MAGIC, REDUCED, EPOCH << COUNTER | 1, STAGED, 8),
+    "payload of nothing": (MAGIC, TAKEN, EPOCH << COUNTER | 1, 0, 8),
 }
 
 
@@ -127,7 +128,7 @@ class Sluice:
         self.sock.close()
 
 
-BEFORE, LATER = EPOCH << 32, (EPOCH + 1) << 32
+BEFORE, LATER = EPOCH << COUNTER, (EPOCH + 1) << COUNTER
 
 
 @pytest.mark.parametrize("reader_is_first", [True, False])
@@ -137,7 +138,7 @@ def test_wherever_it_is_cut_a_connection_goes_on_in_the_next_epoch(reader_is_fir
     for cut in range(3 * (FRAME.size + size) + 1):
         wire = Wire()
         wire.peer.drive()
-        reader = Reader(wire.far, 1, EPOCH)
+        reader = TcpMirrorWriter(wire.far, 1, EPOCH)
         reader._sock = sluice = Sluice(wire.far, cut)  # type: ignore[assignment]
         theirs = np.full(size, 1, np.uint8)
         for count, word in ((1, POSTED), (1, REDUCED), (2, POSTED)):
@@ -199,12 +200,14 @@ def test_what_is_late_from_an_earlier_epoch_raises_nothing() -> None:
 
 def test_the_counter_of_bytes_under_way_begins_anew_in_each_epoch() -> None:
     near, far = socket_pair()
-    reader = Reader(far, 5, EPOCH)
+    reader = TcpMirrorWriter(far, 5, EPOCH)
     chunk = memoryview(bytes(CHUNK))
     for epoch in range(EPOCH, EPOCH + 3):
-        reader.send(REDUCED, epoch << 32 | 1, 64, chunk[:1], (0, 0, 0))  # of a task of which this one gives nothing
+        reader.send(
+            REDUCED, epoch << COUNTER | 1, 64, chunk[:1], (0, 0, 0)
+        )  # of a task of which this one gives nothing
         for count in range(1, SLOTS + 1):
-            reader.send(POSTED, epoch << 32 | count, at(count), chunk, (0, 0, 0))
+            reader.send(POSTED, epoch << COUNTER | count, at(count), chunk, (0, 0, 0))
         assert reader.turn()
     near.close()
     reader.close()
@@ -254,15 +257,15 @@ def test_a_connection_that_ends_is_reported_once_and_not_when_quiet() -> None:
 def test_a_full_socket_leaves_the_rest_to_flush_and_nothing_is_torn() -> None:
     wire = Wire()
     wire.peer.drive()  # its thread does not receive
-    reader = Reader(wire.far, 5, EPOCH)
+    reader = TcpMirrorWriter(wire.far, 5, EPOCH)
     wire.far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     payloads = [np.random.default_rng(number).bytes(CHUNK) for number in range(SLOTS)]
     for number, payload in enumerate(payloads):
-        reader.send(POSTED, EPOCH << 32 | number + 1, at(number + 1), memoryview(payload), (number, 0, 0))
-    reader.send(TAKEN, EPOCH << 32 | 1, 0, memoryview(b""), (0, 0, 0))
+        reader.send(POSTED, EPOCH << COUNTER | number + 1, at(number + 1), memoryview(payload), (number, 0, 0))
+    reader.send(TAKEN, EPOCH << COUNTER | 1, 0, memoryview(b""), (0, 0, 0))
     assert not reader.flush()
     end = time.monotonic() + DEADLINE
-    while wire.peer.words[TAKEN] != EPOCH << 32 | 1 and time.monotonic() < end:
+    while wire.peer.words[TAKEN] != EPOCH << COUNTER | 1 and time.monotonic() < end:
         reader.flush()
         wire.peer.pump()
     assert reader.flush()
@@ -281,7 +284,7 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
         for word in (POSTED, REDUCED, TAKEN):
             payload = chance.randbytes(0 if word == TAKEN else chance.choice((0, 1, 300, 3000, 4096, 9000, 70_000)))
             start = 0 if word == TAKEN else at(count) + 8
-            frames += FRAME.pack(MAGIC, word, EPOCH << 32 | count, start, len(payload), count, 2, 3) + payload
+            frames += FRAME.pack(MAGIC, word, EPOCH << COUNTER | count, start, len(payload), count, 2, 3) + payload
             content[word, count - 1] = payload
     wire = Wire()
     wire.peer.drive()
@@ -292,9 +295,9 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
         for _ in range(chance.choice((0, 1, 3))):
             wire.peer.pump()
     end = time.monotonic() + DEADLINE
-    while wire.peer.words[TAKEN] != EPOCH << 32 | SLOTS and time.monotonic() < end:
+    while wire.peer.words[TAKEN] != EPOCH << COUNTER | SLOTS and time.monotonic() < end:
         wire.peer.pump()
-    assert wire.peer.words[TAKEN] == EPOCH << 32 | SLOTS
+    assert wire.peer.words[TAKEN] == EPOCH << COUNTER | SLOTS
     for (word, slot), payload in content.items():
         if word != TAKEN:
             there = wire.peer.carve(word, slot, 8, len(payload), np.dtype(np.uint8))
@@ -306,25 +309,25 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
 
 def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader() -> None:
     near, far = socket_pair()
-    reader = Reader(far, 5, EPOCH)
+    reader = TcpMirrorWriter(far, 5, EPOCH)
     half = memoryview(bytes(CHUNK // 2))
     for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << 32 | count, at(count), half, (0, 0, 0))
-        reader.send(REDUCED, EPOCH << 32 | count, at(count) + CHUNK // 2, half, (0, 0, 0))
-    reader.send(POSTED, EPOCH << 32 | SLOTS + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
-    reader.send(REDUCED, EPOCH << 32 | SLOTS + 1, 64, half[:56], (0, 0, 0))
+        reader.send(POSTED, EPOCH << COUNTER | count, at(count), half, (0, 0, 0))
+        reader.send(REDUCED, EPOCH << COUNTER | count, at(count) + CHUNK // 2, half, (0, 0, 0))
+    reader.send(POSTED, EPOCH << COUNTER | SLOTS + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
+    reader.send(REDUCED, EPOCH << COUNTER | SLOTS + 1, 64, half[:56], (0, 0, 0))
     near.close()
     reader.close()
 
 
 def test_more_than_the_slots_hold_is_never_on_its_way_to_a_reader() -> None:
     near, far = socket_pair()
-    reader = Reader(far, 5, EPOCH)
+    reader = TcpMirrorWriter(far, 5, EPOCH)
     full = memoryview(bytes(SPAN * CHUNK))
     for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << 32 | count, (count - 1) * len(full), full, (0, 0, 0))
+        reader.send(POSTED, EPOCH << COUNTER | count, (count - 1) * len(full), full, (0, 0, 0))
     with pytest.raises(AssertionError, match="on their way to replica 5"):
-        reader.send(REDUCED, EPOCH << 32 | 1, 64, full[:1], (0, 0, 0))
+        reader.send(REDUCED, EPOCH << COUNTER | 1, 64, full[:1], (0, 0, 0))
     near.close()
     reader.close()
 
@@ -359,8 +362,8 @@ def test_the_transport_that_reaches_the_peer_is_chosen(mode: str, boot: str, non
     if nonce:
         there = Address(there.host, there.port, there.boot, there.pid, there.segment, nonce)
     peer = connect(0, here(segment), 1, there, epoch=EPOCH, mode=mode, dial=dial, on_lost=ignore)
-    assert peer.how == how
-    assert isinstance(peer, ShmPeer if how == "shm" else TcpPeer)
+    assert peer.transport == how
+    assert isinstance(peer, ShmPeer if how == "shm" else TcpMirror)
     peer.close()
 
 
@@ -382,6 +385,15 @@ def test_who_makes_tasks_of_other_sizes_is_refused() -> None:
     there = here_is("127.0.0.1", 1, other)
     with pytest.raises(OtherEngine, match=r"tasks of 2 chunks.*FTCOMM_TRANSPORT"):
         connect(0, here(segment), 1, there, epoch=EPOCH, mode="tcp", dial=ignore, on_lost=ignore)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mine", "other"), [("mac", "none"), ("none", "aes-gcm"), ("mac", "aes-gcm")])
+def test_who_protects_data_in_another_way_is_refused(mine: str, other: str) -> None:
+    """Before anything is dialled: one would send what the other takes for garbage, or what nobody protects."""
+    segment = Segment()
+    there = here_is("127.0.0.1", 1, Segment(), data=other)
+    with pytest.raises(OtherEngine, match=r"FTCOMM_DATA=.*FTCOMM_DATA to the same"):
+        connect(0, here(segment), 1, there, epoch=EPOCH, mode="tcp", dial=ignore, on_lost=ignore, data=mine)  # type: ignore[arg-type]
 
 
 def test_shared_memory_that_is_demanded_and_cannot_be_had_is_an_error() -> None:

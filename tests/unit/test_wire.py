@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import socket
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ftcomm.control
+import ftcomm.launch
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.links import Listener, listen, open_socket
+from ftcomm.control.sealed import Channel
 
 DEADLINE = 60.0  # s
+SECRET, GUESS = wire.Credentials("secret"), wire.Credentials("guess")
 
 
-def answer(sock: socket.socket, token: str) -> list[object]:
+def answer(sock: socket.socket, mine: wire.Credentials) -> list[object]:
     """Drive the server side of a handshake in a thread; the list gets what came of it."""
     outcome: list[object] = []
 
@@ -28,7 +34,7 @@ def answer(sock: socket.socket, token: str) -> list[object]:
             conn, _ = sock.accept()
             conn.setblocking(False)
             try:
-                outcome.append(await wire.handshake(conn, wire.server_steps(token), DEADLINE))
+                outcome.append(await wire.handshake(conn, wire.server(mine), DEADLINE))
             except OSError as error:
                 outcome.append(error)
             finally:
@@ -50,20 +56,20 @@ def port():
 
 
 def test_blocking_client_is_let_in(port: socket.socket) -> None:
-    outcome = answer(port, "secret")
-    with wire.connect(port.getsockname(), "secret", "data", {"replica": 3, "name": "x"}, DEADLINE):
+    outcome = answer(port, SECRET)
+    with wire.connect(port.getsockname(), SECRET, "data", {"replica": 3, "name": "x"}, DEADLINE):
         pass
     outcome[0].join(DEADLINE)
-    opening = outcome[1]
+    opening = outcome[1][0]
     assert isinstance(opening, wire.Opening)
     assert opening.purpose == "data"
     assert opening.fields == {"replica": 3, "name": "x"}
 
 
 def test_wrong_token_is_refused_on_both_sides_with_the_mend(port: socket.socket) -> None:
-    outcome = answer(port, "secret")
+    outcome = answer(port, SECRET)
     with pytest.raises(wire.HandshakeError, match="FTCOMM_TOKEN"):
-        wire.connect(port.getsockname(), "guess", "data", {}, DEADLINE)
+        wire.connect(port.getsockname(), GUESS, "data", {}, DEADLINE)
     outcome[0].join(DEADLINE)
     assert isinstance(outcome[1], wire.HandshakeError)
 
@@ -82,12 +88,12 @@ def test_server_without_the_token_is_not_trusted(port: socket.socket) -> None:
 
     threading.Thread(target=serve, daemon=True).start()
     with pytest.raises(wire.HandshakeError, match="token"):
-        wire.connect(port.getsockname(), "secret", "data", {}, DEADLINE)
+        wire.connect(port.getsockname(), SECRET, "data", {}, DEADLINE)
 
 
 def test_another_version_is_refused_with_both_versions(port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = answer(port, "secret")
-    steps = wire.client_steps("secret", "data", {})
+    outcome = answer(port, SECRET)
+    steps = wire.client_steps(SECRET, "data", {})
     opening = msgspec.msgpack.decode(next(steps), type=wire.Opening)
     old = msgspec.msgpack.encode(msgspec.structs.replace(opening, version=wire.VERSION + 1))
     with socket.create_connection(port.getsockname(), timeout=DEADLINE) as sock:
@@ -100,7 +106,7 @@ def test_another_version_is_refused_with_both_versions(port: socket.socket, monk
 
 @given(st.binary(min_size=1, max_size=64))
 def test_garbage_never_gets_past_the_server(data: bytes) -> None:
-    steps = wire.server_steps("secret")
+    steps = wire.server_steps(SECRET)
     next(steps)
     try:
         steps.send(data)
@@ -112,7 +118,7 @@ def test_garbage_never_gets_past_the_server(data: bytes) -> None:
 
 
 def test_a_long_first_frame_is_not_read(port: socket.socket) -> None:
-    outcome = answer(port, "secret")
+    outcome = answer(port, SECRET)
     with socket.create_connection(port.getsockname(), timeout=DEADLINE) as sock:
         sock.sendall((1 << 30).to_bytes(4, "big"))
         outcome[0].join(DEADLINE)
@@ -124,12 +130,12 @@ def test_asyncio_client_and_listener() -> None:
         sock = listen("127.0.0.1", 0)
         arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        async def peer(conn: socket.socket, opening: wire.Opening) -> None:
+        async def peer(conn: Channel, opening: wire.Opening) -> None:
             arrived.set_result(opening.purpose)
             conn.close()
 
-        listener = Listener(sock, "secret", peer)
-        client = await open_socket(sock.getsockname(), "secret", "member", {})
+        listener = Listener(sock, SECRET, peer)
+        client = await open_socket(sock.getsockname(), SECRET, "member", {})
         client.close()
         purpose = await asyncio.wait_for(arrived, DEADLINE)
         await listener.close()
@@ -157,3 +163,25 @@ def test_a_connection_tries_again_soon_after_an_outage() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, wire._THIN_LINEAR_TIMEOUTS) == 1
         with contextlib.suppress(OSError):  # a kernel before 6.15
             assert sock.getsockopt(socket.IPPROTO_TCP, wire._RTO_MAX_MS) == 1000
+
+
+def test_a_rank_cannot_report_what_only_the_coordinator_or_a_launcher_says() -> None:
+    """Every literal kind of an event of theirs, found in the source."""
+    packages = [Path(ftcomm.control.__file__).parent, Path(ftcomm.launch.__file__).parent]
+    said = set()
+    for path in (path for package in packages for path in package.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            kind = call.args[0]
+            if name in ("Log", "_log", "emit", "_emit") and isinstance(kind, ast.Constant):
+                said.add(kind.value)
+    assert {"view", "spared", "restarting"} <= said
+    assert said == m.RESERVED
+    for kind in said:
+        with pytest.raises(ValueError, match="choose another"):
+            m.Report(kind, {})
+        forged = msgspec.msgpack.encode({"type": "Report", "kind": kind, "fields": {}})
+        with pytest.raises(msgspec.DecodeError):
+            m.decode(forged)

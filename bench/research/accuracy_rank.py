@@ -1,0 +1,146 @@
+"""One rank of `ftcomm bench accuracy`.
+
+The demo's training under the step loop. A replica kills itself where its absences begin, at a random moment of that
+step, and is started again at once. Shortly before they end the others wait for the new process, if it is still building
+its model, and do the next steps slowly: so an absence lasts about as many steps as was drawn, however fast the machine
+is. It joins, fetches the state and catches up while they train.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import torch
+
+import ftcomm
+from ftcomm.bench.research.absence_plan import SETTLE, Absence
+from ftcomm.bench.research.convergence_rank import Diary, held_out_samples, wait_until
+from ftcomm.demo.data import batch, library_text
+from ftcomm.demo.model import Transformer
+from ftcomm.demo.train import learning_rate
+from ftcomm.settings import Settings
+from ftcomm.torch.buckets import GradientBuckets
+from ftcomm.training import StepLoop
+from ftcomm.training.state import digest
+
+CONTEXT = 64  # bytes of a sequence
+HEADS = 4
+PEAK = 8e-3 * 128  # learning rate times width: the demo's, which is near the best there as this is here
+LEAD = 5  # steps that joining and catching up take about, at one every PACE
+PACE = 0.05  # s
+SLOW = 0.5  # s before each step if it takes twice as many: on a busy machine there would else be none left for it
+AWAY = 7200.0  # s that an absence lasts at most: hundreds of steps of the others, however busy the machine is
+
+
+class Task(msgspec.Struct, frozen=True):
+    folder: str
+    seed: int
+    steps: int
+    width: int  # of the model
+    layers: int
+    batch: int  # sequences of a replica in a step
+    policy: str  # of the learning rate while replicas are away
+    absences: tuple[Absence, ...]
+    kill: bool  # else who is absent is there, and only its samples are left out
+    validate_every: int
+    windows: int  # of held-out text
+
+
+class Absences:
+    """What this process has to do about its own absences and those of the others."""
+
+    def __init__(self, task: Task, diary: Diary) -> None:
+        self._diary = diary
+        self._all = task.absences
+        killed = task.absences if task.kill else ()
+        self._own = [one for one in killed if one.replica == diary.replica]
+        self._turns = {(one.replica, self._life(task, one)): one.end - LEAD for one in killed}
+        self._chance = random.Random(f"{task.seed} {diary.replica} {diary.life}")
+        self._began = time.monotonic()
+
+    def wait_for_turn(self) -> None:
+        """Everything is built: say so, and join no earlier than at the end of the absence."""
+        self._diary.ready()
+        if life := self._diary.life:
+            self._mark("ready", self._diary.replica, life).touch()
+            turn = self._mark("turn", self._diary.replica, life)
+            wait_until("the others came to the end of this absence", turn.exists, AWAY)
+
+    def at(self, step: int, counted: Collection[int]) -> None:
+        """At the begin of each step, the last of which was of those that `counted`."""
+        now = time.monotonic()
+        usual, self._began = now - self._began, now
+        for (replica, life), turn in self._turns.items():
+            if turn == step:
+                ready = self._mark("ready", replica, life)
+                wait_until(f"replica {replica} was there again for step {step}", ready.exists)
+                self._mark("turn", replica, life).touch()
+            if turn <= step < turn + SETTLE:
+                time.sleep(PACE)
+            if step >= turn + 2 * LEAD and replica not in counted and not self._gone_again(replica, turn, step):
+                time.sleep(SLOW)
+        if any(one.begin == step for one in self._own):
+            threading.Timer(self._chance.uniform(0, usual), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def _gone_again(self, replica: int, turn: int, step: int) -> bool:
+        """Whether the next absence of the replica has begun."""
+        return any(one.replica == replica and turn + LEAD < one.begin <= step for one in self._all)
+
+    def weight(self, step: int, replicas: int) -> float:
+        """Of this replica's loss, if nobody is killed: so that the average over all is that over who is not absent."""
+        absent = {one.replica for one in self._all if one.begin <= step < one.end}
+        return 0.0 if self._diary.replica in absent else replicas / (replicas - len(absent))
+
+    def _mark(self, what: str, replica: int, life: int) -> Path:
+        return self._diary.folder / f"{what}-{replica}-{life}"
+
+    @staticmethod
+    def _life(task: Task, absence: Absence) -> int:
+        """Of the process that ends it."""
+        return sum(one.replica == absence.replica and one.begin <= absence.begin for one in task.absences)
+
+
+def main(task: Task, settings: Settings) -> None:
+    diary = Diary(task.folder, settings.replica, 0)
+    absences = Absences(task, diary)
+    torch.set_num_threads(1)
+    torch.manual_seed(task.seed)  # the same first weights everywhere
+    text, held_out = library_text()
+    samples = held_out_samples(held_out, task.windows, CONTEXT)
+    model = Transformer(task.width, task.layers, HEADS, CONTEXT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    model(batch(text, task.seed, 0, 0, task.batch, CONTEXT)).backward()
+
+    absences.wait_for_turn()
+    group = ftcomm.init(settings)
+    buckets = GradientBuckets(model, group, bucket_bytes=512 << 10)
+    state = {"model": model, "optimizer": optimizer}
+    loop = StepLoop(state, group, lr=task.policy)
+    for step in loop.steps(task.steps):
+        outcome = loop.outcome
+        diary.settled(outcome)
+        absences.at(step, outcome.counted if outcome else range(settings.replicas))
+        if step % task.validate_every == 0:
+            before = range(settings.replicas) if step == 0 else outcome.counted if outcome else ()
+            diary.validate(step, model, samples, list(before))
+        for options in optimizer.param_groups:
+            options["lr"] = learning_rate(step, task.steps, PEAK / task.width)
+        loss = model(batch(text, task.seed, step, group.replica, task.batch, CONTEXT))
+        if not task.kill:
+            loss = loss * absences.weight(step, settings.replicas)
+        loss.backward()
+        buckets.wait()
+        optimizer.step()
+        buckets.zero_grad()
+    assert loop.outcome is not None
+    diary.settled(loop.outcome)
+    diary.validate(task.steps, model, samples, list(loop.outcome.counted))
+    diary.ended(digest(state))
+    ftcomm.shutdown()

@@ -1,0 +1,136 @@
+"""What the ranks of `ftcomm bench accuracy` and `ftcomm bench hsdp` have in common: what they write down, and how they
+measure the loss on text that was held out.
+
+A rank appends its records to a file of its own. Nobody waits for the command that reads them, and what a rank wrote
+before it was killed is there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ftcomm.demo.data import windows
+from ftcomm.training import Outcome
+
+LOOK = 0.02  # s between two looks whether a file is there
+PATIENCE = 300.0  # s that ranks wait for one that was killed, and the command for anything at all
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """All is built and nothing joined yet. `life`: 0 for the first process in this place."""
+
+    replica: int
+    rank: int
+    pid: int
+    life: int
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """A step that is over, as one rank was told. `at` is of `time.monotonic()`, one clock for all of a host."""
+
+    replica: int
+    rank: int
+    pid: int
+    step: int
+    verdict: str
+    counted: tuple[int, ...]  # replicas, ascending
+    at: float
+
+
+class Validated(msgspec.Struct, frozen=True, tag=True):
+    """The loss of a share of the windows with the weights before `step`."""
+
+    step: int
+    windows: int
+    loss: float  # nats a byte, mean
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The state of this rank after the last step."""
+
+    replica: int
+    rank: int
+    digest: str
+
+
+Record = Ready | Settled | Validated | Ended
+
+
+def diary_path(folder: str, replica: int, rank: int) -> Path:
+    return Path(folder) / f"rank-{replica}-{rank}.jsonl"
+
+
+def stack_path(folder: str, replica: int, rank: int) -> Path:
+    """Where a rank writes what it is at when it gets SIGUSR1."""
+    return Path(folder) / f"rank-{replica}-{rank}.stack"
+
+
+class Diary:
+    """Of one rank. One write a record, so that a reader, and the next process in this place, sees no half of one."""
+
+    def __init__(self, folder: str, replica: int, rank: int) -> None:
+        self.folder, self.replica, self.rank = Path(folder), replica, rank
+        self.life = self._count_lives()
+        self._file = diary_path(folder, replica, rank).open("ab", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+        self._last: Outcome | None = None
+        faulthandler.register(signal.SIGUSR1, file=stack_path(folder, replica, rank).open("w"))
+
+    def ready(self) -> None:
+        self._write(Ready(self.replica, self.rank, os.getpid(), self.life))
+
+    def settled(self, outcome: Outcome | None) -> None:
+        """Called at the begin of every step and after the last one, with what the step before came to."""
+        if outcome is None or outcome is self._last:
+            return
+        self._last = outcome
+        counted = tuple(sorted(outcome.counted))
+        now = time.monotonic()
+        self._write(Settled(self.replica, self.rank, os.getpid(), outcome.step, outcome.verdict.name, counted, now))
+
+    @torch.no_grad()
+    def validate(self, step: int, model: nn.Module, samples: Tensor, replicas: list[int], ranks: int = 1) -> None:
+        """This rank's share of `samples` (int64 [windows, context + 1]), if its replica is one of `replicas`, which
+        have the same weights. Each rank of a replica calls it, and has as many samples as the others if they divide."""
+        if self.replica not in replicas:
+            return
+        place = sorted(replicas).index(self.replica) * ranks + self.rank
+        mine = samples[place :: len(replicas) * ranks]
+        self._write(Validated(step, len(mine), model(mine).item()))
+
+    def ended(self, digest: str) -> None:
+        self._write(Ended(self.replica, self.rank, digest))
+
+    def _write(self, record: Record) -> None:
+        self._file.write(self._encoder.encode(record) + b"\n")
+
+    def _count_lives(self) -> int:
+        life = 0
+        while (self.folder / f"life-{self.replica}-{self.rank}-{life}").exists():
+            life += 1
+        (self.folder / f"life-{self.replica}-{self.rank}-{life}").touch()
+        return life
+
+
+def held_out_samples(text: np.ndarray, count: int, context: int) -> Tensor:
+    """int64 [count, context + 1], spread evenly over the text; the same on all ranks and in all runs."""
+    return windows(text, np.linspace(0, len(text) - context - 1, count, dtype=np.int64), context)
+
+
+def wait_until(what: str, true: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Raises `TimeoutError`: the rank fails, and with it the measurement."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it did not come to pass within {seconds:g} s that {what}")
+        time.sleep(LOOK)

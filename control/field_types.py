@@ -1,0 +1,30 @@
+"""What numbers, texts and lists from the network may be, as types that msgspec checks while it decodes.
+
+So the state machines may trust ranges as they trust types. The bounds are far above what any job needs, and far below
+what would hurt: a word of shared memory holds an epoch in 21 bits, and no list makes more of the bytes that it came in
+than a small multiple.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ftcomm.control.limits import EPOCHS, IN_FLIGHT
+
+_NUMBER = (1 << 31) - 1
+MANY = Meta(max_length=IN_FLIGHT)  # members, ops, sets of contributors
+
+Replica = Annotated[int, Meta(ge=0, le=_NUMBER)]
+Rank = Annotated[int, Meta(ge=0, le=_NUMBER)]
+Epoch = Annotated[int, Meta(ge=0, lt=EPOCHS)]  # 0: none yet
+Step = Annotated[int, Meta(ge=-1, le=1 << 53)]  # -1: none yet
+Op = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: no op, but another thing that is waited for
+Proposal = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+Name = Annotated[str, Meta(max_length=256)]  # of a host, a life, a kind
+Text = Annotated[str, Meta(max_length=1 << 20)]  # a reason, which may tell of every member
+Replicas = Annotated[tuple[Replica, ...], MANY]
+Bitmap = Annotated[bytes, Meta(max_length=1 << 20)]  # of 8 million chunks, 4 TiB
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]

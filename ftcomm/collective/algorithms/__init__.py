@@ -1,0 +1,87 @@
+"""The algorithms by which the chunks of an op are moved and reduced, and which one a task takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ftcomm.collective.algorithms.base import Algorithm
+from ftcomm.collective.algorithms.batch import ScheduledBatches
+from ftcomm.collective.algorithms.compressed import CompressedOneShot, CompressedTwoShot
+from ftcomm.collective.algorithms.direct import Copy, OneShot, TwoShot
+from ftcomm.collective.algorithms.hierarchical import Hierarchical
+from ftcomm.collective.algorithms.ring import Ring
+from ftcomm.collective.compression import FP8, hands_on
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView, by_route, two_shot
+from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.collective.schedule import Batch
+from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.transport.segment import Memory
+from ftcomm.tuning import Tuning
+
+
+class Algorithms:
+    """The algorithms of one member in one view, and the choice between them. All members choose the same."""
+
+    def __init__(
+        self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool = False
+    ) -> None:
+        """`lands`: see `OneShot`."""
+        self._view = view
+        self.contributors = view.contributors
+        self.one_shot = OneShot(view, memories, reducer, lands=lands)
+        self.two_shot = TwoShot(view, memories, reducer)
+        self.compressed_one_shot = CompressedOneShot(view, memories, reducer)
+        self.compressed_two_shot = CompressedTwoShot(view, memories, reducer)
+        self.copy = Copy(view, memories, reducer)
+        self.batches = ScheduledBatches(view, memories, reducer)
+        self.route: Algorithm | None = None  # of large ops
+        if len(view.ring) > 1:
+            self.route = Ring(view, memories, reducer)
+        elif view.hosts:
+            self.route = Hierarchical(view, memories, reducer)
+        # The input of a single contributor is the result: everybody copies it.
+        self._sole = self.contributors[0] if len(self.contributors) == 1 else REDUCE
+        self._last: tuple[int | None, Algorithm] = (
+            None,
+            self.copy,
+        )  # the number of the op whose tasks were asked for last
+
+    @property
+    def readers(self) -> Mapping[int, frozenset[int]]:
+        """Who waits for each of the words of levels that this member raises."""
+        return {} if self.route is None else self.route.readers
+
+    @property
+    def served(self) -> frozenset[int]:
+        """All who read here what goes by a chained algorithm."""
+        return frozenset() if self.route is None else self.route.served
+
+    def tune(self, tuning: Tuning) -> None:
+        """Use other switch points, while nothing is in flight."""
+        self._view = dataclasses.replace(self._view, tuning=tuning)
+
+    def of(self, op: Operation) -> Algorithm:
+        """The algorithm of the chunks of an all-reduce that nobody holds FINAL."""
+        nbytes, view = op.array.nbytes, self._view
+        if op.compression == FP8:
+            return self.compressed_two_shot if two_shot(nbytes, view) else self.compressed_one_shot
+        if self._sole != REDUCE:
+            return self.copy
+        if self.route is not None and by_route(nbytes, view) and hands_on(op.dtype, op.op, op.compression):
+            return self.route
+        return self.two_shot if two_shot(nbytes, view) else self.one_shot
+
+    def of_task(self, op: Operation, task: Any) -> tuple[Algorithm, Task | Batch]:
+        """The algorithm of a task of `op`, and the task as that wants it."""
+        if op.schedule is not None:
+            return self.batches, task
+        if task.holder != REDUCE:
+            return self.copy, task
+        known, algorithm = self._last
+        if known != op.number:
+            algorithm = self.of(op)
+            self._last = op.number, algorithm
+        return algorithm, (Task(task.chunk, self._sole, self.contributors) if algorithm is self.copy else task)

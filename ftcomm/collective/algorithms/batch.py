@@ -1,0 +1,76 @@
+"""How a member packs and unpacks the parts of a batch, the task of a schedule, through the staging."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcomm.collective.algorithms.base import Algorithm, Array
+from ftcomm.collective.resume import REDUCE
+from ftcomm.collective.schedule import Batch, Part
+from ftcomm.collective.scheduled import ScheduledOperation
+from ftcomm.kernels.host.reduce import operand
+from ftcomm.transport.segment import POSTED
+
+if TYPE_CHECKING:
+    from ftcomm.collective.pipeline import Slot
+
+
+class ScheduledBatches(Algorithm):
+    def post(self, slot: Slot) -> None:
+        assert isinstance(slot.op, ScheduledOperation)
+        assert isinstance(slot.task, Batch)
+        self.pack(slot.op, slot.task, slot.chunk)
+
+    def finish(self, slot: Slot) -> None:
+        assert isinstance(slot.op, ScheduledOperation)
+        assert isinstance(slot.task, Batch)
+        self.unpack(slot.op, slot.task, slot.chunk)
+
+    def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        batch = slot.task
+        assert isinstance(batch, Batch)
+        start, stop = batch.span(self.me, self.contributes, reader)
+        return start * batch.itemsize, stop * batch.itemsize
+
+    def pack(self, op: ScheduledOperation, batch: Batch, chunk: int) -> None:
+        """Stage this member's parts: what is FINAL here from the result, what is not from the caller's input."""
+        me, parts, finals = self.me, op.schedule.parts, op.finals
+        for number, holder, _, takers, at, size in batch.moves:
+            if not (holder == me or (holder == REDUCE and self.contributes)) or takers == (me,):
+                continue
+            array, begin = (op.array, parts[number].dest) if finals[number] else (op.source, parts[number].source)
+            self._staged(op, me, chunk, at, size)[...] = array[begin : begin + size]
+
+    def unpack(self, op: ScheduledOperation, batch: Batch, chunk: int) -> None:
+        """Each part that is for this member becomes FINAL, in one go."""
+        me, parts, finals = self.me, op.schedule.parts, op.finals
+        for number, holder, contributors, _, at, size in batch.moves:
+            if finals[number] is not None:  # or it is none of this member's
+                continue
+            begin = parts[number].dest
+            here = op.array[begin : begin + size]
+            if holder == REDUCE:
+                self._reduce(op, parts[number], chunk, at, here)
+                finals[number] = self.contributors
+                continue
+            if holder != me:
+                here[...] = self._staged(op, holder, chunk, at, size)
+            elif op.source is not op.array:
+                given = parts[number].source
+                here[...] = op.source[given : given + size]
+            finals[number] = contributors or (holder,)
+
+    def _reduce(self, op: ScheduledOperation, part: Part, chunk: int, at: int, here: Array) -> None:
+        """For this member alone, so its own input comes from where it is. In place it has to be one of the first two
+        that are summed, see `ftcomm.kernels.host.reduce`; else it is staged first."""
+        me, contributors = self.me, self.contributors
+        mine = op.source[part.source : part.source + part.size]
+        if op.source is op.array and me in contributors[2:]:
+            staged = self._staged(op, me, chunk, at, part.size)
+            staged[...] = mine
+            mine = staged
+        sources = [mine if m == me else self._staged(op, m, chunk, at, part.size) for m in contributors]
+        self.reducer.get(op.dtype, op.op)([operand(op.dtype, x) for x in sources], operand(op.dtype, here))
+
+    def _staged(self, op: ScheduledOperation, member: int, chunk: int, at: int, size: int) -> Array:
+        return self.memories[member].carve(POSTED, chunk, at, size, op.array.dtype)

@@ -1,0 +1,173 @@
+"""The algorithms in which every member hears from every other: for small ops, and among the members of one host.
+
+one-shot    each member reduces all inputs by itself                                    no steps
+two-shot    each member reduces a shard, and all copy the shards                        REDUCED, by all
+copy        those that lack a chunk copy it from one that holds it FINAL, or from the   no steps
+            only one that contributes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ftcomm.collective.algorithms.base import Algorithm, Array, Step
+from ftcomm.collective.plan import GroupView, shards
+from ftcomm.collective.resume import Task
+from ftcomm.kernels.dtypes import HOST_DTYPES
+from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.transport.segment import POSTED, REDUCED, Memory
+
+if TYPE_CHECKING:
+    from ftcomm.collective.pipeline import Slot
+
+
+class OneShotViews(NamedTuple):
+    mine: Array
+    reduce: Callable[[Array], None]  # the inputs of all into the caller's buffer
+
+
+class OneShot(Algorithm):
+    def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool) -> None:
+        """`lands`: what a reader was sent lies at the peer, whatever becomes of the connection."""
+        super().__init__(view, memories, reducer)
+        # Two members reduce from the caller's own buffer and the staging of the other. With more, the first step of
+        # the sum would overwrite an input that a later one needs. So each overwrites its input when it has that of the
+        # other; and, where it is sent from there, when the other has its.
+        self._pair = len(view.members) == 2 and len(view.contributors) == 2
+        self.straight = self._pair and lands
+
+    def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> OneShotViews:
+        carrier = HOST_DTYPES[dtype].carrier
+        posted = {m: self.memories[m].carve(POSTED, chunk, 0, count, carrier) for m in (*self.contributors, self.me)}
+        return OneShotViews(posted[self.me], self._reduction(dtype, op, posted))
+
+    def _reduction(self, dtype: str, op: str, posted: Mapping[int, Array]) -> Callable[[Array], None]:
+        reduction, sources = self.reducer.get(dtype, op), [operand(dtype, posted[m]) for m in self.contributors]
+
+        def reduce(here: Array) -> None:
+            reduction(sources, operand(dtype, here))
+
+        def reduce_mine_first(here: Array) -> None:
+            out = operand(dtype, here)
+            reduction((out, sources[1]), out)
+
+        def reduce_mine_last(here: Array) -> None:
+            out = operand(dtype, here)
+            reduction((sources[0], out), out)
+
+        return reduce if not self._pair else reduce_mine_first if sources and self._first else reduce_mine_last
+
+    @property
+    def _first(self) -> bool:
+        return self.contributors[0] == self.me
+
+    def post(self, slot: Slot) -> None:
+        if self.contributes and self.others and not slot.straight:
+            slot.views.mine[...] = slot.here
+
+    def finish(self, slot: Slot) -> None:
+        slot.views.reduce(slot.here)
+
+    def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        return (0, slot.views.mine.nbytes) if self.contributes else (0, 0)
+
+
+class TwoShotViews(NamedTuple):
+    mine: Array
+    itemsize: int
+    shards: Mapping[int, tuple[int, int]]  # (start, stop) of each member, in items of these views
+    sources: Sequence[Any]  # the inputs of my shard
+    out: Any  # it, reduced
+    reduced: Sequence[tuple[slice, Any]]  # the shards of all, and where they go
+
+
+class TwoShot(Algorithm):
+    straight = True  # all have what they read of it before the whole can be copied
+
+    def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
+        super().__init__(view, memories, reducer)
+        self.members = view.members
+        self.steps = (Step(REDUCED, (), REDUCED), Step(REDUCED, tuple(sorted(self.others)), 0))
+        self._place = self.contributors.index(self.me) if self.contributes else -1
+
+    def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> TwoShotViews:
+        carrier = HOST_DTYPES[dtype].carrier
+        bounds = dict(zip(self.members, shards(count, carrier.itemsize, len(self.members)), strict=True))
+        start, stop = bounds[self.me]
+        reduced = [
+            (slice(a, b), self.memories[m].carve(REDUCED, chunk, a, b - a, carrier))
+            for m, (a, b) in bounds.items()
+            if a < b
+        ]
+
+        def view(member: int, region: int) -> Any:
+            return operand(dtype, self.memories[member].carve(region, chunk, start, stop - start, carrier))
+
+        return TwoShotViews(
+            self.memories[self.me].carve(POSTED, chunk, 0, count, carrier),
+            carrier.itemsize,
+            bounds,
+            [view(m, POSTED) for m in self.contributors],
+            view(self.me, REDUCED),
+            reduced,
+        )
+
+    def post(self, slot: Slot) -> None:
+        if self.contributes and self.others and not slot.straight:
+            slot.views.mine[...] = slot.here
+
+    def step(self, slot: Slot) -> None:
+        """Reduce my shard."""
+        op, views = slot.op, slot.views
+        start, stop = views.shards[self.me]
+        if start == stop:
+            return
+        sources = views.sources
+        if slot.straight and self.contributes:
+            mine = operand(op.dtype, slot.here[start:stop])
+            sources = [*sources[: self._place], mine, *sources[self._place + 1 :]]
+        self.reducer.get(op.dtype, op.op)(sources, views.out)
+
+    def finish(self, slot: Slot) -> None:
+        here = slot.here
+        for part, source in slot.views.reduced:
+            here[part] = source
+
+    def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        if word != REDUCED and not self.contributes:
+            return 0, 0
+        start, stop = slot.views.shards[self.me if word == REDUCED else reader]
+        return start * slot.views.itemsize, stop * slot.views.itemsize
+
+
+class Copy(Algorithm):
+    """A task says who holds its chunk."""
+
+    def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> dict[int, Array]:
+        carrier = HOST_DTYPES[dtype].carrier
+        return {m: self.memories[m].carve(POSTED, chunk, 0, count, carrier) for m in (self.me, *self.others)}
+
+    def reads(self, slot: Slot) -> Collection[int]:
+        return (self._holder(slot),) if self._lacks(slot) else ()
+
+    def post(self, slot: Slot) -> None:
+        if self.others and self._holder(slot) == self.me:
+            slot.views[self.me][...] = slot.here
+
+    def finish(self, slot: Slot) -> None:
+        if self._lacks(slot):
+            slot.here[...] = slot.views[self._holder(slot)]
+
+    def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        return (0, slot.views[self.me].nbytes) if self._holder(slot) == self.me else (0, 0)
+
+    @staticmethod
+    def _holder(slot: Slot) -> int:
+        assert isinstance(slot.task, Task)
+        return slot.task.holder
+
+    @staticmethod
+    def _lacks(slot: Slot) -> bool:
+        assert isinstance(slot.task, Task)
+        return slot.task.holder != slot.algorithm.me and slot.op.finals[slot.task.chunk] is None

@@ -1,0 +1,234 @@
+"""Two levels: an all-reduce in which members that share a host reduce among themselves first.
+
+There are as many *rails* as the smallest host has members. The first members of a host are its leaders, one a rail;
+what crosses between two hosts goes between leaders of one rail alone. A chunk has a shard for each rail and host:
+
+    host           A            B            2 hosts with 3 and 2 members, so 2 rails; shards 0A 0B 1A 1B
+    leaders        a0  a1       b0  b1       each makes the shard of its rail and host whole
+    other          a2
+
+    POSTED    all       own input                                    read by the leaders of the same host
+    level 1   a0        0B: a0 + a1 + a2                             read by b0, and so on for each leader
+    level 2   a0        0A: (a0 + a1 + a2) + (b0 + b1): whole        read by b0
+    level 3   a0        0A, and 0B from b0: all of its rail          read by a1 and a2
+
+    word      written by         value                               polled by
+    level 1   leaders            tasks whose inputs of this host     the leaders of the rail on other hosts
+                                 are summed
+    level 2   leaders            tasks whose own shard is whole      the leaders of the rail on other hosts
+    level 3   leaders that are   tasks of whose rail all is here     the others of the host
+              not alone there
+
+Every element is reduced by one leader alone, the members of a host ascending and then the hosts in their order, so
+that all copy the same bytes and the order is the same for all elements. A host sends and receives 2 (hosts - 1) / hosts
+of a chunk, however many members it has.
+
+All levels lie in the REDUCED region, each shard at its own place, with room for partial sums that are wider than
+elements (`ftcomm.collective.compression`). What comes from another leader at level 3 takes the
+place of the partial sum that was sent to it, which it has read, as its shard is whole. The caller's buffer stays INPUT
+until the chunk is taken: then all leaders of the host have read what they need of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ftcomm.collective.algorithms.base import Algorithm, Array, Step
+from ftcomm.collective.compression import partial_dtype
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView, shards
+from ftcomm.kernels.dtypes import HOST_DTYPES
+from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.transport.segment import POSTED, REDUCED, Memory, level
+
+if TYPE_CHECKING:
+    from ftcomm.collective.pipeline import Slot
+
+_SUMMED, _WHOLE, _IN_THE_HOST = map(level, (1, 2, 3))  # words of the levels
+
+
+class Place(NamedTuple):
+    """Staging views of one host's shard, on the rail of a leader."""
+
+    part: slice  # of the chunk
+    summed: Array  # in my REDUCED region: what my host adds to it
+    whole: Array  # in the same place
+    inputs: tuple[Array | None, ...]  # of my host, as posted; None: mine, which is in the caller's buffer
+
+
+class Other(NamedTuple):
+    """Another host, as its leader of my rail shows it in its REDUCED region."""
+
+    summed: Array  # its sum of the shard of my host
+    whole: Array  # the shard of its host
+
+
+class HierarchicalViews(NamedTuple):
+    bounds: tuple[tuple[int, int], ...]  # of all shards, rail by rail
+    itemsize: int
+    partial: str  # dtype of partial sums
+    room: int  # bytes of each element in REDUCED: a whole shard begins where its partial sum did
+    places: tuple[Place, ...]  # one a host, in order; none at who is no leader
+    others: Mapping[int, Other]  # by the number of the host
+    result: tuple[tuple[slice, Array], ...]  # the chunk, where I read it in the end
+    given: tuple[tuple[slice, Array], ...]  # of my input, and where it is staged
+
+
+class Hierarchical(Algorithm):
+    straight = True
+
+    def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
+        super().__init__(view, memories, reducer)
+        me, hosts = view.me, view.hosts
+        self._hosts = hosts
+        self._rails = min(map(len, hosts))
+        self._home = next(number for number, members in enumerate(hosts) if me in members)
+        host = hosts[self._home]
+        self._leaders = host[: self._rails]
+        self._alone = len(host) == 1
+        self._rail = host.index(me)
+        self._inputs = tuple(m for m in host if m in view.contributing)
+        self._giving = frozenset(
+            number for number, members in enumerate(hosts) if not view.contributing.isdisjoint(members)
+        )
+        self._divisor = len(view.contributors)
+        self._scratch = np.empty(memories[me].chunk, np.uint8)  # for the sum of my host's inputs of its own shard
+        self._opposite: dict[int, int] = {}  # number of another host -> the leader of my rail there
+        if me in self._leaders:
+            self._opposite = {i: members[self._rail] for i, members in enumerate(hosts) if i != self._home}
+        self._at = {m: number for number, m in self._opposite.items()}
+        self.steps = self._plan()
+        ends = frozenset(self._opposite.values()), frozenset(host) - {me}
+        self.readers = {step.makes: ends[step.makes == _IN_THE_HOST] for step in self.steps if step.makes}
+
+    def _plan(self) -> tuple[Step, ...]:
+        if not self._opposite:
+            return (Step(_IN_THE_HOST, self._leaders, 0),)
+        summed = tuple(m for number, m in self._opposite.items() if number in self._giving)
+        steps = [
+            Step(POSTED, (), _SUMMED if self._inputs else 0),
+            Step(_SUMMED, summed, _WHOLE),
+            Step(_WHOLE, tuple(self._opposite.values()), 0 if self._alone else _IN_THE_HOST),
+            Step(_IN_THE_HOST, tuple(m for m in self._leaders if m != self.me), 0),
+        ]
+        return tuple(steps[:3] if self._alone else steps)
+
+    def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> HierarchicalViews:
+        carrier = HOST_DTYPES[dtype].carrier
+        partial = HOST_DTYPES[partial_dtype(dtype, compression)].carrier
+        scale = partial.itemsize // carrier.itemsize
+        hosts, rail = len(self._hosts), self._rail * len(self._hosts)
+        bounds = shards(count, carrier.itemsize, self._rails * hosts)
+
+        def posted(member: int, number: int) -> Array:
+            start, stop = bounds[number]
+            return self.memories[member].carve(POSTED, chunk, start, stop - start, carrier)
+
+        def summed(member: int, number: int) -> Array:
+            start, stop = bounds[number]
+            return self.memories[member].carve(REDUCED, chunk, start, stop - start, partial)
+
+        def whole(member: int, number: int) -> Array:
+            start, stop = bounds[number]
+            return self.memories[member].carve(REDUCED, chunk, scale * start, stop - start, carrier)
+
+        places = tuple(
+            Place(
+                slice(*bounds[number]),
+                summed(self.me, number),
+                whole(self.me, number),
+                tuple(None if m == self.me else posted(m, number) for m in self._inputs),
+            )
+            for number in (range(rail, rail + hosts) if self._opposite else ())
+        )
+        others = {
+            host: Other(summed(m, rail + self._home), whole(m, rail + host)) for host, m in self._opposite.items()
+        }
+        if self._alone:
+            result = [
+                (place.part, place.whole if host == self._home else others[host].whole)
+                for host, place in enumerate(places)
+            ]
+        else:
+            result = [
+                (slice(start, stop), whole(self._leaders[number // hosts], number))
+                for number, (start, stop) in enumerate(bounds)
+            ]
+        read = tuple((part, source) for part, source in result if source.size)
+        given = {self._given_to(m, bounds) for m in self.others} - {(0, 0)}
+        staged = tuple(
+            (slice(a, b), self.memories[self.me].carve(POSTED, chunk, a, b - a, carrier)) for a, b in sorted(given)
+        )
+        return HierarchicalViews(
+            bounds, carrier.itemsize, partial_dtype(dtype, compression), partial.itemsize, places, others, read, staged
+        )
+
+    def reads(self, slot: Slot) -> Collection[int]:
+        return ()
+
+    def post(self, slot: Slot) -> None:
+        if self.me in self._inputs and not slot.straight:
+            for part, staged in slot.views.given:
+                staged[...] = slot.here[part]
+
+    def step(self, slot: Slot) -> None:
+        op, here, views, makes = slot.op, slot.here, slot.views, self.steps[slot.number].makes
+        if makes == _SUMMED:
+            for host, place in enumerate(views.places):
+                if host != self._home:
+                    self._sum(op, here, views, place, place.summed)
+        elif makes == _WHOLE:
+            self._make_whole(op, here, views)
+        elif makes == _IN_THE_HOST:
+            for host, other in views.others.items():
+                views.places[host].whole[...] = other.whole
+
+    def finish(self, slot: Slot) -> None:
+        here = slot.here
+        for part, source in slot.views.result:
+            here[part] = source
+
+    def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
+        views = slot.views
+        if word == POSTED:
+            start, stop = self._given_to(reader, views.bounds)
+            return start * views.itemsize, stop * views.itemsize
+        hosts = len(self._hosts)
+        rail = self._rail * hosts
+        if word == _IN_THE_HOST:
+            (start, _), (last, stop) = views.bounds[rail], views.bounds[rail + hosts - 1]
+            return start * views.room, last * views.room + (stop - last) * views.itemsize
+        start, stop = views.bounds[rail + (self._at[reader] if word == _SUMMED else self._home)]
+        size = views.room if word == _SUMMED else views.itemsize
+        return start * views.room, start * views.room + (stop - start) * size
+
+    def _given_to(self, reader: int, bounds: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        """The elements of my input that another leader of my host reads."""
+        if reader not in self._leaders or self.me not in self._inputs:
+            return 0, 0
+        rail = self._leaders.index(reader) * len(self._hosts)
+        return bounds[rail][0], bounds[rail + len(self._hosts) - 1][1]
+
+    def _sum(self, op: Operation, here: Array, views: HierarchicalViews, place: Place, out: Array) -> None:
+        """The inputs of this host."""
+        if out.size:
+            sources = [operand(op.dtype, here[place.part] if given is None else given) for given in place.inputs]
+            self._reduce(op.dtype, "sum" if op.op == "avg" else op.op, sources, operand(op.dtype, out, views.partial))
+
+    def _make_whole(self, op: Operation, here: Array, views: HierarchicalViews) -> None:
+        """The shard of this host, from the sums of all hosts."""
+        place = views.places[self._home]
+        if not place.whole.size:
+            return
+        mine = self._scratch[: place.summed.nbytes].view(place.summed.dtype)
+        if self._inputs:
+            self._sum(op, here, views, place, mine)
+        sums = [mine if host == self._home else views.others[host].summed for host in sorted(self._giving)]
+        sources = [operand(op.dtype, x, views.partial) for x in sums]
+        self._reduce(op.dtype, op.op, sources, operand(op.dtype, place.whole))
+
+    def _reduce(self, dtype: str, op: str, sources: list[Any], out: Any) -> None:
+        self.reducer.get(dtype, op, self._divisor)(sources, out)

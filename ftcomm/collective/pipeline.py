@@ -1,0 +1,409 @@
+"""What can be done next in one epoch, and on whom that waits. Pure: it reads words and decides; it writes no memory,
+sends nothing and waits for nothing.
+
+All ops of an epoch make one stream of tasks, which has the same task at the same index on every member. A task goes
+through these stages at every member, in order; the counters `posted`, `arrived`, `taken` say how far each has come:
+
+    post      stage my input of the chunk (or my FINAL chunk, if others are to copy it)
+    arrive    all members have posted: on the first task of an op, compare the calls
+    step      what the algorithm has to do in between, see `ftcomm.collective.algorithms.base`; none or several
+    take      the chunk becomes FINAL in the caller's buffer
+    return    of an op: all members have taken all of its tasks
+
+Before each of them stands a list of gates, and a gate opens when certain members have raised a word far enough:
+
+    stage     gates                                                              opened by
+    post      `_gate_of_slot`: between hosts, the slot has been read            TAKEN
+    arrive    `Slot.arrival`: all have posted                                    POSTED
+    step      the gate of the step                                               POSTED, REDUCED or a level
+    take      the gate of the last step                                          likewise
+    return    `taken_by_all`                                                     TAKEN
+
+This is the only account of who waits for whom. `to_post`, `to_arrive`, `to_step`, `to_take` and `is_stable` ask whether
+the gates are open; `obstacle` names the first that is not, for the one who waits; and the replicas `behind` it are the
+ones who are blamed.
+
+What is to be done is handed out as a `Slot`, and said to be done by `arrive`, `step` and `take`, and of a task that is
+posted by raising `posted`. Between the two the caller moves the memory, and nothing else happens.
+
+Words hold `epoch << COUNTER | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging,
+the room of SPAN chunks of that number; among members of one host the `index % NEAR`-th of as many as their layout has
+for a task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ftcomm.collective.operation import Operation, mismatch, unlike
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import Task, side_by_side
+from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
+from ftcomm.errors import FtcommError
+from ftcomm.kernels.epochs import COUNTER, COUNTS
+from ftcomm.transport.base import Peer
+from ftcomm.transport.segment import DETAIL, NEAR, POSTED, SLOTS, SPAN, TAKEN, Memory, descriptor
+
+if TYPE_CHECKING:
+    from ftcomm.collective.algorithms import Algorithms
+    from ftcomm.collective.algorithms.base import Algorithm, Array
+
+# Tasks posted and not taken. 64 MB, two members: 1 (nothing overlaps) 5.65 ms, 2 5.1, 3 5.4 (spills the cache); four
+# members on two cores: 1 19.2 ms, 2 18.1. Half of the slots is also what makes a slot free when its turn comes, without
+# looking: I post task p after I have taken p - AHEAD, so all had posted that, so all had taken p - 2 * AHEAD, which had
+# the same slot. Between hosts members look, and are ahead by as many tasks as there are slots.
+AHEAD = NEAR // 2
+
+LAST = COUNTS - (1 << 20)  # tasks of an epoch; the rest is never used
+
+
+def used_up(replica: int, epoch: int) -> FtcommError:
+    """All members see it at the same task, so nobody takes anybody for the one that stands still."""
+    return FtcommError(
+        f"replica {replica}: {LAST:,} tasks were done in epoch {epoch}, all that it can count. A change of "
+        "membership begins another: in a job that goes on for so long without one, restart a replica (ftcomm restart)"
+    )
+
+
+class Gate:
+    """Opens for so many tasks when all of `peers` have raised `word` to that, in this epoch.
+
+    They say so themselves or, if it is `relayed`, somebody else has told it of them.
+    """
+
+    __slots__ = ("_words", "high", "low", "peers", "relayed", "word")
+
+    def __init__(self, view: GroupView, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> None:
+        self.word, self.peers, self.relayed = word, tuple(peers), relayed
+        self._words = [peer.heard if relayed else peer.words for peer in self.peers]
+        self.low, self.high = view.epoch << COUNTER, (view.epoch + 1) << COUNTER
+
+    def is_open(self, count: int) -> bool:
+        word, target, high = self.word, self.low + count, self.high
+        for words in self._words:  # noqa: SIM110 (a generator would double the price of a poll)
+            if not target <= words[word] < high:
+                return False
+        return True
+
+    def behind(self, count: int) -> list[Peer]:
+        """The peers that keep it shut."""
+        word, target, high = self.word, self.low + count, self.high
+        return [peer for peer, words in zip(self.peers, self._words, strict=True) if not target <= words[word] < high]
+
+
+class Obstacle(NamedTuple):
+    """What has to happen before anything can go on."""
+
+    gate: Gate
+    tasks: int  # for so many it has to open
+
+
+class Slot:
+    """A task on its way. `op` and `here` end when it is taken: the caller's arrays are not ours to keep."""
+
+    __slots__ = (
+        "algorithm",
+        "arrival",
+        "chunk",
+        "first",
+        "gates",
+        "here",
+        "index",
+        "number",
+        "op",
+        "span",
+        "straight",
+        "task",
+        "views",
+    )
+
+    STATE = ("task", "span", "first", "number")  # besides the op and the index; the rest follows, see `Pipeline.bind`
+
+    index: int
+    chunk: int  # of the staging, from which on it is staged
+    op: Operation
+    task: Task | Batch
+    span: int  # chunks that it is of, from that of `task` on
+    first: bool  # of its op in this epoch
+    algorithm: Algorithm
+    arrival: Sequence[Gate]  # before it arrives; who knows by the steps that all have posted waits for none
+    gates: Sequence[Gate]  # of its steps
+    number: int  # of the next step
+    straight: bool  # who reads my input has it from `here`, not from the staging
+    here: Array  # the caller's buffer of this chunk; of a batch there is none
+    views: Any  # of the staging, made by the algorithm for itself
+
+
+class Pipeline:
+    """The tasks of one epoch at one member. For one thread at a time, but for `unposted`, to which any may append.
+
+    `STATE` is all that changes; the rest is fixed when the epoch begins.
+    """
+
+    STATE = ("posted", "arrived", "taken", "unposted", "slots")
+
+    gate: type[Gate] = Gate
+
+    def __init__(
+        self,
+        view: GroupView,
+        segment: Memory,
+        peers: Mapping[int, Peer],
+        algorithms: Algorithms,
+        near: int,
+        straight_from: float = math.inf,
+        delivered: Sequence[Gate] = (),
+        compares: bool = False,
+    ) -> None:
+        """`near`: chunks that one task may be of among members of one host. From ops of `straight_from` bytes on, what
+        algorithms can send from the caller's array is not staged; `delivered` then opens when it has been sent.
+        `compares`: members look at each other's results, so all have to keep pace."""
+        self.view = view
+        self.algorithms = algorithms
+        self.posted = self.arrived = self.taken = 0
+        self.unposted: deque[Operation] = deque()  # ops with tasks to post
+        self.slots = [Slot() for _ in range(SLOTS)]
+        self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
+        self._straight_from, self._delivered = straight_from, delivered
+        # In a ring a member need have no connection but to its neighbours; of the others it hears from the left.
+        self.relayed = any(peer.heard is not peer.words for peer in others)
+        self.far = not view.one_host
+        self.ahead = SLOTS if self.far else AHEAD
+        # Slots of the staging that are used, and chunks of a task.
+        self.staged, self._most = (SLOTS, SPAN) if self.far else (NEAR, near)
+        self.posted_by_all = self._gate(POSTED, self.peers, relayed=True)
+        self._arrival = (self.posted_by_all,)
+        self.taken_by_all = self._gate(TAKEN, self.peers, relayed=True)
+        served = frozenset() if compares else algorithms.served
+        self._taken_by_served = self._gate(TAKEN, [peer for peer in self.peers if peer.replica in served])
+        self._served_alone = bool(served)
+        self._own = segment.words
+        self._seen = {m: segment.words if m == view.me else peers[m].heard for m in view.members}
+        self._heard = [peer.heard for peer in self.peers]
+        self._gates: dict[Algorithm, tuple[Gate, ...]] = {}
+        self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # of all-reduces
+
+    def _gate(self, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> Gate:
+        return self.gate(self.view, word, peers, relayed=relayed)
+
+    # -- who waits for whom ------------------------------------------------------------------------------------------
+
+    def _gate_of_slot(self) -> Gate:
+        """Between hosts, before the next task is posted: who has to have taken what lies in its slot.
+
+        There, where a task takes as long as the way there and back, members go as far as there are slots. Then that I
+        have taken a task does not tell that others have taken an earlier one. Among members of one host it does.
+        """
+        if self._served_alone and self.posted >= SLOTS and self.slots[self.posted % SLOTS].algorithm.chained:
+            return self._taken_by_served
+        return self.taken_by_all
+
+    def obstacle(self, oldest: Operation) -> Obstacle:
+        """When nothing can be done: what stands in the way of `oldest`, the first op that has not returned."""
+        if self.arrived < self.posted and self.arrived == self.taken:
+            gates, count = self.slots[self.arrived % SLOTS].arrival, self.arrived + 1
+            return Obstacle(next((gate for gate in gates if not gate.is_open(count)), self.posted_by_all), count)
+        if self.taken < self.posted:
+            slot = self.slots[self.taken % SLOTS]
+            return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], self.taken + 1)
+        if oldest.end < 0:
+            return Obstacle(self._gate_of_slot(), self.posted - SLOTS + 1)
+        return Obstacle(self.taken_by_all, oldest.end)
+
+    # -- what can be done ----------------------------------------------------------------------------------------------
+
+    def to_post(self) -> Operation | None:
+        """The op whose next task may be posted."""
+        if not self.unposted or self.posted - self.taken >= self.ahead:
+            return None
+        if self.far and not self._gate_of_slot().is_open(self.posted - SLOTS + 1):
+            return None
+        return self._next_op()
+
+    def _next_op(self) -> Operation | None:
+        if self.posted >= LAST:
+            return None
+        unposted = self.unposted
+        while True:
+            op = unposted[0]
+            if op.next:
+                return op if op.verified else None
+            if op.schedule is not None:
+                op.enter(self.view)
+            if op.tasks:
+                return op
+            unposted.popleft().end = self.posted  # every member holds all of it already
+            if not unposted:
+                return None
+
+    def begin(self, op: Operation) -> Slot:
+        """The next task of `op`, which `to_post` has named, takes its slot. It is to be staged, and `posted` raised."""
+        index = self.posted
+        slot = self.slots[index % SLOTS]
+        task: Any = op.tasks[op.next]
+        slot.first = op.next == 0
+        slot.span = span = self._span(op)
+        op.next += span
+        if op.next == len(op.tasks):
+            op.end = index + 1
+            self.unposted.popleft()
+        slot.index, slot.op, slot.number = index, op, 0
+        slot.algorithm, slot.task = self.algorithms.of_task(op, task)
+        self.bind(slot)
+        return slot
+
+    def _span(self, op: Operation) -> int:
+        """How many chunks the next task is of. All members say the same, as they have the same tasks."""
+        if self._most == 1 or op.schedule is not None or len(op.finals) <= SLOTS:  # each of these finds its own slot
+            return 1
+        tasks: Any = op.tasks
+        return side_by_side(tasks[op.next : op.next + self._most])
+
+    def bind(self, slot: Slot) -> None:
+        """Set what follows from the op, the task and the algorithm of a slot."""
+        op, algorithm = slot.op, slot.algorithm
+        gates = self._gates.get(algorithm)
+        if gates is None:
+            gates = self._gates[algorithm] = tuple(
+                self._gate(step.word, [peer for peer in self.peers if peer.replica in step.members])
+                for step in algorithm.steps
+            )
+        slot.gates, slot.straight = gates, False
+        slot.arrival = () if algorithm.chained and not slot.first else self._arrival
+        slot.chunk = chunk = slot.index % self.staged * self._most
+        if op.schedule is not None:
+            return
+        here = op.array
+        if len(op.finals) > 1:
+            start = slot.task.chunk * op.elements  # type: ignore[union-attr]
+            here = here[start : start + slot.span * op.elements]
+        slot.here = here
+        slot.views = algorithm.views(op, len(here), chunk)
+        if algorithm.straight and op.nbytes >= self._straight_from:
+            slot.straight = True
+            if not gates:
+                slot.gates = self._delivered
+
+    def need(self, slot: Slot) -> list[Peer]:
+        """The peers that have to be reached before the task can arrive: it reads the staging of members of which others
+        tell. To be asked where the view is `relayed`, when `Operation.keep` has been called."""
+        reads = slot.algorithm.reads(slot)
+        needed = [peer for peer in self.peers if peer.replica in reads and peer.heard is not peer.words]
+        if needed:
+            slot.arrival = (self.posted_by_all, self._gate(POSTED, needed))
+        return needed
+
+    def to_arrive(self) -> Slot | None:
+        """The slot of the task that all have posted."""
+        index = self.arrived
+        if index == self.posted:
+            return None
+        slot = self.slots[index % SLOTS]
+        for gate in slot.arrival:
+            if not gate.is_open(index + 1):
+                return None
+        return slot
+
+    def arrive(self, slot: Slot) -> None:
+        """On the first task of an op, compare the calls. On a mismatch all members see it, and for all of them the op
+        ends with this one task."""
+        if slot.first:
+            self._verify(slot)
+        self.arrived = slot.index + 1
+
+    def _verify(self, slot: Slot) -> None:
+        op = slot.op
+        at = descriptor(slot.index % SLOTS)
+        detail_at = at + DETAIL
+        place, detail = self._own[at], self._own[detail_at]
+        alike = True
+        for words in self._heard:
+            if words[at + 1] != op.call or words[detail_at] != detail:
+                break
+            alike = alike and words[at] == place
+        else:
+            if alike or not unlike([place, *(words[at] for words in self._heard)]):
+                op.verified, op.error = True, op.doom
+                return
+        calls = ((m, words[at], words[at + 1], words[detail_at]) for m, words in self._seen.items())
+        op.error = mismatch(calls, op.lag)
+        op.end = slot.index + 1
+        if self.unposted and self.unposted[0] is op:
+            self.unposted.popleft()
+
+    def to_step(self) -> Iterator[Slot]:
+        """The slots of tasks that can take their next step, in order: none before the earlier ones of its algorithm.
+
+        The word that a step raises tells of all tasks up to this one. A gate that was shut for the one before, when it
+        was looked at, may be open for this one a moment later.
+        """
+        reached: dict[Algorithm, int] = {}  # the next step of the task before
+        for index in range(self.taken, self.arrived):
+            slot = self.slots[index % SLOTS]
+            if slot.op.error is not None or not (steps := len(slot.gates) - 1) > 0:
+                continue
+            algorithm, number = slot.algorithm, slot.number
+            if number < min(steps, reached.get(algorithm, steps)) and slot.gates[number].is_open(index + 1):
+                yield slot
+            reached[algorithm] = slot.number
+
+    def step(self, slot: Slot) -> int:
+        """The step is done; the word that this member raises then, or 0."""
+        number = slot.number
+        slot.number = number + 1
+        return slot.algorithm.steps[number].makes
+
+    def to_take(self) -> Slot | None:
+        """The slot of the task that has nothing left to wait for."""
+        index = self.taken
+        if index == self.arrived:
+            return None
+        slot = self.slots[index % SLOTS]
+        gates = slot.gates
+        if not gates or slot.op.error is not None:
+            return slot
+        return slot if slot.number >= len(gates) - 1 and gates[-1].is_open(index + 1) else None
+
+    def take(self, slot: Slot) -> None:
+        """The task is in the caller's buffer: INPUT becomes FINAL, or its op has failed."""
+        op, task = slot.op, slot.task
+        if isinstance(task, Task):
+            if op.error is None:
+                chunk, _, contributors = task
+                op.finals[chunk : chunk + slot.span] = [contributors or self.algorithms.contributors] * slot.span
+            del slot.here
+        del slot.op
+        self.taken = slot.index + 1
+
+    def is_stable(self, op: Operation) -> bool:
+        """Whether all members are known to hold all of `op` FINAL, or to have failed it. Looks at the words now."""
+        return 0 <= op.end <= self.taken and self.taken_by_all.is_open(op.end)
+
+    @property
+    def counts(self) -> str:
+        return f"{self.posted}/{self.arrived}/{self.taken}"
+
+    # -- others ----------------------------------------------------------------------------------------------------
+
+    def staging(self, index: int) -> int:
+        """The chunk of the staging from which on task `index` is staged."""
+        return index % self.staged * self._most
+
+    def detail(self, op: Operation) -> int:
+        """What is compared between members beside the call."""
+        return self._detail if op.schedule is None else op.detail
+
+    def fill(self, index: int, op: Operation) -> None:
+        """Task `index`, the only one of `op`, was posted by the fast path, and goes on from here."""
+        slot = self.slots[index % SLOTS]
+        slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
+        slot.algorithm, slot.task = self.algorithms.of_task(op, op.tasks[0])
+        self.bind(slot)
+
+    def close(self) -> None:
+        """The epoch is over; hold no op."""
+        self.unposted.clear()
+        self.slots.clear()

@@ -1,0 +1,258 @@
+"""What leaves a member in one epoch: the words that it raises, the wake-ups of those who sleep on them, and what those
+get who read its segment through a connection.
+
+    word      written by      value             polled by   before
+    POSTED    owner           tasks posted      all others  they read its POSTED staging
+    REDUCED   owner           tasks reduced     all others  they read its REDUCED staging (two-shot)
+    TAKEN     owner           tasks taken       all others  they return an op: all must hold all of it FINAL;
+                                                            between hosts, they post what uses the slot again
+    level(l)  owner           tasks that have   its readers they read what that level announces, see
+                              reached level l               `ftcomm.collective.algorithms`
+
+Fencing. A member enters an epoch by raising all its words to the epoch, before any staging is written. A member that
+was left behind in the old epoch may still read that staging while it changes, and mark a chunk FINAL that is none. But
+it sees the data before it looks, once more, at the words of all members, to return the op; then it sees that a word has
+left its epoch, and never returns the op. Those who go on have all stopped reading before any of them enters the new
+epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+from ftcomm.collective.pipeline import Gate, Pipeline, Slot
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import Task
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.sync.futex import IN_POLL, wake
+from ftcomm.transport.base import CannotSend, MirrorWriter, Peer
+from ftcomm.transport.segment import (
+    ASLEEP,
+    DETAIL,
+    FINGERPRINT,
+    POSTED,
+    PUBLISHED,
+    REDUCED,
+    SLOTS,
+    TAKEN,
+    Segment,
+    descriptor,
+)
+
+_TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # words that all others look at
+_NOTHING = memoryview(b"")
+
+
+def token(replica: int, word: int) -> int:
+    """What a member's ASLEEP word holds while it sleeps on a word of `replica`; 0 when awake."""
+    return (replica + 1) << 16 | word
+
+
+class Delivered(Gate):
+    """Opens when all others have what so many tasks have posted, through the connections by which they read it."""
+
+    __slots__ = ("_count", "_readers")
+
+    def __init__(self, view: GroupView, peers: Sequence[Peer], readers: list[MirrorWriter]) -> None:
+        super().__init__(view, POSTED, peers)
+        self._readers, self._count = readers, len(peers)
+
+    def is_open(self, count: int) -> bool:
+        value = self.low + count
+        readers = self._readers
+        return len(readers) == self._count and all(reader.told(POSTED, value) for reader in readers)
+
+    def behind(self, count: int) -> list[Peer]:
+        told = {reader.replica for reader in self._readers if reader.told(POSTED, self.low + count)}
+        return [peer for peer in self.peers if peer.replica not in told]
+
+
+class Publisher:
+    """`on_lost(replica, epoch, reason)` hears of connections that broke, and of this member itself if it cannot send.
+    `readers` are those that read through connections; those that share memory need no word from us. `compares`: members
+    look at each other's results, and so at every task that is taken."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        segment: Segment,
+        readers: list[MirrorWriter],
+        on_lost: Callable[[int, int, str], None],
+        *,
+        compares: bool,
+    ) -> None:
+        view = pipeline.view
+        self._pipeline, self._segment = pipeline, segment
+        self._me, self._epoch, self._on_lost = view.me, view.epoch, on_lost
+        self._readers = readers
+        self._own = segment.words
+        self._low, self._high = view.epoch << COUNTER, (view.epoch + 1) << COUNTER
+        self._peers = pipeline.peers
+        self.taken_by_all = pipeline.taken_by_all
+        self._words = [peer.heard for peer in self._peers]
+        self._tokens = {word: token(view.me, word) for word in PUBLISHED}
+        self._levels = pipeline.algorithms.readers
+        self._compares = compares
+        self._quiet = view.one_host and not compares  # of an op, the others look at the last task that is taken alone
+        # In a ring members hear of others from the left, and tell the right.
+        place = view.ring.index(view.me) if view.ring else 0
+        self._right = view.ring[(place + 1) % len(view.ring)] if view.ring else view.me
+        others = self._peers if len(view.ring) > 3 else ()  # of fewer, all are neighbours
+        self.relayed = [(peer, {POSTED: 0, TAKEN: 0}) for peer in others if peer.replica != self._right]
+        for word in (*_TO_ALL, *self._levels):
+            self.publish(word, 0)
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def describe(self, slot: Slot) -> None:
+        """Say of which op and which call a task is the first, before it is posted."""
+        op, at = slot.op, descriptor(slot.index % SLOTS)
+        self._own[at] = op.number | op.stamp
+        self._own[at + 1] = op.call
+        self._own[at + DETAIL] = self._pipeline.detail(op)
+
+    def publish(self, word: int, count: int, *, last: bool = True) -> None:
+        """Raise a word. `last`: this task is the last one of its op."""
+        self._own[word] = self._low + count
+        token = self._tokens[word]
+        for words in self._words:
+            asleep = words[ASLEEP]
+            if not asleep:
+                continue
+            if asleep == token:
+                wake(self._segment.address + 8 * word)  # wakes all who sleep on it
+                token = 0
+            elif asleep == IN_POLL:
+                self._ring_at(words, word)
+        if not self._readers or (word == TAKEN and self._quiet and not last):
+            return
+        for reader in tuple(self._readers):
+            if word in _TO_ALL or reader.replica in self._levels[word]:
+                self._send(reader, word, count)
+
+    def _ring_at(self, words: memoryview, word: int) -> None:
+        """The owner of these sleeps, on connections too; if it looks at this word of ours, it has to be woken."""
+        peer = next(peer for peer in self._peers if peer.words is words)
+        if word in _TO_ALL or peer.replica in self._levels[word]:
+            peer.ring()
+
+    # -- readers -----------------------------------------------------------------------------------------------------
+
+    def welcome(self, reader: MirrorWriter) -> None:
+        """A reader has attached; send it what it has missed.
+
+        What it has yet to take lies in the slots; of what was there before nobody needs anything from here.
+        """
+        if all(reader.replica != peer.replica for peer in self._peers):
+            reader.close()
+            return
+        for known in [known for known in self._readers if known.replica == reader.replica]:
+            if known.epoch > reader.epoch:  # it was dialled earlier, and has come later
+                reader.close()
+                return
+            self._readers.remove(known)
+            known.close()
+        self._readers.append(reader)
+        if reader.replica == self._right:
+            for _, told in self.relayed:
+                told[POSTED] = told[TAKEN] = 0
+        pipeline = self._pipeline
+        first = max(0, pipeline.posted - pipeline.staged)
+        for index in range(first, pipeline.posted):
+            self._send(reader, POSTED, index + 1)
+        for index in range(first, pipeline.arrived):
+            slot = pipeline.slots[index % SLOTS]
+            for step in slot.algorithm.steps[: slot.number]:
+                if step.makes and (step.makes in _TO_ALL or reader.replica in self._levels[step.makes]):
+                    self._send(reader, step.makes, index + 1)
+        for index in range(max(0, pipeline.taken - pipeline.staged), pipeline.taken):
+            self._send(reader, TAKEN, index + 1)
+
+    def relay(self) -> None:
+        """What is heard of others goes on to the right neighbour, before anything that follows from it. So after one
+        round all know, and who returns an op has told the right one all that it needs to do the same."""
+        reader = next((reader for reader in self._readers if reader.replica == self._right), None)
+        if reader is None:
+            return
+        for peer, told in self.relayed:
+            heard = peer.heard
+            for word, before in told.items():
+                value = heard[word]
+                if not self._low + before < value < self._high:
+                    continue
+                count = value - self._low
+                each = word == POSTED or self._compares
+                for said in range(max(before, count - SLOTS) + 1 if each else count, count + 1):
+                    at = descriptor((said - 1) % SLOTS)
+                    posted = (heard[at], heard[at + 1], heard[at + DETAIL])
+                    belongs = posted if word == POSTED else (heard[at + FINGERPRINT], 0, 0)
+                    try:
+                        reader.relay(peer.replica, word, self._low + said, belongs)
+                    except OSError as error:
+                        self._drop(reader, error)
+                        return
+                told[word] = count
+
+    def told(self, count: int) -> bool:
+        """True when all readers were sent the word that so many tasks are taken."""
+        self.clogged()
+        return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
+
+    def clogged(self) -> list[MirrorWriter]:
+        """Send what has been left; those for whom something is left still."""
+        clogged = []
+        for reader in tuple(self._readers):
+            try:
+                if not reader.flush():
+                    clogged.append(reader)
+            except OSError as error:
+                self._drop(reader, error)
+        return clogged
+
+    def close(self, lives: Mapping[int, str]) -> list[MirrorWriter]:
+        """The epoch is over. Returns the readers that go on with this member, see `ftcomm.collective.pending` for
+        `lives`; closes the others."""
+        kept = []
+        for reader in self._readers:
+            if lives.get(reader.replica) == reader.life and reader.turn():
+                kept.append(reader)
+                continue
+            with contextlib.suppress(OSError):
+                reader.flush()  # who fails here has said so in a word that may be left
+            reader.close()
+        self._readers.clear()
+        return kept
+
+    def _send(self, reader: MirrorWriter, word: int, count: int) -> None:
+        """Push a word to a reader, with the bytes that it announces and that this reader will read."""
+        slot = self._pipeline.slots[(count - 1) % SLOTS]
+        at = descriptor((count - 1) % SLOTS)
+        payload = _NOTHING
+        place = self._pipeline.staging(count - 1) * self._segment.chunk
+        if word == TAKEN:
+            belongs = (self._own[at + FINGERPRINT], 0, 0)
+        else:
+            belongs = (self._own[at], self._own[at + 1], self._own[at + DETAIL])
+            start, stop = slot.algorithm.read_by(reader.replica, word, slot)
+            place += start
+            if word == POSTED and slot.straight:
+                # None if it is taken: then all have what they need of it, whatever connection this is.
+                if count > self._pipeline.taken:
+                    assert isinstance(slot.task, Task)
+                    begin = slot.task.chunk * slot.op.elements * slot.op.itemsize + start
+                    payload = slot.op.memory[begin : begin + stop - start]
+            else:
+                base = self._segment.offset(word, 0) + place
+                payload = self._segment.buffer[base : base + stop - start]
+        try:
+            reader.send(word, self._low + count, place, payload, belongs)
+        except OSError as error:
+            self._drop(reader, error)
+
+    def _drop(self, reader: MirrorWriter, error: OSError) -> None:
+        reader.close()
+        if reader in self._readers:  # once
+            self._readers.remove(reader)
+            who = self._me if isinstance(error, CannotSend) else reader.replica
+            self._on_lost(who, self._epoch, f"connection for data: {error}")

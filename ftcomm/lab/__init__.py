@@ -1,0 +1,1 @@
+"""The laboratory: what tests ftcomm and what shows it. Nothing that a user imports imports it."""

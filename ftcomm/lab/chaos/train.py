@@ -1,0 +1,99 @@
+"""A training for soaks: a few numbers, many steps, quick to start, and a wrong bit anywhere stays visible for ever.
+
+    ftcomm run --replicas 4 --ranks-per-replica 2 -m ftcomm.lab.chaos.train
+
+The weights take in every reduced gradient, so two replicas that ever got different bits differ from then on. Every
+few steps all compare a digest of their weights; if they differ, each reports `divergence` with its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import signal
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import ftcomm
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.lab.chaos.plan import HOLD
+
+
+class Weights:
+    """What a joiner takes over. Without an optimizer in the state it waits for it, so its weights are everybody's."""
+
+    def __init__(self, elements: int) -> None:
+        self.values = np.zeros(elements, np.float32)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"values": torch.from_numpy(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values[:] = state["values"].numpy()
+
+    def digest(self) -> int:
+        return zlib.crc32(self.values.data)
+
+
+class Numbers(Dataset[int]):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def differ(group: ftcomm.Group, digest: int) -> bool:
+    """Whether the digests of those who contribute differ; all get the same answer."""
+    # Exact in fp64. A member that catches up has nothing to compare yet, and is left out of both by the reduction.
+    least, most = np.array([digest], np.float64), np.array([digest], np.float64)
+    group.allreduce(least, "min")
+    group.allreduce(most, "max")
+    return bool(least[0] != most[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--elements", type=int, default=100_003, help="fp32 numbers that are reduced each step")
+    parser.add_argument("--step-seconds", type=float, default=0.05, help="what a step takes at least")
+    parser.add_argument("--workers", type=int, default=0, help="processes of a DataLoader, forked as torch does")
+    parser.add_argument("--compare-every", type=int, default=20, help="steps between comparisons of the weights")
+    args = parser.parse_args()
+
+    faulthandler.register(signal.SIGUSR1)  # where a rank stands, when the chaos finds that it hangs
+    seconds = HOLD * float(os.environ.get("FTCOMM_HEARTBEAT_TIMEOUT", Timeouts.derive().heartbeat))
+    signal.signal(signal.SIGUSR2, lambda *_: ctypes.PyDLL(None).usleep(int(1e6 * seconds)))  # and keeps the lock
+    group = ftcomm.init()
+    loader = (
+        iter(DataLoader(Numbers(), num_workers=args.workers, multiprocessing_context="fork")) if args.workers else None
+    )
+    weights = Weights(args.elements)
+    gradient = np.empty(args.elements, np.float32)
+    for step in ftcomm.steps(args.steps, {"weights": weights}):
+        until = time.monotonic() + args.step_seconds
+        if loader is not None:
+            next(loader)
+        gradient[:] = np.arange(step, step + args.elements, dtype=np.float32) * (group.replica + 1)
+        group.allreduce(gradient, "avg")
+        weights.values *= np.float32(0.99)  # so that they stay finite for any number of steps
+        weights.values += gradient
+        if step % args.compare_every == 0 and differ(group, weights.digest()):
+            group.report("divergence", step=step, digest=weights.digest(), what="weights")
+        if group.shard == 0:
+            ftcomm.report(step=step, at=time.monotonic())
+        time.sleep(max(0.0, until - time.monotonic()))
+    if not group.drained:
+        ftcomm.report(final_hash=f"{weights.digest():08x}")
+
+
+if __name__ == "__main__":
+    main()

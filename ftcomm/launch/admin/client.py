@@ -1,0 +1,132 @@
+"""A running job from another process: find it, ask it, follow its events."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.launch.admin import protocol
+from ftcomm.launch.rundir import base_dir, short
+
+PATIENCE = 20.0  # s for an answer
+
+
+class JobEnded(FtcommError):
+    """The job is over, or its launcher was killed: nobody answers any more."""
+
+
+def running() -> dict[str, Path]:
+    """Run -> its socket, of all running jobs of this user. Raises `SettingsError`."""
+    found = {}
+    for path in sorted(base_dir().glob(f"*/{protocol.SOCKET}")):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(PATIENCE)
+            with short(path) as address:
+                probe.connect(address)  # of a launcher that was killed: refused
+            found[path.parent.name] = path
+    return found
+
+
+def find(job: str | None) -> Path:
+    """The socket of the run whose name begins with `job`, or of the only one. Raises `SettingsError` that lists all."""
+    jobs = running()
+    if not jobs:
+        raise SettingsError("no job of yours is running here; start one with: ftcomm run --replicas 4 SCRIPT")
+    matching = [path for run, path in jobs.items() if job is None or run.startswith(job)]
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(jobs)
+    if job is not None:
+        which = "no running job is" if not matching else "several running jobs are"
+        raise SettingsError(f"--job {job}: {which} named so; these run: {names}")
+    raise SettingsError(f"{len(jobs)} jobs are running; say which with --job: {names}")
+
+
+class AdminClient:
+    """A connection to a job; a context manager. For one thread. Every wait ends after `PATIENCE`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `JobEnded`."""
+        self._buffer = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(PATIENCE)
+        try:
+            with short(path) as address:
+                self._socket.connect(address)
+        except OSError as error:
+            self._socket.close()
+            raise JobEnded(f"the job {path.parent.name} has ended ({error.strerror or error})") from None
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ask(self, request: protocol.Request) -> protocol.AnyAnswer:
+        """Send and wait for the answer. Raises `FtcommError` with the reason of a refusal, `JobEnded`."""
+        try:
+            self._socket.sendall(protocol.encode(request))
+            while (line := self._take_line()) is None:
+                self._read()
+            answer = protocol.decode_answer(line)
+        except TimeoutError:
+            raise FtcommError(f"the job has not answered within {PATIENCE:g} s; is its launcher stopped?") from None
+        except OSError as error:
+            raise JobEnded(f"the job has ended ({error.strerror or error})") from None
+        except msgspec.DecodeError as error:
+            raise FtcommError(f"the job's answer is none of this version of ftcomm: {error}") from None
+        if isinstance(answer, protocol.Refused):
+            raise FtcommError(answer.reason)
+        return answer
+
+    def status(self) -> protocol.Status:
+        """Raises `FtcommError`, `JobEnded`."""
+        answer = self.ask(protocol.GetStatus())
+        assert isinstance(answer, protocol.Status)
+        return answer
+
+    def follow(self, until: float) -> Iterator[dict[str, Any]]:
+        """Yield events as they come after `GetEvents`, until `time.monotonic()` is `until`. Raises `JobEnded`."""
+        while True:
+            while (line := self._take_line()) is not None:
+                answer = protocol.decode_answer(line)
+                if isinstance(answer, protocol.Happened):
+                    yield answer.event
+            left = until - time.monotonic()
+            readable, _, _ = select.select([self._socket], [], [], max(0.0, left))
+            if not readable:
+                return
+            try:
+                self._read()
+            except OSError as error:
+                raise JobEnded(f"the job has ended ({error.strerror or error})") from None
+            if left <= 0:  # more may come without end; what is here now is for the next call
+                return
+
+    def _take_line(self) -> bytes | None:
+        line, end, rest = self._buffer.partition(b"\n")
+        if not end:
+            if len(line) > protocol.MAX_ANSWER:
+                raise JobEnded("the job sends a line without an end; is this another version of ftcomm?")
+            return None
+        self._buffer = rest
+        return bytes(line)
+
+    def _read(self) -> None:
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("it has closed the connection")
+        self._buffer += data

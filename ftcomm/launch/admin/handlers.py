@@ -1,0 +1,73 @@
+"""What a running `Launcher` answers to the requests on its socket."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ftcomm.errors import FtcommError
+from ftcomm.launch.admin import protocol
+
+if TYPE_CHECKING:
+    from ftcomm.launch.replica_processes import ReplicaProcesses
+    from ftcomm.launch.run import Launcher
+
+
+def answer(launcher: Launcher, request: protocol.AnyRequest) -> protocol.AnyAnswer:
+    """Raises `FtcommError` for what cannot be done."""
+    if isinstance(request, protocol.GetStatus):
+        return status(launcher)
+    if isinstance(request, protocol.RestartCoordinator):
+        launcher.restart_coordinator(request.away)
+    elif isinstance(request, protocol.RestartReplica):
+        launcher.restart_replica(request.replica)
+    elif isinstance(request, protocol.Drain):
+        launcher.drain()
+    else:
+        raise FtcommError(f"{type(request).__name__} is not for the launcher")
+    return protocol.Done()
+
+
+def status(launcher: Launcher) -> protocol.Status:
+    options = launcher.options
+    return protocol.Status(
+        run=launcher.run_id,
+        pid=os.getpid(),
+        script=options.script,
+        epoch=launcher.view["epoch"] if launcher.view is not None else 0,
+        draining=launcher.draining,
+        coordinator=launcher.coordinator.endpoint,
+        away=launcher.away,
+        ranks_per_replica=options.ranks_per_replica,
+        transport=options.transport,
+        heartbeat_timeout=options.timeouts.heartbeat,
+        op_timeout=options.timeouts.op,
+        replicas=[_replica(launcher, replica) for replica in launcher.replicas],
+        last=launcher.last_said,
+        network=_path(launcher.network.hub) if launcher.network is not None and launcher.network.cut_by_kernel else "",
+    )
+
+
+def _replica(launcher: Launcher, replica: ReplicaProcesses) -> protocol.ReplicaStatus:
+    members = launcher.view["members"] if launcher.view is not None else ()
+    number = replica.number
+    return protocol.ReplicaStatus(
+        replica=number,
+        state=replica.state.value,
+        starts=replica.starts,
+        pids={str(rank): pid for (_, rank), pid in replica.pids().items()},
+        # The newest view may still hold its last life.
+        member=replica.joined and any(member["replica"] == number for member in members),
+        contributes=replica.contributed and number in launcher.contributing(),
+        step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
+        host=replica.host,
+        network="" if launcher.network is None else _path(launcher.network.hosts[replica.place]),
+        effective=launcher.effective.get(number),
+        joining=replica.joining,
+        reason=replica.reason,
+    )
+
+
+def _path(fd: int) -> str:
+    """The path at which another process of this user can open a descriptor of ours."""
+    return f"/proc/{os.getpid()}/fd/{fd}"

@@ -1,0 +1,97 @@
+"""The coordinator of a run: it lives in the launcher's event loop, and can be replaced as if it had crashed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftcomm.control.server import CoordinatorServer, ServerError
+from ftcomm.control.wire import Credentials
+from ftcomm.errors import FtcommError, InitError
+from ftcomm.launch.options import RunOptions
+from ftcomm.sync.sched import request_short_slice
+
+
+class EmbeddedCoordinator:
+    """Runs the coordinator of one job on one event loop; calls `emit(kind)` when the coordinator goes and comes."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        credentials: Credentials,
+        host: str,
+        store: Path,
+        on_event: Callable[[dict[str, Any]], None],
+        emit: Callable[[str], None],
+    ) -> None:
+        self._options, self._credentials, self._host, self._store = options, credentials, host, store
+        self._on_event, self._emit = on_event, emit
+        self._draining = False
+        self._returning: asyncio.Task[None] | None = None
+        self.server = self._new(0)  # another object after `restart`
+
+    @property
+    def away(self) -> bool:
+        return self._returning is not None
+
+    async def start(self) -> None:
+        """Raises `InitError`."""
+        request_short_slice()  # it hears of the deaths
+        try:
+            await self.server.start()
+        except ServerError as error:
+            raise InitError(f"the coordinator cannot start: {error}") from None
+
+    def drain(self) -> None:
+        """Also of the one that comes back, if it is away now."""
+        self._draining = True
+        self.server.drain()
+
+    def restart(self, away: float, lost: Callable[[str], None]) -> asyncio.Task[None]:
+        """See `Launcher.restart_coordinator`. `lost(why)` is called if none comes back."""
+        if self._returning is not None:
+            raise FtcommError("the coordinator is being restarted already; ask again when it is back")
+        self._returning = asyncio.get_running_loop().create_task(self._replace(away, lost))
+        return self._returning
+
+    async def stop(self) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.wait([self._returning])
+        await self.server.stop()
+
+    def _new(self, port: int) -> CoordinatorServer:
+        return CoordinatorServer(
+            replicas=self._options.replicas,
+            ranks_per_replica=self._options.ranks_per_replica,
+            credentials=self._credentials,
+            host=self._host,
+            port=port,
+            store=self._store,
+            timeouts=self._options.timeouts,
+            on_event=self._on_event,
+        )
+
+    async def _replace(self, away: float, lost: Callable[[str], None]) -> None:
+        port = int(self.server.endpoint.rpartition(":")[2])
+        try:
+            await self.server.stop()
+            self._emit("coordinator_stopped")
+            # Bound, and not listening: who comes is refused, and nobody, a rank that tries to connect neither, is given
+            # this port meanwhile.
+            with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as place:
+                place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                place.bind((self._host, port))
+                await asyncio.sleep(away)
+                self.server = self._new(port)
+                await self.start()
+            self._emit("coordinator_started")
+            if self._draining:
+                self.server.drain()
+        except (InitError, OSError) as error:
+            lost(f"the coordinator did not come back: {error}")
+        finally:
+            self._returning = None

@@ -1,0 +1,106 @@
+"""The process that cleans up after a launcher, however the launcher ends; SIGKILL and out-of-memory included.
+
+    python -I -S reaper.py MARK RUN_DIR        started by the launcher, in a session of its own
+
+The launcher holds the only write end of its standard input and tells it, in lines, which sessions ranks lead:
+
+    start PID          a rank has been started (its pid is its session)
+    end PID MARK       that rank is dead; kill what it left behind
+
+At the end of file the launcher is gone: kill everything of the run, remove its directory, exit. Something belongs to
+the run if it is in the session of a rank, or if its environment carries the run's mark, which children inherit; so a
+process that went into a session of its own is found as well. Only the standard library, and little of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+MARK = "FTCOMM_RUN"  # environment of all that descends from a rank: run id, replica, start, rank, each with a colon
+EXEC = 0.005  # s, longer than the kernel takes to replace a process's memory
+PATIENCE = 10.0  # s that a killed process may take to go; one stuck in a driver may never
+
+
+def kill_all(mark: str, sessions: set[int], patience: float = PATIENCE) -> None:
+    """SIGKILL what carries a mark that begins with `mark`, or is in one of `sessions`; return when it is gone."""
+    deadline = time.monotonic() + patience
+    clear = 0
+    # A process may have forked while we looked, and in the midst of exec it shows no environment: only two looks that
+    # find nothing, a moment apart, end this.
+    while clear < 2 and time.monotonic() < deadline:
+        pidfds = [fd for pid in _pids() if (fd := _open_if_ours(pid, mark, sessions)) is not None]
+        if not pidfds:
+            clear += 1
+            time.sleep(EXEC)
+            continue
+        clear = 0
+        poll = select.poll()
+        for fd in pidfds:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            poll.register(fd, select.POLLIN)
+        waiting = set(pidfds)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                poll.unregister(fd)
+                waiting.discard(fd)
+        for fd in pidfds:
+            os.close(fd)
+
+
+def _pids() -> list[int]:
+    me = os.getpid()
+    return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != me]
+
+
+def _open_if_ours(pid: int, mark: str, sessions: set[int]) -> int | None:
+    """A pidfd of `pid` if it belongs to the run and lives. Opened before looking, so it cannot mean a later process."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    if _is_ours(pid, mark, sessions):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _is_ours(pid: int, mark: str, sessions: set[int]) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # pid (name) state parent group session ...; the name may hold anything, blanks and brackets too
+            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+        if state in (b"Z", b"X"):
+            return False
+        if int(session) in sessions:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"\0{MARK}={mark}".encode() in b"\0" + file.read()
+    except OSError:  # gone meanwhile, or of another user
+        return False
+
+
+def main(argv: list[str]) -> None:
+    mark, run_dir = argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, whose end we wait for
+    sessions: set[int] = set()
+    for line in sys.stdin:
+        word, pid, *rest = line.split()
+        if word == "start":
+            sessions.add(int(pid))
+        else:
+            kill_all(rest[0], {int(pid)})
+            sessions.discard(int(pid))
+    kill_all(mark, sessions)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,237 @@
+"""One replica on this machine: its ranks, which live and die together, and their output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ftcomm.errors import InitError
+from ftcomm.launch import reaper
+from ftcomm.launch.options import RunOptions
+from ftcomm.launch.output import LineSplitter, LogFile
+from ftcomm.launch.policy import Restarts, State
+from ftcomm.launch.process import RankProcess
+from ftcomm.launch.rundir import RunDir
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
+    """The first rank that ended badly; `code` as in `Popen.returncode`."""
+
+    rank: int
+    pid: int
+    code: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaListener:
+    """Who hears of a replica. All are called on the event loop and must not block."""
+
+    line: Callable[[int, int, int, bytes], None]  # replica, rank, stream (1 or 2), line without its end
+    started: Callable[[int, int, int], None]  # replica, rank, pid
+    exited: Callable[[int, int, int, int], None]  # replica, rank, pid, code
+    ended: Callable[[ReplicaProcesses], None]  # all its ranks are gone
+    trouble: Callable[[str], None]  # something to tell the user
+
+
+class HostNetwork(Protocol):
+    """Hosts of their own for the replicas of a job, which only tests need; `ftcomm.lab.netns` has them."""
+
+    hub: int  # descriptors of network namespaces
+    hosts: list[int]
+    cut_by_kernel: bool
+
+    def address(self, place: int) -> str: ...
+
+    def inside(self, place: int) -> contextlib.AbstractContextManager[None]: ...
+
+    def close(self) -> None: ...
+
+
+class ReplicaProcesses:
+    """Starts over after `start()`; `state` and `restarts` are the launcher's to set. Lives on one event loop."""
+
+    def __init__(
+        self,
+        number: int,
+        options: RunOptions,
+        environment: Mapping[str, str],
+        run_dir: RunDir,
+        listener: ReplicaListener,
+        network: HostNetwork | None = None,
+    ) -> None:
+        self.number = number
+        self.state = State.WAITING
+        self.restarts = Restarts()
+        self.starts = 0
+        self.started = 0.0  # time.monotonic()
+        self.death: Death | None = None
+        self.asked_to_end = False  # by the launcher, so its death is no failure
+        self.joining = ""  # into a running job, and not in yet: "prepares", and then "joins"
+        self.joined = False  # was in a view since it started
+        self.contributed = False  # in some view since it started, so it held the state of the training
+        self.said_finished = False  # since it started
+        self.trained = False  # all steps of its loop, since it started
+        self.left = False  # at a step boundary, since it started
+        self.removed = ""  # since it started: why the job goes on without it, though its process lived
+        self.reason = ""  # why it is not in the job, or was not when it last ended; "" while it contributes
+        self.restart_wanted = False  # somebody asked for it: start again as soon as this life has ended
+        # What no later life of it has made good, by contributing:
+        self.failed_at_end = False  # it did all of its training, and failed then
+        self.exited_with_error = False  # it contributed, and ended by an exit code
+        self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
+        self._options = options
+        self._environment = environment
+        self._run_dir = run_dir
+        self._listener = listener
+        self._network = network
+        self.place = number // options.replicas_per_host  # its host, if they have hosts of their own
+        self.host = options.host if network is None else network.address(self.place)
+        self._ranks: dict[int, RankProcess] = {}
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether it holds the state of the training: this life of it contributed, and has not ended."""
+        return self.state is State.RUNNING and self.contributed
+
+    def pids(self) -> dict[tuple[int, int], int]:
+        return {(self.number, rank): process.pid for rank, process in self._ranks.items()}
+
+    def start(self) -> None:
+        """Start all its ranks. Raises `InitError` if the system refuses a process; those already started are killed."""
+        self.state = State.RUNNING
+        self.started = time.monotonic()
+        self.death = None
+        self.asked_to_end = False
+        self.joining = ""
+        self.joined = False
+        self.contributed = False
+        self.said_finished = False
+        self.trained = False
+        self.left = False
+        self.removed = ""
+        self.restart_wanted = False
+        self.timer = None
+        self.starts += 1
+        environment = {
+            **self._environment,
+            **self._options.env,
+            "FTCOMM_REPLICA": str(self.number),
+            "FTCOMM_HOST": self.host,
+        }
+        with contextlib.ExitStack() as stack:
+            if self._network is not None:
+                stack.enter_context(self._network.inside(self.place))
+            leader: socket.socket | None = None
+            if self._options.ranks_per_replica > 1:
+                # Bound here and inherited by rank 0: nobody can take the port in between, and a rank that comes first
+                # finds its leader listening.
+                leader = stack.enter_context(socket.create_server((self.host, 0)))
+                environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
+            for rank in range(self._options.ranks_per_replica):
+                environment["FTCOMM_RANK"] = str(rank)
+                place = str(self.number * self._options.ranks_per_replica + rank)
+                environment["RANK"] = environment["LOCAL_RANK"] = place  # for scripts that choose a device by them
+                pass_fds: tuple[int, ...] = ()
+                if leader is not None and rank == 0:
+                    pass_fds = (leader.fileno(),)
+                    environment["FTCOMM_LEADER_FD"] = str(leader.fileno())
+                else:
+                    environment.pop("FTCOMM_LEADER_FD", None)
+                self._start_rank(rank, environment, pass_fds)
+
+    def _start_rank(self, rank: int, environment: Mapping[str, str], pass_fds: tuple[int, ...]) -> None:
+        mark = self._run_dir.mark(self.number, self.starts - 1, rank)
+        splitters = {1: LineSplitter(), 2: LineSplitter()}
+        log = self._log_file(rank)
+
+        def on_output(stream: int, data: bytes) -> None:
+            if log is not None:
+                log.write(data)
+            for line in splitters[stream].feed(data, time.monotonic()):
+                self._listener.line(self.number, rank, stream, line)
+
+        def on_exit(code: int) -> None:
+            for stream, splitter in splitters.items():
+                for line in splitter.flush():
+                    self._listener.line(self.number, rank, stream, line)
+            if log is not None:
+                log.close()
+            self._rank_ended(rank, mark, code)
+
+        try:
+            environment = {**environment, reaper.MARK: mark}
+            process = RankProcess(self._options.command(), environment, pass_fds, on_output, on_exit)
+        except OSError as error:
+            self.kill()
+            raise InitError(
+                f"cannot start rank {rank} of replica {self.number}: {error.strerror or error}. Raise the limit on "
+                "processes (ulimit -u) or open files (ulimit -n), or start fewer replicas."
+            ) from error
+        self._ranks[rank] = process
+        self._run_dir.started(process.pid)
+        self._listener.started(self.number, rank, process.pid)
+
+    def _log_file(self, rank: int) -> LogFile | None:
+        if self._options.log_dir is None:
+            return None
+        name = f"replica-{self.number}.rank-{rank}.incarnation-{self.starts - 1}.log"
+        return LogFile(self._options.log_dir / name, self._listener.trouble)
+
+    def _rank_ended(self, rank: int, mark: str, code: int) -> None:
+        pid = self._ranks.pop(rank).pid
+        self._run_dir.ended(pid, mark)
+        if code != 0 and self.death is None:
+            self.death = Death(rank, pid, code)
+            self.kill()  # the others of this replica
+        self._listener.exited(self.number, rank, pid, code)
+        if not self._ranks:
+            self._listener.ended(self)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each of its ranks."""
+        for process in self._ranks.values():
+            process.signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL to its ranks and all in their process groups."""
+        for process in self._ranks.values():
+            process.kill()
+
+    def hold(self, held: bool) -> None:
+        """Stop or go on reading its output."""
+        for process in self._ranks.values():
+            process.hold(held)
+
+
+def rank_environment(options: RunOptions, coordinator: str, token: str, job: str) -> dict[str, str]:
+    """What all ranks of a run have in common, on top of the launcher's own environment."""
+    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", "MASTER_ADDR", "MASTER_PORT")  # of another launcher around us
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    size = str(options.replicas * options.ranks_per_replica)
+    transport, engine = options.transport, {**environment, **options.env}.get("FTCOMM_ENGINE", "host")
+    if transport == "auto" and engine != "host" and options.hosts == "shared":
+        transport = "shm"  # as all are on this host, kernels of a device can run whole ops
+    environment.update(
+        FTCOMM_COORDINATOR=coordinator,
+        FTCOMM_TOKEN=token,
+        FTCOMM_JOB=job,
+        FTCOMM_REPLICAS=str(options.replicas),
+        FTCOMM_RANKS_PER_REPLICA=str(options.ranks_per_replica),
+        FTCOMM_TRANSPORT=transport,
+        FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
+        FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
+        FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+    )
+    # Each rank's numerical libraries would else start a thread for every core of the machine.
+    threads = len(os.sched_getaffinity(0)) // (options.replicas * options.ranks_per_replica)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    return environment

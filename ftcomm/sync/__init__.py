@@ -1,0 +1,1 @@
+"""Synchronisation by the operating system: futexes, doorbells, robust mutexes, scheduling."""

@@ -1,0 +1,159 @@
+"""What a joiner and a source say to each other, and how a state is cut into blocks.
+
+    joiner                                source
+      |  dial(purpose="state", {step, incarnation})
+      |----------------------------------->|
+      |            Wait, once a second,    |   until it has passed the boundary of `step` itself
+      |<-----------------------------------|
+      |  Offer(skeleton, nbytes, block)    |   or Refusal(reason)
+      |<-----------------------------------|
+      |  Want(number)   up to DEPTH ahead  |
+      |----------------------------------->|
+      |            Wait, once a second,    |   until its copy of the state is complete,
+      |<-----------------------------------|   or Refusal(reason) if that was in vain
+      |  Block(number, nbytes), then the bytes
+      |<-----------------------------------|
+      |  Done                              |   the snapshot may go
+      |----------------------------------->|
+
+Frames are a 4-byte big-endian length and a msgpack struct. They travel in the records of an authenticated connection
+(`ftcomm.control.sealed`), so no bit of them or of the blocks can change on the way unnoticed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import struct
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ftcomm.control.decode import decode_with
+from ftcomm.control.field_types import Text
+from ftcomm.control.sealed import Connection
+from ftcomm.training.state import FlatState
+
+BLOCK = 1 << 20  # bytes of one request; large enough to stream, small enough to spread over the sources
+MIN_BLOCK = 1 << 16  # bytes; a list of all smaller ones could fill the memory of a joiner
+MAX_FRAME = 256 << 20  # bytes that a source may send; a skeleton has about 100 a tensor
+MAX_REQUEST = 4096  # bytes that a joiner may
+
+Got = TypeVar("Got")
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """Base of what passes between a joiner and a source."""
+
+
+class Wait(Frame, frozen=True):
+    """The source has not reached the boundary of that step yet, or still copies its state."""
+
+
+class Offer(Frame, frozen=True):
+    skeleton: bytes
+    nbytes: _Count
+    block: Annotated[int, Meta(ge=MIN_BLOCK, le=MAX_FRAME)]
+
+
+class Refusal(Frame, frozen=True):
+    reason: Text
+
+
+class Want(Frame, frozen=True):
+    number: _Count
+
+
+class Block(Frame, frozen=True):
+    number: _Count
+    nbytes: _Count
+
+
+class Done(Frame, frozen=True):
+    """The joiner has everything, from whomever."""
+
+
+_DECODER = msgspec.msgpack.Decoder(Wait | Offer | Refusal | Want | Block | Done)
+
+
+class BlockStream:
+    """The tensors of a `FlatState` as one run of bytes, cut into blocks."""
+
+    def __init__(self, flat: FlatState, block: int = BLOCK) -> None:
+        self.nbytes = flat.nbytes
+        self.block = block
+        self.count = -(-self.nbytes // block)
+        self._views = [view for view in flat.views() if view.nbytes]
+        self._starts = [0]
+        for view in self._views:
+            self._starts.append(self._starts[-1] + view.nbytes)
+
+    def pieces(self, number: int) -> list[memoryview]:
+        """The bytes of one block, as adjacent pieces of tensors, writable and without a copy."""
+        at, stop = number * self.block, min((number + 1) * self.block, self.nbytes)
+        pieces = []
+        index = bisect.bisect_right(self._starts, at) - 1
+        while at < stop:
+            end = min(stop, self._starts[index + 1])
+            pieces.append(self._views[index][at - self._starts[index] : end - self._starts[index]])
+            at, index = end, index + 1
+        return pieces
+
+
+class Wrong(Exception):
+    """The other side broke the protocol; its connection is given up."""
+
+
+class NoSource(Exception):
+    """A source that does not serve, or is not needed any more, and has said nothing wrong."""
+
+
+def send(sock: Connection, frame: Frame) -> None:
+    payload = msgspec.msgpack.encode(frame)
+    sock.sendall(struct.pack(">I", len(payload)) + payload)
+
+
+def _never() -> bool:
+    return False
+
+
+def receive(sock: Connection, limit: int = MAX_FRAME, patient: Callable[[], bool] = _never) -> Frame:
+    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` or `Wrong` on foreign bytes.
+
+    Memory is taken as bytes arrive, not for what the other side says will come. When the time of `sock` is over without
+    a byte, `patient` says whether to wait as long again.
+    """
+    head = bytearray(4)
+    read_into(sock, memoryview(head), patient)
+    (size,) = struct.unpack(">I", head)
+    if size > limit:
+        raise Wrong(f"a frame of {size} bytes, at most {limit} are allowed")
+    payload = bytearray()
+    while left := size - len(payload):
+        part = _received(lambda: sock.recv(min(left, BLOCK)), patient)
+        if not part:
+            raise ConnectionError("the connection was closed")
+        payload += part
+    frame: Frame = decode_with(_DECODER, payload)
+    return frame
+
+
+def read_into(sock: Connection, view: memoryview, patient: Callable[[], bool] = _never) -> None:
+    while view.nbytes:
+        got = _received(functools.partial(sock.recv_into, view), patient)
+        if got == 0:
+            raise ConnectionError("the connection was closed")
+        view = view[got:]
+
+
+def _received(get: Callable[[], Got], patient: Callable[[], bool]) -> Got:
+    while True:
+        try:
+            return get()
+        except TimeoutError:
+            if not patient():
+                raise

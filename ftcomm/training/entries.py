@@ -1,0 +1,75 @@
+"""Arrays, tensors, and dicts and lists of them can be entries of the state: what a script keeps outside of modules and
+optimizers.
+
+    params = {"w": np.zeros(1000), "b": np.zeros(10)}
+    for step in ftcomm.steps(1000, {"params": params}):
+        ...
+
+Where it arrives an array or tensor is written into, so every name that the script has for it stays good; what cannot be
+written into (a number, an array of JAX) is replaced in the dict or list that holds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftcomm.errors import StateError
+from ftcomm.training.state import Stateful
+
+_KINDS = (np.ndarray, torch.Tensor, MutableMapping, list)
+
+
+class ValueEntry:
+    """`value` as an entry with state_dict and load_state_dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        _update(self.value, value)
+
+
+def as_entry(name: str, value: Any) -> Stateful:
+    """`value` as it may stand in the state of a step loop. Raises `StateError` for what may not."""
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        stateful: Stateful = value
+        return stateful
+    if isinstance(value, _KINDS):
+        return ValueEntry(value)
+    raise StateError(
+        f"the entry {name!r} of `state` is a {type(value).__module__}.{type(value).__qualname__}, which a replica that "
+        "comes back cannot take over. Expected something with state_dict and load_state_dict, a NumPy array, a "
+        "tensor, or a dict or list of these, which is updated in place (an array of JAX goes into a dict)."
+    )
+
+
+def _update(here: Any, there: Any) -> Any:
+    """Make `here` hold what `there` holds, in place if that can be; returns what holds it now."""
+    if isinstance(here, np.ndarray) and isinstance(there, np.ndarray) and here.flags.writeable:
+        np.copyto(here, there)
+        return here
+    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+        with torch.no_grad():
+            here.copy_(there)
+        return here
+    if isinstance(here, MutableMapping) and isinstance(there, Mapping):
+        for key in [key for key in here if key not in there]:
+            del here[key]
+        for key, value in there.items():
+            here[key] = _update(here[key], value) if key in here else value
+        return here
+    if isinstance(here, list) and isinstance(there, list):
+        here[:] = [_update(a, b) for a, b in zip(here, there)] + there[len(here) :]  # noqa: B905 (may have grown)
+        return here
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(here, jax.Array):
+        return jax.device_put(there, here.sharding)
+    return there

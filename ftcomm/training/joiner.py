@@ -1,0 +1,102 @@
+"""The catch-up of this replica, driven from the boundaries of the step loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ftcomm.training.catchup import Fetch
+from ftcomm.training.replay import Replay
+from ftcomm.training.state import Stateful, flatten, plain_entry
+
+if TYPE_CHECKING:
+    from ftcomm.control.views import View
+    from ftcomm.group import Group
+
+FINISH = 120.0  # seconds that the end of the loop waits for a state that is still on its way
+REPLAY_SHARE = 0.25  # of a step's time that a joiner spends on replaying: everybody waits for it in the next op
+REPLAY_LEAST = 2  # kept steps replayed at a boundary whatever they take: one is added each step, so it converges
+
+
+class Joiner:
+    """Catches up one replica, from the boundary at which it joined until it contributes. Not thread-safe."""
+
+    def __init__(self, group: Group, state: Mapping[str, Stateful], view: View, step: int) -> None:
+        self._group = group
+        self._fetch = Fetch(group, view, step, flatten(state).skeleton) if state else None
+        self._replay = Replay(state)
+        self._loaded = self._fetch is None
+        self._caught_up = False
+        self._since = time.monotonic()
+
+    def agree(self, name: str) -> Any:
+        """Block until a source has said what it has; returns the entry `name` of that state, which is plain."""
+        assert self._fetch is not None
+        self._fetch.agree(FINISH)
+        return plain_entry(self._fetch.skeleton, name)
+
+    @property
+    def behind(self) -> bool:
+        """Whether updates are kept, because some before them are missing."""
+        return not self._caught_up
+
+    def keep(self, action: Callable[[], object]) -> None:
+        """Run `action` when the update of this step is replayed."""
+        self._replay.keep(action)
+
+    def scale(self, scale: float) -> None:
+        """Set the scale of the learning rate for updates kept from now on."""
+        self._replay.scale = scale
+
+    def at_boundary(self, step: int, view: View) -> None:
+        """Load what has arrived, replay a little of what was kept, and tell the coordinator once nothing is missing."""
+        now = time.monotonic()
+        last_step, self._since = now - self._since, now
+        if self._fetch is not None and not self._loaded:
+            self._fetch.agree(FINISH)
+            self._fetch.keep(view.replicas)
+            if not self._replay.possible:
+                self._fetch.wait(FINISH)
+            if self._fetch.ready():
+                self._load(self._fetch)
+        if self._loaded and not self._caught_up:
+            self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
+            self._check()
+        if not self._caught_up:
+            self._replay.begin()
+        elif not self._group.contributes:
+            self._group._caught_up(step)
+
+    def finish(self) -> None:
+        """Wait for what is missing after the last step and apply all of it. Blocks."""
+        if self._fetch is not None and not self._loaded:
+            self._fetch.wait(FINISH)
+            self._load(self._fetch)
+        if not self._caught_up:
+            self._replay.apply(self._replay.behind, 0.0)
+            self._check()
+
+    def close(self) -> None:
+        self._replay.restore()
+        if self._fetch is not None:
+            self._fetch.close()
+
+    def _load(self, fetch: Fetch) -> None:
+        started = time.monotonic()
+        self._replay.load(fetch.take())
+        self._loaded = True
+        self._group.report(
+            "state_fetched",
+            step=fetch.step,
+            bytes=fetch.nbytes,
+            seconds=round(fetch.seconds, 4),
+            load_seconds=round(time.monotonic() - started, 4),
+            sources=",".join(map(str, sorted(fetch.sources))),
+            replayed=self._replay.behind,
+        )
+
+    def _check(self) -> None:
+        if self._replay.behind == 0:
+            self._caught_up = True
+            self._replay.restore()

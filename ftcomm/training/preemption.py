@@ -1,0 +1,43 @@
+"""SIGTERM as a wish to leave at a step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+
+class PreemptionHandler:
+    """Turns the first SIGTERM into a wish to leave, where that is ours to decide."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._asked = False
+        self._ours = False
+
+    def __enter__(self) -> PreemptionHandler:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_signal)
+            self._ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A loop that is given up in the middle may end anywhere, in another thread too, when it is collected.
+        if self._ours and signal.getsignal(signal.SIGTERM) == self._on_signal:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def at_boundary(self) -> None:
+        """Ask at every boundary until we are out: a coordinator that was away has not heard us."""
+        if self._asked:
+            self._group.leave()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._asked = True
+        self._group.leave()  # at once: this step may be long, and the boundary after it is agreed on meanwhile

@@ -1,0 +1,53 @@
+"""Random numbers that a repeated step draws again, and that a replica which comes back needs no history for.
+
+The generators of torch (the CPU's and, where it is in use, the GPU's), NumPy and Python are seeded anew for every step,
+from one seed, the step, the replica and the rank. So a step that was discarded sees the same dropout when it is
+repeated, replicas differ, and what a joiner takes over is the seed alone: the state of a generator would be of a step
+that is over when it arrives.
+
+    state = {"model": model, "optimizer": optimizer, "rng": Rng(seed)}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+
+class Rng:
+    """An entry of the `state` of a step loop. `apart=False`: all replicas and ranks draw the same numbers."""
+
+    def __init__(self, seed: int = 0, group: Group | None = None, *, apart: bool = True) -> None:
+        self.seed = seed
+        self._group = group
+        self._apart = apart
+
+    def begins(self, step: int) -> None:
+        """Called by the step loop."""
+        who = (0, 0)
+        if self._apart:
+            group = self._group
+            if group is None:
+                from ftcomm.group import default_group
+
+                group = self._group = default_group()
+            who = (group.replica, group.shard)
+        words = hashlib.blake2b(repr((self.seed, step, who)).encode(), digest_size=12).digest()
+        seed = int.from_bytes(words[:8], "little")
+        random.seed(words)
+        np.random.seed(int.from_bytes(words[8:], "little"))
+        torch.manual_seed(seed)  # of the GPUs, too, when they are first used
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seed = int(state["seed"])

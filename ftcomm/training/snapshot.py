@@ -1,0 +1,134 @@
+"""A copy of the training state as it is at a step boundary, made while the next step already computes.
+
+What only an optimizer changes, its parameters and its own state, stays as it is until the optimizer steps. So a thread
+copies that during forward and backward, and `finish`, before the step, waits for what is left; the rest is copied at
+once. A script that changes such a tensor by other means is found out by the version that torch counts in it: the copy
+is then spoiled and served to nobody.
+
+    boundary         forward, backward                     optimizer.step()
+    | plain values,  |  parameters, moments ... by a       | finish: wait for the rest
+    | buffers        |  thread (CUDA: on a side stream)    |
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ftcomm.training.catchup_protocol import BlockStream
+from ftcomm.training.dtensor import local
+from ftcomm.training.state import FlatState, Stateful, flatten, host_copy
+
+AT_ONCE = 1 << 16  # bytes; smaller tensors are not worth a second look
+PIECE = 4 << 20  # bytes copied in one go
+
+
+class Snapshot:
+    """The state entering the step after boundary `step`, in host memory. `overlap`: copy later what can wait."""
+
+    def __init__(self, step: int, state: Mapping[str, Stateful], overlap: bool = False) -> None:
+        started = time.monotonic()
+        self.step = step
+        live = flatten(state)
+        waits = _only_optimizers_change(state) if overlap else frozenset()
+        later = {
+            place
+            for place, tensor in enumerate(live.tensors)
+            if tensor.nbytes >= AT_ONCE and tensor.data_ptr() in waits and tensor.is_contiguous()
+        }
+        copies = [torch.empty(0) if i in later else host_copy(t) for i, t in enumerate(live.tensors)]
+        self.flat = FlatState(live.skeleton, copies)
+        self.nbytes = live.nbytes
+        self.spoiled = False  # known when it is ready
+        self._stream: BlockStream | None = None
+        self._ready = threading.Event()
+        if later:
+            left = {place: live.tensors[place] for place in later}
+            versions = {place: tensor._version for place, tensor in left.items()}
+            written = {tensor.device: _mark(tensor.device) for tensor in left.values() if tensor.is_cuda}
+            copying = threading.Thread(
+                target=self._copy, args=(left, versions, written), name="ftcomm-snapshot", daemon=True
+            )
+            copying.start()
+        else:
+            self._ready.set()
+        self.seconds = time.monotonic() - started  # that the step loop has stood still for it, `finish` included
+
+    def finish(self) -> float:
+        """Block until the live state may change; returns for how many seconds. Idempotent."""
+        if self._ready.is_set():
+            return 0.0
+        started = time.monotonic()
+        self._ready.wait()
+        seconds = time.monotonic() - started
+        self.seconds += seconds
+        return seconds
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all is there, within `seconds`. Any thread."""
+        return self._ready.wait(seconds)
+
+    def stream(self) -> BlockStream | None:
+        """Its bytes, once all are there; None if the state was changed under them. Any thread."""
+        assert self._ready.is_set()
+        if self._stream is None and not self.spoiled:
+            self._stream = BlockStream(self.flat)
+        return self._stream
+
+    def _copy(
+        self,
+        left: dict[int, Tensor],
+        versions: dict[int, int],
+        written: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Stream]],
+    ) -> None:
+        self.spoiled = True  # whatever ends this thread early
+        try:
+            for place, tensor in left.items():
+                if tensor.is_cuda:
+                    event, side = written[tensor.device]
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    with torch.cuda.stream(side):
+                        side.wait_event(event)
+                        copy.copy_(tensor, non_blocking=True)
+                else:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    _copy_bytes(copy, tensor)
+                self.flat.tensors[place] = copy
+            for _, side in written.values():
+                side.synchronize()
+            self.spoiled = any(tensor._version != versions[place] for place, tensor in left.items())
+        finally:
+            self._ready.set()
+
+
+def _copy_bytes(to: Tensor, of: Tensor) -> None:
+    """Both contiguous, on the host. By NumPy, which gives the interpreter free meanwhile and starts no threads that
+    would compete with those of forward and backward; in pieces, so that a core is shared with them."""
+    target, source = (t.view(-1).view(torch.uint8).numpy() for t in (to, of))
+    for at in range(0, len(target), PIECE):
+        np.copyto(target[at : at + PIECE], source[at : at + PIECE])
+
+
+def _mark(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
+    """The moment on the current stream up to which the state was written, and a stream to copy it on."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event, torch.cuda.Stream(device)
+
+
+def _only_optimizers_change(state: Mapping[str, Stateful]) -> frozenset[int]:
+    """Addresses of the tensors that stay as they are between two steps of the optimizers in `state`."""
+    found: set[int] = set()
+    for optimizer in state.values():
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            continue
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+        found |= {local(tensor).data_ptr() for tensor in (*params, *moments)}
+    return frozenset(found)

@@ -1,0 +1,158 @@
+"""Check before the first step of a job that all replicas begin with the same state, in form and in bits.
+
+Replicas that differ at the start never agree later: each applies the same updates to other weights. So each
+hashes every leaf of its state, one small all-reduce tells everybody what came of it, and only if that differs more is
+said: the skeleton of the lowest replica if they have other models, the hashes of all leaves if they hold other values.
+What a replica that comes later has is compared when it fetches the state.
+
+    FTCOMM_START, initial_state=   what if the values differ
+    "check"                  `StateError` on all, which names the replicas and the entries; where one has another model
+                             or optimizer than the lowest, on that one alone: the others train without it
+    "lowest"                 all take the state of the lowest replica, as DistributedDataParallel does with parameters
+    "trust"                  nobody looks, nor at the form
+
+A tensor is hashed by the sum of its bytes as 64-bit words, where it lies: that reads memory once, on a GPU too, and
+tells initial weights of another seed apart, though not one order of the same words from another. `ftcomm.verify` is
+exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftcomm.collective.checksum import judge, named
+from ftcomm.errors import SettingsError, StateError
+from ftcomm.training.compare import differing, exchange
+from ftcomm.training.state import (
+    SAME_SCRIPT,
+    FlatState,
+    Spec,
+    Stateful,
+    allocate,
+    first_difference,
+    first_setting,
+    flatten,
+    leaves,
+    load,
+)
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+log = logging.getLogger("ftcomm")
+
+POLICIES = ("check", "lowest", "trust")
+_WORD = 8  # bytes
+
+
+def policy(asked: str | None) -> str:
+    """What to do, by the argument or FTCOMM_START. Raises `SettingsError`."""
+    said = os.environ.get("FTCOMM_START") or POLICIES[0] if asked is None else asked
+    if said not in POLICIES:
+        raise SettingsError(f"FTCOMM_START={said}; expected one of {', '.join(POLICIES)}, or unset it.")
+    return said
+
+
+def check_start(group: Group, state: Mapping[str, Stateful], policy: str = POLICIES[0]) -> None:
+    """Blocks until all replicas have come. Raises `StateError`, with what differs; see above for `policy`."""
+    if policy == "trust":
+        return
+    flat = flatten(state)
+    prints = fingerprints(flat)
+    names, values = (_digest(repr(said).encode()) for said in (list(prints), prints))
+    rows = exchange(group, [len(flat.skeleton), _digest(flat.skeleton), names, values])
+    if len({row.tobytes() for row in rows.values()}) <= 1:
+        return
+    first = min(rows)
+    there = flat.skeleton
+    if len({(row[0], row[1]) for row in rows.values()}) > 1:
+        there = _of_lowest(group, flat.skeleton, first, int(rows[first][0]))
+        if not there:  # it was lost meanwhile; who comes in its place is compared with us
+            return
+        difference = first_difference(flat.skeleton, there)
+        if difference is None and policy == "check":
+            difference = first_setting(flat.skeleton, there)
+        said = exchange(group, [1 if difference is None else 2])
+        if difference:
+            raise StateError(f"The state of replica {first} does not fit here: {difference}. {SAME_SCRIPT}")
+        staying = [replica for replica, (ends,) in said.items() if ends == 1]  # they train without the others
+        rows = {replica: row for replica, row in rows.items() if replica in staying}
+    wrong, right = judge({replica: int(row[3]) for replica, row in rows.items()})
+    if not wrong:
+        return
+    if policy == "lowest":
+        _take(group, state, flat, there, first)
+        return
+    where = "in their names"
+    if len({row[2] for row in rows.values()}) == 1:
+        where = f"in {differing(prints, exchange(group, list(prints.values())))}"
+    who = f"the state of {named(wrong)} differs from that of {named(right)}" if right else "none has a majority"
+    raise StateError(
+        f"The replicas (rank {group.shard} of each) do not begin with the same state: {who}, {where}. Build it alike "
+        "on all (torch.manual_seed with one seed, the same checkpoint), or let all take that of the lowest replica: "
+        "FTCOMM_START=lowest, initial_state='lowest'."
+    )
+
+
+def fingerprints(flat: FlatState) -> dict[str, int]:
+    """The fingerprint of each leaf by its path, in the order of the paths; never 0."""
+    sums = _sums(flat.tensors)
+    found = {}
+    for path, leaf in leaves(flat.skeleton).items():
+        said = f"{path} {leaf} {sums[leaf.place]}" if isinstance(leaf, Spec) else f"{path} {leaf!r}"
+        found[path] = _digest(said.encode())
+    return dict(sorted(found.items()))
+
+
+def _digest(data: bytes) -> int:
+    """Fits an int64, and is never 0."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 | 1 << 62
+
+
+def _sums(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The sums of the words of each tensor and of the bytes that are left, by one transfer from each device."""
+    made: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        whole = data.numel() // _WORD * _WORD
+        words = data[:whole]
+        if words.storage_offset() % _WORD:
+            words = words.clone()
+        sums = made.setdefault(tensor.device, [])
+        sums += [words.view(torch.int64).sum(), data[whole:].sum(dtype=torch.int64)]
+    read = {device: iter(torch.stack(sums).tolist()) for device, sums in made.items()}
+    return [(next(read[tensor.device]), next(read[tensor.device])) for tensor in tensors]
+
+
+def _of_lowest(group: Group, skeleton: bytes, first: int, length: int) -> bytes:
+    """The skeleton of replica `first`; empty if that was lost."""
+    there = np.zeros(length, np.uint8)
+    if group.replica == first:
+        there[:] = np.frombuffer(skeleton, np.uint8)
+    group.allreduce(there, atomic=True)
+    return there.tobytes() if there.any() else b""
+
+
+def _take(group: Group, state: Mapping[str, Stateful], flat: FlatState, skeleton: bytes, first: int) -> None:
+    """All take the state of replica `first`. Raises `LostError` on all if that is lost."""
+    mine = group.replica == first
+    given = flat.on_host() if mine else allocate(skeleton)
+    root = group.roster.index(first)
+    for view in given.views():
+        if view.nbytes:
+            group.broadcast(np.frombuffer(view, np.uint8), root)
+    if not mine:
+        load(given, state)
+        log.warning(
+            "replica %d rank %d: began with another state than replica %d, and has taken that (FTCOMM_START=lowest)",
+            *(group.replica, group.shard, first),
+        )
+    group.report("state_taken", of=first, bytes=given.nbytes)

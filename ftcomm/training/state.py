@@ -1,0 +1,392 @@
+"""Training state as bytes: any nest of dicts, lists, tensors and arrays as a msgpack skeleton and a list of tensors.
+
+The skeleton holds everything but the tensors' bytes: names, nesting, plain values, and for each tensor its place in
+the list, dtype and shape. Two skeletons can be compared before a single byte of a tensor is moved, so a replica that
+was started with another model is refused at once, with the first difference named. Nothing is pickled.
+
+    state = {"model": model, "optimizer": optimizer}       # anything with state_dict and load_state_dict
+    flat = flatten(state)                                  # FlatState(skeleton: bytes, tensors: list[Tensor])
+    load(flat, state)                                      # the same bits again
+    digest(state)                                          # equal on two replicas exactly if their states are
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftcomm.errors import StateError
+from ftcomm.training.dtensor import Layout, Meshes, is_spread, layout, local
+
+SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
+
+
+class Stateful(Protocol):
+    """What may stand in `state`: a module, an optimizer, a scheduler, or any object with these two methods. A step loop
+    takes arrays, tensors, dicts and lists as well, see `ftcomm.training.entries`."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatState:
+    """A state taken apart. `tensors` may alias the live state (after `flatten`) or own their memory (`on_host`)."""
+
+    skeleton: bytes
+    tensors: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without the skeleton."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    def on_host(self) -> FlatState:
+        """A copy in host memory, independent of the live state. Blocks for the copy."""
+        return FlatState(self.skeleton, [host_copy(t) for t in self.tensors])
+
+    def views(self) -> list[memoryview]:
+        """The bytes of each tensor, writable, without a copy; only for contiguous host tensors (see `on_host`)."""
+        return [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in self.tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class NumPy:
+    """An array of NumPy, or a number of its. It travels as a tensor of its bytes, so that every dtype does."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    scalar: bool = False
+
+    def of(self, tensor: Tensor) -> Any:
+        """The array in the memory of `tensor`."""
+        array = tensor.numpy().view(_numpy_dtype(self.dtype)).reshape(self.shape)
+        return array[()] if self.scalar else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape, here that of
+    the part of this rank if it is spread over several."""
+
+    place: int
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout | None = None
+    array: NumPy | None = None  # of which these are the bytes
+
+    def __str__(self) -> str:
+        if self.array is not None:
+            return f"an array of {self.array.dtype}{list(self.array.shape)}"
+        text = f"{self.dtype}{list(self.shape)}"
+        if self.layout is None:
+            return text
+        whole, placements, mesh = self.layout
+        return f"{text}, a part of {list(whole)} as {', '.join(placements)} over the mesh ({mesh}),"
+
+
+def flatten(state: Mapping[str, Stateful]) -> FlatState:
+    """Take `state` apart; the tensors alias the live state. Raises `StateError` on values that cannot be sent."""
+    tensors: list[Tensor] = []
+    tree = [
+        [name, _kind(obj), type(obj).__qualname__, _encode(obj.state_dict(), name, tensors, False)]
+        for name, obj in state.items()
+    ]
+    return FlatState(msgspec.msgpack.encode(tree), tensors)
+
+
+def allocate(skeleton: bytes) -> FlatState:
+    """A `FlatState` with uninitialised host tensors, to receive into."""
+    specs = [leaf for *_, tree in _entries(skeleton) for leaf in _specs(tree)]
+    if [spec.place for spec in specs] != list(range(len(specs))):
+        raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
+    try:
+        return FlatState(skeleton, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs])
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise StateError(f"There is no memory for the state of the other replicas: {error}") from error
+
+
+def load(flat: FlatState, state: Mapping[str, Stateful]) -> None:
+    """Load `flat` into `state`. Optimizers keep the tensors of `flat`, so do not write to them afterwards.
+
+    Call `first_difference` before; what a `load_state_dict` refuses nevertheless is raised as `StateError`.
+    """
+    meshes = Meshes(tensor for obj in state.values() for tensor in _tensors(obj.state_dict()))
+    for name, *_, tree in _entries(flat.skeleton):
+        got = _fill(tree, flat.tensors, meshes)
+        metadata = getattr(state[name].state_dict(), "_metadata", None)
+        if metadata is not None:  # the versions of a module's submodules, which state_dict hides in an attribute
+            got = collections.OrderedDict(got)
+            got._metadata = metadata  # type: ignore[attr-defined]
+        try:
+            state[name].load_state_dict(got)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{name} refused the state of the other replicas: {error} {SAME_SCRIPT}") from error
+
+
+def first_difference(here: bytes, there: bytes) -> str | None:
+    """The first reason why the state of skeleton `there` cannot be loaded where `here` is, or None.
+
+    A module must have the same names on both sides, and so must the param_groups of an optimizer. Elsewhere a side may
+    have entries that the other lacks (an optimizer that has not stepped yet holds no moments), but what both have must
+    agree in kind, and tensors in dtype and shape.
+    """
+    ours, theirs = _entries(here), _entries(there)
+    ours_by_name = {name: (kind, which, tree) for name, kind, which, tree in ours}
+    if list(ours_by_name) != [name for name, *_ in theirs]:
+        return f"`state` has the entries {[name for name, *_ in theirs]} there and {list(ours_by_name)} here"
+    for name, kind, which, tree in theirs:
+        own_kind, own_which, own = ours_by_name[name]
+        if kind != own_kind:
+            return f"{name} is of the kind {kind} there and {own_kind} here"
+        if kind == "optimizer" and which != own_which:
+            return f"{name} is of the class {which} there and {own_which} here"
+        found = _difference(name, own, tree, kind)
+        if found:
+            return found
+    return None
+
+
+def first_setting(here: bytes, there: bytes) -> str | None:
+    """The first setting of an optimizer (a learning rate, a decay) that differs; for states without a difference."""
+    for (name, kind, _, own), (*_, other) in zip(_entries(here), _entries(there), strict=True):
+        groups = zip(own["param_groups"], other["param_groups"], strict=True) if kind == "optimizer" else ()
+        for i, (ours, theirs) in enumerate(groups):
+            for key, value in theirs.items():
+                if not isinstance(value, Spec) and ours[key] != value:
+                    return f"{name}.param_groups.{i}.{key} is {value} there and {ours[key]} here"
+    return None
+
+
+def plain_entry(skeleton: bytes, name: str) -> Any:
+    """The entry `name` of a state that holds plain values only; None if the state has no such entry."""
+    return next((tree for entry, *_, tree in _entries(skeleton) if entry == name), None)
+
+
+def leaves(skeleton: bytes) -> dict[str, Any]:
+    """What is in a state, plain values and a `Spec` for each tensor, by where it stands, as in "model.0.weight"."""
+    found: dict[str, Any] = {}
+
+    def visit(node: Any, path: str) -> None:
+        if isinstance(node, (dict, list, tuple)):
+            for key, entry in node.items() if isinstance(node, dict) else enumerate(node):
+                visit(entry, f"{path}.{key}")
+        else:
+            found[path] = node
+
+    for name, *_, tree in _entries(skeleton):
+        visit(tree, name)
+    return found
+
+
+def names(skeleton: bytes) -> list[str]:
+    """The path of each tensor, in the order of the tensors."""
+    found = {leaf.place: path for path, leaf in leaves(skeleton).items() if isinstance(leaf, Spec)}
+    return [found[place] for place in sorted(found)]
+
+
+def digest(state: Mapping[str, Stateful]) -> str:
+    """32 hex digits over every name, shape, dtype, plain value and byte; independent of the order of dict entries."""
+    tensors: list[Tensor] = []
+    tree = [[name, _encode(state[name].state_dict(), name, tensors, True)] for name in sorted(state)]
+    hasher = hashlib.blake2b(msgspec.msgpack.encode(tree), digest_size=16)
+    for tensor in tensors:
+        hasher.update(host_copy(tensor).reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+# -- the skeleton: plain values stand for themselves, everything else is a list that begins with one of these tags --
+
+_TENSOR, _ARRAY, _DICT, _COUNTER, _LIST, _TUPLE, _BIG = "t", "n", "d", "c", "l", "u", "i"
+_DIMENSIONS = 32  # of an array, that every NumPy can have
+_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+
+
+def _kind(obj: Stateful) -> str:
+    if isinstance(obj, torch.nn.Module):
+        return "module"
+    return "optimizer" if isinstance(obj, torch.optim.Optimizer) else "other"
+
+
+def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
+    """`ordered`: sort the entries of dicts, which makes equal states equal bytes."""
+    if value is None or isinstance(value, (bool, bytes)):
+        return value
+    if isinstance(value, (float, str)):  # of a subclass too, such as numpy.float64
+        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else [_BIG, str(int(value))]
+    if isinstance(value, Tensor):
+        if not is_spread(value) and (value.layout != torch.strided or value.is_quantized):
+            raise StateError(f"{path} is a tensor of layout {value.layout}; a state may hold dense tensors only.")
+        part, how = local(value), layout(value)
+        tensors.append(part)
+        spec = [_TENSOR, len(tensors) - 1, str(part.dtype).removeprefix("torch."), list(part.shape)]
+        return spec if how is None else [*spec, list(how)]
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.Array) and value.is_fully_addressable:
+        value = np.asarray(value)
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
+        return _encode_array(value, path, tensors)
+    if isinstance(value, Mapping):
+        items = sorted(value.items(), key=lambda item: (str(type(item[0])), item[0])) if ordered else value.items()
+        pairs = []
+        for key, entry in items:
+            if isinstance(key, bool) or not isinstance(key, (int, str)):
+                raise StateError(f"{path} has the key {key!r}; the keys of a state must be int or str.")
+            pairs.append([key, _encode(entry, f"{path}.{key}", tensors, ordered)])
+        return [_COUNTER if isinstance(value, collections.Counter) else _DICT, pairs]
+    if isinstance(value, (list, tuple)):
+        tag = _TUPLE if isinstance(value, tuple) else _LIST
+        return [tag, [_encode(entry, f"{path}.{i}", tensors, ordered) for i, entry in enumerate(value)]]
+    raise StateError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another replica. A "
+        "state may hold dict, list, tuple, None, bool, int, float, str, bytes, tensors and NumPy arrays; convert it in "
+        "state_dict()."
+    )
+
+
+def _encode_array(value: Any, path: str, tensors: list[Tensor]) -> Any:
+    dtype = value.dtype
+    name = dtype.name if dtype.kind == "V" else dtype.str  # those of ml_dtypes are known by name
+    try:
+        known = _numpy_dtype(name) == dtype
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise StateError(f"{path} is an array of dtype {dtype}; a state may hold arrays of plain numbers only.")
+    array = np.ascontiguousarray(value)  # the array itself, if it is contiguous
+    if not array.flags.writeable:
+        array = array.copy()  # torch cannot know that nobody writes to it
+    tensors.append(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+    return [_ARRAY, len(tensors) - 1, array.nbytes, name, list(value.shape), isinstance(value, np.generic)]
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    """Raises `TypeError` or `ValueError` for what no bytes from elsewhere may be taken for."""
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None or not dtype.itemsize:
+        raise ValueError(f"an array of {name}")
+    return dtype
+
+
+def _entries(skeleton: bytes) -> list[tuple[str, str, str, Any]]:
+    """(name, kind, class, tree with `Spec` in place of tensors) of each; raises `StateError` on foreign bytes."""
+    try:
+        entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, str, Any]])
+        return [(name, kind, which, _decode(tree)) for name, kind, which, tree in entries]
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise StateError(f"A state arrived that is not one of ftcomm {error!r}. {SAME_SCRIPT}") from error
+
+
+def _decode(node: Any) -> Any:
+    if not isinstance(node, list):
+        return node
+    match node:
+        case [str(tag), int(place), str(dtype), [*shape]] if tag == _TENSOR:
+            if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
+                raise ValueError(f"tensor {dtype}{shape}")
+            return Spec(place, dtype, tuple(shape))
+        case [str(tag), int(place), str(dtype), [*shape], [*how]] if tag == _TENSOR:
+            plain = _decode([tag, place, dtype, shape])
+            return dataclasses.replace(plain, layout=msgspec.convert(how, Layout))
+        case [str(tag), int(place), int(nbytes), str(dtype), [*shape], bool(scalar)] if tag == _ARRAY:
+            if not all(isinstance(n, int) and n >= 0 for n in shape) or len(shape) > _DIMENSIONS:
+                raise ValueError(f"array {dtype}{shape}")
+            if math.prod(shape) * _numpy_dtype(dtype).itemsize != nbytes:
+                raise ValueError(f"array {dtype}{shape} of {nbytes} bytes")
+            return Spec(place, "uint8", (nbytes,), array=NumPy(dtype, tuple(shape), scalar))
+        case [str(tag), [*pairs]] if tag in (_DICT, _COUNTER):
+            made: dict[Any, Any] = collections.Counter() if tag == _COUNTER else {}
+            made.update({key: _decode(value) for key, value in pairs})
+            return made
+        case [str(tag), [*values]] if tag in (_LIST, _TUPLE):
+            decoded = [_decode(value) for value in values]
+            return tuple(decoded) if tag == _TUPLE else decoded
+        case [str(tag), str(digits)] if tag == _BIG:
+            return int(digits)
+    raise ValueError(f"entry {str(node)[:60]}")
+
+
+def _walk(tree: Any, leaf: Callable[[Spec], Any]) -> Any:
+    if isinstance(tree, Spec):
+        return leaf(tree)
+    if isinstance(tree, dict):
+        made = type(tree)()
+        made.update({key: _walk(value, leaf) for key, value in tree.items()})
+        return made
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_walk(value, leaf) for value in tree)
+    return tree
+
+
+def _specs(tree: Any) -> list[Spec]:
+    found: list[Spec] = []
+    _walk(tree, found.append)
+    return found
+
+
+def _fill(tree: Any, tensors: list[Tensor], meshes: Meshes) -> Any:
+    def tensor(spec: Spec) -> Any:
+        part = tensors[spec.place]
+        if spec.array is not None:
+            return spec.array.of(part)
+        return part if spec.layout is None else meshes.whole(part, spec.layout)
+
+    return _walk(tree, tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
+    if isinstance(own, Spec) and isinstance(other, Spec):
+        same = dataclasses.replace(own, place=other.place) == other
+        return None if same else f"{path} is {other} there and {own} here"
+    if isinstance(own, Spec) or isinstance(other, Spec):
+        return f"{path} is {_describe(other)} there and {_describe(own)} here"
+    # what is plain on one side and nested on the other (a lazily set attribute) is no difference
+    if isinstance(own, dict) and isinstance(other, dict):
+        if kind in ("module", "param_groups") and (odd := set(own) ^ set(other)):
+            name = next(key for key in [*other, *own] if key in odd)
+            return f"{path}.{name} exists {'there' if name in other else 'here'} only"
+        for key in other:
+            inner = "param_groups" if kind == "optimizer" and key == "param_groups" else kind
+            if key in own and (found := _difference(f"{path}.{key}", own[key], other[key], inner)):
+                return found
+    elif isinstance(own, (list, tuple)) and isinstance(other, (list, tuple)):
+        if kind == "param_groups" and len(own) != len(other):
+            return f"{path} has {len(other)} entries there and {len(own)} here"
+        for i, (a, b) in enumerate(zip(own, other, strict=False)):
+            if found := _difference(f"{path}.{i}", a, b, kind):
+                return found
+    return None
+
+
+def _describe(value: Any) -> str:
+    return str(value) if isinstance(value, Spec) else f"a {type(value).__name__}"
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory that shares nothing with `tensor`."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.resolve_conj().resolve_neg())

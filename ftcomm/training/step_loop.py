@@ -1,0 +1,525 @@
+"""The step loop of a replica: membership changes between steps, and a step counts when all have finished it.
+
+    loop = StepLoop({"model": model, "optimizer": optimizer}, min_replicas=2, nan="skip", lr="linear")
+    for step in loop.steps(1000):
+        with loop.guard():              # an error that may pass: all repeat the step
+            model(batch(step)).backward()
+            buckets.wait()
+            optimizer.step()               # takes the vote: on all replicas, or on none
+
+What happens between two calls of `begin`, the boundaries being numbered apart from the steps:
+
+    boundary   joiners come in, sources copy their state, a joiner loads and replays what it has
+    pause      fewer than min_replicas: a vote and a boundary every little while, until there are enough
+    attempt    the body of the loop; the vote at its first optimizer.step(), commit(), or at its end
+    outcome    commit: next step; repeat: the same step again, skip: the next one without an update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from ftcomm.errors import ArgumentError, FtcommError, MismatchError, StateError, StepError
+from ftcomm.training.catchup import StateSource
+from ftcomm.training.dtensor import local
+from ftcomm.training.entries import as_entry
+from ftcomm.training.joiner import FINISH, Joiner
+from ftcomm.training.lr_scaling import lr_multiplier, scaled
+from ftcomm.training.metrics import Metrics, Stopwatch
+from ftcomm.training.optimizer_gate import OptimizerGates
+from ftcomm.training.preemption import PreemptionHandler
+from ftcomm.training.startup_check import check_start, policy
+from ftcomm.training.state import Stateful, flatten
+from ftcomm.training.throttle import Throttle
+from ftcomm.training.vote import Outcome, Poll, Verdict
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+
+log = logging.getLogger("ftcomm")
+
+PULSE = 0.05  # seconds between two looks, while training pauses
+TELL = 10.0  # seconds between two reports of where the time has gone
+PAUSE = 3600.0  # seconds that a pause lasts at most
+PROGRESS = "ftcomm"  # the entry of the state in which a joiner finds where the others are
+
+NanPolicy = Literal["raise", "skip"] | Callable[[int], Verdict]
+
+
+class LoopProgress:
+    """The position of the loop, the same on all members. It travels with the state, so a joiner learns it at once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.attempts = 0  # of this step, that were discarded
+        self.paused = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What comes with the weights is of the step at which we came in, and was taken over then."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: type(value)(state[name]) for name, value in vars(self).items()})
+
+
+class StepLoop:
+    """The step loop of this rank. One at a time; not thread-safe. All ranks of the job make it with equal arguments.
+
+    state: what a joiner must take over: modules, optimizers, schedulers, anything with state_dict and load_state_dict,
+        NumPy arrays, tensors, and dicts and lists of them, under the same names on every replica. Whether all of it can
+        be sent is checked at the first boundary. See `ftcomm.steps` for what follows from that. An entry may have
+        `begins(step)`, which is called before each attempt at a step, and `settled(outcome)`, called after it; on a
+        joiner the latter are kept while the state is on its way, and made up for.
+    group: default: the default group.
+    vote: whether all replicas agree that a step is finished before its update: one small all-reduce. Without it a
+        local error ends this replica, and the others go on.
+    min_replicas: while fewer contribute, training pauses at the boundary, for `pause_timeout` seconds at most. A loss
+        is noticed by the vote of the step it happens in; that step is completed.
+    nan: what to do when the loss given to `commit`, or a gradient of an optimizer in `state`, is not finite: None: do
+        not look; "skip": no update, go on with the next step; "raise": `StepError` on all replicas; or a callable that
+        is given the step and returns a `Verdict`. Looking at the gradients reads them once.
+    lr: by what the learning rates of optimizers in `state` are multiplied while replicas are away: "none", "linear" or
+        "sqrt" of the share of the `replicas` of the job that have contributed. Schedulers do not see it.
+    repeat_on: exceptions that `guard` takes for errors that may pass, beside CUDA's and those that follow from an error
+        on another replica.
+    max_repeats: attempts at one step that may be discarded before all raise `StepError`.
+    on_repeat: called on every member when an attempt was discarded, to put aside what it has left behind, such as
+        `GradientBuckets.abandon`. Gradients of optimizers in `state` are zeroed in place.
+    start: the step to begin with in a new job that goes on from a checkpoint; a joiner is told it by the others.
+    catchup_mbps: million bytes a second that this replica sends to joiners at most; default FTCOMM_CATCHUP_MBPS.
+    initial_state: what to do if the replicas of a new job do not begin with the same state: "check" raises `StateError`
+        on all, "lowest" lets all take that of the lowest replica, "trust" does not look. Default: FTCOMM_START, or
+        "check". The check reads the state once and takes one small all-reduce.
+
+    Raises `ArgumentError`, `SettingsError`, `StateError`.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any] | None = None,
+        group: Group | None = None,
+        *,
+        vote: bool = True,
+        min_replicas: int = 0,
+        pause_timeout: float = PAUSE,
+        nan: NanPolicy | None = None,
+        lr: str = "none",
+        repeat_on: tuple[type[Exception], ...] = (),
+        max_repeats: int = 3,
+        on_repeat: Callable[[], object] | None = None,
+        start: int | None = None,
+        catchup_mbps: float | None = None,
+        initial_state: str | None = None,
+    ) -> None:
+        if group is None:
+            from ftcomm.group import default_group
+
+            group = default_group()
+        self._group = group
+        total = group.replicas
+        state = {name: as_entry(name, value) for name, value in (state or {}).items()}
+        _check_arguments(state, vote, min_replicas, total, nan, lr)
+        self._entries = state
+        self._vote, self._min, self._pause_timeout = vote, min_replicas, pause_timeout
+        self._nan, self._lr, self._total = nan, lr, total
+        self._repeat_on = (*_passing(), *repeat_on)
+        self._max_repeats, self._on_repeat = max_repeats, on_repeat
+        self._optimizers = [entry for entry in state.values() if isinstance(entry, Optimizer)]
+        # A replica that joins is told where the others are when it is in, which is not before it comes to its loop.
+        here = 0 if group._outside else group.step - group._lag
+        self._progress = LoopProgress(here if start is None else start)
+        # Without a state nor a vote a joiner needs nothing from anybody: its step is the boundary at which it comes in.
+        told = bool(state) or vote or start is not None
+        self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress} if told else {}
+        # Whether anybody asks who contributed to a step.
+        self._counts = vote or any(hasattr(entry, "settled") for entry in state.values())
+        self._gates = OptimizerGates(state.values(), self)
+        self._throttle = Throttle.from_env(catchup_mbps)
+        self._initial_state = policy(initial_state)
+        self._poll: Poll | None = None
+        self._source: StateSource | None = None
+        self._joiner: Joiner | None = None
+        self._preemption: PreemptionHandler | None = None
+        self._watch = Stopwatch()
+        self._in_step = False
+        self._stood = 0.0  # of the group, when this step began
+        self._ended = False
+        self._verdict: Verdict | None = None  # of this attempt
+        self._counted: frozenset[int] = frozenset()
+        self._present: frozenset[int] = frozenset()  # in the last vote
+        self._told = time.monotonic()
+        self._failed: Exception | None = None  # here, in this attempt
+        self.outcome: Outcome | None = None
+        self.lr_scale = 1.0
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the steps up to `total` - 1, one that is repeated again; blocks at each boundary."""
+        try:
+            while (step := self.begin(total)) is not None:
+                yield step
+        finally:
+            self.close()
+
+    def begin(self, total: int | None = None) -> int | None:
+        """End the attempt before, if there is one, pass the boundary, and return the step to do now.
+
+        None when the loop is over: `total` steps are done, and a joiner has all of its state, or this replica has left
+        the job (`group.drained`). Blocks at the boundary, while training pauses, and at the end for a joiner that still
+        fetches its state from here. Raises `StepError`, `StateError`, `ExpelledError`.
+        """
+        if self._source is None:
+            self._open()
+        if self._in_step:
+            self._settle()
+        if self._ended:
+            return None
+        self._gates.remove()
+        paused_since: float | None = None
+        while self._pass_boundary():
+            if total is not None and self.step >= total:
+                self._finish()
+                break
+            self._tell_metrics(TELL)
+            if not self._progress.paused:
+                if paused_since is not None:
+                    self._say("training_goes_on", step=self.step, seconds=round(time.monotonic() - paused_since, 3))
+                self._watch.lap("boundary")
+                return self._enter()
+            if paused_since is None:
+                paused_since = time.monotonic()
+                self._say("training_pauses", step=self.step, contributing=len(self._present), least=self._min)
+            self._watch.lap("boundary")
+            self._pulse(paused_since)
+            self._watch.lap("paused")
+        self.close()
+        return None
+
+    def commit(self, loss: Tensor | float | None = None) -> bool:
+        """Whether this step counts; the first call of a step takes the vote, and blocks until all have come to it.
+
+        False: do not update, and come back with `begin`. Optimizers in `state` do so by themselves, so a script that
+        has its optimizers there need not call it, but for a `loss` to look at.
+        """
+        return self.verdict(loss) is Verdict.COMMIT
+
+    def verdict(self, loss: Tensor | float | None = None) -> Verdict:
+        """The verdict that `commit` reduces to a bool."""
+        if not self._in_step:
+            return Verdict.COMMIT  # after the loop, or before it
+        if self._verdict is None:
+            self._verdict, self._counted = self._take_vote(self._mine(loss))
+            healthy = len(self._counted) if self._vote else self._total
+            self.lr_scale = lr_multiplier(self._lr, healthy, self._total)
+        return self._verdict
+
+    def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
+        """Called by the gate of an optimizer, for a step that counts."""
+        self._settle_snapshot()
+        if self._joiner is not None and self._joiner.behind:
+            self._joiner.scale(self.lr_scale)
+            step()
+        else:
+            with scaled(optimizer, self.lr_scale):
+                step()
+
+    def scaled(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Apply the policy's learning rates to an optimizer that is not in `state`, inside the block."""
+        return scaled(optimizer, self.lr_scale)
+
+    def fail(self, error: Exception) -> None:
+        """This attempt is lost here, by an error that may pass: all will repeat the step. Go on with the next one.
+
+        Raises `error` if the step counts already, since its update may have been made, or if no votes are taken.
+        """
+        if not self._vote or not self._in_step or self._verdict is Verdict.COMMIT:
+            raise error
+        if self._failed is None:
+            self._failed = error
+            self._report("step_failed", step=self.step, error=f"{type(error).__name__}: {error}"[:200])
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """An error inside that may pass (see `repeat_on`) ends the body, and all repeat the step."""
+        try:
+            yield
+        except self._repeat_on as error:
+            self.fail(error)
+
+    def close(self) -> None:
+        """Give the loop up, or end it; idempotent. Optimizers and schedulers step as ever afterwards."""
+        self._ended = True
+        self._in_step = False
+        self._gates.remove()
+        self._group._on_step_error = None
+        if self._source is not None:
+            self._source.settle()
+        if self._joiner is not None:
+            self._joiner.close()
+        if self._preemption is not None:
+            self._preemption.__exit__()
+            self._preemption = None
+        if self._poll is not None:
+            self._poll.close()
+
+    # -- what can be seen ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The training step that is done now, or next."""
+        return self._progress.step
+
+    def metrics(self) -> Metrics:
+        """The time that this loop has spent so far, by purpose."""
+        return self._watch.read()
+
+    # -- boundaries ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        group = self._group
+        self._watch = Stopwatch()
+        flatten(self._shared)  # what cannot be sent is an error here and now, not when a replica comes back
+        # Not before its script comes here does a rank serve what the others may ask for.
+        self._source = StateSource(group, self._shared, overlap=bool(self._optimizers), throttle=self._throttle)
+        if self._vote or (self._counts and group.shards > 1):
+            self._poll = Poll(group)
+        self._preemption = PreemptionHandler(group).__enter__()
+        group.ready()
+        self._fresh = group._fresh
+        if self._entries and not self._fresh and group.step == 0:
+            check_start(group, self._entries, self._initial_state)
+        if self._vote:
+            group._on_step_error = self.fail
+
+    def _pass_boundary(self) -> bool:
+        """False if this replica has left the job."""
+        group, source = self._group, self._source
+        assert source is not None
+        assert self._preemption is not None
+        self._preemption.at_boundary()
+        boundary = group.step
+        view = group.boundary(boundary)
+        if group.drained:
+            return False
+        source.at_boundary(boundary, view)
+        if self._fresh:
+            self._fresh = False
+            self._joiner = Joiner(group, self._shared, view, boundary)
+            if self._shared:
+                self._progress.take(self._joiner.agree(PROGRESS))
+            else:
+                self._progress.step = boundary - group._lag
+        if self._joiner is not None:
+            self._joiner.at_boundary(boundary, view)
+        group._lag = boundary - self.step
+        return True
+
+    def _finish(self) -> None:
+        if self._joiner is not None:
+            self._joiner.finish()
+        assert self._source is not None
+        self._source.linger(FINISH)
+        self._tell_metrics(0.0)
+        if self._group.shard == 0:
+            self._group.report("trained", step=self.step)  # to a launcher: what fails now is the end, and not a step
+
+    def _enter(self) -> int:
+        self._verdict, self._counted, self._failed = None, frozenset(), None
+        self._stood = self._group._stood
+        self._in_step = True
+        self._gates.install()
+        for entry in self._entries.values():
+            begins = getattr(entry, "begins", None)
+            if begins is not None:
+                begins(self.step)
+        return self.step
+
+    def _settle(self) -> None:
+        """The body has come to its end: what became of the step, to all who want to know."""
+        verdict = self.verdict()
+        self._in_step = False
+        self._settle_snapshot()
+        progress = self._progress
+        outcome = self.outcome = Outcome(progress.step, verdict, self._counted)
+        for entry in self._entries.values():
+            settled = getattr(entry, "settled", None)
+            if settled is not None:
+                self._now_or_later(functools.partial(settled, outcome))
+        self._account(verdict)
+        if verdict is Verdict.RAISE:
+            raise StepError(f"step {progress.step}: {self._why()}") from self._failed
+        if verdict is Verdict.REPEAT:
+            progress.attempts += 1
+            if progress.attempts > self._max_repeats:
+                raise StepError(
+                    f"step {progress.step} was given up after {progress.attempts} attempts: {self._why()}"
+                ) from self._failed
+            self._tidy()
+        else:
+            progress.step += 1
+            progress.attempts = 0
+
+    def _now_or_later(self, action: Callable[[], object]) -> None:
+        if self._joiner is not None and self._joiner.behind:
+            self._joiner.keep(action)
+        else:
+            action()
+
+    def _account(self, verdict: Verdict) -> None:
+        contributes = self._group.contributes
+        stood, self._stood = self._stood, self._group._stood
+        stalled = self._stood - stood
+        if verdict is Verdict.COMMIT:
+            self._watch.lap("training" if contributes else "catching_up", stalled)
+            if contributes:
+                self._watch.count("steps")
+        else:
+            self._watch.lap("wasted", stalled)
+            self._watch.count("skipped" if verdict is Verdict.SKIP else "discarded")
+            self._say("step_discarded", step=self.step, verdict=verdict.name.lower())
+
+    def _tidy(self) -> None:
+        if self._on_repeat is not None:
+            self._on_repeat()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.zero_()  # in place: it may be a view into a bucket
+
+    def _settle_snapshot(self) -> None:
+        assert self._source is not None
+        seconds = self._source.settle()
+        if seconds:
+            self._watch.add("snapshot", seconds)
+            self._watch.count("snapshots")
+
+    # -- votes ---------------------------------------------------------------------------------------------------
+
+    def _mine(self, loss: Tensor | float | None) -> Verdict:
+        """What this rank has to say of its attempt."""
+        if self._failed is not None:
+            return Verdict.REPEAT
+        if self._nan is None or self._finite(loss):
+            return Verdict.COMMIT
+        if callable(self._nan):
+            verdict = Verdict(self._nan(self.step))
+        else:
+            verdict = Verdict.SKIP if self._nan == "skip" else Verdict.RAISE
+        if verdict is not Verdict.COMMIT:
+            self._failed = FtcommError("the loss or a gradient is not finite here")
+            self._report("step_failed", step=self.step, error=str(self._failed))
+        return verdict
+
+    def _finite(self, loss: Tensor | float | None) -> bool:
+        if loss is not None and not math.isfinite(float(loss)):
+            return False
+        grads = [
+            local(p.grad) for o in self._optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
+        ]
+        return not grads or bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
+
+    def _take_vote(self, mine: Verdict) -> tuple[Verdict, frozenset[int]]:
+        givers = frozenset(
+            self._group.contributors
+        )  # of the step, alike on all members; a view comes to each in its time
+        if not self._counts:
+            return Verdict.COMMIT, givers
+        # Who is to repeat the step may have reduced a part of it, and nobody counts for that. Else all say the same.
+        contributed = None if mine is Verdict.REPEAT else self._contributed()
+        if self._vote:
+            assert self._poll is not None
+            verdict, present, counted = self._poll.take(mine, contributed)
+            self._saw(present)
+            return verdict, counted
+        counted = givers if contributed is None else contributed
+        return Verdict.COMMIT, counted if self._poll is None else self._poll.agree(counted)
+
+    def _contributed(self) -> frozenset[int] | None:
+        """Whose input is in all that was reduced in this step; None if nothing was."""
+        try:
+            return frozenset(self._group.contributed())
+        except FtcommError:
+            return None
+
+    def _saw(self, present: frozenset[int]) -> None:
+        """Those that voted last."""
+        self._present = present
+        self._progress.paused = len(present) < self._min
+
+    def _pulse(self, since: float) -> None:
+        """Vote, while training pauses, on whether there are enough replicas again."""
+        time.sleep(PULSE)
+        seconds = time.monotonic() - since
+        assert self._poll is not None
+        mine = Verdict.RAISE if seconds > self._pause_timeout else Verdict.COMMIT
+        verdict, present, _ = self._poll.take(mine)
+        self._saw(present)
+        if verdict is Verdict.RAISE:
+            raise StepError(
+                f"training has paused for {seconds:.0f} s at step {self.step}: {len(present)} replicas contribute, "
+                f"min_replicas={self._min}. Start the others again, or allow more with pause_timeout."
+            )
+
+    def _why(self) -> str:
+        if self._failed is not None:
+            return f"{type(self._failed).__name__}: {self._failed}"
+        return "another replica has failed in it; see its output, and the events step_failed"
+
+    def _report(self, kind: str, **fields: str | int | float) -> None:
+        """What has happened to this rank."""
+        text = ", ".join(f"{name} {value}" for name, value in fields.items())
+        log.warning("replica %d rank %d: %s: %s", self._group.replica, self._group.shard, kind.replace("_", " "), text)
+        self._group.report(kind, **fields)
+
+    def _say(self, kind: str, **fields: str | int | float) -> None:
+        """What all have decided: one rank says it for everybody."""
+        if self._group.shard == 0 and self._group.replica == min(self._present, default=-1):
+            self._report(kind, **fields)
+
+    def _tell_metrics(self, every: float) -> None:
+        """Report metrics for `ftcomm status`, from one rank of each replica."""
+        now = time.monotonic()
+        if self._group.shard == 0 and now - self._told >= every:
+            self._told = now
+            metrics = self.metrics()
+            fields = {name: round(value, 3) for name, value in vars(metrics).items()}
+            self._group.report("metrics", step=self.step, effective=round(metrics.effective, 4), **fields)
+
+
+def _passing() -> tuple[type[Exception], ...]:
+    """Errors that may pass, or that come of one on another replica."""
+    cuda = getattr(torch, "AcceleratorError", None)  # not in every torch
+    return (MismatchError, torch.OutOfMemoryError, *([cuda] if cuda is not None else []))
+
+
+def _check_arguments(
+    state: Mapping[str, Stateful], vote: bool, least: int, total: int, nan: NanPolicy | None, lr: str
+) -> None:
+    lr_multiplier(lr, 1, 1)
+    if nan is not None and nan not in ("raise", "skip") and not callable(nan):
+        raise ArgumentError(f"nan={nan!r}; expected None, 'raise', 'skip', or a callable that returns a Verdict.")
+    if not vote and (least > 0 or nan is not None or lr != "none"):
+        raise ArgumentError("vote=False with min_replicas, nan or lr: these rest on the vote; leave vote=True.")
+    if least > total:
+        raise ArgumentError(f"min_replicas={least} in a job of {total} replicas; training would never begin.")
+    if PROGRESS in state:
+        raise ArgumentError(f"`state` has an entry {PROGRESS!r}, a name that the step loop needs; call it otherwise.")
+    if vote and any(isinstance(entry, LBFGS) for entry in state.values()):
+        raise StateError(
+            "LBFGS evaluates the loss several times a step, so there is no moment for a vote. Pass vote=False, or use "
+            "an optimizer that needs the gradients only."
+        )

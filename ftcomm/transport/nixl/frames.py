@@ -1,0 +1,102 @@
+"""What a notification carries: frames, each of which tells a word, and the order in which frames count.
+
+Small payloads travel in their frames: that is one message where a put is a put and a message. Notifications may come in
+any order, so frames are numbered, and one that comes early waits for those before it. What comes must be a frame that
+can be; the mirror has been written by then, which nobody but its writer can.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.transport.segment import PUBLISHED, TAKEN
+
+# Magic, word, channel, number; of the payload: where in its region, bytes, whether it follows; value; what belongs to
+# the word.
+_HEAD = struct.Struct("<IIQQIIIQQQQ")
+_MAGIC = 0x66746E32
+WORDS = PUBLISHED
+GREETING = 0  # no word: the first frame of a channel, which shows that puts and notifications get through
+
+INLINE = 4096  # bytes of a payload that travels in its frame
+MOST = 2 * (INLINE + _HEAD.size)  # bytes of a notification
+EARLY = 64  # frames that may wait for one before them: a stream has at most 3 for each slot
+
+
+class Frame(NamedTuple):
+    word: int
+    channel: int  # of which epoch and connection it is
+    number: int  # of the frame in its channel
+    start: int  # of the payload, in its region
+    nbytes: int
+    follows: int  # 1: the payload is in the frame; 0: it has been put
+    value: int
+    belongs: tuple[int, int, int]
+    payload: bytes = b""
+
+
+def pack(
+    word: int,
+    channel: int,
+    number: int,
+    start: int,
+    nbytes: int,
+    follows: int,
+    value: int,
+    belongs: tuple[int, int, int],
+    payload: bytes = b"",
+) -> bytes:
+    """The fields of a `Frame`, which need not be made for it."""
+    return _HEAD.pack(_MAGIC, word, channel, number, start, nbytes, follows, value, *belongs) + payload
+
+
+def unpack(message: bytes) -> list[Frame]:
+    """The frames of a notification, at least one. Raises `ValueError` for what is none."""
+    frames = []
+    at = 0
+    while at < len(message) or not at:
+        if len(message) - at < _HEAD.size:
+            raise ValueError(f"a notification of {len(message)} bytes with a frame at {at}, which takes {_HEAD.size}")
+        magic, word, channel, number, start, nbytes, follows, value, *belongs = _HEAD.unpack_from(message, at)
+        at += _HEAD.size
+        payload = message[at : at + nbytes] if follows else b""
+        if magic != _MAGIC:
+            raise ValueError(f"a notification whose frame begins with {magic:#x}, expected {_MAGIC:#x}")
+        if follows > 1 or len(payload) != follows * nbytes:
+            raise ValueError(f"a notification with {len(payload)} bytes of a payload of {nbytes} (follows: {follows})")
+        at += len(payload)
+        first, second, third = belongs
+        frames.append(Frame(word, channel, number, start, nbytes, follows, value, (first, second, third), payload))
+    return frames
+
+
+def check(frame: Frame, seen: int, epoch: int) -> None:
+    """Raise `ValueError` if this cannot be the next frame where the word holds `seen`."""
+    if frame.word not in WORDS or not seen < frame.value < (epoch + 1) << COUNTER:
+        raise ValueError(f"a frame that cannot be: word {frame.word}, value {frame.value:#x} after {seen:#x}")
+    if frame.word == TAKEN and frame.nbytes:
+        raise ValueError(f"a payload of {frame.nbytes} bytes that tells of what is taken")
+
+
+class InOrder:
+    """The frames of one channel: they come in any order, and count in that of their numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._here: dict[int, Frame] = {}  # those that wait, by number
+
+    def arrive(self, frame: Frame) -> list[Frame]:
+        """The frames that count now, in order. Raises `ValueError` for one that came before or is too early."""
+        if frame.number == self._next and not self._here:  # nearly all of them
+            self._next += 1
+            return [frame]
+        if not 0 <= frame.number - self._next < EARLY or frame.number in self._here:
+            raise ValueError(f"frame {frame.number} while {self._next} is awaited, and {EARLY} may come early, once")
+        self._here[frame.number] = frame
+        ready = []
+        while (waiting := self._here.pop(self._next, None)) is not None:
+            self._next += 1
+            ready.append(waiting)
+        return ready

@@ -1,0 +1,242 @@
+"""Memory that NIXL may touch: what is registered and for how long, and the mirrors that others write into.
+
+A registration costs from half a millisecond up, so it is kept for as long as the memory lives, up to a number of bytes,
+and whoever has a put under way holds a lease on it. The segments of this process are such memory, and memory of a GPU
+is, which stays where it is for as long as its array lives. So are the arrays of callers: one of NumPy's that is known
+stays where it is, too. A put to a peer that was stopped may read its source for hours, long after the op has returned
+and the caller has let go of its array: so whoever has a put under way holds the array as well. What it then reads is
+whatever the caller has written since, which nobody announces.
+
+Registrations may overlap: an array, and a part of it that is reduced by itself. NIXL looks for the registration that
+begins last before an address, finds the wrong one of two that overlap, and says NOT_FOUND. It keeps those of different
+devices apart, and UCX ignores the number of the device of host memory: so every registration of host memory gets a
+number of its own.
+
+A mirror is written by one incarnation of one rank, and its addresses are never used again for anything else: a put that
+was under way when its writer was stopped may end at any time, hours later, and not every transport of UCX asks whether
+that memory is still registered (TCP and CMA do not). So a mirror that is given up keeps its addresses, and gives back
+only what lies behind them. Addresses cost nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import secrets
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DRAM, VRAM = "DRAM", "VRAM"
+KEPT = 256 << 20  # bytes that stay registered without a lease
+
+_quarantine: list[object] = []  # for ever
+
+
+def keep(memory: object) -> None:
+    """For as long as this process lives: something that nobody can stop may still use it."""
+    _quarantine.append(memory)
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Private, as shared ones are not given back by what gives back pages."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def address_of(buffer: Any) -> int:
+    """Of memory that can be written."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class Source(NamedTuple):
+    """What is put, out of `extent` bytes from `base` on that may be registered for as long as `owner` lives."""
+
+    owner: Any
+    base: int
+    extent: int
+    address: int
+    nbytes: int
+    kind: str = DRAM
+    device: int = 0
+
+
+def source_of(payload: Any) -> Source:
+    """Of memory of ours, an array of NumPy, or one of a GPU. Raises `ValueError` for one that is not contiguous."""
+    if isinstance(payload, memoryview):
+        exporter: Any = payload.obj
+        owner = exporter
+        while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+            owner = owner.base  # a view of it ends with the op, and is made anew for the next
+        extent = memoryview(exporter).nbytes
+        return Source(owner, address_of(exporter), extent, address_of(payload), len(payload))
+    interface = payload.__cuda_array_interface__
+    if interface.get("strides") is not None:
+        raise ValueError("an array of a GPU with gaps, expected a contiguous one")
+    (address, _), nbytes = interface["data"], int(payload.nbytes)
+    device = payload.device  # CuPy says `id`, torch `index`
+    return Source(
+        payload, address, nbytes, address, nbytes, VRAM, int(getattr(device, "id", None) or device.index or 0)
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Memory that is registered, with each rail. `leases` are the puts under way that need it. `device` is a number of
+    its own where this is host memory, see above."""
+
+    address: int
+    nbytes: int
+    kind: str
+    device: int
+    handles: list[Any]
+    leases: int = 0
+
+
+class Registrations:
+    """What this process has registered. Guarded by the lock of the endpoint, but for `_gone`.
+
+    `register(address, nbytes, kind, device)` returns what `deregister` gets; `on_forgotten(region)` is called before.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[int, int, str, int], list[Any]],
+        deregister: Callable[[list[Any]], None],
+        on_forgotten: Callable[[Region], None] = lambda region: None,
+        kept: int = KEPT,
+    ) -> None:
+        self._register, self._deregister, self._on_forgotten = register, deregister, on_forgotten
+        self._kept = kept
+        self._regions: OrderedDict[tuple[int, int], Region] = OrderedDict()  # the least recently used first
+        self._number = 0  # of the last registration of host memory; mirrors have 0
+        self._gone: deque[Region] = deque()  # whose owner is gone: told by finalizers, in whatever thread they run
+
+    def lease(self, owner: Any, address: int, nbytes: int, kind: str = DRAM, device: int = 0) -> Region:
+        """The region of `owner`, which is registered from `address` on for so many bytes, if it is not yet. To be given
+        back by `release`. Memory whose owner dies is forgotten: the same addresses may then be other memory."""
+        self._bury()
+        key = (id(owner), address)
+        region = self._regions.get(key)
+        if region is not None and region.nbytes < nbytes:
+            self._gone.append(region)
+            self._bury()
+            region = None
+        fresh = region is None
+        if region is None:
+            if kind == DRAM:
+                self._number += 1
+                device = self._number
+            region = Region(address, nbytes, kind, device, self._register(address, nbytes, kind, device))
+            self._regions[key] = region
+            weakref.finalize(owner, self._gone.append, region).atexit = False
+        self._regions.move_to_end(key)
+        region.leases += 1
+        if fresh:
+            self._evict()
+        return region
+
+    def renew(self, region: Region) -> bool:
+        """Another lease on it, if it is registered still; what `lease` gives, for a fraction of the time."""
+        if self._gone:
+            self._bury()
+        if not region.handles:
+            return False
+        region.leases += 1
+        return True
+
+    def release(self, region: Region) -> None:
+        region.leases -= 1
+        if region.leases < 0:
+            raise AssertionError("a region was given back more often than it was lent")
+        if self._gone:
+            self._bury()
+
+    def forget_all(self) -> None:
+        """Whatever no put needs is registered anew when it is needed again."""
+        self._gone.extend(region for region in self._regions.values() if not region.leases)
+        self._bury()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values())
+
+    def _bury(self) -> None:
+        for _ in range(len(self._gone)):
+            region = self._gone.popleft()
+            self._regions = OrderedDict((key, known) for key, known in self._regions.items() if known is not region)
+            if region.leases:
+                self._gone.append(region)  # a put still reads it
+            elif region.handles:
+                self._on_forgotten(region)
+                self._deregister(region.handles)
+                region.handles = []
+
+    def _evict(self) -> None:
+        total = self.nbytes
+        for region in self._regions.values():
+            if total <= self._kept:
+                break
+            if not region.leases:
+                total -= region.nbytes
+                self._gone.append(region)
+        self._bury()
+
+
+class MirrorMemory:
+    """Where one incarnation of a rank writes what it publishes. `token` names it between the two."""
+
+    def __init__(self, nbytes: int, register: Callable[[int, int, str, int], list[Any]]) -> None:
+        self.token = secrets.randbits(63)
+        self.memory = _pages(nbytes)
+        self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.nbytes = nbytes
+        np.frombuffer(self.memory, np.uint8)[:] = 0  # a first touch in the middle of a put costs a page fault
+        self.address = address_of(self.memory)
+        self.handles = register(self.address, nbytes, DRAM, 0)
+        self.users = 0
+
+    def retire(self, deregister: Callable[[list[Any]], None]) -> None:
+        """Nobody reads it any more. Its addresses stay taken, see above."""
+        deregister(self.handles)
+        self.handles = []
+        keep(self.memory)
+        self.memory.madvise(mmap.MADV_DONTNEED)
+
+
+class MirrorMemories:
+    """The mirror of each incarnation that this process reads, by the nonce of its segment. Guarded as above.
+
+    It serves in all epochs of the two, one after the other: who enters an epoch has stopped to read in the one before,
+    and tells so before anybody puts something of the new one.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        register: Callable[[int, int, str, int], list[Any]],
+        deregister: Callable[[list[Any]], None],
+    ) -> None:
+        self._nbytes, self._register, self._deregister = nbytes, register, deregister
+        self._mirrors: dict[str, MirrorMemory] = {}
+
+    def use(self, nonce: str) -> MirrorMemory:
+        mirror = self._mirrors.get(nonce)
+        if mirror is None:
+            mirror = self._mirrors[nonce] = MirrorMemory(self._nbytes, self._register)
+        mirror.users += 1
+        return mirror
+
+    def leave(self, mirror: MirrorMemory) -> None:
+        mirror.users -= 1
+        if not mirror.users:
+            self._mirrors = {nonce: known for nonce, known in self._mirrors.items() if known is not mirror}
+            mirror.retire(self._deregister)
+
+    def renew(self, nonce: str, mirror: MirrorMemory) -> None:
+        """A put into it may be under way of which nobody knows: the next `use` gets another one."""
+        if self._mirrors.get(nonce) is mirror:
+            del self._mirrors[nonce]

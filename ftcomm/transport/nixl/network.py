@@ -1,0 +1,102 @@
+"""UCX may use no transport that opens ports, unless the network is trusted; what it opens all the same is told.
+
+UCX asks nobody for anything: who reaches a port of its TCP transport writes any memory of the process, registered or
+not. So it gets that transport only where the network is declared trusted (`FTCOMM_TRUSTED_NETWORK=1`). Else it gets
+RDMA, whose keys the hardware checks, or, where there is none, shared memory among the processes of one user, which
+needs no port. Who names transports by `UCX_TLS` gets these, unless they open ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+TRUSTED = "FTCOMM_TRUSTED_NETWORK"
+
+# Of shared memory only what others of the group cannot open, as they can System V's.
+_HOST = "posix,cma,self"
+_RDMA = f"rc,ud,dc,srd,{_HOST},cuda"
+# Without it UCX does not use POSIX shared memory where the end of a peer has to be an error.
+_ENDS = {"UCX_POSIX_ERROR_HANDLING": "y"}
+
+MEND = (
+    f"Set {TRUSTED}=1 if nobody but this job can send packets to its hosts: UCX then opens TCP ports, through which "
+    "anybody who reaches them can write the memory of the process. Or set FTCOMM_TRANSPORT=tcp."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What UCX may use. `ucx` are variables that it is loaded with."""
+
+    name: str
+    ucx: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    between_hosts: bool = True
+    ports: bool = False  # it may open some
+
+
+def choose(env: Mapping[str, str], rdma: bool) -> Network:
+    """The network for what is set in `env`, and with (`rdma`) a device for RDMA or without."""
+    if env.get(TRUSTED) == "1":
+        return Network(f"any that UCX finds ({TRUSTED}=1)", ports=True)
+    if "UCX_TLS" in env:
+        return Network(f"UCX_TLS={env['UCX_TLS']}")
+    tls, name = (_RDMA, "RDMA and memory of this host") if rdma else (_HOST, "memory of this host alone")
+    return Network(name, {"UCX_TLS": tls, **_ENDS}, between_hosts=rdma)
+
+
+def here() -> Network:
+    """The network of this process."""
+    return choose(os.environ, bool(rdma_devices()))
+
+
+def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """The names of RDMA devices that have a port which is up."""
+    up = []
+    for state in sorted(root.glob("*/ports/*/state")):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in state.read_text() and state.parts[-4] not in up:
+                up.append(state.parts[-4])
+    return up
+
+
+def listeners(net: Path = Path("/proc/thread-self/net"), fds: Path = Path("/proc/self/fd")) -> frozenset[str]:
+    """The addresses at which this process accepts TCP connections, in the network of the calling thread."""
+    ours = set()
+    for entry in os.listdir(fds):
+        try:
+            kind, _, inode = os.readlink(fds / entry).partition(":")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if kind == "socket":
+            ours.add(inode.strip("[]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (net / table).read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in ours:
+                found.add(_address(fields[1]))
+    return frozenset(found)
+
+
+_LISTEN = "0A"  # a state, as the kernel prints it
+
+
+def _address(text: str) -> str:
+    """`0100007F:1F90` is 127.0.0.1:8080: words of 32 bits in the order of this machine."""
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    ip = ipaddress.ip_address(socket.inet_ntop(family, packed))
+    return f"[{ip}]:{int(port, 16)}" if ip.version == 6 else f"{ip}:{int(port, 16)}"

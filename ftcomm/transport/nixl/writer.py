@@ -1,0 +1,206 @@
+"""The writer's side of a connection by NIXL: what goes to one reader, in which puts, and when it is announced.
+
+Frames wait in a queue until a put is worth it, or the driver has nothing else to do: chunks that lie side by side are
+one put, and frames that come to be announced together one notification. They are announced in their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+
+from ftcomm.control.sealed import Connection
+from ftcomm.transport.base import Belongs, Lost, MirrorWriter
+from ftcomm.transport.nixl import frames
+from ftcomm.transport.nixl.agent import Endpoint
+from ftcomm.transport.nixl.memory import address_of
+from ftcomm.transport.nixl.puts import Remote, Sender
+from ftcomm.transport.nixl.window import cut, spread
+from ftcomm.transport.segment import CHUNK, HEADER, POSTED, STAGED
+
+_AT_ONCE = 2 * CHUNK  # bytes that are put at once; what is less waits for what comes next, or until the driver waits
+
+_Left = tuple[int, int, int, memoryview, tuple[int, int, int]]  # word, value, start, payload, what belongs to the word
+_FULL = (1 << 64) - 2  # what an eventfd holds when it has no room
+
+
+class _Begun:
+    """Frames whose puts are posted, and `left` of these not ended; they are announced after those before them. `word`
+    and `value` are those of the first."""
+
+    __slots__ = ("left", "message", "value", "word")
+
+    def __init__(self, word: int, value: int, message: bytes) -> None:
+        self.word, self.value, self.message, self.left = word, value, message, 0
+
+
+class NixlMirrorWriter(MirrorWriter, Sender):
+    """Serves one reader in one epoch. `on_lost` is called if a put fails after the send that began it."""
+
+    life = ""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        remote: Remote,
+        channel: int,
+        sock: Connection,
+        replica: int,
+        epoch: int,
+        on_lost: Lost,
+    ) -> None:
+        self.replica, self.epoch = replica, epoch
+        self._endpoint, self._remote, self._channel = endpoint, remote, channel
+        self._sock, self._on_lost = sock, on_lost
+        self._queue: deque[_Left] = deque()  # not begun
+        self._begun: deque[_Begun] = deque()  # not announced; guarded by the lock of the endpoint
+        self._number = 0  # of the next frame
+        self._held = 0  # bytes in the queue that a put is for
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        os.eventfd_write(self._fd, _FULL)
+
+    def greet(self) -> None:
+        """The first frame, announced when something has been put by every rail. Raises `ConnectionError`."""
+        endpoint, remote = self._endpoint, self._remote
+        with endpoint.lock:
+            greeting = frames.pack(frames.GREETING, self._channel, self._number, 0, 0, 0, 0, (0, 0, 0))
+            begun = self._begin(frames.GREETING, 0, greeting)
+            self._number += 1
+            for rail in range(len(remote.names)):
+                self._put(begun, rail, memoryview(endpoint.greeting)[:8], 8 * rail)
+            self._announce()
+        endpoint.kick()
+
+    def send(self, word: int, value: int, start: int, payload: memoryview, belongs: Belongs) -> None:
+        """See `MirrorWriter`. Small frames go together in one notification. `payload` stays as it is until it is
+        `told`, or the reader has taken the task."""
+        self._queue.append((word, value, start, payload, belongs))
+        if len(payload) > frames.INLINE:
+            self._held += len(payload)
+            if self._held >= _AT_ONCE:
+                self.flush()
+
+    def relay(self, member: int, word: int, value: int, belongs: Belongs) -> None:
+        """Nothing: readers by NIXL are connected to all members."""
+
+    def flush(self) -> bool:
+        endpoint, remote, queue = self._endpoint, self._remote, self._queue
+        if self.closed or remote.problem:
+            raise ConnectionError(remote.problem or "it is closed")
+        if not queue:
+            return True
+        self._held = 0
+        with endpoint.lock:
+            if not endpoint.settled(remote):
+                return False
+            while queue and self._post(queue):
+                pass
+            self._announce()
+        endpoint.kick()
+        return not queue
+
+    def told(self, word: int, value: int) -> bool:
+        """True if all frames for this value of the word, or a lower one, were announced: what they put lies there."""
+        if not self._queue and not self._begun:
+            return True
+        with self._endpoint.lock:
+            return not any(of == word and said <= value for of, said, *_ in self._queue) and not any(
+                begun.word == word and begun.value <= value for begun in self._begun
+            )
+
+    def serves(self, epoch: int) -> bool:
+        return epoch == self.epoch
+
+    def turn(self) -> bool:
+        """End the epoch: False, as the connection ends with it."""
+        return False
+
+    def fileno(self) -> int:
+        """A descriptor that never is ready to be written to: nobody is told when there is room."""
+        return self._fd
+
+    def ended(self, frame: _Begun) -> None:
+        frame.left -= 1
+        self._announce()
+
+    def broken(self, reason: str) -> None:
+        self._on_lost(self.replica, self.epoch, f"connection for data: {reason}")
+
+    def close(self) -> None:
+        self._queue.clear()
+        if not self.closed:
+            self._endpoint.leave(self._remote, self)
+            self._sock.close()
+            os.close(self._fd)
+
+    def _post(self, queue: deque[_Left]) -> bool:
+        """The first frame of the queue leaves it, and those after it that the same put brings. With the lock. False if
+        no rail has room."""
+        word, value, start, payload, belongs = queue[0]
+        channel, windows = self._channel, self._remote.windows
+        nbytes = len(payload)
+        if nbytes <= frames.INLINE:
+            message = frames.pack(word, channel, self._number, start, nbytes, 1, value, belongs, bytes(payload))
+            self._begin(word, value, message)
+            self._number += 1
+            queue.popleft()
+            return True
+        count = self._adjacent(queue)
+        if count > 1:
+            first = address_of(payload) - address_of(payload.obj)
+            payload = memoryview(payload.obj)[first : first + sum(len(queue[i][3]) for i in range(count))]
+        base = HEADER + (word != POSTED) * STAGED + start
+        pieces = cut(len(payload), len(windows))
+        rails = spread(pieces, windows) if len(windows) > 1 else [0] if windows[0].fits(len(payload)) else None
+        if rails is None:
+            return False
+        message = b""
+        for _ in range(count):
+            _, said, begins, part, belongs = queue.popleft()
+            message += frames.pack(word, channel, self._number, begins, len(part), 0, said, belongs)
+            self._number += 1
+        begun = self._begin(word, value, message)
+        for (offset, size), rail in zip(pieces, rails, strict=True):
+            self._put(begun, rail, payload[offset : offset + size], base + offset)
+        return True
+
+    def _adjacent(self, queue: deque[_Left]) -> int:
+        """How many of the first frames lie side by side, here and in the mirror."""
+        word, value, start, payload, _ = queue[0]
+        count = 1
+        for word_next, value_next, start_next, next_payload, _ in itertools.islice(queue, 1, None):
+            if not (
+                word_next == word
+                and value_next == value + 1
+                and start_next == start + len(payload)
+                and next_payload.obj is payload.obj
+                and len(next_payload) > frames.INLINE
+                and address_of(next_payload) == address_of(payload) + len(payload)
+            ):
+                break
+            value, start, payload = value_next, start_next, next_payload
+            count += 1
+        return count
+
+    def _begin(self, word: int, value: int, message: bytes) -> _Begun:
+        begun = _Begun(word, value, message)
+        self._begun.append(begun)
+        return begun
+
+    def _put(self, begun: _Begun, rail: int, payload: memoryview, offset: int) -> None:
+        begun.left += 1  # first: what cannot be put must never be announced, by whatever ends before this is closed
+        if self._endpoint.puts.post(self._remote, rail, payload, offset, self, begun):
+            begun.left -= 1
+
+    def _announce(self) -> None:
+        """What has ended, in order, with as few notifications as it fits into. With the lock."""
+        begun, message = self._begun, b""
+        while begun and not begun[0].left:
+            more = begun.popleft().message
+            if len(message) + len(more) > frames.MOST:
+                self._endpoint.tell(self._remote, message)
+                message = b""
+            message += more
+        if message:
+            self._endpoint.tell(self._remote, message)

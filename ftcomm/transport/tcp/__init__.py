@@ -1,0 +1,1 @@
+"""Peers reached by TCP: what they publish is pushed into mirrors of their segments."""

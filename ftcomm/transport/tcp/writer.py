@@ -1,0 +1,111 @@
+"""The writer of a mirror over TCP: pushes what this member publishes to one that reads it through a connection."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections import deque
+
+from ftcomm.control.sealed import Connection, flush, unsent
+from ftcomm.control.wire import for_bulk
+from ftcomm.kernels.epochs import COUNTS
+from ftcomm.transport.base import Belongs, MirrorWriter
+from ftcomm.transport.segment import POSTED, SLOTS, STAGED
+from ftcomm.transport.tcp import frames
+
+_GATHER = 16  # buffers that one call sends
+_AT_ONCE = 32 << 10  # bytes of a payload that is not held back, to go with the next frames in one call
+_NOTHING = memoryview(b"")
+
+_Left = tuple[memoryview, int, int, bool]  # bytes to send, of which word and value, whether they end their frame
+
+
+class TcpMirrorWriter(MirrorWriter):
+    """Serves the member that has dialled `sock`, which is past its handshake."""
+
+    def __init__(self, sock: Connection, replica: int, epoch: int, life: str = "") -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for_bulk(sock)
+        self.replica, self.life = replica, life
+        self.epoch = epoch
+        self._sock = sock
+        self._queue: deque[_Left] = deque()
+        self._begun = False  # to send the frame that the first of these is of
+        # Bytes sent of what lies in each slot, by where they begin. A sum takes the place of what it was made of.
+        self._staged: list[dict[int, int]] = [{} for _ in range(SLOTS)]
+        self._under_way = 0  # their sum
+
+    def send(self, word: int, value: int, start: int, payload: memoryview, belongs: Belongs) -> None:
+        nbytes = len(payload)
+        header = memoryview(frames.HEAD.pack(frames.MAGIC, word, value, start, nbytes, *belongs))
+        self._queue.append((header, word, value, not nbytes))
+        if nbytes or word == POSTED:
+            self._count(word, value, start, nbytes)
+        if nbytes:
+            self._queue.append((payload, word, value, True))
+            if nbytes >= _AT_ONCE:
+                self.flush()
+
+    def relay(self, member: int, word: int, value: int, belongs: Belongs) -> None:
+        self.send(frames.of_member(member, word), value, 0, _NOTHING, belongs)
+
+    def flush(self) -> bool:
+        queue = self._queue
+        while queue:
+            try:
+                buffers = [entry[0] for entry in itertools.islice(queue, _GATHER)]
+                sent = self._sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            while queue and sent >= len(queue[0][0]):
+                buffer, _, _, ends = queue.popleft()
+                sent -= len(buffer)
+                self._begun = not ends
+            if sent:
+                buffer, word, value, ends = queue[0]
+                queue[0] = buffer[sent:], word, value, ends
+                self._begun = True
+        return flush(self._sock)
+
+    def told(self, word: int, value: int) -> bool:
+        return not unsent(self._sock) and not any(
+            of & frames.WORD == word and said <= value for _, of, said, _ in self._queue
+        )
+
+    def serves(self, epoch: int) -> bool:
+        return epoch >= self.epoch
+
+    def turn(self) -> bool:
+        """End the epoch: True, as the connection goes on in the next one.
+
+        A frame that has begun is completed, with the bytes that its payload has now: they may lie in an array which is
+        the caller's again. No other one is sent. What the kernels still carry of the epoch is counted no more.
+        """
+        rest: list[_Left] = []
+        while self._begun and not (rest and rest[-1][3]):
+            buffer, word, value, ends = self._queue.popleft()
+            rest.append((memoryview(bytes(buffer)), word, value, ends))
+        self._queue = deque(rest)
+        self._staged = [{} for _ in range(SLOTS)]
+        self._under_way = 0
+        return True
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._sock.close()
+
+    def _count(self, word: int, value: int, start: int, nbytes: int) -> None:
+        """What the reader may not have taken yet never exceeds the slots: a slot is not used again before that."""
+        slot = self._staged[((value & (COUNTS - 1)) - 1) % SLOTS]
+        if word == POSTED and slot:
+            self._under_way -= sum(slot.values())
+            slot.clear()
+        if nbytes:
+            self._under_way += nbytes - slot.get(start, 0)
+            slot[start] = nbytes
+        if self._under_way > STAGED:
+            raise AssertionError(f"{self._under_way} bytes on their way to replica {self.replica}: {self._staged}")

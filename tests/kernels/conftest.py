@@ -1,0 +1,12 @@
+"""For the tests of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _denormals() -> None:
+    """What another test has loaded may have switched them off for this thread."""
+    torch.set_flush_denormal(False)

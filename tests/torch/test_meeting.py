@@ -1,0 +1,152 @@
+"""How ranks that torchrun has started find their job: again and again, and without a secret in torch's store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ftcomm.errors import InitError
+from ftcomm.launch import sidecar
+from ftcomm.torch import meeting, secret
+
+ENDPOINT = "127.0.0.1:4000"
+
+Meet = Callable[[int], str]  # rank -> the token that it joins with
+
+
+@pytest.fixture
+def store() -> dist.HashStore:
+    made = dist.HashStore()
+    made.set_timeout(timedelta(seconds=1))
+    return made
+
+
+@pytest.fixture
+def meet(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Meet:
+    """Both ranks are this process; what they would do when they know the token is to read it."""
+    monkeypatch.setattr(sidecar, "start", lambda *what: ENDPOINT)
+    for name in ("FTCOMM_TOKEN", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    other: list[str] = []
+
+    def join(there: Any, keys: str, endpoint: str, token: str, rank: int, *rest: Any) -> Any:
+        assert endpoint == ENDPOINT
+        if rank == 0:  # until then its token can be read
+            monkeypatch.setattr(meeting, "_met", meeting._met - 1)
+            meeting.join_by_store(there, 1, 2, timedelta(seconds=1))
+        other.append(token)
+
+    monkeypatch.setattr(meeting, "_join", join)
+    monkeypatch.setattr(meeting, "_ours", None)
+
+    def both(times: int) -> str:
+        other.clear()
+        meeting.join_by_store(store, 0, 2, timedelta(seconds=1))
+        one, two = other
+        assert one == two
+        return one
+
+    return both
+
+
+def said(store: dist.HashStore) -> dict[str, str]:
+    return {key: store.get(key).decode() for key in store.list_keys()}
+
+
+def test_no_secret_goes_through_torchs_store(meet: Meet, store: dist.HashStore) -> None:
+    token = meet(1)
+    assert len(token) == 32
+    [(key, value)] = said(store).items()
+    assert key.endswith("/coordinator")
+    assert value.startswith(f"{ENDPOINT} {os.getpid()}/")
+    assert token not in value
+    with pytest.raises(InitError, match=r"another host.*Set FTCOMM_TOKEN"):  # all have joined
+        secret.read(value.split()[1])
+
+
+def test_the_token_of_the_environment_is_used(
+    meet: Meet, store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTCOMM_TOKEN", "of the user")
+    assert meet(1) == "of the user"
+    assert list(said(store).values()) == [f"{ENDPOINT} FTCOMM_TOKEN"]
+
+
+@pytest.mark.parametrize("mine", ["", "mine"])
+def test_a_token_on_some_ranks_only(
+    store: dist.HashStore, meet: Meet, monkeypatch: pytest.MonkeyPatch, mine: str
+) -> None:
+    """Also what somebody else may have written there: whose token it is, rank 1 decides by its own environment."""
+    monkeypatch.setenv("FTCOMM_TOKEN", mine)
+    store.set(f"ftcomm/0/{meeting._met}/coordinator", f"{ENDPOINT} {'1/3/' + 16 * 'a' if mine else 'FTCOMM_TOKEN'}")
+    with pytest.raises(
+        InitError, match="is set here, and not on rank 0" if mine else "is not set here, but it is on rank 0"
+    ):
+        meeting.join_by_store(store, 1, 2, timedelta(seconds=1))
+
+
+def test_who_meets_again_meets_at_another_key(
+    meet: Meet, store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [meet(1), meet(2)]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    tokens.append(meet(3))
+    assert len({*tokens}) == len(said(store)) == 3
+
+
+def test_what_lies_at_a_place_must_be_ours(tmp_path: Path) -> None:
+    ours = secret.Secret()
+    assert secret.read(ours.place) == ours.token
+    pid, fd, nonce = ours.place.split("/")
+    file = (tmp_path / "file").open("w+")
+    wrong = {
+        "../../etc/passwd": "that is no place",
+        f"{pid}/{fd}/{'0' * 16}": "there is none",
+        f"{pid}/{file.fileno()}/{nonce}": "there is none",
+        f"{2**22 + 1}/{fd}/{nonce}": "there is none",  # no process has that number
+    }
+    for place, why in wrong.items():
+        with pytest.raises(InitError, match=f"{why}.*Set FTCOMM_TOKEN"):
+            secret.read(place)
+    os.fchmod(int(fd), 0o444)
+    with pytest.raises(InitError, match="belongs to somebody else"):
+        secret.read(ours.place)
+    ours.close()
+    ours.close()
+    file.close()
+
+
+THRICE = """
+import datetime, torch, torch.distributed as dist
+for i in range(3):
+    dist.init_process_group("ftcomm", timeout=datetime.timedelta(seconds=60))
+    x = torch.full((3,), dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 3
+    dist.destroy_process_group()
+print("all three")
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("token", ["", "of the user"])
+def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
+    (tmp_path / "script.py").write_text(THRICE)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env=env | {"OMP_NUM_THREADS": "1"} | ({"FTCOMM_TOKEN": token} if token else {}),
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert (done.returncode, done.stdout.count("all three")) == (0, 2), done.stderr[-3000:]

@@ -1,0 +1,129 @@
+"""Rooms import only those below them. Imports in functions count, those for type checkers alone do not."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"ftcomm": "ftcomm", "ftcomm.control": "control", "ftcomm.kernels": "kernels", "ftcomm.bench": "bench"}
+
+# From the ground up. A room is a folder, or a module of the root, and imports nothing of its own floor.
+FLOORS = (
+    "errors",
+    "sync kernels",
+    "control",
+    "own descriptors tuning arrays",
+    "tuning_file flat",
+    "settings",
+    "credentials",
+    "transport address",
+    "collective ending messages p2p",
+    "device gpu engine",
+    "calls",
+    "fixed membership",
+    "subgroup",
+    "group",
+    "ftcomm",  # its __init__
+    "training launch",
+    "torch simulation lab doctor",
+    "demo",
+    "cli",
+    "bench",
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+# Imports of a floor above, or of the same one. May only become fewer.
+WRONG = {("group", "training"), ("launch", "lab")}
+# Public classes of one name in several places. May only become fewer, and fewer times.
+_TWO = (
+    "Account Broken Channel Connection Coordinator Endpoint Engine Entry Exchange Flat Frame Gone Graph "
+    "Group Hello Joiner Kept Kind Known Launch Ledger Message Numbers Outcome Part Passed Port Progress "
+    "Receive Record Report Resume Source Span Step Stream ToLeader Turn Work "
+)
+TWICE = dict.fromkeys(_TWO.split(), 2) | {
+    "Answer": 3,
+    "Block": 4,
+    "Done": 4,
+    "Failed": 4,
+    "Link": 3,
+    "Network": 3,
+    "Place": 5,
+    "Queued": 3,
+    "Refused": 3,
+    "Send": 3,
+}
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for name, folder in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((name, *parts)).removesuffix(".__init__")] = ast.parse(file.read_text())
+    return found
+
+
+MODULES = modules()
+
+
+def statements(nodes: list[ast.stmt], *, lazy: bool) -> Iterator[ast.stmt]:
+    """All of a module that run, with `lazy` also those of functions."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                yield from statements(getattr(node, field, []), lazy=lazy)
+
+
+def imports(name: str, *, lazy: bool) -> set[str]:
+    """The modules of ours that `name` imports."""
+    found = set()
+    for node in statements(MODULES[name].body, lazy=lazy):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {part if part in MODULES else node.module for part in parts}
+    return {each for each in found if each in MODULES and each != name}
+
+
+def room(module: str) -> str:
+    return [*module.split("."), "ftcomm"][1]
+
+
+def test_arrows_point_down() -> None:
+    arrows = {(room(name), room(other)) for name in MODULES for other in imports(name, lazy=True)}
+    assert {room for arrow in arrows for room in arrow} <= FLOOR.keys(), "give the new room a floor"
+    wrong = {(a, b) for a, b in arrows if a != b and FLOOR[a] <= FLOOR[b]}
+    assert wrong <= WRONG, "import what lies below, or move what is needed there"
+
+
+def test_no_modules_import_each_other() -> None:
+    state: dict[str, int] = {}
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert state.get(name) != 1, f"a cycle: {' -> '.join((*way, name))}"
+        if name not in state:
+            state[name] = 1
+            for other in sorted(imports(name, lazy=False)):
+                visit(other, (*way, name))
+            state[name] = 2
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    count = Counter(
+        node.name
+        for name, module in MODULES.items()
+        if room(name) != "bench"
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    more = {name: times for name, times in count.items() if times > TWICE.get(name, 1)}
+    assert not more, "choose another name: each means one thing"

@@ -1,0 +1,221 @@
+"""Small ops in one go: that they go this way, that they are right, and that they go on as usual where they cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from ftcomm.collective import fast_path
+from ftcomm.collective.fast_path import FastPath
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
+from ftcomm.errors import MismatchError
+from ftcomm.kernels.epochs import COUNTS
+from ftcomm.transport.segment import POSTED, TAKEN
+from tests.exchange_rig import DEADLINE, Caller, Rig
+from tests.unit.test_exchange import check, given
+
+MANY = 500  # ops, until one was not interrupted by the other threads of this process
+
+
+class Seen:
+    """What became of the ops that were tried: True for those that were done in one go."""
+
+    def __init__(self) -> None:
+        self.ended: list[bool] = []
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    kept, run = Seen(), FastPath.run
+
+    def watched(self: FastPath, op: Operation) -> bool:
+        kept.ended.append(run(self, op))
+        return kept.ended[-1]
+
+    monkeypatch.setattr(FastPath, "run", watched)
+    return kept
+
+
+def all_run(rig: Rig, ops: dict[int, Operation]) -> None:
+    callers = [Caller.start(rig.members[member].exchange.run, op) for member, op in ops.items()]
+    for caller in callers:
+        caller.join()
+
+
+def made(members: range, number: int, count: int, dtype: str = "float32", op: str = "sum") -> dict[int, Operation]:
+    return {m: Operation(given(7, m, number, count, dtype), dtype, op) for m in members}
+
+
+@pytest.mark.parametrize("members", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("float32", "sum"), ("bfloat16", "avg"), ("int32", "max"), ("float64", "sum"), ("int8", "avg")]
+)
+def test_small_ops_are_right_and_often_in_one_go(seen: Seen, members: int, dtype: str, op: str) -> None:
+    with Rig(range(members)) as rig:
+        rig.view(range(members))
+        for number in range(MANY):
+            ops = made(range(members), number, 16 + number % 2, dtype, op)
+            all_run(rig, ops)
+            for one in ops.values():
+                assert one.error is None
+                check(one, 7)
+            if number >= 12 and any(seen.ended):  # each slot three times
+                break
+    assert len(seen.ended) == (number + 1) * members
+    assert any(seen.ended)
+
+
+@pytest.mark.parametrize("what", ["not all contribute", "tcp", "verify", "large", "two-shot"])
+def test_what_does_not_go_in_one_go(seen: Seen, what: str) -> None:
+    members, count = (3, 40_000) if what == "two-shot" else (2, 300_000 if what == "large" else 8)
+    with Rig(range(members), "tcp" if what == "tcp" else "shm", verify=what == "verify") as rig:
+        rig.view(range(members), (0,) if what == "not all contribute" else None)
+        ops = made(range(members), 0, count)
+        all_run(rig, ops)
+        for op in ops.values():
+            check(op, 7)
+    assert not any(seen.ended)
+
+
+@pytest.mark.parametrize("word", [POSTED, TAKEN])
+def test_an_op_goes_on_as_usual_from_where_it_stopped(seen: Seen, monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    """One member gives up waiting at once, at each of the two places; the op ends all the same, and so do the next."""
+    raised = FastPath._raise
+
+    def impatient(self: FastPath, which: int, target: int) -> bool:
+        came = raised(self, which, target)
+        return came and not (which == word and self._view.me == 1)
+
+    monkeypatch.setattr(FastPath, "_raise", impatient)
+    with Rig(range(3)) as rig:
+        rig.view(range(3))
+        for number in range(MANY):
+            ops = made(range(3), number, 16)
+            all_run(rig, ops)
+            for one in ops.values():
+                check(one, 7)
+            if number >= 8 and True in seen.ended:
+                break
+    assert True in seen.ended
+    assert False in seen.ended
+
+
+@pytest.mark.parametrize("word", [POSTED, TAKEN])
+def test_a_member_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    """It stops for good before it raises the word: the others finish that very op without it, with equal bytes."""
+    raised, stopped = FastPath._raise, threading.Event()
+
+    def stops(self: FastPath, which: int, target: int) -> bool:
+        if which == word and self._view.me == 2 and target & (COUNTS - 1) == 3:
+            stopped.set()
+            raise SystemExit
+        came = raised(self, which, target)
+        while not came and self._view.me == 2 and target & (COUNTS - 1) == 3:  # else it would go on as usual
+            came = raised(self, which, target)
+        return came
+
+    monkeypatch.setattr(FastPath, "_raise", stops)
+    with Rig(range(3)) as rig:
+        rig.view(range(3))
+        for number in range(2):
+            all_run(rig, made(range(3), number, 16))
+        ops = made(range(3), 2, 16)
+        callers = [Caller.start(rig.members[m].exchange.run, ops[m]) for m in range(3)]
+        assert stopped.wait(DEADLINE)
+        rig.view((0, 1))
+        for caller in callers[:2]:
+            caller.join()
+        assert ops[0].array.tobytes() == ops[1].array.tobytes()
+        for m in (0, 1):
+            check(ops[m], 7)
+        late = made(range(2), 3, 16)
+        all_run(rig, late)
+        check(late[0], 7)
+
+
+def test_different_calls_are_an_error_on_all(seen: Seen) -> None:
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        for _ in range(5):
+            ops = {m: Operation(np.zeros(8 + m, np.float32), "float32", "sum") for m in range(2)}
+            all_run(rig, ops)
+            assert all(isinstance(op.error, MismatchError) for op in ops.values())
+        ops = made(range(2), 5, 16)
+        all_run(rig, ops)
+        check(ops[0], 7)
+    assert False in seen.ended
+
+
+def test_a_view_says_whether_its_ops_may(seen: Seen) -> None:
+    assert fast_path.LEAST == 2
+    with Rig(range(1)) as rig:
+        rig.view(range(1))
+        op = made(range(1), 0, 16)[0]
+        rig.members[0].exchange.run(op)
+        check(op, 7)
+    assert not seen.ended
+
+
+def test_no_op_returns_before_all_have_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has returned it: that is what proves to a later view that all hold it."""
+    raised, there, go = FastPath._raise, threading.Event(), threading.Event()
+
+    def waits(self: FastPath, which: int, target: int) -> bool:
+        if which == TAKEN and self._view.me == 1:
+            there.set()
+            assert go.wait(DEADLINE)
+        return raised(self, which, target)
+
+    monkeypatch.setattr(FastPath, "_raise", waits)
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        for number in range(MANY):  # until this one of it went in one go there
+            ops = made(range(2), number, 16)
+            callers = [Caller.start(rig.members[m].exchange.run, ops[m]) for m in range(2)]
+            while any(caller.thread.is_alive() for caller in callers):
+                if there.wait(0.01) and not go.is_set():
+                    callers[0].thread.join(0.3)
+                    assert not ops[0].done
+                    go.set()
+            for caller in callers:
+                caller.join()
+            check(ops[0], 7)
+            if go.is_set():
+                return
+    pytest.fail(f"none of {MANY} ops went in one go")
+
+
+def test_members_with_a_ring_keep_to_the_stream() -> None:
+    """Which says beside each call that there is one: who goes in one go and who does not would differ."""
+    view = GroupView(1, 0, (0, 1), frozenset((0, 1)))
+    assert fast_path.applies(view, {})
+    assert not fast_path.applies(dataclasses.replace(view, ring=(0, 1)), {})
+
+
+def test_an_op_that_another_thread_adds_in_the_middle_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        all_run(rig, made(range(2), 0, 16))  # what has interrupted the driver at the view change is seen to
+        first, second = made(range(2), 1, 16), made(range(2), 2, 16)
+        exchange, where = rig.members[0].exchange, fast_path.descriptor
+
+        def beside(slot: int) -> int:
+            if threading.current_thread().name == "calls" and second[0].number < 0:
+                exchange.submit(second[0])
+            return where(slot)
+
+        monkeypatch.setattr(fast_path, "descriptor", beside)
+        for ops in (first, second):
+            rig.members[1].exchange.submit(ops[1])
+        caller = threading.Thread(target=exchange.run, args=(first[0],), name="calls", daemon=True)
+        caller.start()
+        caller.join(DEADLINE)
+        if second[0].number < 0:
+            pytest.fail("it did not go in one go")
+        assert second[0].wait(DEADLINE), "it was never posted"
+        check(first[0], 7)
+        check(second[0], 7)

@@ -1,0 +1,241 @@
+"""The two levels, played through by themselves: who sums and hands on which shards, without words and streams."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftcomm.collective.algorithms.hierarchical import Hierarchical
+from ftcomm.collective.compression import hands_on
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView, by_route, shards, shared_hosts, two_shot
+from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
+from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.simulation.memory import TinyMemory
+from ftcomm.transport.segment import LEVELS, POSTED, REDUCED, level
+from ftcomm.tuning import Tuning, up_to
+from tests.slots import slot_of
+
+CHUNK = 4096
+
+Group = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Two hosts or more, one of which has two members or more, and who contributes: two at least, as one alone is
+    copied."""
+    members = sorted(draw(st.lists(st.integers(0, 40), min_size=3, max_size=16, unique=True)))
+    names = draw(st.lists(st.sampled_from("abcd"), min_size=len(members), max_size=len(members)))
+    names[0], names[1], names[2] = draw(st.permutations("aab"))
+    contributing = draw(st.lists(st.sampled_from(members), min_size=2, max_size=len(members), unique=True))
+    return shared_hosts(dict(zip(members, names, strict=True))), frozenset(contributing)
+
+
+class Player:
+    """A member that sees of others on its host all, if it shares memory with them, and else what they send it."""
+
+    def __init__(self, group: Group, me: int, memory: TinyMemory, mates: dict[int, TinyMemory]) -> None:
+        hosts, contributing = group
+        members = tuple(sorted(m for host in hosts for m in host))
+        self.me, self.memory = me, memory
+        self.mirrors = {m: mates.get(m) or TinyMemory(m, CHUNK) for m in members if m != me}
+        for mirror in self.mirrors.values():
+            if mirror.replica not in mates:
+                mirror.buffer[:] = b"\xff" * len(mirror.buffer)  # NaN
+        view = GroupView(1, me, members, contributing, False, hosts=hosts)
+        self.route = Hierarchical(view, {**self.mirrors, me: memory}, Reducer())
+        self.number = self.reached = 0  # steps done, and the word of the highest level made
+
+
+def play(
+    group: Group,
+    dtype: str,
+    op: str,
+    inputs: dict[int, np.ndarray],
+    shared: bool,
+    seed: int,
+    compression: str = "input",
+) -> dict[int, np.ndarray]:
+    """What each member has in the end; whose step is next is drawn, among those that need not wait."""
+    hosts, _ = group
+    chance = random.Random(seed)
+    memories = {m: TinyMemory(m, CHUNK) for m in inputs}
+    players = {
+        m: Player(group, m, memories[m], {o: memories[o] for o in host if o != m} if shared else {})
+        for host in hosts
+        for m in host
+    }
+    here = {m: array.copy() for m, array in inputs.items()}
+    slots = {
+        m: slot_of(players[m].route, Operation(array, dtype, op, compression=compression)) for m, array in here.items()
+    }
+
+    def tell(sender: int, readers: frozenset[int], word: int, region: int) -> None:
+        """What each of them needs of it, and no byte more."""
+        for reader in readers - {sender}:
+            start, stop = players[sender].route.read_by(reader, word, slots[sender])
+            mirror = players[reader].mirrors[sender]
+            at = mirror.offset(region, 0)
+            mirror.buffer[at + start : at + stop] = memories[sender].buffer[at + start : at + stop]
+
+    for m in players:
+        players[m].route.post(slots[m])
+        tell(m, frozenset(players), POSTED, POSTED)
+    waiting = list(players)
+    while waiting:
+        ready = []
+        for m in waiting:
+            step = players[m].route.steps[players[m].number]
+            if all(players[other].reached >= step.word for other in step.members):
+                assert all(m in players[other].route.readers[step.word] for other in step.members)
+                ready.append(m)
+        assert ready, "all wait for each other"
+        m = chance.choice(ready)
+        player = players[m]
+        step = player.route.steps[player.number]
+        if player.number < len(player.route.steps) - 1:  # the last one is what `finish` waits for
+            slots[m].number = player.number
+            player.route.step(slots[m])
+        player.number += 1
+        if step.makes:
+            assert player.reached < step.makes <= level(LEVELS)
+            player.reached = step.makes
+            tell(m, player.route.readers[step.makes], step.makes, REDUCED)
+        if player.number == len(player.route.steps):
+            waiting.remove(m)
+            assert here[m].tobytes() == inputs[m].tobytes()  # INPUT until it is taken
+            player.route.finish(slots[m])
+    return here
+
+
+def drawn(group: Group, count: int, dtype: str) -> dict[int, np.ndarray]:
+    members = [m for host in group[0] for m in host]
+    carrier = HOST_DTYPES[dtype].carrier
+    return {m: np.random.default_rng((m, count)).integers(0, 1 << 16, count).astype(carrier) for m in members}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups(),
+    st.integers(1, CHUNK // 4),
+    st.sampled_from([name for name in HOST_OPS if name != "product"]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_all_members_end_with_the_sum_of_those_who_contribute(
+    group: Group, count: int, op: str, shared: bool, seed: int
+) -> None:
+    dtype = "int32"
+    if unsupported_on_host(dtype, op) is not None or not hands_on(dtype, op, "input"):
+        dtype = "float32"
+    inputs = drawn(group, count, dtype)
+    results = play(group, dtype, op, inputs, shared, seed)
+    want = np.empty_like(next(iter(inputs.values())))
+    Reducer().get(dtype, op)([operand(dtype, inputs[m]) for m in sorted(group[1])], operand(dtype, want))
+    for result in results.values():
+        assert result.tobytes() == want.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups(), st.integers(1, CHUNK // 4), st.booleans(), st.integers(0, 1000))
+def test_each_element_is_summed_host_by_host(group: Group, count: int, shared: bool, seed: int) -> None:
+    """With numbers whose sum depends on the order: first those of a host, ascending, then the hosts in their order."""
+    hosts, contributing = group
+    inputs = {m: np.random.default_rng((m, count)).standard_normal(count, np.float32) for host in hosts for m in host}
+    total: np.ndarray | None = None
+    for host in hosts:
+        given = [inputs[m] for m in host if m in contributing]
+        if given:
+            mine = given[0]
+            for other in given[1:]:
+                mine = mine + other
+            total = mine if total is None else total + mine
+    assert total is not None
+    for result in play(group, "float32", "sum", inputs, shared, seed).values():
+        assert result.tobytes() == total.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups(),
+    st.integers(1, CHUNK // 4),
+    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
+    st.sampled_from(["sum", "avg", "max"]),
+    st.booleans(),
+)
+def test_halves_are_summed_in_float32_and_rounded_once(
+    group: Group, count: int, dtype: str, op: str, shared: bool
+) -> None:
+    hosts, contributing = group
+    of = getattr(torch, dtype)
+    halves = {
+        m: torch.from_numpy(np.random.default_rng((m, count)).standard_normal(count)).to(of) for h in hosts for m in h
+    }
+    raw = torch.uint8 if of.itemsize == 1 else torch.uint16
+    inputs = {m: half.view(raw).numpy().view(HOST_DTYPES[dtype].carrier) for m, half in halves.items()}
+    step = torch.maximum if op == "max" else torch.add
+    sums = [
+        functools.reduce(step, [halves[m].float() for m in host if m in contributing])
+        for host in hosts
+        if contributing.intersection(host)
+    ]
+    total = functools.reduce(step, sums)
+    want = (total / len(contributing) if op == "avg" else total).to(of)
+    for result in play(group, dtype, op, inputs, shared, count, "fp32").values():
+        assert result.tobytes() == want.view(raw).numpy().tobytes()
+
+
+@given(groups(), st.integers(1, CHUNK // 4))
+def test_between_hosts_goes_one_sum_and_one_result_of_each_shard(group: Group, count: int) -> None:
+    """And only between those who carry one rail: what leaves a host does not depend on how many members it has."""
+    hosts, contributing = group
+    place = {m: (number, host.index(m)) for number, host in enumerate(hosts) for m in host}
+    rails = min(map(len, hosts))
+    left = dict.fromkeys(range(len(hosts)), 0)
+    for me, (home, rail) in place.items():
+        player = Player(group, me, TinyMemory(me, CHUNK), {})
+        slot = slot_of(player.route, Operation(np.zeros(count, np.float32), "float32", "sum"))
+        for reader, (host, other) in place.items():
+            if host == home:
+                continue
+            for word in (POSTED, *(of for of, readers in player.route.readers.items() if reader in readers)):
+                start, stop = player.route.read_by(reader, word, slot)
+                left[home] += (stop - start) // 4
+                assert start == stop or (rail == other < rails and word != POSTED)
+    unit, parts = 16, rails * len(hosts)  # elements in a cache line
+    bounds = shards(count, 4, parts)
+    for number, host in enumerate(hosts):
+        whole = sum(b - a for i, (a, b) in enumerate(bounds) if i % len(hosts) == number)
+        sums = (count - whole) if contributing.intersection(host) else 0
+        assert left[number] == sums + whole * (len(hosts) - 1)
+        assert left[number] <= 2 * (len(hosts) - 1) * (count / len(hosts) + 2 * unit * rails)
+
+
+def test_two_levels_are_for_large_ops_of_hosts_that_are_shared() -> None:
+    members = (0, 1, 2)
+    hosts = shared_hosts({0: "a", 1: "b", 2: "a"})
+    assert hosts == ((0, 2), (1,))
+    view = GroupView(1, 0, members, frozenset(members), False, hosts=hosts)
+    for tuning, limit in ((view.tuning, up_to(view.tuning.two_levels, 3)), (Tuning(two_levels=((16, 1000),)), 1000)):
+        view = GroupView(1, 0, members, frozenset(members), False, hosts=hosts, tuning=tuning)
+        assert by_route(limit + 1, view)
+        assert not by_route(limit, view)
+        assert two_shot(limit, view)
+    # What one-shot is quicker for goes that way first.
+    tuning = Tuning(hosts=((16, 2000),), two_levels=((16, 1000),))
+    view = GroupView(1, 0, members, frozenset(members), False, alike=True, hosts=hosts, tuning=tuning)
+    assert [(two_shot(size, view), by_route(size, view)) for size in (2000, 2001)] == [(False, False), (True, True)]
+    assert not by_route(1 << 50, GroupView(1, 0, members, frozenset(members), False, tuning=tuning))
+    assert shared_hosts({0: "a", 1: "a"}) == ()  # nothing crosses a network
+    assert shared_hosts({0: "a", 1: "b", 2: "c"}) == ()  # there is nothing to reduce among themselves
+    assert shared_hosts({}) == ()
+    for wrong in (((0, 2),), ((0, 1), (1, 2)), ((0, 1, 2), ())):
+        with pytest.raises(ValueError, match="do not have the members"):
+            GroupView(1, 0, members, frozenset(members), False, hosts=wrong)

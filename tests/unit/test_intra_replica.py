@@ -1,0 +1,125 @@
+"""The ranks of one replica tell each other a few bytes, here over socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ftcomm.control.views import Address, Member, View
+from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.training.intra_replica import _HEAD, IntraReplicaExchange
+
+HERE = Address("here", 0, "", 0, 0, "")
+
+
+class Rank:
+    """What `IntraReplicaExchange` uses of a group. `served` is set by rank 0; before that a connection is closed, as an
+    agent does."""
+
+    def __init__(self, ranks, rank, first=None, patience=60.0):
+        self.replica, self.shard, self.first, self.served = 2, rank, first, None
+        self._intra_replica_exchanges = 0
+        self.called = threading.Event()
+        self.shards = ranks
+        self.settings = type("Settings", (), {})
+        self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
+        self.view = View(1, 0, (Member(2, "2a", (HERE,) * ranks, True),))
+
+    def _serve(self, purpose, handler):
+        assert purpose == "inside"
+        self.served = handler
+
+    def _dial_address(self, address, purpose, fields):
+        assert (address, purpose) == (HERE, "inside")
+        here, there = socket.socketpair()
+        if self.first.served is None:
+            there.close()
+        else:
+            self.called.set()
+            threading.Thread(target=self.first.served, args=(there, fields), daemon=True).start()
+        return here
+
+
+def ranks_of(count, patience=60.0):
+    first = Rank(count, 0, patience=patience)
+    return [first, *(Rank(count, rank, first, patience) for rank in range(1, count))]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_get_the_rows_of_all_in_order(count):
+    ranks = ranks_of(count)
+    with ThreadPoolExecutor(count) as pool:
+        exchanges = list(pool.map(IntraReplicaExchange, ranks))
+        for number in range(5):
+            rows = [bytes([number, rank, 7]) for rank in range(count)]
+            answers = list(pool.map(lambda inside, row: inside.exchange(row), exchanges, rows))
+            assert answers == [rows] * count
+    for inside in exchanges:
+        inside.close()
+
+
+def test_a_rank_comes_before_rank_0_serves():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        early = IntraReplicaExchange(second)
+        asked = pool.submit(early.exchange, b"second")
+        late = IntraReplicaExchange(first)
+        assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
+
+
+def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other.close()
+        second.called.clear()
+        asked = pool.submit(IntraReplicaExchange(second).exchange, b"second")
+        assert second.called.wait(60)
+        inside.close()
+        assert IntraReplicaExchange(first).exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
+
+
+def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
+    first, second = ranks_of(2, patience=0.3)
+    inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+    with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
+        inside.exchange(b"alone")
+    inside.close()
+    other.close()
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other.close()
+        with pytest.raises(TransportError, match="another rank of this replica is gone"):
+            inside.exchange(b"y")
+
+
+def test_a_row_of_another_length_is_refused_before_memory_is_taken_for_it():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other._sockets[0].sendall(_HEAD.pack(2, 0xFFFFFFFF))
+        with pytest.raises(TransportError, match="it sends 4294967295 bytes, expected 1; all ranks must run the same"):
+            inside.exchange(b"y")
+        inside.close()
+        other.close()
+
+
+def test_ranks_at_different_exchanges_are_not_mixed_up():
+    first, second = ranks_of(2)
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        other._number += 1
+        asked = pool.submit(other.exchange, b"ahead")
+        with pytest.raises(TransportError, match="it is at exchange 3, this rank at 2"):
+            inside.exchange(b"y")
+        inside.close()
+        with pytest.raises(TransportError):
+            asked.result(60)

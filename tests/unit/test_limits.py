@@ -1,0 +1,156 @@
+"""Limits have names: what is beyond one is refused where it enters, with the limit and the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ftcomm import descriptors
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.plan import GroupView
+from ftcomm.control import messages as m
+from ftcomm.control import wire
+from ftcomm.control.admission import too_large
+from ftcomm.control.coordinator import Coordinator, Log, Persist, Send
+from ftcomm.control.limits import IN_FLIGHT, MEMBERS, RANKS
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Address, Member, View
+from ftcomm.errors import ArgumentError, SettingsError, TransportError
+from ftcomm.launch.coordinator import CoordinatorOptions
+from ftcomm.launch.options import RunOptions
+from ftcomm.settings import Settings
+from tests.exchange_rig import DEADLINE, Rig
+
+TIMEOUTS = Timeouts.derive()
+
+
+@pytest.mark.timeout(120)
+def test_ops_in_flight() -> None:
+    """As many as an account can tell of, which everybody can read; one more is refused, and nothing else happens."""
+    with Rig((0, 1)) as rig:
+        rig.view((0, 1))
+        exchange = rig.members[0].exchange
+        ops = [Operation(np.ones(1, np.float32), "float32", "sum") for _ in range(IN_FLIGHT)]
+        for op in ops:
+            exchange.submit(op)
+        for call in (exchange.submit, exchange.run):
+            with pytest.raises(ArgumentError, match=f"{IN_FLIGHT} ops of this group are in flight"):
+                call(Operation(np.ones(1, np.float32), "float32", "sum"))
+        quiesced = threading.Event()
+        exchange.freeze(quiesced.set)
+        while not quiesced.wait(0.001):
+            exchange.nudge()
+        account = m.MemberProgress(0, "life", 1, exchange.progress())
+        assert len(m.encode(account)) < wire.MAX_MESSAGE
+        assert m.decode(m.encode(account)) == account
+        rig.view((0,))
+        for op in ops:
+            assert op.wait(DEADLINE)
+            assert op.error is None
+        exchange.run(last := Operation(np.ones(1, np.float32), "float32", "sum"))
+        assert last.error is None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "said"), [(MEMBERS + 1, 1, "at most 16"), (1, RANKS + 1, "at most 4096")]
+)
+def test_replicas_and_ranks(replicas: int, ranks: int, said: str) -> None:
+    made: list[Any] = [
+        CoordinatorOptions(replicas=replicas, ranks_per_replica=ranks, token="secret"),
+        Settings("127.0.0.1:1", "secret", 0, replicas, 0, ranks_per_replica=ranks, leader="127.0.0.1:2"),
+        RunOptions(replicas, "true", ranks_per_replica=ranks),
+    ]
+    for options in made:
+        with pytest.raises(SettingsError, match=said):
+            options.check()
+
+
+def test_the_command_line_refuses_the_17th_replica() -> None:
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "17", "x.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode != 0
+    assert "17 replicas; a job has at most 16" in done.stderr
+
+
+def test_a_ring() -> None:
+    members = tuple(range(MEMBERS + 1))
+    with pytest.raises(ValueError, match="a ring of 17 members; segments have words for 16"):
+        GroupView(1, 0, members, frozenset(members), ring=members)
+
+
+def _join(replica: int, ranks: int) -> m.Join:
+    address = Address("h" * 200, 1, "b" * 36, 1, 3, "0" * 32, "l" * 60, "", "t" * 60, "a" * 60)
+    return m.Join(replica, "life", (address,) * ranks, epoch=0, step=-1, timeouts=dataclasses.astuple(TIMEOUTS))
+
+
+def test_a_view_that_no_message_can_carry() -> None:
+    """Who comes to such a job is told so; before, the view was not sent, and all waited."""
+    replicas, ranks = 16, 3000
+    coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    actions = coordinator.receive(0, _join(0, ranks), now=1.0)
+    told = [action.message for action in actions if isinstance(action, Send)]
+    assert any(isinstance(action, Log) and action.kind == "refused" for action in actions)
+    assert isinstance(told[0], m.Expelled)
+    assert f"a message has at most {wire.MAX_MESSAGE}" in told[0].reason
+
+
+def test_what_is_admitted_can_be_sent() -> None:
+    replicas = 16
+    ranks = next(n for n in range(2500, 100, -50) if not too_large(_join(0, n), replicas))
+    coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    actions: list[Any] = []
+    for replica in range(replicas):
+        actions += coordinator.receive(replica, _join(replica, ranks), now=1.0)
+    (view,) = [action.view for action in actions if isinstance(action, Persist)]
+    assert len(m.encode(m.NewView(view))) <= wire.MAX_MESSAGE
+    assert len(m.encode(m.NewView(View(1, 0, (*view.members, Member(99, "x", (), True)))))) > wire.MAX_MESSAGE // 2
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda what, both: limits.append(both))
+    descriptors.room_for(4, "a small group")
+    assert len(limits) == 1
+    descriptors.room_for(255, "a large group")
+    assert limits[-1] == (4096, 4096)
+    limits[:] = [(256, 1024)]
+    with pytest.raises(TransportError, match=r"a large group needs up to 1\d\d\d .* have 1024; .*ulimit -n"):
+        descriptors.room_for(255, "a large group")
+    assert limits == [(256, 1024)]
+
+
+def test_a_fixed_group_asks_for_them_first() -> None:
+    """In a process of its own, whose limit is the kernel's."""
+    script = """
+import resource
+from ftcomm.errors import TransportError
+from ftcomm.fixed.endpoint import Endpoint
+from ftcomm.fixed.group import FixedGroup
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+endpoint = Endpoint()
+others = [endpoint.handle.replace(f":{endpoint.port}/", f":{port}/") for port in range(1, 256)]
+try:
+    FixedGroup.from_handles(endpoint, "many", [endpoint.handle, *others], timeout=30.0)
+except TransportError as error:
+    print(error)
+endpoint.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    assert "group 'many' of 256 members needs up to 13" in done.stdout, done.stderr
+    assert "may have 512" in done.stdout
+
+
+def test_free_threaded_python() -> None:
+    script = "import sys; sys._is_gil_enabled = lambda: False; import ftcomm"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    assert done.returncode != 0
+    assert "ImportError: ftcomm needs the interpreter lock" in done.stderr
+    assert "PYTHON_GIL=1" in done.stderr

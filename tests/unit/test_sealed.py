@@ -1,0 +1,422 @@
+"""Somebody on the way: what he changes, repeats, leaves out, reorders, sends back or cuts off is noticed, in each kind
+of connection, ends that one, and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftcomm.control import dropped, sealed
+from ftcomm.control import messages as m
+from ftcomm.control.links import serve_messages
+from ftcomm.control.sealed import RECORD, BadRecord, Channel, Keys, Mac
+from ftcomm.fixed.pairs import Closing, Pairs, encode
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.messages.parcels import Receive, Send
+from ftcomm.messages.post import Post
+from ftcomm.training import catchup_protocol
+from ftcomm.transport import secure
+from ftcomm.transport.segment import CHUNK, HEADER, POSTED
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.exchange_rig import socket_pair
+from tests.sealed_rig import SECRET, ends, records
+
+DEADLINE = 60.0  # s
+
+pytestmark = pytest.mark.protocol
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """How many of a kind were dropped in this test."""
+    monkeypatch.setattr(dropped, "_tallies", {})
+    return lambda kind: dropped.counts().get(kind, 0)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    near, far = socket_pair()
+    near.settimeout(DEADLINE)
+    far.settimeout(DEADLINE)
+    with near, far:
+        yield ends(near, far)
+
+
+# Of three records that the client has said, what comes to the server. The last one of each list is what is noticed; all
+# before it are right.
+def _flip(at: int) -> Callable[[list[bytes]], list[bytes]]:
+    def attack(said: list[bytes]) -> list[bytes]:
+        spoilt = bytearray(said[1])
+        spoilt[at] ^= 1
+        return [said[0], bytes(spoilt), said[2]]
+
+    return attack
+
+
+def _inject(said: list[bytes]) -> list[bytes]:
+    return [said[0], records(b"an order")[0], *said[1:]]
+
+
+def _of_another_connection(said: list[bytes]) -> list[bytes]:
+    other = Mac(Keys(bytes(32), client=True).of("mac", sending=True))
+    return [said[0], [other.seal((payload,), 5) for payload in (b"three", b"seven")][1], said[2]]
+
+
+def _sent_back(said: list[bytes]) -> list[bytes]:
+    """What the server itself has said first."""
+    own = Mac(Keys(SECRET, client=False).of("mac", sending=True))
+    own.seal((b"x",), 1)
+    return [said[0], own.seal((b"three",), 5), said[2]]
+
+
+ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "flips a bit of the payload": _flip(4),
+    "flips a bit of the tag": _flip(-1),
+    "makes one shorter": _flip(3),
+    "repeats": lambda said: [said[0], said[0], said[1]],
+    "leaves out": lambda said: [said[0], said[2]],
+    "reorders": lambda said: [said[0], said[2], said[1]],
+    "injects": _inject,
+    "brings one of another connection": _of_another_connection,
+    "sends one back": _sent_back,
+}
+attacks = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+
+
+@attacks
+def test_who_is_on_the_way_is_noticed(
+    attack: Callable[[list[bytes]], list[bytes]], pair: tuple[Channel, Channel], count: Callable[[str], int]
+) -> None:
+    near, far = pair
+    for part in attack(records(b"first", b"again", b"other")):
+        far.detach().sendall(part)
+    assert near.recv(100) == b"first"
+    with pytest.raises(BadRecord, match="something on the way"):
+        near.recv(100)
+    assert count("mac") == 1
+
+
+@attacks
+def test_a_loop_of_the_control_plane_ends_its_connection(
+    attack: Callable[[list[bytes]], list[bytes]], count: Callable[[str], int]
+) -> None:
+    heard: list[m.AnyMessage] = []
+    first, *others = (m.Heartbeat(1), m.Heartbeat(2), m.Heartbeat(3))
+
+    async def run() -> str:
+        near, far = socket.socketpair()
+        with far:
+            near.setblocking(False)
+            far.sendall(b"".join(attack(records(*map(m.encode, (first, *others))))))
+            why = serve_messages(ends(near, far)[0], heard.append, lambda writer: None)
+            return await asyncio.wait_for(why, DEADLINE)
+
+    assert "something on the way" in asyncio.run(run())
+    assert heard == [first]
+    assert count("mac") == 1
+
+
+def test_nothing_is_heard_after_a_record_of_somebody_else(pair: tuple[Channel, Channel]) -> None:
+    """Else one could be left out by whoever spoils it, where a caller tries once more."""
+    near, far = pair
+    spoilt, right = records(b"left out", b"right")
+    far.detach().sendall(spoilt[:-1] + bytes([spoilt[-1] ^ 1]) + right)
+    for _ in range(3):
+        with pytest.raises(BadRecord):
+            near.recv(16)
+
+
+def test_an_end_in_the_middle_of_a_record_is_no_end(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    (record,) = records(b"a word")
+    far.detach().sendall(record[:-1])
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionError, match="in the middle"):
+        near.recv(100)
+
+
+@pytest.mark.parametrize("cut", [4, 5])
+def test_an_end_after_the_length_of_a_record_is_no_end(cut: int, pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    far.detach().sendall(records(b"a word")[0][:cut])
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionError, match="in the middle"):
+        near.recv(100)
+
+
+def test_a_length_that_cannot_be_is_not_waited_for(pair: tuple[Channel, Channel], count: Callable[[str], int]) -> None:
+    near, far = pair
+    far.detach().sendall((RECORD + 1).to_bytes(4, "big"))
+    with pytest.raises(BadRecord, match="at most"):
+        near.recv(100)
+    assert count("frame") == 1
+
+
+# -- it carries bytes like a socket ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 3 * RECORD), max_size=4), st.integers(5000, 2 * RECORD))
+def test_bytes_come_as_they_were_sent(sizes: list[int], most: int) -> None:
+    near, far = socket_pair()
+    with near, far:
+        near, far = ends(near, far)
+        far.settimeout(DEADLINE)
+        near.settimeout(DEADLINE)
+        said = [bytes([at % 251]) * size for at, size in enumerate(sizes)]
+
+        def say() -> None:
+            for part in said:
+                far.sendall(part)
+            far.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        got = b""
+        while part := near.recv(most):
+            assert len(part) <= most
+            got += part
+        thread.join(DEADLINE)
+    assert got == b"".join(said)
+
+
+def test_what_a_socket_has_no_room_for_is_sent_later(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    near.setblocking(False)
+    far.setblocking(False)
+    taken = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            taken += far.send(bytes(RECORD))
+    assert far.unsent
+    assert not far.flush()
+    got = bytearray(RECORD)
+    received = 0
+    while received < taken:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                received += near.recv_into(got)
+        far.flush()
+    assert not far.unsent
+    assert received == taken
+
+
+def test_a_timeout_in_the_middle_of_a_record_loses_nothing(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    (record,) = records(b"a word")
+    near.settimeout(0.01)
+    for byte in record[:-1]:
+        far.detach().send(bytes([byte]))
+        with pytest.raises(TimeoutError):
+            near.recv(100)
+    far.detach().send(record[-1:])
+    near.settimeout(DEADLINE)
+    assert near.recv(2) == b"a "
+    assert near.pending
+    assert near.recv(100) == b"word"
+    assert not near.pending
+
+
+# -- each kind of connection -------------------------------------------------------------------------------------------
+
+
+class Between:
+    """Who is on the way: what `near` says comes to `far`, but for one bit of the `at`-th byte."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        ends_near, ends_far = socket_pair(), socket_pair()
+        self.near, self.far = ends(ends_far[0], ends_near[0])[::-1]  # the client, the server
+        self._sockets = ends_near[1], ends_far[1]
+        for way in (True, False):
+            threading.Thread(target=self._carry, args=(way,), daemon=True).start()
+
+    def _carry(self, up: bool) -> None:
+        source, target = self._sockets if up else self._sockets[::-1]
+        source.settimeout(DEADLINE)
+        passed = 0
+        with contextlib.suppress(OSError):
+            while part := bytearray(source.recv(1 << 16)):
+                if up and passed <= self._at < passed + len(part):
+                    part[self._at - passed] ^= 0x10
+                passed += len(part)
+                target.sendall(part)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_a_state_that_was_changed_on_the_way_is_refused(count: Callable[[str], int]) -> None:
+    """Also where who changes it knows how to make a checksum."""
+    way = Between(4096)
+    with way.near as source, way.far as joiner:
+        catchup_protocol.send(source, catchup_protocol.Block(0, 8192))
+        source.sendall(bytes(8192))
+        assert isinstance(catchup_protocol.receive(joiner), catchup_protocol.Block)
+        with pytest.raises(BadRecord):
+            catchup_protocol.read_into(joiner, memoryview(bytearray(8192)))
+    assert count("mac") == 1
+
+
+@pytest.mark.parametrize("nbytes", [100, 1 << 20])
+def test_a_message_that_was_changed_on_the_way_fails(nbytes: int, count: Callable[[str], int]) -> None:
+    way = Between(60 if nbytes == 100 else 4096)
+    sender, receiver = Post("rank 0", lambda peer: way.near, str), Post("rank 1", lambda peer: way.near, str)
+    receiver.accept(way.far, 0)
+    until = time.monotonic() + DEADLINE
+    send = Send(1, 0, "uint8", memoryview(bytes(nbytes)), until)
+    memory = bytearray(b"\7") * nbytes
+    receive = Receive(0, 0, "uint8", memoryview(memory), until)
+    receiver.receive(receive)
+    sender.send(send)
+    assert receive.ended.wait(DEADLINE)
+    assert "something on the way" in str(receive.error)
+    assert count("mac") == 1
+    for post in (sender, receiver):
+        post.close(RuntimeError("the end"))
+
+
+def test_what_a_member_of_a_group_says_last_cannot_be_changed(count: Callable[[str], int]) -> None:
+    """Else somebody could make a loss a leave."""
+    heard: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
+    hears = dict(on_said=lambda *said: heard.put(said), on_end=lambda *end: heard.put(end), on_broken=heard.put)
+    pairs = Pairs("g", settle=lambda looked: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
+    way = Between(10)
+    pairs.add({1: way.far})
+    way.near.sendall(encode(Closing(7)))
+    rank, what = heard.get(timeout=DEADLINE)
+    assert rank == 1
+    assert "something on the way" in str(what)
+    assert count("mac") == 1
+    pairs.end(Closing(0))
+    pairs.join()
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+modes = pytest.mark.parametrize("mode", ["mac", "aes-gcm"])
+
+
+@modes
+def test_seals_of_data_open_what_they_have_sealed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure, "REKEY", 3)
+    mine, theirs = Keys(SECRET, client=True), Keys(SECRET, client=False)
+    seal, opens = secure.seals(mine, mode)[0], secure.seals(theirs, mode)[1]
+    seen = set()
+    for _ in range(8):
+        for payload in ([b"one"], [b"o", b"ne"], [bytes(RECORD)]):
+            nbytes = sum(map(len, payload))
+            record = bytes(seal.seal(payload, nbytes))
+            assert int.from_bytes(record[:4], "big") == nbytes
+            assert bytes(opens.open(memoryview(record)[4:])) == b"".join(payload)
+            assert (b"one" in record) == (mode == "mac" and nbytes == 3)
+            seen.add(record[-16:])
+    assert len(seen) == 24
+    record = bytearray(seal.seal([b"one"], 3))
+    record[5] ^= 1
+    with pytest.raises(ValueError, match="MAC"):
+        opens.open(memoryview(record)[4:])
+
+
+@modes
+def test_a_mirror_is_filled_through_a_seal(mode: str) -> None:
+    """With more frames than one record has, so that some are received before anybody polls for them."""
+    client, server = ends_of_data(mode)
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    peer = TcpMirror(7, 3, client, lambda replica, epoch, why: lost.put(why))
+    reader = TcpMirrorWriter(server, 1, 3)
+    payloads = [bytes([number]) * (CHUNK if number == 1 else 500) for number in range(1, 5)]
+    for number, payload in enumerate(payloads, 1):
+        reader.send(POSTED, 3 << COUNTER | number, (number - 1) * CHUNK, memoryview(payload), (number, 9, 0))
+    peer.drive(False)
+    end = threading.Event()
+    deadline = threading.Timer(DEADLINE, end.set)
+    deadline.start()
+    while peer.words[POSTED] != 3 << COUNTER | 4:
+        reader.flush()
+        assert not end.is_set()
+    deadline.cancel()
+    assert reader.told(POSTED, 3 << COUNTER | 4)
+    for number, payload in enumerate(payloads):
+        at = HEADER + number * CHUNK
+        assert bytes(peer.buffer[at : at + len(payload)]) == payload
+    assert lost.empty()
+    reader.close()
+    peer.close()
+
+
+@modes
+def test_frames_that_have_come_in_one_record_need_no_second_poll(mode: str) -> None:
+    """A driver looks at the socket, where nothing is left of them."""
+    client, server = ends_of_data(mode)
+    peer = TcpMirror(7, 3, client, lambda *lost: None)
+    peer.drive()
+    reader = TcpMirrorWriter(server, 1, 3)
+    for number, nbytes in ((1, 500), (2, 20_000)):
+        reader.send(POSTED, 3 << COUNTER | number, (number - 1) * CHUNK, memoryview(bytes(nbytes)), (number, 9, 0))
+    assert reader.flush()
+    poll = select.poll()
+    poll.register(client, select.POLLIN)
+    while peer.words[POSTED] != 3 << COUNTER | 2:
+        assert poll.poll(1e3 * 20.0), "the rest of the record lies in the channel"
+        peer.pump()
+    reader.close()
+    peer.close()
+
+
+@modes
+def test_what_the_socket_has_no_room_for_is_not_sent_yet(mode: str) -> None:
+    """Though the writer's queue is empty."""
+    client, server = ends_of_data(mode)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    peer = TcpMirror(7, 3, client, lambda *lost: None)
+    peer.drive()
+    reader = TcpMirrorWriter(server, 1, 3)
+    reader.send(POSTED, 3 << COUNTER | 1, 0, memoryview(bytes(RECORD // 2)), (1, 9, 0))
+    assert not reader._queue
+    assert not reader.told(POSTED, 3 << COUNTER | 1)
+    until = time.monotonic() + DEADLINE
+    while not reader.flush():
+        assert time.monotonic() < until
+        peer.pump()
+    assert reader.told(POSTED, 3 << COUNTER | 1)
+    while peer.words[POSTED] != 3 << COUNTER | 1:
+        assert time.monotonic() < until
+        peer.pump()
+    reader.close()
+    peer.close()
+
+
+@modes
+def test_data_that_were_changed_on_the_way_end_the_connection(mode: str, count: Callable[[str], int]) -> None:
+    """No word is raised, and the loss of the connection is told."""
+    way = Between(1000)
+    writer, mirror = secure.plane(way.near, mode), secure.plane(way.far, mode)
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    peer = TcpMirror(7, 3, mirror, lambda replica, epoch, why: lost.put(why))
+    peer.drive(False)
+    reader = TcpMirrorWriter(writer, 1, 3)
+    reader.send(POSTED, 3 << COUNTER | 1, 0, memoryview(bytes(4000)), (1, 9, 0))
+    reader.flush()
+    assert "something on the way" in lost.get(timeout=DEADLINE)
+    assert peer.words[POSTED] == 3 << COUNTER
+    assert count("mac") == 1
+    reader.close()
+    peer.close()
+
+
+def ends_of_data(mode: str) -> tuple[sealed.Connection, sealed.Connection]:
+    near, far = socket_pair()
+    server, client = ends(near, far)
+    return secure.plane(client, mode), secure.plane(server, mode)

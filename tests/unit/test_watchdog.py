@@ -1,0 +1,123 @@
+"""The watch over the driver: what it times, when it speaks, and what others read of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.watchdog import Due, Stall, Watchdog
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def op(number: int, count: int = 100) -> Operation:
+    made = Operation(np.ones(count), "float64", "sum")
+    made.number = number
+    return made
+
+
+def watch_after(clock: Clock, seconds: float, ops: int = 8, first: int = 0, steady: int = 0) -> Watchdog:
+    watch = Watchdog(0.5, 60, 120, clock)
+    watch.disturbed(steady)
+    for number in range(first, first + ops):
+        watch.began = clock.now
+        clock.now += seconds
+        watch.returns(op(number))
+    return watch
+
+
+def due_at(watch: Watchdog, clock: Clock, waited: float) -> Due:
+    """The first and the last look of a wait of that many seconds."""
+    watch.wait = None
+    assert watch.waits(1, op(99), (3,)) is Due.NOTHING
+    clock.now += waited
+    return watch.waits(1, op(99), (3,))
+
+
+def test_the_deadline_follows_what_ops_have_taken(clock: Clock) -> None:
+    assert due_at(watch_after(clock, 2.0), clock, 7.9) is Due.NOTHING
+    assert due_at(watch_after(clock, 2.0), clock, 8.1) is Due.REPORT
+    assert due_at(watch_after(clock, 2.0, ops=7), clock, 59.0) is Due.NOTHING
+    assert due_at(watch_after(clock, 0.001), clock, 0.6) is Due.REPORT
+
+
+def test_ops_that_were_in_flight_in_a_view_change_do_not_count(clock: Clock) -> None:
+    assert due_at(watch_after(clock, 2.0, ops=8, steady=1), clock, 59.0) is Due.NOTHING
+    assert due_at(watch_after(clock, 2.0, ops=9, steady=1), clock, 9.0) is Due.REPORT
+
+
+def test_an_op_is_timed_from_when_it_was_the_first(clock: Clock) -> None:
+    """Not from its submission, if others were before it."""
+    watch = Watchdog(0.5, 60, 120, clock)
+    watch.began = clock.now
+    for number in range(10):  # all were submitted together
+        clock.now += 1.0
+        watch.returns(op(number))
+    assert due_at(watch, clock, 3.9) is Due.NOTHING
+    assert due_at(watch, clock, 4.1) is Due.REPORT
+
+
+def test_a_stall_is_said_every_second_and_then_given_up(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    said = []
+    for tick in range(0, 2100, 5):
+        clock.now = 100 + tick / 100
+        said.append((tick / 100, watch.waits(1, op(7), (3,))))
+    reports = [round(at) for at, due in said if due is Due.REPORT]
+    assert reports == list(range(10, 21))
+    assert next(at for at, due in said if due is Due.GIVE_UP) == pytest.approx(20.05)
+
+
+def test_progress_begins_a_new_wait(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3,))
+    clock.now += 9
+    watch.wait = None
+    watch.waits(1, op(7), (3,))
+    clock.now += 9
+    assert watch.waits(1, op(7), (3,)) is Due.NOTHING
+
+
+def test_what_it_waits_for_can_be_asked(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    assert watch.waiting(0) is None
+    watch.waits(1, op(7), (2, 3))
+    assert watch.waiting(0) == Stall(1, 7, (2, 3))
+    assert watch.waiting(0.5) is None
+    clock.now += 0.6
+    watch.waits(1, op(7), (3,))
+    assert watch.waiting(0.5) == Stall(1, 7, (3,))
+    watch.returns(op(7))
+    assert watch.waiting(0) is None
+
+
+def test_only_waits_that_were_reported_or_ended_by_a_view_change_stood_still(clock: Clock) -> None:
+    watch = watch_after(clock, 2.0)
+    assert due_at(watch, clock, 7.0) is Due.NOTHING
+    watch.wait = None  # the driver: something has moved
+    watch.returns(op(99))
+    assert watch.stood == 0.0
+    assert due_at(watch, clock, 9.0) is Due.REPORT
+    clock.now += 1.0
+    watch.wait = None
+    clock.now += 1.0
+    watch.returns(op(99))
+    assert watch.stood == 11.0
+    assert due_at(watch, clock, 3.0) is Due.NOTHING
+    watch.disturbed(100)  # who was waited for is lost
+    assert watch.stood == 14.0
+    assert due_at(watch, clock, 70.0) is Due.REPORT
+    watch.disturbed(100)
+    watch.returns(op(99))
+    assert watch.stood == 84.0
