@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import sys
+import termios
+import time
+
 import numpy as np
 import pytest
 
@@ -10,10 +15,11 @@ from ftcomm.collective.pipeline import LAST, Pipeline
 from ftcomm.control import limits
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
+from ftcomm.transport.base import MirrorWriter
 from ftcomm.transport.nixl import frames as frames
 from ftcomm.transport.segment import CHUNK, POSTED, REDUCED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
-from tests.exchange_rig import Caller, Rig
+from tests.exchange_rig import DEADLINE, Caller, Rig
 
 MEMBERS = (0, 1, 2, 3)
 SIZES = (8, 3 * CHUNK // 4, 8, 8, 6 * CHUNK // 4, 8)  # elements of 4 bytes: one task, and several
@@ -40,9 +46,35 @@ def words_of(pipeline: Pipeline) -> tuple[int, ...]:
     return POSTED, REDUCED, TAKEN, *pipeline.algorithms.readers
 
 
+def is_under_way(rig: Rig) -> bool:
+    """Something of a connection is still to be sent, or was not taken in before."""
+    for member in rig.members.values():
+        stream = member.exchange._stream
+        assert stream is not None
+        if any(w._queue or queued(w, termios.TIOCOUTQ) for w in stream.publisher._readers):  # type: ignore[attr-defined]
+            return True
+    mirrors = [p for m in rig.members.values() for p in m.exchange._peers.values() if isinstance(p, TcpMirror)]
+    raised = [mirror.pump() for mirror in mirrors]  # a driver without an op leaves words where they are
+    return any(raised) or any(mirror.is_open and queued(mirror, termios.FIONREAD) for mirror in mirrors)
+
+
+def queued(connection: MirrorWriter | TcpMirror, which: int) -> int:
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), which, bytes(4)), sys.byteorder)
+
+
+def settle(rig: Rig) -> None:
+    """An op is over for its callers before all have heard that all have taken it. Twice, as members relay."""
+    deadline = time.monotonic() + DEADLINE
+    while is_under_way(rig) or is_under_way(rig):
+        assert time.monotonic() < deadline, "words are under way for ever"
+        for member in rig.members.values():
+            member.exchange.nudge()
+        time.sleep(0.001)
+
+
 def go_to(rig: Rig, count: int) -> None:
-    """A new epoch, as if so many tasks had been done in it. Nothing of it is in flight, whatever still is of the last."""
-    rig.view(rig.members)
+    """As if so many tasks had been done in this epoch. Nothing is in flight."""
+    settle(rig)
     for member in rig.members.values():
         stream = member.exchange._stream
         assert stream is not None
@@ -56,7 +88,6 @@ def go_to(rig: Rig, count: int) -> None:
         for peer in member.exchange._peers.values():
             theirs = rig.members[peer.replica].segment.words
             if isinstance(peer, TcpMirror):
-                peer._begin_epoch(rig.epoch)
                 for word in words_of(rig.members[peer.replica].exchange._stream.pipeline):  # type: ignore[union-attr]
                     peer.words[word] = theirs[word]
                 if peer.heard is not peer.words:
