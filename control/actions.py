@@ -38,6 +38,7 @@ class Queued:
     """Still joining; why."""
 
     reason: str
+    stage: m.Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,3 +54,4 @@ class Failed:
     """The end for this rank. Say what is still to be said, then hang up, so that nobody waits for it."""
 
     reason: str
+    ending: m.Ending = m.Ending.FAILED

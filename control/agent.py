@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
@@ -25,6 +25,7 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.engine import Engine, Unreachable
 from ftcomm.control.links import Link, Listener, event_loop, hand_over, serve_messages
 from ftcomm.control.liveness import Knock, state_of
+from ftcomm.control.member import Phase
 from ftcomm.control.peers import Peers
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
@@ -40,9 +41,25 @@ NUDGE = 0.001  # s between wake-ups of an engine that sleeps on a dead peer's fl
 class JoinError(RuntimeError):
     """The job cannot be joined; the message says what was tried and the mend."""
 
+    def __init__(self, reason: str, ending: m.Ending = m.Ending.FAILED) -> None:
+        super().__init__(reason)
+        self.ending = ending
+
 
 class Gone(RuntimeError):
     """This replica is no longer part of the job."""
+
+    def __init__(self, reason: str, ending: m.Ending = m.Ending.FAILED) -> None:
+        super().__init__(reason)
+        self.ending = ending
+
+
+class _News(NamedTuple):
+    """What this rank heard last on its way into the job, and how far that says it has got."""
+
+    text: str
+    stage: m.Stage = m.Stage.WAITING
+    ending: m.Ending = m.Ending.FAILED  # if it is the end
 
 
 class Agent:
@@ -92,7 +109,7 @@ class Agent:
         self._joined: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
-        self._news = "no connection was tried yet"
+        self._news = _News("no connection was tried yet")
         self._since = 0.0  # when the newest view was heard of
         self._refused: Exception | None = None
         self._warned = ""  # the last refusal that was logged
@@ -120,7 +137,7 @@ class Agent:
         try:
             self._wait(self._known, timeout)
         except Gone as error:
-            raise JoinError(str(error)) from None
+            raise JoinError(str(error), error.ending) from None
         return self._joined.done()
 
     def enter(self, timeout: float) -> View:
@@ -144,14 +161,14 @@ class Agent:
                 raise Gone("the group was shut down (ftcomm.shutdown)")
             if isinstance(self._refused, wire.Refused):  # any other refusal may be forged: it is tried again
                 raise JoinError(str(self._refused))
-            if news.startswith("joins") and self._news != news:  # it was on the way in: a new wait for another thing
+            before, news = news, self._news
+            if before.stage is m.Stage.JOINING and news != before:  # a new wait for another thing
                 deadline = now + timeout
-            news = self._news
-            if now > deadline and not self._news.startswith("joins"):
-                raise JoinError(f"{self._news} (waited {timeout:g} s)")
+            if now > deadline and news.stage is m.Stage.WAITING:
+                raise JoinError(f"{news.text} (waited {timeout:g} s)")
             if now - told > 10:
                 told = now
-                log.info("replica %d rank %d: %s", self.replica, self.rank, self._news)
+                log.info("replica %d rank %d: %s", self.replica, self.rank, news.text)
 
     def boundary(self, step: int, timeout: float | None) -> View:
         """Stand at the boundary of `step`, nothing in flight. Blocks only if membership may change there; returns the
@@ -161,8 +178,8 @@ class Agent:
             if len(actions) == 1 and isinstance(actions[0], act.Passed):
                 self.left = actions[0].left
                 return actions[0].view
-            if self._node.machine.phase == "failed":
-                raise Gone(self._news)
+            if self._node.machine.phase is Phase.FAILED:
+                raise Gone(self._news.text, self._news.ending)
             passed: concurrent.futures.Future[View] = concurrent.futures.Future()
             self._passed = passed
         self._loop.call_soon_threadsafe(self._carry_out, actions)
@@ -195,7 +212,7 @@ class Agent:
         """
         self.tell(m.Finished(True))
         deadline: float | None = None
-        while self._thread.is_alive() and self._node.machine.phase != "failed" and not self._acked.wait(0.05):
+        while self._thread.is_alive() and self._node.machine.phase is not Phase.FAILED and not self._acked.wait(0.05):
             if not self._node.all_finished:
                 continue
             now = time.monotonic()
@@ -317,21 +334,24 @@ class Agent:
     def _up_lost(self, what: str, error: Exception) -> None:
         self._refused = error
         address = self._up.address if self._up is not None else self._coordinator
-        self._news = (
+        news = (
             f"the {what} at {address[0]}:{address[1]} cannot be reached ({error}); is it running there, and is the "
             "port open to this host?"
         )
+        self._news = _News(news)
         if self.view is not None:
-            log.debug("replica %d rank %d: %s", self.replica, self.rank, self._news)
+            log.debug("replica %d rank %d: %s", self.replica, self.rank, news)
         elif isinstance(error, wire.HandshakeError) and str(error) != self._warned:
             self._warned = str(error)
-            log.warning("replica %d rank %d: %s", self.replica, self.rank, self._news)
+            log.warning("replica %d rank %d: %s", self.replica, self.rank, news)
         self._do(self._node.up_lost, f"the {what} is lost: {error}", isinstance(error, ConnectionRefusedError))
 
     def _up_mute(self, what: str) -> None:
         address = self._up.address if self._up is not None else self._coordinator
         where = f"{address[0]}:{address[1]}"
-        self._news = f"the {what} at {where} has not answered yet; it is stopped, or something else listens there"
+        self._news = _News(
+            f"the {what} at {where} has not answered yet; it is stopped, or something else listens there"
+        )
 
     async def _peer(self, channel: Channel, opening: wire.Opening) -> None:
         if opening.purpose == "member":
@@ -442,26 +462,26 @@ class Agent:
                     if future is not None and not future.done():
                         future.set_result(action.view)
             elif isinstance(action, act.Queued):
-                self._news = action.reason
+                self._news = _News(action.reason, action.stage)
             elif isinstance(action, act.Known):
-                self._news = "the coordinator has not answered yet"  # to what we say next
+                self._news = _News("the coordinator has not answered yet")  # to what we say next
                 if not self._known.done():
                     self._known.set_result(action.view)
             elif isinstance(action, n.Acked):
                 self._acked.set()
             else:
-                self._end(action.reason)
+                self._end(action.reason, action.ending)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, ending: m.Ending) -> None:
         """It hangs up, so that nobody waits for it."""
-        self._news = reason
-        self.engine.fail(reason)
+        self._news = _News(reason, ending=ending)
+        self.engine.fail(reason, ending)
         if self._up is not None:
             self._up.close()
             self._up = None
         for future in (self._known, self._joined, self._passed):
             if future is not None and not future.done():
-                future.set_exception(Gone(reason))
+                future.set_exception(Gone(reason, ending))
 
     # -- changing the view ---------------------------------------------------------------------------------------
 

@@ -36,11 +36,15 @@ from ftcomm.control.views import Address, Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
 
-WAITS = "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)"
-ALONE = (
+WAITS = m.Queued(
+    "joins at the next step boundary that all replicas can agree on (ftcomm.steps, Group.boundary)", m.Stage.JOINING
+)
+ALONE = m.Queued(
     "waits for the replicas that hold the state of the training, of which none is heard; if they have ended for good, "
     "end this coordinator, remove its store, and start the job again from its last checkpoint"
 )
+FINISHED = m.Expelled("the job has finished", m.Ending.TOO_LATE)
+OVER = m.Expelled("the job has ended or is being drained", m.Ending.TOO_LATE)
 DRAINED = "the job is being drained"
 LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
 
@@ -221,7 +225,7 @@ class Coordinator:
         if self.view is None or not self.joiners.has(replica, link.incarnation):
             return []
         if isinstance(message, m.Ready) and self.joiners.ready(replica):
-            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(WAITS)), *self._propose()]
+            return [Log("ready", {"replica": replica}), Send(conn, WAITS), *self._propose()]
         if isinstance(message, m.Leave):
             return self._dismiss(conn, replica)
         return []
@@ -289,10 +293,10 @@ class Coordinator:
         self.draining = True
         actions: list[Action] = [Log("draining", {})]
         if self.view is None:
-            return [*actions, *self._turn_away(DRAINED), *self._finish()]
+            return [*actions, *self._turn_away(m.Expelled(DRAINED)), *self._finish()]
         if self.proposal is not None:
             actions += self._cancel()
-        return [*actions, *self._turn_away(DRAINED, m.Dismissed), *self._propose()]
+        return [*actions, *self._turn_away(m.Dismissed(DRAINED)), *self._propose()]
 
     def tick(self, now: float) -> list[Action]:
         """To be called several times per heartbeat timeout."""
@@ -414,13 +418,14 @@ class Coordinator:
 
     def _join(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         replica = join.replica
-        refused = self._refusal(join)
+        refusal = self._refusal(join)
+        refused = "" if refusal is None else refusal.reason
         if not refused and self.view is not None and max(join.epoch, join.heard) > self._epoch:
             return self._outdated(conn, join, now)
         if refused and join.epoch > 0 and not self.done:  # it runs: its job must not end with a wrong start of ours
             return [*self._refuse(join, refused), Close(conn)]
-        if refused:
-            return [*self._refuse(join, refused), Send(conn, m.Expelled(refused)), Close(conn)]
+        if refusal is not None:
+            return [*self._refuse(join, refused), Send(conn, refusal), Close(conn)]
         if self._is_last(replica, join.incarnation, now):
             reason = (
                 f"another process is replica {replica}, and the only one that holds the state of the training; give "
@@ -512,11 +517,11 @@ class Coordinator:
             return self._dismiss(conn, replica)
         if join.ready:
             news = ALONE if self._alone else WAITS
-            return [Log("ready", {"replica": replica}), Send(conn, m.Queued(news)), *self._propose()]
+            return [Log("ready", {"replica": replica}), Send(conn, news), *self._propose()]
         if self._alone:
-            return [Send(conn, m.Queued(ALONE))]
+            return [Send(conn, ALONE)]
         reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
-        return self._tell_joiners() or [Send(conn, m.Queued(reason))]
+        return self._tell_joiners() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
 
     def _tell_joiners(self) -> list[Action]:
         """Let those prepare who do not know yet that they may. Not before some boundary was passed: a job that passes
@@ -525,9 +530,9 @@ class Coordinator:
             return []
         return [Send(self._link_of(replica), m.Registered(seen)) for replica, seen in self.joiners.tell(self.view)]
 
-    def _tell_all_joiners(self, news: str) -> list[Action]:
+    def _tell_all_joiners(self, news: m.Queued) -> list[Action]:
         conns = [self._conn(member.replica) for member in self.joiners]
-        return [Send(conn, m.Queued(news)) for conn in conns if conn is not None]
+        return [Send(conn, news) for conn in conns if conn is not None]
 
     def _dismiss(self, conn: Conn, replica: int) -> list[Action]:
         """It has asked to leave before it was in any view, so there is no boundary to wait for."""
@@ -575,14 +580,14 @@ class Coordinator:
         removed = Log("removed", {"replica": replica, "reason": "the job went on without it while it was not heard"})
         return [*actions, removed, Send(conn, m.Expelled(reason)), Close(conn)]
 
-    def _refusal(self, join: m.Join) -> str:
+    def _refusal(self, join: m.Join) -> m.Expelled | None:
         other = other_job(join, self.ranks_per_replica, self.timeouts) or too_large(join, self.expected)
         if other:
-            return other
+            return m.Expelled(other)
         member = self._counts(join.replica, join.incarnation)  # of a view that it may not have installed yet
         if self.done or (self.draining and join.epoch == 0 and not member):
-            return m.OVER
-        return ""
+            return OVER
+        return None
 
     def _form(self) -> list[Action]:
         here = self.joiners.waiting
@@ -656,7 +661,7 @@ class Coordinator:
             self.caught_up.discard(replica)
         for replica, why in lost.items():
             conn = self._conn(replica)
-            if why != "finished" and conn is not None:
+            if replica not in self.finished and conn is not None:
                 said = f"replica {replica} was removed from the job after epoch {self._epoch}: {why}"
                 actions.append(Send(conn, m.Expelled(said)))
         why = "; ".join(f"lost {replica}: {reason}" for replica, reason in lost.items()) or "a change was withdrawn"
@@ -664,14 +669,14 @@ class Coordinator:
             persist, *rest = self._decide(members, step, why)
             return [persist, *actions, *rest]  # nobody is sent away before that is written down
         if base.contributing & set(self.finished):  # the training is complete; who still catches up may end in peace
-            return [*actions, *self._turn_away(m.FINISHED), *self._finish()]
+            return [*actions, *self._turn_away(FINISHED), *self._finish()]
         failed = (
             f"{why}: no replica that holds the state of the training is left; restart the job from its last checkpoint"
         )
         conns = [self._conn(member.replica) for member in members]
         self.view = View(self._epoch, None, (), failed)
         expelled = [Send(conn, m.Expelled(failed)) for conn in conns if conn is not None]
-        return [*actions, *expelled, *self._turn_away(failed), *self._finish(failed)]
+        return [*actions, *expelled, *self._turn_away(m.Expelled(failed)), *self._finish(failed)]
 
     def _holders(self) -> set[int]:
         """Who holds the state of the training."""
@@ -782,7 +787,7 @@ class Coordinator:
             return []
         last = self.view if self.view.members or self._before is None else self._before  # after a drain: who left
         if set(last.replicas) <= set(self.finished):
-            return [*self._turn_away(m.FINISHED), *self._finish()]
+            return [*self._turn_away(FINISHED), *self._finish()]
         return []
 
     def _finish(self, failed: str = "") -> list[Action]:
@@ -791,10 +796,10 @@ class Coordinator:
         self.done = True
         return [Log("failed", {"reason": failed}), Done(failed)] if failed else [Done()]
 
-    def _turn_away(self, reason: str, how: type[m.Expelled | m.Dismissed] = m.Expelled) -> list[Action]:
-        """All joiners."""
+    def _turn_away(self, word: m.Expelled | m.Dismissed) -> list[Action]:
+        """All joiners go, with this word."""
         conns = [self._conn(replica) for replica in self.joiners.clear()]
-        return [Send(conn, how(reason)) for conn in conns if conn is not None]
+        return [Send(conn, word) for conn in conns if conn is not None]
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Engine(Protocol):
     def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
         """The op in flight that has made no progress for `seconds`, and the replicas it waits for; None without one."""
 
-    def fail(self, reason: str) -> None: ...
+    def fail(self, reason: str, ending: m.Ending) -> None: ...
 
 
 class Unreachable(Exception):

@@ -243,7 +243,8 @@ class Leader:
 
     def _wait_for_siblings(self, rank: int, ready: set[int]) -> list[Action]:
         missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
-        return [ToRank(rank, m.Queued(f"joins when all ranks of this replica are ready for it; missing: {missing}"))]
+        reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
+        return [ToRank(rank, m.Queued(reason, m.Stage.JOINING))]
 
     def rank_lost(self, rank: int, reason: str) -> list[Action]:
         """The replica is the unit of failure: without one of its ranks it is lost."""

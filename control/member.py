@@ -1,16 +1,9 @@
-"""The member: one rank's part of the protocol. A pure state machine beside the user's code.
-
-joining    no view yet; in a running job not before the script is ready to be waited for
-running    ops are exchanged in `view`
-changing   a newer view is known: quiesce, tell the others our progress, wait for theirs
-resuming   all have told; the exchange is being set going again
-left       drained: the view in force does not have this replica any more, or it was sent away before any had it
-failed     expelled, or the job has failed
-"""
+"""The member: one rank's part of the protocol. A pure state machine beside the user's code."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import msgspec
 
@@ -37,13 +30,22 @@ Action = ToLeader | ToMember | Freeze | Resume | Passed | Failed | Queued | Know
 AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is heard of
 
 
+class Phase(enum.Enum):
+    JOINING = "joining"  # no view yet; in a running job not before the script is ready to be waited for
+    RUNNING = "running"  # ops are exchanged in `view`
+    CHANGING = "changing"  # a newer view is known: quiesce, tell the others our progress, wait for theirs
+    RESUMING = "resuming"  # all have told; the exchange is being set going again
+    LEFT = "left"  # drained: the view in force does not have this replica, or it was sent away before any had it
+    FAILED = "failed"  # expelled, or the job has failed
+
+
 class Machine:
     """Not thread-safe; every method returns actions in order."""
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
         self.incarnation = ""  # the leader says it
-        self.phase = "joining"
+        self.phase = Phase.JOINING
         self.view: View | None = None  # in force, or being installed while changing
         self.preview: View | None = None  # who was there, and we with them, when a running job came to know us
         self.ran = False  # has exchanged in some view
@@ -59,7 +61,7 @@ class Machine:
     def boundary(self, step: int) -> list[Action]:
         """The user's code stands at the boundary of `step`, with no op in flight. `Passed` may come now or later."""
         self._standing = step
-        if self.phase != "running":
+        if self.phase is not Phase.RUNNING:
             return []  # passed when the change under way is through
         if self._promise is not None and self._promise[1] <= step:
             self._asked = self._promise[0]
@@ -79,7 +81,7 @@ class Machine:
     # -- the leader ----------------------------------------------------------------------------------------------
 
     def from_leader(self, message: m.Message) -> list[Action]:
-        if self.phase in ("left", "failed"):
+        if self.phase in (Phase.LEFT, Phase.FAILED):
             return []
         if isinstance(message, m.Welcome):
             self.incarnation = message.incarnation
@@ -87,7 +89,7 @@ class Machine:
         if isinstance(message, m.NewView):
             return self._install(message.view)
         if isinstance(message, m.Prepare):
-            ok = self.phase == "running" and self.step < message.step
+            ok = self.phase is Phase.RUNNING and self.step < message.step
             if ok:
                 self._promise = (message.proposal, message.step)
             return [ToLeader(m.Promise(message.proposal, ok, self.step))]
@@ -96,11 +98,11 @@ class Machine:
         if isinstance(message, m.Decision):
             return self._decided(message)
         if isinstance(message, m.Expelled):
-            self.phase = "failed"
-            return [Failed(message.reason)]
+            self.phase = Phase.FAILED
+            return [Failed(message.reason, message.ending)]
         if isinstance(message, m.Queued):
-            return [Queued(message.reason)]
-        if isinstance(message, m.Registered) and self.preview is None and self.phase == "joining":
+            return [Queued(message.reason, message.stage)]
+        if isinstance(message, m.Registered) and self.preview is None and self.phase is Phase.JOINING:
             self.preview = message.view  # the first, which all our ranks have got; a new coordinator says another
             return [Known(message.view)]
         if isinstance(message, m.Dismissed) and not self.ran:
@@ -109,24 +111,24 @@ class Machine:
 
     def _dismiss(self, reason: str) -> list[Action]:
         if self.preview is None:  # the script still waits to be told that there is a job
-            self.phase = "failed"
+            self.phase = Phase.FAILED
             return [Failed(reason)]
-        self.phase = "left"
+        self.phase = Phase.LEFT
         return [Passed(self.view or self.preview, left=True)]
 
     def _release(self, proposal: int) -> list[Action]:
         if self._promise is not None and self._promise[0] == proposal:
             self._promise = None
-        if self._asked == proposal and self.phase == "running":
+        if self._asked == proposal and self.phase is Phase.RUNNING:
             return self._pass()
         return []
 
     def _decided(self, decision: m.Decision) -> list[Action]:
-        if decision.view is None or self._asked != decision.proposal or self.phase != "running":
+        if decision.view is None or self._asked != decision.proposal or self.phase is not Phase.RUNNING:
             return self._release(decision.proposal)
         if decision.view.has(self.replica, self.incarnation):
             return self._install(decision.view)
-        self.phase = "left"
+        self.phase = Phase.LEFT
         self.view = decision.view
         return [Passed(self.view, left=True)]
 
@@ -136,17 +138,18 @@ class Machine:
         self._promise = None
         if not view.has(self.replica, self.incarnation):
             if not self.ran:
-                self.phase, self.view = "joining", None
-                return [Queued("joins at a later boundary: the change that was to add this replica was given up")]
-            self.phase = "failed"
+                self.phase, self.view = Phase.JOINING, None
+                reason = "joins at a later boundary: the change that was to add this replica was given up"
+                return [Queued(reason, m.Stage.JOINING)]
+            self.phase = Phase.FAILED
             return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
-        self.phase, self.view, self._mine = "changing", view, None
+        self.phase, self.view, self._mine = Phase.CHANGING, view, None
         self._theirs = {epoch: told for epoch, told in self._theirs.items() if epoch >= view.epoch}
         return [Freeze(view)]
 
     def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
         """The exchange stands still and holds `progress`; `epoch` is that of the `Freeze` that is answered."""
-        if self.phase != "changing" or self.view is None or epoch != self.view.epoch:
+        if self.phase is not Phase.CHANGING or self.view is None or epoch != self.view.epoch:
             return []
         self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran)
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, progress)
@@ -174,34 +177,34 @@ class Machine:
 
     def asked(self) -> list[m.Message]:
         """What the leader was asked and has not answered yet."""
-        return [] if self._asked is None or self.phase != "running" else [m.AtBoundary(self._asked)]
+        return [] if self._asked is None or self.phase is not Phase.RUNNING else [m.AtBoundary(self._asked)]
 
     def missing(self) -> tuple[int, ...]:
         """Whose progress a change of view waits for; empty if none is under way or we have not told ours."""
-        if self.phase != "changing" or self.view is None or self._mine is None:
+        if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return ()
         told = self._theirs.get(self.view.epoch, {})
         return tuple(replica for replica in self.view.replicas if replica != self.replica and replica not in told)
 
     def fail(self) -> None:
         """This rank cannot go on."""
-        self.phase = "failed"
+        self.phase = Phase.FAILED
 
     def _resume(self) -> list[Action]:
-        if self.phase != "changing" or self.view is None or self._mine is None:
+        if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return []
         told = {**self._theirs.get(self.view.epoch, {}), self.replica: self._mine}
         if not all(replica in told for replica in self.view.replicas):
             return []
         progress = {replica: told[replica] for replica in self.view.replicas}
-        self.phase = "resuming"
+        self.phase = Phase.RESUMING
         return [Resume(self.view, progress)]
 
     def resumed(self, epoch: int) -> list[Action]:
         """The exchange runs in the view of `epoch`."""
-        if self.phase != "resuming" or self.view is None or self.view.epoch != epoch:
+        if self.phase is not Phase.RESUMING or self.view is None or self.view.epoch != epoch:
             return []
-        self.phase = "running"
+        self.phase = Phase.RUNNING
         if not self.ran and self.view.step is not None:
             self.step = self.view.step - 1  # a joiner starts with that step
         self.ran = True

@@ -10,6 +10,7 @@ Who speaks to whom (a rank's Member machine lives beside the user's code, a Lead
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import msgspec
@@ -33,9 +34,19 @@ RESERVED = frozenset(
     | {"restart_asked", "restarting"}
 )
 
-# Reasons of `Expelled` for who comes too late: there is nothing wrong with it, and nothing for it to do.
-FINISHED = "the job has finished"
-OVER = "the job has ended or is being drained"
+
+class Stage(enum.Enum):
+    """How far a replica has got that has no view yet."""
+
+    WAITING = "waiting"  # for others to come, as long as FTCOMM_INIT_TIMEOUT says
+    JOINING = "joining"  # a running job takes it in at a step boundary, which may take any time
+
+
+class Ending(enum.Enum):
+    """Why a replica is not part of a job, or no longer."""
+
+    FAILED = "failed"  # something is wrong, which the reason says
+    TOO_LATE = "too late"  # the job is over: nothing is wrong, and there is nothing to do
 
 
 # -- rank -> leader -> coordinator -------------------------------------------------------------------------------
@@ -173,6 +184,7 @@ class Queued(Message, frozen=True):
     """The replica is known and waits for its first view; `reason` says for what."""
 
     reason: t.Text
+    stage: Stage = Stage.WAITING
 
 
 class Registered(Message, frozen=True):
@@ -214,6 +226,7 @@ class Decision(Message, frozen=True):
 
 class Expelled(Message, frozen=True):
     reason: t.Text
+    ending: Ending = Ending.FAILED
 
 
 class FinishAck(Message, frozen=True):

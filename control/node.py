@@ -102,7 +102,7 @@ class Node:
         join = self.leader.join()
         if join is not None:  # and what it may not have heard, having been away
             return [Up(join), *([Up(m.Finished(True))] if self.leader.finished else []), *self._said_late()]
-        return [Queued("not all ranks of this replica have started yet")]
+        return [Queued("not all ranks of this replica have started yet", m.Stage.WAITING)]
 
     def _said_again(self) -> list[Action]:
         """What a rank has said to its leader, and may have been lost with the connection."""
@@ -254,7 +254,7 @@ class Node:
 
     def wants(self, view: View) -> bool:
         """Whether the `Resume` for `view` is still to be carried out."""
-        return self.machine.view is view and self.machine.phase == "resuming"
+        return self.machine.view is view and self.machine.phase is mem.Phase.RESUMING
 
     def reaching(self, replicas: tuple[int, ...]) -> list[Action]:
         """Whose memory we are about to reach: who is waited for, if that takes long, and not complained of."""
@@ -286,7 +286,7 @@ class Node:
 
     def failed(self, reason: str) -> list[Action]:
         """This rank cannot go on."""
-        if self.machine.phase == "failed":
+        if self.machine.phase is mem.Phase.FAILED:
             return []
         self.machine.fail()
         if self.leader is not None:
@@ -343,11 +343,14 @@ class Node:
 
     def _waiting(self) -> tuple[int, tuple[int, ...]]:
         missing = self.machine.missing()
-        if self.machine.phase == "resuming":
+        if self.machine.phase is mem.Phase.RESUMING:
             missing = self._reaching or tuple(self._unreachable)
         if missing:
             return CHANGE, missing
-        return BOUNDARY, self.leader.waiting() if self.leader is not None and self.machine.phase == "running" else ()
+        return (
+            BOUNDARY,
+            self.leader.waiting() if self.leader is not None and self.machine.phase is mem.Phase.RUNNING else (),
+        )
 
     def _epoch(self) -> int:
         return self.machine.view.epoch if self.machine.view is not None else 0

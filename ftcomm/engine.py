@@ -32,14 +32,9 @@ def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
     return ring_order(hosts, racks, {replica: there.host for replica, there in members.items()}, tuning)
 
 
-def too_late(reason: str) -> bool:
-    """Whether this is told to who comes when the job is over."""
-    return reason in (m.FINISHED, m.OVER)
-
-
-def expelled(who: str, reason: str) -> ExpelledError:
+def expelled(who: str, reason: str, ending: m.Ending) -> ExpelledError:
     """What a rank raises that is told this by the job."""
-    return TooLateError(f"{who} came too late: {reason}") if too_late(reason) else ExpelledError(reason)
+    return TooLateError(f"{who} came too late: {reason}") if ending is m.Ending.TOO_LATE else ExpelledError(reason)
 
 
 class Drives(Protocol):
@@ -270,9 +265,9 @@ class Engine:
         self._on_view(view)
         return self._exchange.resume(plan, peers, progress)._asdict()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, ending: m.Ending) -> None:
         self._watcher.close()
-        error = expelled(f"replica {self._exchange.replica} rank {self._rank}", reason)
+        error = expelled(f"replica {self._exchange.replica} rank {self._rank}", reason, ending)
         self._exchange.fail(error)
         self._on_failed(error)
 

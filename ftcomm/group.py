@@ -30,7 +30,7 @@ from ftcomm.control.views import Address, View
 from ftcomm.control.wire import number, text
 from ftcomm.descriptors import room_for
 from ftcomm.device.choose import open_engine
-from ftcomm.engine import Engine, expelled, too_late
+from ftcomm.engine import Engine, expelled
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError, TransportError
 from ftcomm.fixed.endpoint import Switchboard
 from ftcomm.kernels.host.reduce import Reducer
@@ -200,7 +200,7 @@ class Group(Calls):
         )
 
     def _not_joined(self, error: JoinError) -> InitError:
-        kind = TooLateError if too_late(str(error)) else InitError
+        kind = TooLateError if error.ending is m.Ending.TOO_LATE else InitError
         return kind(f"{self._named()} could not join the job: {error}")
 
     def _named(self) -> str:
@@ -298,7 +298,7 @@ class Group(Calls):
         try:
             view = self._agent.enter(self.settings.init_timeout)
         except Gone as error:
-            raise expelled(self._named(), str(error)) from None
+            raise expelled(self._named(), str(error), error.ending) from None
         except JoinError as error:
             raise self._not_joined(error) from None
         with self._entering:
@@ -330,7 +330,7 @@ class Group(Calls):
             for group in (self._exchange, *self._subgroups):
                 group.common(reset=True)
         except Gone as error:
-            raise expelled(self._named(), str(error)) from None
+            raise expelled(self._named(), str(error), error.ending) from None
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1

@@ -300,7 +300,7 @@ class Job:
                 stream = rank.stream
                 at = "" if stream is None else f"e{stream.view.epoch} {stream.pipeline.counts}"
                 lines.append(
-                    f"{rank.name}: alive={rank.alive} frozen={rank.frozen} {node.machine.phase} at boundary "
+                    f"{rank.name}: alive={rank.alive} frozen={rank.frozen} {node.machine.phase.value} at boundary "
                     f"{node.machine.step}, {rank.flight.returned} ops returned, {len(rank.flight.ops)} in flight, "
                     f"stream {at}, script waits for {rank._awaits!r}, missing {node.machine.missing()} "
                     f"{node._waiting()}{', gone: ' + rank.gone if rank.gone else ''}"

@@ -7,6 +7,7 @@ another.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Hashable, Set
 from types import FunctionType
@@ -30,7 +31,7 @@ class _Frozen(tuple[Any, ...]):
 def freeze(value: Any) -> Hashable:
     """`value` as a hashable. Equal for equal values, whatever the identities."""
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, tuple | frozenset | msgspec.Struct | Timeouts):
+    if kind in _ATOMS or isinstance(value, tuple | frozenset | enum.Enum | msgspec.Struct | Timeouts):
         same: Hashable = value  # immutable all the way down; if not, its hash fails
         return same
     if kind is list or kind is deque:

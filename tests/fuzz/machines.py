@@ -16,6 +16,7 @@ from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
+from ftcomm.control.member import Phase
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 from tests.fuzz.choices import ADDRESS, WORDS, Choices, message
@@ -167,7 +168,7 @@ class Ranked:
                 self.freeze = action.view
                 self.seen.append(action.view.epoch)
             elif isinstance(action, act.Known):
-                assert self.freeze is None or self.node.machine.phase == "joining", "a member is told to prepare"
+                assert self.freeze is None or self.node.machine.phase is Phase.JOINING, "a member is told to prepare"
             elif isinstance(action, act.Resume):
                 assert set(action.progress) == set(action.view.replicas)
                 self.resume = action.view

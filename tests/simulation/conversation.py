@@ -19,6 +19,7 @@ catches up. `A B -> C: text` stands for one message from A and one from B.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -737,6 +738,8 @@ def worded(name: str, value: object) -> str:
         return f"proposal {value >> 32}"
     if isinstance(value, str):
         return shortened(value)
+    if isinstance(value, enum.Enum):
+        return str(value.value)
     return f"{name.replace('_', ' ')} {value}"
 
 

@@ -81,7 +81,7 @@ def heal(cluster: Cluster, rng: random.Random) -> None:
 def states(cluster: Cluster) -> str:
     return "; ".join(
         f"{replica.incarnation} alive={replica.alive} "
-        + ",".join(f"{rank.state}@{rank.step}/{rank.machine.phase}/e{rank.epoch}" for rank in replica.ranks)
+        + ",".join(f"{rank.state}@{rank.step}/{rank.machine.phase.value}/e{rank.epoch}" for rank in replica.ranks)
         for replica in cluster.replicas.values()
     )
 

@@ -12,10 +12,12 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import msgspec
 import pytest
 
+from ftcomm.control import actions as act
 from ftcomm.control import dropped, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control import server as server_module
@@ -509,7 +511,7 @@ class Still:
 
     def waiting(self, seconds: float) -> None: ...
 
-    def fail(self, reason: str) -> None: ...
+    def fail(self, reason: str, ending: m.Ending) -> None: ...
 
 
 @contextlib.contextmanager
@@ -561,6 +563,20 @@ def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
             agent.register(1.0)
     assert len(times) > 1
     assert len([record for record in caplog.records if "the job is over" in record.getMessage()]) == 1
+
+
+def test_who_is_on_its_way_in_waits_longer_than_who_waits_for_others_to_come() -> None:
+    """Whatever the words are in which it is told so."""
+    stranger = listen("127.0.0.1", 0)
+    with stranger, an_agent(1, stranger) as (agent, _):
+        agent.start()
+        agent._carry_out([act.Queued("some news", m.Stage.JOINING)])
+        with ThreadPoolExecutor(1) as pool:
+            register = pool.submit(agent.register, 0.5)
+            assert not wait([register], 2.0).done
+            agent._carry_out([act.Queued("other news", m.Stage.WAITING)])
+            with pytest.raises(JoinError, match="other news"):
+                register.result(DEADLINE)
 
 
 def test_a_member_speaks_for_itself_alone(count: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:

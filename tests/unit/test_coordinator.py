@@ -864,3 +864,14 @@ def test_a_restarted_one_ends_no_job_before_it_has_heard_of_all_whether_they_hav
         script.do(script.coordinator.dialled(1, "life-11", "ended", script.now))
         script.do(script.coordinator.dialled(0, "life-0", "ended", script.now))
     assert bool(script.done) is not comes
+
+
+def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed() -> None:
+    script = Script(1)
+    script.tell(0, m.Finished())
+    assert script.done == [""]
+    script.join(1)
+    assert [message.ending for message in script.sent[1] if isinstance(message, m.Expelled)] == [m.Ending.TOO_LATE]
+    address = Address("h", 1, "b", 2, 3, "n")
+    script.tell(2, m.Join(2, "life-2", (address, address), epoch=0, step=-1, timeouts=CHAIN))
+    assert [message.ending for message in script.sent[2] if isinstance(message, m.Expelled)] == [m.Ending.FAILED]

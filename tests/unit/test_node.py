@@ -312,6 +312,15 @@ def test_who_is_in_no_view_and_was_told_of_none_fails_when_it_is_dismissed() -> 
     assert node.from_up(m.Dismissed("the job is being drained")) == [act.Failed("the job is being drained")]
 
 
+def test_a_rank_hears_for_what_it_waits_and_why_it_ends() -> None:
+    node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
+    node.start()
+    for stage in m.Stage:
+        assert node.from_up(m.Queued("news", stage)) == [act.Queued("news", stage)]
+    over = m.Expelled("over", m.Ending.TOO_LATE)
+    assert node.from_up(over) == [act.Failed("over", m.Ending.TOO_LATE)]
+
+
 def test_a_rank_that_prepares_without_its_leader_is_expelled() -> None:
     assert registered(ranks=2, rank=1).up_lost("gone", refused=True) == [act.Failed("gone")]
 
