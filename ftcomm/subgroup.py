@@ -42,8 +42,8 @@ from ftcomm.collective.watchdog import Stall
 from ftcomm.control import field_types as t
 from ftcomm.control import fork, wire
 from ftcomm.control.blame import CHANGE
-from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import drop
+from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.messages import Progress
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import REPORT
@@ -78,36 +78,7 @@ class Account(msgspec.Struct, frozen=True, tag=True):
     progress: Progress
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Account)
-
-
-def encode(account: Account) -> bytes:
-    """A frame."""
-    data = _encoder.encode(account)
-    return len(data).to_bytes(4, "big") + data
-
-
-def hear(sock: Connection, wanted: Callable[[], bool]) -> Account | None:
-    """One frame; None as soon as it is not `wanted` any more. Raises `OSError` and `msgspec.DecodeError`."""
-    data, length = bytearray(), 4
-    sock.settimeout(_LOOK)
-    while len(data) < length:
-        if not wanted():
-            return None
-        try:
-            part = sock.recv(length - len(data))
-        except TimeoutError:
-            continue
-        if not part:
-            raise ConnectionError("closed by the other side")
-        data += part
-        if len(data) == 4:
-            length += int.from_bytes(data, "big")
-            if length > wire.MAX_MESSAGE:
-                raise ConnectionError(f"a frame of {length} bytes, at most {wire.MAX_MESSAGE} are allowed")
-    account: Account = decode_with(_decoder, data[4:])
-    return account
+FRAMES: Framing[Account] = Framing(Account, wire.MAX_MESSAGE)
 
 
 class Subgroup(Calls):
@@ -394,7 +365,7 @@ class Subgroup(Calls):
         with contextlib.suppress(OSError), call.sock as sock:
             if call.epoch == account.epoch:
                 sock.settimeout(_SEND)
-                sock.sendall(encode(account))
+                sock.sendall(FRAMES.frame(account))
 
     def _ask(self, view: View, others: list[Member]) -> dict[int, Account] | None:
         """The accounts of `others`, each of whom is asked until it answers; None if `view` is wanted no more."""
@@ -462,9 +433,7 @@ class Subgroup(Calls):
                 fields["there"] = nonce
             try:
                 with self._dial(there, PURPOSE, fields, self._patience()) as sock:
-                    account = hear(sock, lambda: self._wanted(view))
-                if account is None:
-                    return
+                    account = FRAMES.read(receive_while(sock, lambda: self._wanted(view), _LOOK))
                 ours = self._ours(member.replica, member.incarnation, account.address.nonce)
                 if ours and account.epoch == view.epoch:
                     answers.put((member.replica, account))

@@ -28,9 +28,9 @@ from msgspec import Meta
 
 from ftcomm.control import field_types as t
 from ftcomm.control import wire
-from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import drop, printable
 from ftcomm.control.fork import apart
+from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.views import Address
 from ftcomm.errors import ArgumentError, TransportError
@@ -66,19 +66,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Said = Hello | Closing | Failed
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Said)
-
-
-def encode(said: Said) -> bytes:
-    data = _encoder.encode(said)
-    return len(data).to_bytes(4, "big") + data
-
-
-def decode(data: bytes) -> Said:
-    """Raises `msgspec.DecodeError`, and nothing else."""
-    said: Said = decode_with(_decoder, data)
-    return said
+FRAMES: Framing[Said] = Framing(Said, MAX_FRAME)
 
 
 class Seat(NamedTuple):
@@ -129,7 +117,7 @@ def meet(group: str, me: int, seats: Sequence[Seat], hello: Hello, events: Event
                 met[event.member].sock.close()
             met[event.member] = event
     except BaseException as error:
-        gone = encode(Failed(-1, printable(str(error), 1000)))
+        gone = FRAMES.frame(Failed(-1, printable(str(error), 1000)))
         for there in met.values():
             with contextlib.suppress(OSError), there.sock:
                 there.sock.sendall(gone, socket.MSG_DONTWAIT)
@@ -198,8 +186,9 @@ class _Meeting:
     def greet(self, member: int, sock: Connection) -> bool:
         """Tell each other who we are; False if it came to nothing, and may be tried again."""
         try:
-            sock.sendall(encode(self._hello))
-            said = self._hear(sock)
+            sock.sendall(FRAMES.frame(self._hello))
+            said = FRAMES.read(receive_while(sock, self._goes_on))
+            sock.settimeout(None)
             if not isinstance(said, Hello):
                 raise ConnectionError(said.why if isinstance(said, Failed) else "it has closed the group")
         except TimeoutError:  # the meeting is over, and what is known of the member stands
@@ -217,32 +206,8 @@ class _Meeting:
             self._events.put(ArgumentError(f"group {self._group!r}: {other}; pass the same members to all"))
         return True
 
-    def _hear(self, sock: Connection) -> Said:
-        """One frame. Raises `TimeoutError` at the deadline, or when the meeting is over, `OSError`, `DecodeError`."""
-        data = bytearray()
-        wanted = 4
-        while len(data) < wanted:
-            if self.over.is_set() or time.monotonic() > self._deadline:
-                raise TimeoutError
-            sock.settimeout(0.05)
-            try:
-                part = sock.recv(wanted - len(data))
-            except TimeoutError:
-                continue
-            if not part:
-                raise ConnectionError("closed by the other side")
-            data += part
-            if len(data) == 4:
-                wanted = 4 + _length(data)
-        sock.settimeout(None)
-        return decode(bytes(data[4:]))
-
-
-def _length(header: bytes | bytearray) -> int:
-    length = int.from_bytes(header[:4], "big")
-    if length > MAX_FRAME:
-        raise ConnectionError(f"a frame of {length} bytes, at most {MAX_FRAME} are allowed here")
-    return length
+    def _goes_on(self) -> bool:
+        return not self.over.is_set() and time.monotonic() <= self._deadline
 
 
 # -- staying in touch ------------------------------------------------------------------------------------------------
@@ -296,7 +261,7 @@ class Pairs:
         """Say `last` to all, and end; the first `last` counts. Does not block."""
         with self._lock:
             if self._last is None:
-                self._last = encode(last)
+                self._last = FRAMES.frame(last)
         self._wake()
 
     def join(self) -> None:
@@ -360,10 +325,7 @@ class Pairs:
             heard += data
             while pending(sock):
                 heard += sock.recv(MAX_FRAME)
-            while len(heard) >= 4 and len(heard) >= 4 + _length(heard):
-                length = _length(heard)
-                said = decode(bytes(heard[4 : 4 + length]))
-                del heard[: 4 + length]
+            while (said := FRAMES.cut(heard)) is not None:
                 if member not in self._parted:
                     self._parted.add(member)  # nothing but an end is ever said here
                     self._on_said(member, said)

@@ -16,23 +16,22 @@
       |  Done                              |   the snapshot may go
       |----------------------------------->|
 
-Frames are a 4-byte big-endian length and a msgpack struct. They travel in the records of an authenticated connection
-(`ftcomm.control.sealed`), so no bit of them or of the blocks can change on the way unnoticed.
+Frames (`ftcomm.control.framing`) and blocks travel in the records of an authenticated connection
+(`ftcomm.control.sealed`), so no bit of them can change on the way unnoticed.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-import struct
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from ftcomm.control.decode import decode_with
 from ftcomm.control.field_types import Text
+from ftcomm.control.framing import Framing
 from ftcomm.control.sealed import Connection
 from ftcomm.training.state import FlatState
 
@@ -77,7 +76,7 @@ class Done(Frame, frozen=True):
     """The joiner has everything, from whomever."""
 
 
-_DECODER = msgspec.msgpack.Decoder(Wait | Offer | Refusal | Want | Block | Done)
+_FRAMES: Framing[Frame] = Framing(Wait | Offer | Refusal | Want | Block | Done, MAX_FRAME)
 
 
 class BlockStream:
@@ -113,8 +112,7 @@ class NoSource(Exception):
 
 
 def send(sock: Connection, frame: Frame) -> None:
-    payload = msgspec.msgpack.encode(frame)
-    sock.sendall(struct.pack(">I", len(payload)) + payload)
+    sock.sendall(_FRAMES.frame(frame))
 
 
 def _never() -> bool:
@@ -122,24 +120,9 @@ def _never() -> bool:
 
 
 def receive(sock: Connection, limit: int = MAX_FRAME, patient: Callable[[], bool] = _never) -> Frame:
-    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` or `Wrong` on foreign bytes.
-
-    Memory is taken as bytes arrive, not for what the other side says will come. When the time of `sock` is over without
-    a byte, `patient` says whether to wait as long again.
-    """
-    head = bytearray(4)
-    read_into(sock, memoryview(head), patient)
-    (size,) = struct.unpack(">I", head)
-    if size > limit:
-        raise Wrong(f"a frame of {size} bytes, at most {limit} are allowed")
-    payload = bytearray()
-    while left := size - len(payload):
-        part = _received(lambda: sock.recv(min(left, BLOCK)), patient)
-        if not part:
-            raise ConnectionError("the connection was closed")
-        payload += part
-    frame: Frame = decode_with(_DECODER, payload)
-    return frame
+    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` on foreign bytes. When the time
+    of `sock` is over without a byte, `patient` says whether to wait as long again."""
+    return _FRAMES.read(lambda most: _received(lambda: sock.recv(most), patient), limit)
 
 
 def read_into(sock: Connection, view: memoryview, patient: Callable[[], bool] = _never) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import typing
@@ -82,6 +83,8 @@ def value(choices: Choices, kind: Any, seen: Sequence[int], given: dict[str, Any
         return tuple(value(choices, arguments[0], seen, given) for _ in range(choices.number() % 4))
     if origin is tuple:
         return tuple(value(choices, each, seen, given) for each in arguments)
+    if issubclass(kind, enum.Enum):
+        return choices.pick(tuple(kind))
     assert issubclass(kind, msgspec.Struct), f"no idea how to make up a {kind}"
     made = {
         name: given[name] if name in given and choices.number() % 8 else value(choices, hint, seen, given)

@@ -32,7 +32,7 @@ from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.tls import Tls
 from ftcomm.control.views import Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
-from ftcomm.fixed.pairs import Closing, Failed, Hello, Pairs, encode
+from ftcomm.fixed.pairs import FRAMES, Closing, Failed, Hello, Pairs
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.lab.netns.relay import Change, Port, Relay
 from ftcomm.lab.netns.relay import Link as RelayLink
@@ -423,9 +423,8 @@ def _asked(near: socket.socket, far: socket.socket, data: bytes) -> None:
     far.sendall(data)
     far.shutdown(socket.SHUT_WR)
     with near, contextlib.suppress(OSError, msgspec.DecodeError):
-        account = subgroup.hear(near, lambda: True)
-        assert account is not None
-        assert msgspec.msgpack.decode(subgroup.encode(account)[4:], type=subgroup.Account) == account
+        account = subgroup.FRAMES.read(near.recv)
+        assert msgspec.msgpack.decode(subgroup.FRAMES.frame(account)[4:], type=subgroup.Account) == account
 
 
 def _nobody(peer: int) -> socket.socket:
@@ -439,12 +438,12 @@ def member_seeds() -> list[bytes]:
     letters += [head(0x66747032, 3, 1, 0, 8, b"uint8") + bytes(8), head(0x66747032, 4, 1, 0, 0, b"uint8")]
     answers = [struct.pack("<IIQ", 0x66747032, kind, number) for kind, number in ((1, 0), (1, 1), (2, 2))]
     return [
-        *(b"\0" + encode(one) for one in said),
+        *(b"\0" + FRAMES.frame(one) for one in said),
         b"\x01" + b"".join(letters),
         b"\x01" + b"".join(letters[1:3]),
         b"\x01" + letters[1] + letters[3] + letters[0],
         b"\x02" + b"".join(answers),
-        b"\x03" + subgroup.encode(subgroup.Account(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
+        b"\x03" + subgroup.FRAMES.frame(subgroup.Account(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
     ]
 
 
@@ -654,14 +653,19 @@ def notification_seeds() -> list[bytes]:
 
 
 def nixl_hellos(data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):
-        nixl_hello.decode(data)
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(data[:65536])
+        far.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert isinstance(nixl_hello.receive(near), nixl_hello.Wanted | nixl_hello.Answer)
 
 
 def nixl_hello_seeds() -> list[bytes]:
     kind = nixl_hello.Kind(1, 4, CHUNK, "1.5.1", "all")
     said = [nixl_hello.Wanted(kind, 5, 4096, 1 << 20, 9, (("0.0.a.0", b"x"),)), nixl_hello.Answer(kind, True, "no")]
-    return [msgspec.msgpack.encode(message) for message in said]
+    return [framed(msgspec.msgpack.encode(message)) for message in said]
 
 
 TARGETS = {

@@ -20,7 +20,7 @@ from ftcomm.control import dropped, sealed
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, BadRecord, Channel, Keys, Mac
-from ftcomm.fixed.pairs import Closing, Pairs, encode
+from ftcomm.fixed.pairs import FRAMES, Closing, Pairs
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.messages.parcels import Receive, Send
 from ftcomm.messages.post import Post
@@ -293,7 +293,7 @@ def test_what_a_member_of_a_group_says_last_cannot_be_changed(count: Callable[[s
     pairs = Pairs("g", settle=lambda looked: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
     way = Between(10)
     pairs.add({1: way.far})
-    way.near.sendall(encode(Closing(7)))
+    way.near.sendall(FRAMES.frame(Closing(7)))
     rank, what = heard.get(timeout=DEADLINE)
     assert rank == 1
     assert "something on the way" in str(what)

@@ -11,7 +11,6 @@ Members that cannot work together are told so here, on both sides, with the valu
 from __future__ import annotations
 
 import select
-import struct
 import time
 from typing import Annotated
 
@@ -20,15 +19,15 @@ from msgspec import Meta
 
 from ftcomm.control import field_types as t
 from ftcomm.control.dropped import printable
+from ftcomm.control.framing import Framing
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
 
-VERSION = 3  # of this exchange and of the frames
+VERSION = 4  # of this exchange and of the frames
 PATIENCE = 10.0  # seconds for all of it, from when the other side has begun to speak
 HELD = 120.0  # seconds that may take, if its kernel answers: its process may hold its interpreter, or be stopped
 _LOOK = 0.5  # seconds between two looks whether it does
-_MOST = 1 << 20  # bytes of a message
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Word = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -63,8 +62,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     problem: Annotated[str, Meta(max_length=2000)] = ""
 
 
-_decoder = msgspec.msgpack.Decoder(Wanted | Answer)
-_encoder = msgspec.msgpack.Encoder()
+_FRAMES: Framing[Wanted | Answer] = Framing(Wanted | Answer, 1 << 20)
 
 
 def differ(here: Kind, there: Kind, who: str) -> str:
@@ -82,27 +80,23 @@ def differ(here: Kind, there: Kind, who: str) -> str:
 
 def send(sock: Connection, message: Wanted | Answer) -> None:
     """Raises `OSError`."""
-    data = _encoder.encode(message)
     sock.settimeout(PATIENCE)
-    sock.sendall(struct.pack("<I", len(data)) + data)
+    sock.sendall(_FRAMES.frame(message))
 
 
 def receive(sock: Connection) -> Wanted | Answer:
     """Raises `OSError`, also when it takes too long, and for what is no message."""
     _begun(sock)
     deadline = time.monotonic() + PATIENCE
-    (length,) = struct.unpack("<I", _exactly(sock, 4, deadline))
-    if length > _MOST:
-        raise ConnectionError(f"a message of {length} bytes, expected at most {_MOST}")
-    return decode(_exactly(sock, length, deadline))
 
+    def some(most: int) -> bytes:
+        sock.settimeout(_left(deadline))
+        return sock.recv(most)
 
-def decode(data: bytes) -> Wanted | Answer:
     try:
-        message: Wanted | Answer = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _FRAMES.read(some)
+    except msgspec.DecodeError as error:
         raise ConnectionError(f"no message of the NIXL transport: {printable(str(error))}") from None
-    return message
 
 
 def refused(problem: str) -> TransportError:
@@ -121,17 +115,6 @@ def _begun(sock: Connection) -> None:
         waited = time.monotonic() - begun
         if waited > (HELD if silent is not None and silent < PATIENCE else PATIENCE):
             raise TimeoutError(f"the other side has not answered within {waited:.0f} s")
-
-
-def _exactly(sock: Connection, nbytes: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        sock.settimeout(_left(deadline))
-        more = sock.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionError("closed by the other side before both had said what they are")
-        data += more
-    return data
 
 
 def _left(deadline: float) -> float:
