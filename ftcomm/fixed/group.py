@@ -401,7 +401,8 @@ class FixedGroup(Calls):
         for rank, returned in left.items():
             # What it has returned is FINAL here, so nobody is needed to return it here too.
             if self._exchange.returned >= returned:
-                error = LostError(f"{self}: {self._seats[rank].name} has closed the group; {_MEND}")
+                name = self._seats[rank].name
+                error = LostError(f"{self}: Connection closed by peer: {name} has closed the group; {_MEND}")
                 with self._lock:
                     self._error = self._error or error
                 self._exchange.fail(error)

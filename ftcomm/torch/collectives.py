@@ -65,18 +65,19 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     def average(self, bucket: torch.Tensor, compression: str) -> FtWork:
         """The average of those who contribute, in place; not of torch, see `ftcomm.torch.hooks`."""
         self._alive()
-        return self._work(
-            "average", [self._calls.allreduce(bucket, "avg", async_op=True, compression=compression)], [bucket], None
-        )
+        with _seen_by_profilers("allreduce"):
+            part = self._calls.allreduce(bucket, "avg", async_op=True, compression=compression)
+        return self._work("average", [part], [bucket], None)
 
     def _average_of(self, bucket: torch.Tensor, opts: Any) -> FtWork:
         """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
         self._alive()
-        if isinstance(self._calls, Grid):
-            return self._work(
-                "all_reduce", [self._calls.allreduce(bucket, async_op=True, average_of=True)], [bucket], opts
-            )
-        part, size = self._calls.allreduce(bucket, async_op=True), self.size()
+        grid = isinstance(self._calls, Grid)
+        with _seen_by_profilers("allreduce"):
+            part = self._calls.allreduce(bucket, async_op=True, **({"average_of": True} if grid else {}))
+        if grid:
+            return self._work("all_reduce", [part], [bucket], opts)
+        size = self.size()
         finish = lambda: rescale(bucket, part.contributors, size)  # noqa: E731
         return self._work("all_reduce", [part], [bucket], opts, finish)
 

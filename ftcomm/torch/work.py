@@ -47,7 +47,8 @@ class FtWork(dist._Work):  # type: ignore[misc]
         self._sequence, self._registered = sequence, False
         self._name, self._parts, self._result, self._futures = name, parts, result, futures
         self._finish = finish
-        self._end = None if timeout is None else time.monotonic() + timeout
+        self._start = time.monotonic()
+        self._end = None if timeout is None else self._start + timeout
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._over = False
@@ -77,8 +78,8 @@ class FtWork(dist._Work):  # type: ignore[misc]
             except CollectiveTimeout as error:
                 if not part.done():
                     raise CollectiveTimeout(
-                        f"{self._name} was not done within its timeout, it has timed out; it goes on, and its buffers "
-                        f"are not to be touched ({error})"
+                        f"{self._name} timed out after {time.monotonic() - self._start:.3g} s: it was not done within "
+                        f"the timeout of the call. It goes on, and its buffers are not to be touched ({error})"
                     ) from error
                 self._settle(error)
             except Exception as error:

@@ -451,6 +451,7 @@ def as_torch_expects(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
     import torch.distributed.checkpoint as dcp
     from torch.distributed import _functional_collectives as funcol
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     dist.init_process_group("ftcomm")
@@ -476,6 +477,11 @@ def as_torch_expects(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         dist.all_reduce(y)
         dist.broadcast(y, 0)
     assert {"ftcomm:all_reduce", "ftcomm:broadcast"} <= {event.name for event in profile.events()}
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    loss = ddp(torch.ones(1, 2)).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    assert "ftcomm:all_reduce" in {event.name for event in profile.events()}
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()

@@ -103,7 +103,7 @@ def test_backward_raises_what_its_all_reduce_fails_with_and_can_be_called_again(
     assert "MismatchError: " in raised["hook, other calls"]["text"]
     assert [note["gradient"] for _, _, note in job.notes() if note["kind"] == "after"] == [1.5] * 4
     assert raised[f"{late}, late"]["type"] == ("CollectiveTimeout" if late == "plain" else "RuntimeError")
-    assert "not done within its timeout" in raised[f"{late}, late"]["text"]
+    assert "not done within the timeout" in raised[f"{late}, late"]["text"]
     assert raised[f"{late}, again"]["type"] == "CollectiveTimeout"
     assert "is at its end" in raised[f"{late}, again"]["text"]
 

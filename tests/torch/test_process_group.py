@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ftcomm.errors import SettingsError
-from ftcomm.torch import versions
 from ftcomm.torch.meeting import join_by_store
 
 from ..process.job import Job
@@ -55,11 +56,13 @@ def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
             assert job.join(replica) == [0], job.errors()
     late = [note["text"] for _, _, note in job.notes() if note["kind"] == "late"]
     assert len(late) == 2
-    assert all(text.startswith("all_reduce of group") and "was not done within its timeout" in text for text in late)
+    assert all(
+        text.startswith("all_reduce of group") and re.search(r" timed out after .* timeout ", text) for text in late
+    )
 
 
 def test_the_compiler_the_profiler_and_checkpoints_of_torch_find_what_they_look_for(tmp_path: Path) -> None:
-    splits = versions.RECONFIGURE  # before 2.14 torch asks for a bound device
+    splits = torch.__version__ >= (2, 15)  # type: ignore[operator]  # a TorchVersion; before, torch asks for a GPU
     with Job(tmp_path, replicas=2, body=bodies.as_torch_expects, splits=splits) as job:
         for replica in range(2):
             assert job.join(replica) == [0], job.errors()

@@ -91,7 +91,7 @@ def test_an_error_comes_by_every_way(futures: Futures) -> None:
 def test_a_timeout_ends_the_wait_and_not_the_op(futures: Futures) -> None:
     op = Op()
     work = FtWork("all_reduce of group 'x'", [op], [torch.ones(1)], futures, timeout=60)
-    with pytest.raises(CollectiveTimeout, match="all_reduce of group 'x' was not done within its timeout"):
+    with pytest.raises(CollectiveTimeout, match="all_reduce of group 'x' timed out after 0"):
         work.wait(timedelta(milliseconds=1))
     assert not work.is_completed()
     op.over.set()
@@ -101,7 +101,7 @@ def test_a_timeout_ends_the_wait_and_not_the_op(futures: Futures) -> None:
     future = late.get_future()
     future.add_done_callback(lambda _: told.set())
     assert told.wait(20), "nobody has looked at the clock"
-    with pytest.raises(RuntimeError, match="CollectiveTimeout: op was not done"):
+    with pytest.raises(RuntimeError, match="CollectiveTimeout: op timed out"):
         future.wait()
     with pytest.raises(CollectiveTimeout):
         late.wait()
