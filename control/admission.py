@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,15 +14,27 @@ from ftcomm.control.wire import MAX_MESSAGE
 REST = 1024  # bytes of a replica in a view beside its addresses, and its share of all else
 
 
-def too_large(join: m.Join, replicas: int, most: int = MAX_MESSAGE) -> str:
-    """Why a view of so many replicas like this one cannot be sent, and the mend; empty if it can."""
+class Room(NamedTuple):
+    """What a view has to fit in."""
+
+    most: int  # bytes, encoded as for a message
+    what: str  # has them
+    mend: str = ""
+
+
+MESSAGE = Room(MAX_MESSAGE, "a message")
+
+
+def too_large(join: m.Join, replicas: int, room: Room = MESSAGE) -> str:
+    """Why a view of so many replicas like this one cannot be sent or stored, and the mend; empty if it can."""
     each = len(msgspec.msgpack.encode(join.ranks)) + REST
-    if each * replicas <= most:
+    if each * replicas <= room.most:
         return ""
     return (
         f"a view of {replicas} replicas with {len(join.ranks)} ranks takes {each * replicas} bytes, {each} for the "
-        f"addresses of replica {join.replica}, and a message has at most {most}; start fewer ranks "
-        f"({most // each} such replicas are possible), or give hosts, racks and tuning files shorter names"
+        f"addresses of replica {join.replica}, and {room.what} has at most {room.most}; start fewer ranks "
+        f"({room.most // each} such replicas are possible), or give hosts, racks and tuning files shorter names"
+        f"{room.mend}"
     )
 
 

@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 
 from ftcomm.control import messages as m
-from ftcomm.control.admission import other_job, too_large
+from ftcomm.control.admission import MESSAGE, Room, other_job, too_large
 from ftcomm.control.blame import Blame
 from ftcomm.control.detector import Detector
 from ftcomm.control.dials import Dials, Life, Outcome
@@ -124,11 +124,13 @@ class Coordinator:
         now: float,
         lifetime: int,
         state: Callable[[Address], str] = lambda there: "",
+        room: Room = MESSAGE,
     ) -> None:
         """`views`: the last two that were persisted. `lifetime`: a number that no earlier run of this job's
         coordinator had, so that a proposal of a dead one is never taken for one of ours. `state`: what the process at
-        an address does, as far as it can be known here (`ftcomm.control.liveness.state_of`)."""
-        self._state = state
+        an address does, as far as it can be known here (`ftcomm.control.liveness.state_of`). `room`: for a view, where
+        the views are persisted."""
+        self._state, self._room = state, room
         self.expected = replicas
         self.ranks_per_replica = ranks_per_replica
         self.view: View | None = views[-1] if views else None
@@ -581,7 +583,7 @@ class Coordinator:
         return [*actions, removed, Send(conn, m.Expelled(reason)), Close(conn)]
 
     def _refusal(self, join: m.Join) -> m.Expelled | None:
-        other = other_job(join, self.ranks_per_replica, self.timeouts) or too_large(join, self.expected)
+        other = other_job(join, self.ranks_per_replica, self.timeouts) or too_large(join, self.expected, self._room)
         if other:
             return m.Expelled(other)
         member = self._counts(join.replica, join.incarnation)  # of a view that it may not have installed yet

@@ -5,6 +5,7 @@ The address is `etcd://HOST:PORT[,HOST:PORT]/PREFIX`; how to be let in comes by 
     FTCOMM_ETCD_CACERT                   a file: speak TLS, and trust who is certified by that
     FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY    files: show this certificate
     FTCOMM_ETCD_USER, FTCOMM_ETCD_PASSWORD
+    FTCOMM_ETCD_MAX_REQUEST_BYTES        what etcd was started with, if not with its default
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ACCESS = {
     "user": "FTCOMM_ETCD_USER",
     "password": "FTCOMM_ETCD_PASSWORD",
 }
+LARGEST, REQUEST = "FTCOMM_ETCD_MAX_REQUEST_BYTES", 3 << 19
 HOPELESS = {3, 7, 9, 12, 16}  # codes of gRPC that trying again does not change: bad arguments, no permission, ...
 UNAUTHENTICATED, NOT_FOUND = 16, 5
 
@@ -60,6 +62,7 @@ class Place:
     key: str = ""
     user: str = ""
     password: str = dataclasses.field(default="", repr=False)
+    request: int = REQUEST  # bytes that a request may have
 
     def __str__(self) -> str:
         return f"{SCHEME}{','.join(f'{host}:{port}' for host, port in self.endpoints)}{self.prefix}"
@@ -96,7 +99,12 @@ class Place:
                 f"FTCOMM_ETCD_PASSWORD would go to {away[0]} for everybody on the way to read; set FTCOMM_ETCD_CACERT "
                 "to a file with the authority that certifies etcd, so that TLS is spoken"
             )
-        return cls(tuple(endpoints), f"/{prefix.strip('/')}", **secret)
+        request = env.get(LARGEST, str(REQUEST))
+        if not request.isdigit() or int(request) < REQUEST // 100:
+            raise StoreError(
+                f"{LARGEST}={request}: expected the --max-request-bytes that etcd runs with, as {REQUEST}, its default"
+            )
+        return cls(tuple(endpoints), f"/{prefix.strip('/')}", **secret, request=int(request))
 
 
 class Etcd:

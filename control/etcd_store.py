@@ -30,9 +30,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftcomm.control import etcd
+from ftcomm.control.admission import Room
 from ftcomm.control.decode import decode_with
 from ftcomm.control.store import DECODER, JobOver, Store, StoreError
 from ftcomm.control.views import View
+from ftcomm.control.wire import MAX_MESSAGE
 
 T = TypeVar("T")
 
@@ -70,6 +72,8 @@ class EtcdStore(Store):
 
     def __init__(self, place: etcd.Place, port: int, lease: float, standby: bool = False) -> None:
         self.name, self._standby = str(place), standby
+        mend = f", or give etcd a larger --max-request-bytes and this coordinator the same in {etcd.LARGEST}"
+        self.room = Room(min(MAX_MESSAGE, place.request * 3 // 4), "what etcd may be asked to store", mend)  # in JSON
         self.views = []
         self._prefix = place.prefix
         self._owner, self._term = f"{place.prefix}/owner", f"{place.prefix}/term"

@@ -121,6 +121,7 @@ class CoordinatorServer:
             now=time.monotonic(),
             lifetime=secrets.randbits(32),
             state=state_of,
+            room=self._store.room,
         )
         self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from ftcomm.control.admission import MESSAGE, Room
 from ftcomm.control.decode import decode_with
 from ftcomm.control.fork import apart
 from ftcomm.control.views import View
@@ -36,6 +37,7 @@ class Store(abc.ABC):
     """Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
 
     views: list[View]  # the last two at most
+    room: Room = MESSAGE  # for each of them
     name: str  # for messages
     tell: Callable[[str], None] = staticmethod(lambda text: None)  # hears what somebody should know, in words
 

@@ -38,6 +38,11 @@ def test_an_address_is_taken_apart() -> None:
         ("etcd://a:1/job", {"FTCOMM_ETCD_CACERT": "/no/such"}, "FTCOMM_ETCD_CACERT=/no/such: there is no such file"),
         ("etcd://a:1/job", {"FTCOMM_ETCD_CERT": __file__}, "FTCOMM_ETCD_CERT and FTCOMM_ETCD_KEY: set both"),
         ("etcd://a:1/job", {"FTCOMM_ETCD_CERT": __file__, "FTCOMM_ETCD_KEY": __file__}, "FTCOMM_ETCD_CACERT"),
+        (
+            "etcd://a:1/job",
+            {"FTCOMM_ETCD_MAX_REQUEST_BYTES": "1.5M"},
+            "expected the --max-request-bytes",
+        ),
         ("etcd://a:1/job", ACCOUNT, "would go to a for everybody on the way to read; set FTCOMM_ETCD_CACERT"),
         ("etcd://127.0.0.1:1,10.0.0.5:1/job", ACCOUNT, "would go to 10.0.0.5"),
     ],
