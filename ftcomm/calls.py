@@ -16,7 +16,7 @@ from ftcomm.collective.compression import COMPRESSIONS
 from ftcomm.collective.operation import UNKNOWN, Operation
 from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.device.device import Device
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
 from ftcomm.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.kernels.dtypes import BYTES
 from ftcomm.messages.p2p import Messages
@@ -72,7 +72,7 @@ class Work:
 
     def _finish(self) -> Any:
         if self._op.error is not None:
-            raise self._op.error
+            raise fresh(self._op.error)
         if self._to_finish is not None:
             with self._lock:
                 if self._to_finish is not None:

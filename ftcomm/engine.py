@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ftcomm.collective.inflight import Resumed
-from ftcomm.collective.plan import GroupView, shared_hosts
-from ftcomm.collective.ring_order import ring_order
+from ftcomm.collective.placement import group_view, order
+from ftcomm.collective.plan import GroupView
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control import messages as m
 from ftcomm.control.engine import Unreachable
@@ -17,19 +17,12 @@ from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError, FtcommError, TooLateError, TransportError
 from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.transport.base import Lost, Peer
-from ftcomm.transport.connect import Dial, connect, likeness
+from ftcomm.transport.connect import Dial, connect
 from ftcomm.transport.nixl.context import rdma_available
 from ftcomm.transport.segment import HOST, Layout, OtherEngine, life
 from ftcomm.tuning import BUILT_IN, Tuning
 
 log = logging.getLogger("ftcomm")
-
-
-def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
-    """In which a ring goes through them."""
-    hosts = {replica: there.boot for replica, there in members.items()}
-    racks = {replica: there.rack for replica, there in members.items()}
-    return ring_order(hosts, racks, {replica: there.host for replica, there in members.items()}, tuning)
 
 
 def expelled(who: str, reason: str, ending: m.Ending) -> ExpelledError:
@@ -244,16 +237,14 @@ class Engine:
             gone = [self._opened.pop(nonce) for nonce in left]
         for peer in gone:
             self._on_left(peer)
-        boots = {replica: there.boot for replica, there in addresses.items()}
-        plan = GroupView(
+        plan = group_view(
             view.epoch,
             self._exchange.replica,
-            view.replicas,
+            addresses,
             view.contributing,
-            ring=order(addresses, self._tuning) if self._algorithm == "ring" else (),
-            hosts=shared_hosts(boots) if self._algorithm == "auto" else (),
+            ring=self._algorithm == "ring",
+            hierarchical=self._algorithm == "auto",
             tuning=self._tuning,
-            **likeness(addresses.values()),
         )
         if not (plan.one_host or plan.alike):
             log.info(

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
+    """The same error, to be raised in one place of several: one that was raised keeps alive all that ran there, and so
+    itself and the memory of its group if that knows it."""
+    made = copy.copy(error)
+    made.__cause__ = error.__cause__
+    return made
+
 
 class FtcommError(RuntimeError):
     """Base of all errors of ftcomm."""

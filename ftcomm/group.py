@@ -32,10 +32,10 @@ from ftcomm.descriptors import room_for
 from ftcomm.device.choose import open_engine
 from ftcomm.engine import Engine, expelled
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError, TransportError
-from ftcomm.fixed.endpoint import Switchboard
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.messages.p2p import JobPost
 from ftcomm.own import own_process
+from ftcomm.router import ConnectionRouter
 from ftcomm.settings import Settings, split_endpoint
 from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
@@ -135,7 +135,7 @@ class Group(Calls):
             self._agent.serve(what, functools.partial(self._attach, what))
         self._agent.serve("p2p", self._post.incoming)
         self._port: int = port
-        self._switchboard = Switchboard(self._agent)  # for fixed groups
+        self._router = ConnectionRouter(self._agent)  # for fixed groups
         self._open = True
         fork.take_part(self, f"replica {self.replica} rank {self.shard}")
         self._stall: Stall | None = None  # the last that was reported
@@ -459,7 +459,7 @@ class Group(Calls):
         elif not finished:
             self._agent.give_up(failure)
         self._agent.stop()
-        self._switchboard.close()
+        self._router.close()
         self._engine.close()
         self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
         if self._device is not None:
@@ -488,7 +488,7 @@ class Group(Calls):
         """Called before any op runs in `view`: who returns from one finds `epoch` and `members` as they were in it."""
         self._view = view
         self._post.enter(view)
-        self._switchboard.entered(view)
+        self._router.entered(view)
 
     def _ended(self, error: FtcommError) -> None:
         self._post.fail(error)

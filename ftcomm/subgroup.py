@@ -32,13 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.chunks import Contributors
-from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.watchdog import Stall
+from ftcomm.communicator import Communicator, Terms
 from ftcomm.control import field_types as t
 from ftcomm.control import fork, wire
 from ftcomm.control.blame import CHANGE
@@ -48,13 +46,11 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.sealed import Connection
 from ftcomm.control.timeouts import REPORT
 from ftcomm.control.views import Address, Member, View
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError
-from ftcomm.fixed.endpoint import ASK, PURPOSE, Call
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, TransportError, fresh
 from ftcomm.messages.p2p import JobPost
 from ftcomm.own import own_process
-from ftcomm.transport.base import Lost, Peer
-from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
-from ftcomm.transport.segment import Segment
+from ftcomm.router import ASK, POST, PURPOSE, Incoming
+from ftcomm.transport.base import Peer
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -65,7 +61,6 @@ _LOOK = 0.05  # s between two looks at whether an answer is still wanted
 _PAUSE = 0.02  # s before the next
 _NUDGE = 0.001  # s between wake-ups of a driver that sleeps on a word of a dead peer
 _SEND = 2.0  # s for an answer to be taken
-_PARTING = 2.0  # s that an op may take to notice that the group is closed
 
 Dial = Callable[[Address, str, wire.Fields, float], Connection]
 
@@ -81,15 +76,15 @@ class Account(msgspec.Struct, frozen=True, tag=True):
 FRAMES: Framing[Account] = Framing(Account, wire.MAX_MESSAGE)
 
 
-class Subgroup(Calls):
+class Subgroup(Communicator):
     """This rank's likes in some replicas of its job. Do not make one: `Group.subgroup` does, on all members.
 
-    The calls are those of `Group`, thread-safe. Ranks are places in `roster`, which is that of the group of all, in so
-    far as it belongs to this one, and so changes at step boundaries alone. A member that catches up contributes
-    nothing, unless all members do.
-
-    Arrays on a GPU go through host memory and are reduced by the host, whatever FTCOMM_ENGINE is.
+    Ranks are places in `roster`, which is that of the group of all, in so far as it belongs to this one, and so changes
+    at step boundaries alone. A member that catches up contributes nothing, unless all members do.
     """
+
+    _greeting = ASK
+    _post: JobPost
 
     def __init__(
         self,
@@ -110,46 +105,41 @@ class Subgroup(Calls):
                 f"group {name!r} of replicas {list(replicas)} at replica {group.replica}; expected this one among "
                 "them, and each once"
             )
-        self.name, self._group = name, group
-        self._me = self.replica = group.replica
+        self._group, self.replica = group, group.replica
         self._among = frozenset(replicas)
-        self._device = None
-        self._dial, self._on_stall = dial, on_stall
+        self._dial, self._on_stall, self._on_failed = dial, on_stall, on_failed
+        timeouts = settings.timeouts
+        terms = Terms(
+            (settings.host, group._port),
+            settings.transport,
+            settings.data,
+            (timeouts.op_floor, timeouts.op, timeouts.give_up),
+            settings.algorithm,
+            settings.tuning,
+            settings.ranks_per_replica,
+        )
+        # Programs have many groups of which they use few.
+        super().__init__(name, group.replica, group._router, terms, later=True, on_divergence=on_divergence)
         self._missing: tuple[int, ...] = ()  # whose account is still to come; replaced as a whole
-        self._lock = threading.Lock()  # guards the next seven; never held across a wait
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)  # of the next six, and of the error
         self._view: View | None = None  # the newest of the job
         self._epoch = 0  # that the exchange runs in
         self._account: Account | None = None  # of the newest epoch for which it has stopped
-        self._asked: dict[int, Call] = {}  # members that are ahead of us
+        self._asked: dict[int, Incoming] = {}  # members that are ahead of us
         self._known: dict[int, tuple[str, str]] = {}  # replica -> life, and nonce of the segment that it has here
         self._waiting = 0  # threads of the user that wait for a view
-        self._error: BaseException | None = None  # why it is over
         self._peers: dict[int, tuple[str, Peer]] = {}  # replica -> nonce of its segment, and the way to it
-        self._segment = Segment(later=True)  # programs have many groups of which they use few
-        self._here = here_is(settings.host, group._port, self._segment, settings.tuning, data=settings.data)
-        self._exchange = Exchange(
-            self.replica,
-            self._segment,
-            deadline_floor=settings.timeouts.op_floor,
-            deadline_ceiling=settings.timeouts.op,
-            give_up=settings.timeouts.give_up,
-            on_stall=self._stalled,
-            on_failed=on_failed,
-            on_divergence=on_divergence,
-            ranks_per_replica=settings.ranks_per_replica,
-        )
-        self._post = JobPost(self.replica, settings.shard, self._dial_post)
-        self._on_failed = on_failed
         self._thread = threading.Thread(target=self._follow, name=f"ftcomm-subgroup-{name}", daemon=True)
+
+    def _make_post(self) -> JobPost:
+        return JobPost(self.replica, self._group.shard, self._dial_post)
 
     def begin(self, timeout: float) -> None:
         """Once: enter the view in force; blocks until its members have come. Without a view, in a replica that joins,
         `entered` and `follow` are to come. Raises `TransportError`."""
-        board = self._group._switchboard
-        board.open(self.name, self)
+        self._router.open(self.name, self)
         self._thread.start()
-        view = board.newest  # looked at after `open`, so that of every later one we are told
+        view = self._router.newest  # looked at after `open`, so that of every later one we are told
         if view is None:
             return
         self.entered(view)
@@ -166,7 +156,7 @@ class Subgroup(Calls):
     def _may_call(self) -> None:
         self._group._may_call()
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
 
     def _when(self) -> tuple[int, int]:
         return self._group._when()
@@ -250,23 +240,20 @@ class Subgroup(Calls):
             self._changed.notify_all()
         for call in asked.values():
             call.sock.close()
-        self._exchange.fail(error)
-        self._post.fail(error)
-        self._group._switchboard.forget(self.name, self)
+        self._fail_all(error)
 
     def close(self) -> None:
         """Leave the group; idempotent. Ops in flight fail. Blocks until what was sent is received, for 2 seconds."""
-        error = FtcommError(f"{self} was closed; make a new one before any op")
         if fork.is_child():
             return
+        error = self._closing()
         if self._error is None:
             self._post.close(error)
         self.fail(error)
-        with contextlib.suppress(CollectiveTimeout):
-            self._exchange.drain(_PARTING)
+        self._drain()
         if self._thread.is_alive():
             self._thread.join()
-        self._segment.close()
+        self._let_go()
         self._group._left(self)
 
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
@@ -279,7 +266,7 @@ class Subgroup(Calls):
                 self._waiting -= 1
             missing, error = self._missing, self._error
         if error is not None:
-            raise error
+            raise fresh(error)
         if not there:
             raise CollectiveTimeout(
                 f"{self} has waited {timeout:g} s for replicas {', '.join(map(str, missing))}, until {until}"
@@ -323,23 +310,13 @@ class Subgroup(Calls):
         accounts = self._ask(view, [member for member in members if member.replica != self.replica])
         if accounts is None:
             return
-        peers = self._reach(view, accounts)
+        peers = self._reach_all(view, accounts)
         if peers is None:
             return
-        replicas = tuple(member.replica for member in members)
-        contributing = frozenset(member.replica for member in members if member.contributing) or frozenset(replicas)
-        boots = {replica: told.address.boot for replica, told in accounts.items()} | {self.replica: self._here.boot}
-        plan = GroupView(
-            view.epoch,
-            self.replica,
-            replicas,
-            contributing,
-            hosts=shared_hosts(boots) if self._group.settings.algorithm == "auto" else (),
-            tuning=self._group.settings.tuning,
-            **likeness([self._here, *(told.address for told in accounts.values())]),
-        )
+        contributing = frozenset(member.replica for member in members if member.contributing)
+        others = {replica: told.address for replica, told in accounts.items()}
         progress = {replica: told.progress for replica, told in accounts.items()} | {self.replica: account.progress}
-        self._exchange.resume(plan, peers, progress)
+        self._resume(view.epoch, others, contributing or frozenset(progress), peers, progress)
         with self._changed:
             self._epoch = view.epoch
             self._changed.notify_all()
@@ -360,7 +337,7 @@ class Subgroup(Calls):
         for call in due:
             self._answer(call, account)
 
-    def _answer(self, call: Call, account: Account) -> None:
+    def _answer(self, call: Incoming, account: Account) -> None:
         """Who asks for an epoch that is over here gets no answer: it hears of a newer one as we have."""
         with contextlib.suppress(OSError), call.sock as sock:
             if call.epoch == account.epoch:
@@ -424,8 +401,7 @@ class Subgroup(Calls):
         there = member.ranks[self._group.shard]
         me = view.member(self.replica)
         assert me is not None
-        fields: wire.Fields = {"group": self.name, "what": ASK, "member": self.replica, "epoch": view.epoch}
-        fields.update(life=me.incarnation, nonce=self._here.nonce)
+        fields = self._fields(ASK, me.incarnation, view.epoch)
         while self._wanted(view):
             with self._lock:
                 life, nonce = self._known.get(member.replica, ("", ""))
@@ -451,7 +427,7 @@ class Subgroup(Calls):
                 self._known[replica] = known = (life, nonce)
         return known[1] == nonce
 
-    def _reach(self, view: View, accounts: Mapping[int, Account]) -> dict[int, Peer] | None:
+    def _reach_all(self, view: View, accounts: Mapping[int, Account]) -> dict[int, Peer] | None:
         """The memory of the members; None if `view` is wanted no more."""
         peers: dict[int, tuple[str, Peer]] = {}
         for replica, account in accounts.items():
@@ -483,85 +459,69 @@ class Subgroup(Calls):
     ) -> Peer | None:
         """One attempt to connect, in a thread, since a member that is stopped answers late. None if that has failed,
         or `view` is wanted no more. It is no complaint about the member: the control plane dials the same port."""
-        made: queue.SimpleQueue[Peer | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                peer = self._connect(view, replica, there)
-                if not self._wanted(view):
-                    peer.close()
-                made.put(peer)
-            except (OSError, TransportError) as error:
-                log.info("%s: replica %d cannot be reached: %s", self, replica, error)
-                made.put(None)
-
-        threading.Thread(target=run, name=f"ftcomm-reach-{replica}", daemon=True).start()
-        while self._wanted(view):
-            try:
-                return made.get(timeout=_LOOK)
-            except queue.Empty:
-                late((replica,), "cannot be reached yet")
-        return None
-
-    def _connect(self, view: View, replica: int, there: Address) -> Peer:
-        """Blocks while dialling. A connection that ends is no news here: a script closes its groups one by one, of a
-        death the job's view tells, and if anybody waits in vain, a stall does."""
-
+        made: list[Peer | None] = []  # one, by the thread as long as the view is wanted; what it makes later it closes
         member = view.member(replica)
         assert member is not None
         process = member.ranks[self._group.shard]  # `there` is its segment of this group
 
-        def dial(there: Address, purpose: str, fields: Fields) -> Connection:
-            ours: wire.Fields = {"group": self.name, "what": purpose, "member": self.replica, "life": there.nonce}
-            ours.update(epoch=view.epoch, nonce=self._here.nonce)
-            return self._dial(process, PURPOSE, ours, self._patience())
+        def run() -> None:
+            peer: Peer | None = None
+            try:
+                peer = self._reach(
+                    replica, there, view.epoch, lambda fields: self._dial(process, PURPOSE, fields, self._patience())
+                )
+            except (OSError, TransportError) as error:
+                log.info("%s: replica %d cannot be reached: %s", self, replica, error)
+            with self._changed:
+                if self._wanted(view):
+                    made.append(peer)
+                    self._changed.notify_all()
+                    return
+            if peer is not None:
+                peer.close()
 
-        settings = self._group.settings
-        on_lost: Lost = lambda replica, epoch, reason: None  # noqa: E731
-        return connect(
-            self.replica,
-            self._here,
-            replica,
-            there,
-            epoch=view.epoch,
-            mode=settings.transport,
-            dial=dial,
-            on_lost=on_lost,
-            data=settings.data,
-        )
+        threading.Thread(target=run, name=f"ftcomm-reach-{replica}", daemon=True).start()
+        while True:
+            with self._changed:
+                if made or not self._wanted(view):
+                    return made[0] if made else None
+                self._changed.wait(_LOOK)
+            late((replica,), "cannot be reached yet")
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def take(self, call: Call) -> bool:
-        """A connection to this group, from the switchboard."""
-        if call.what == ASK and call.member in self._among:
-            if call.there not in ("", self._here.nonce) or not self._ours(call.member, call.life, call.nonce):
-                return False
-            with self._lock:
-                account = self._account
-                keep = self._error is None and (account is None or call.epoch > account.epoch)
-                before = self._asked.get(call.member) if keep else None
-                if keep:
-                    self._asked[call.member] = call
-            if before is not None:
-                before.sock.close()
-            if not keep and account is not None:
-                self._answer(call, account)
-            elif not keep:
-                call.sock.close()
-        elif call.what in CONNECTIONS and call.life == self._segment.nonce and call.member in self._among:
-            data = self._group.settings.data
-            accept(self._exchange, call.what, call.sock, call.member, call.epoch, call.nonce, data=data)
-        elif call.what == "post" and call.member in self._among:
-            self._post.incoming(call.sock, {"replica": call.member, "life": call.life, "epoch": call.epoch})
-        else:
+    def _belongs(self, member: int) -> bool:
+        return member in self._among
+
+    def _meets(self, call: Incoming) -> bool:
+        if not self._belongs(call.member):
+            call.sock.close()
+            return True
+        if call.there not in ("", self._here.nonce) or not self._ours(call.member, call.life, call.nonce):
+            return False
+        with self._lock:
+            account = self._account
+            keep = self._error is None and (account is None or call.epoch > account.epoch)
+            before = self._asked.get(call.member) if keep else None
+            if keep:
+                self._asked[call.member] = call
+        if before is not None:
+            before.sock.close()
+        if not keep and account is not None:
+            self._answer(call, account)
+        elif not keep:
             call.sock.close()
         return True
 
+    def _takes_messages(self, call: Incoming) -> None:
+        self._post.incoming(call.sock, {"replica": call.member, "life": call.life, "epoch": call.epoch})
+
     def _dial_post(self, replica: int, purpose: str, fields: wire.Fields) -> Connection:
-        ours: wire.Fields = {"group": self.name, "what": "post", "member": self.replica}
-        ours.update(life=fields["life"], epoch=fields["epoch"])
+        ours = self._fields(POST, wire.text(fields, "life"), wire.number(fields, "epoch"))
         return self._group._dial_rank(replica, self._group.shard, PURPOSE, ours, self._patience())
 
     def _stalled(self, stall: Stall) -> None:
         self._on_stall(stall.epoch, stall.op, tuple(stall.waiting_on))
+
+    def _broken(self, error: BaseException) -> None:
+        self._on_failed(error)

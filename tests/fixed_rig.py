@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ftcomm.fixed.endpoint import Endpoint
@@ -57,6 +59,21 @@ def together(body: Callable[[int], Any], count: int) -> list[Any]:
     for caller in callers:
         caller.join()
     return [results[i] for i in range(count)]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def mappings_of_segments() -> int:
+    """How many this process has, of its own and of others."""
+    return sum("memfd:ftcomm" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def nothing_left(test: Callable[..., None]) -> Callable[..., None]:

@@ -221,9 +221,22 @@ class Exchange(Driver):
             self._end(error)
         self._waiter.interrupt()
 
+    def forget(self) -> None:
+        """After `fail`, when nothing is in flight: know nobody who knows this exchange, so that its memory goes with
+        the last who holds it, and does not wait for the garbage collector."""
+        with self._mutex:
+            if self._driver is None:
+                self._stream, self._peers = None, {}
+        self._on_stall = self._on_lost = self._on_failed = _nothing
+        self._on_divergence = None
+
     def _rounds(self) -> int:
         """How long to poll before a sleep."""
         if any(not peer.shares_memory for peer in self._peers.values()):
             return 0  # a poll holds the interpreter lock, which the receiving threads need
         here = self._ranks_per_replica * (1 + len(self._peers))
         return _ROUNDS if here <= cores() else _ROUNDS_CROWDED
+
+
+def _nothing(*said: object) -> None:
+    pass

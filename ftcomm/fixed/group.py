@@ -16,40 +16,35 @@ A collective is what it is in a job (`ftcomm.collective`), with a view that is n
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import logging
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.exchange import Exchange
-from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.watchdog import Stall
+from ftcomm.communicator import Communicator, Terms
 from ftcomm.control import fork, wire
 from ftcomm.control.dropped import printable
 from ftcomm.control.messages import Progress
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import View
 from ftcomm.descriptors import room_for
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError
-from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Endpoint, Switchboard, parse, shown
+from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError, fresh
+from ftcomm.fixed.endpoint import Endpoint, parse, shown
 from ftcomm.fixed.pairs import Closing, Events, Failed, Hello, Pairs, Said, Seat, discard, meet
 from ftcomm.messages.post import Post
 from ftcomm.own import own_process
+from ftcomm.router import LINK, POST, PURPOSE, ConnectionRouter, Incoming
 from ftcomm.settings import check_data
 from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.base import Peer
-from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is, likeness
-from ftcomm.transport.segment import LIVES, Segment, life
-from ftcomm.tuning import BUILT_IN
+from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
@@ -59,36 +54,32 @@ log = logging.getLogger("ftcomm")
 
 EPOCH = 1  # the only one
 MOST = 256  # members
-_PARTING = 2.0  # s that an op may take to notice that it is over
 _DOUBT = 0.5  # s that a member may take to say why its connection for data has ended
 
 
-class FixedGroup(Calls):
-    """The members, ranks 0 to n - 1, reduce and move data together until one of them ends. Thread-safe.
+class FixedGroup(Communicator):
+    """The members, ranks 0 to n - 1, reduce and move data together until one of them ends.
 
-    Made by `in_job` or `from_handles`, at the same time on all members. The calls are those of `Group`; ranks are
-    numbers of this group, and every rank contributes. `error` is None, or why the group has ended.
-
-    Arrays on a GPU go through host memory and are reduced by the host, whatever FTCOMM_ENGINE is.
+    Made by `in_job` or `from_handles`, at the same time on all members. Ranks are numbers of this group, and every rank
+    contributes.
     """
+
+    _greeting = LINK
 
     def __init__(
         self,
         name: str,
         me: int,
         seats: Sequence[Seat],
-        switchboard: Switchboard,
-        address: tuple[str, int],
+        router: ConnectionRouter,
+        terms: Terms,
         *,
-        op_timeout: float,
         timeout: float,
-        transport: str,
-        data: str,
         job: Group | None = None,
         replicas: Sequence[int] = (),
     ) -> None:
-        """`seats` are all members in rank order, `address` is where this one listens. In a job, rank `i` is part of
-        `replicas[i]`."""
+        """`seats` are all members in rank order. In a job, rank `i` is part of `replicas[i]`."""
+        op_timeout = terms.deadlines[1]
         own_process()
         if not 0 < len(name) <= 200:
             raise ArgumentError(f"a group named {name!r}; expected a name of 1 to 200 characters")
@@ -98,35 +89,19 @@ class FixedGroup(Calls):
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
         room_for(len(seats) - 1, f"group {name!r} of {len(seats)} members")
-        self.name, self._me = name, me
         self.roster = tuple(range(len(seats)))
         self.op_timeout = op_timeout
         self._seats = tuple(seats)
-        self._device = None
-        self._switchboard = switchboard
         self._replicas = tuple(replicas)
-        self._algorithm = "auto" if job is None else job.settings.algorithm
         self._lives: dict[int, str] = {}  # of the ranks, as the first view that had them has said
-        self._lock = threading.Lock()  # guards the next six; never held across a wait
-        self._error: BaseException | None = None
+        verify = job is not None and job.settings.verify
+        super().__init__(name, me, router, terms, later=False, on_divergence=self._diverged if verify else None)
+        # The lock guards the next five, and the error.
         self._over = False  # nothing is left to be ended
         self._left: dict[int, int] = {}  # ranks that have closed the group -> after how many ops
         self._doubts: dict[int, tuple[float, str]] = {}  # connections that ended: when, and what is known of it
         self._events: Events | None = queue.SimpleQueue()  # while we meet
         self._closed = False
-        self._segment = Segment()
-        self._exchange = Exchange(
-            me,
-            self._segment,
-            deadline_floor=op_timeout,
-            deadline_ceiling=op_timeout,
-            give_up=2 * op_timeout,
-            on_stall=self._stalled,
-            on_lost=self._doubt,
-            on_failed=self._fail,
-            on_divergence=self._diverged if job is not None and job.settings.verify else None,
-        )
-        self._post = Post(str(self), self._dial_post, lambda rank: self._seats[rank].name)
         self._watcher: DeathWatch[int] = DeathWatch(lambda rank: self._lose(rank, "its process died"))
         lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(seats)))]
         self._pairs = Pairs(
@@ -136,18 +111,18 @@ class FixedGroup(Calls):
             settle=self._settle,
             on_start=lambda: hold(*lives),
             on_stop=lambda: release(*lives),
-            on_broken=lambda error: self._fail(FtcommError(f"{self}: internal error: {error!r}; please report it")),
+            on_broken=lambda error: self._broken(FtcommError(f"{self}: internal error: {error!r}; please report it")),
         )
         fork.take_part(self, str(self))
         try:
-            switchboard.open(name, self)
+            router.open(name, self)
             if job is not None:
                 self.entered(job.view)
-            self._tuning = BUILT_IN if job is None else job.settings.tuning
-            self._data = data
-            self._begin(here_is(*address, self._segment, self._tuning, data=data), transport, timeout)
+            self._begin(timeout)
         except BaseException as error:
-            self._end(error, Failed(-1, printable(str(error), 1000)))
+            self._broken(fresh(error))
+            self._pairs.join()
+            self._let_go()
             raise
         atexit.register(self._at_exit)
 
@@ -179,19 +154,17 @@ class FixedGroup(Calls):
             Seat(f"rank {i} (replica {replica}, rank {rank} of it)", functools.partial(group._dial_rank, replica, rank))
             for i, (replica, rank) in enumerate(pairs)
         ]
-        return cls(
-            name,
-            me,
-            seats,
-            group._switchboard,
+        terms = Terms(
             (settings.host, group._port),
-            op_timeout=settings.timeouts.give_up if op_timeout is None else op_timeout,
-            timeout=settings.init_timeout if timeout is None else timeout,
-            transport=settings.transport,
-            data=settings.data if data is None else data,
-            job=group,
-            replicas=[replica for replica, _ in pairs],
+            settings.transport,
+            settings.data if data is None else data,
+            _deadlines(settings.timeouts.give_up if op_timeout is None else op_timeout),
+            settings.algorithm,
+            settings.tuning,
         )
+        timeout = settings.init_timeout if timeout is None else timeout
+        replicas = [replica for replica, _ in pairs]
+        return cls(name, me, seats, group._router, terms, timeout=timeout, job=group, replicas=replicas)
 
     @classmethod
     def from_handles(
@@ -217,17 +190,8 @@ class FixedGroup(Calls):
         ]
         data = os.environ.get("FTCOMM_DATA", "none")
         check_data(data)
-        return cls(
-            name,
-            me,
-            seats,
-            endpoint.switchboard,
-            (endpoint.host, endpoint.port),
-            op_timeout=op_timeout,
-            timeout=timeout,
-            transport=transport,
-            data=data,
-        )
+        terms = Terms((endpoint.host, endpoint.port), transport, data, _deadlines(op_timeout))
+        return cls(name, me, seats, endpoint.router, terms, timeout=timeout)
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self._me}"
@@ -236,16 +200,8 @@ class FixedGroup(Calls):
         if self._closed:
             raise self._closing()
 
-    def _closing(self) -> FtcommError:
-        return FtcommError(f"{self} was closed; make a new one before any op")
-
     def _patience(self) -> float:
         return self.op_timeout
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why no op can succeed any more; None while all is well."""
-        return self._error
 
     def abort(self, reason: str = "") -> None:
         """End every op in flight and every later one, here and on the other members, with `LostError`.
@@ -268,20 +224,20 @@ class FixedGroup(Calls):
             error = self._closing()
             self._post.close(error)  # what was sent arrives
             self._exchange.fail(error)
-            with contextlib.suppress(CollectiveTimeout):
-                self._exchange.drain(_PARTING)  # then nothing returns any more
+            self._drain()  # then nothing returns any more
             self._end(error, Closing(self._exchange.returned))
         self._pairs.join()
+        self._let_go()
 
     # -- how it begins -------------------------------------------------------------------------------------------
 
-    def _begin(self, here: Address, transport: str, timeout: float) -> None:
+    def _begin(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         members = hashlib.blake2b("\n".join(seat.name for seat in self._seats).encode(), digest_size=16).hexdigest()
         events = self._events
         assert events is not None
         try:
-            met = meet(self.name, self._me, self._seats, Hello(members, here), events, deadline)
+            met = meet(self.name, self._me, self._seats, Hello(members, self._here), events, deadline)
         finally:
             with self._lock:
                 self._events = None
@@ -291,23 +247,18 @@ class FixedGroup(Calls):
         peers: dict[int, Peer] = {}
         try:
             for member, there in met.items():
-                peers[member] = self._reach(here, member, there.address, transport, deadline)
+                dial = functools.partial(self._dial, member, deadline)
+                peers[member] = self._reach(member, there.address, EPOCH, dial)
         except (OSError, TransportError) as error:
             for peer in peers.values():
                 peer.close()
             raise TransportError(f"{self}: {error}") from error
-        boots = {member: there.address.boot for member, there in met.items()} | {self._me: here.boot}
-        hosts = shared_hosts(boots) if self._algorithm == "auto" else ()
-        addresses = [here, *(there.address for there in met.values())]
-        everybody = frozenset(self.roster)
-        view = GroupView(
-            EPOCH, self._me, self.roster, everybody, hosts=hosts, tuning=self._tuning, **likeness(addresses)
-        )
-        self._exchange.resume(view, peers, {rank: Progress(0, ()) for rank in self.roster})
+        others = {member: there.address for member, there in met.items()}
+        self._resume(EPOCH, others, frozenset(self.roster), peers, dict.fromkeys(self.roster, Progress(0, ())))
         if self._error is not None:  # somebody was lost meanwhile
             for peer in peers.values():
                 peer.close()
-            raise self._error
+            raise fresh(self._error)
         self._watcher.watch(
             {
                 member: MutexWord(peer.words, life(self._me), peer.address + 8 * life(self._me))
@@ -316,46 +267,30 @@ class FixedGroup(Calls):
             }
         )
 
-    def _reach(self, here: Address, member: int, there: Address, transport: str, deadline: float) -> Peer:
-        def dial(there: Address, purpose: str, fields: Fields) -> Channel:
-            return self._dial(member, purpose, max(0.001, deadline - time.monotonic()))
+    def _dial(self, member: int, deadline: float, fields: wire.Fields) -> Channel:
+        return self._seats[member].dial(PURPOSE, fields, max(0.001, deadline - time.monotonic()))
 
-        return connect(
-            self._me,
-            here,
-            member,
-            there,
-            epoch=EPOCH,
-            mode=transport,
-            dial=dial,
-            on_lost=self._doubt,
-            data=self._data,
-        )
-
-    def _dial(self, member: int, what: str, timeout: float) -> Channel:
-        fields: wire.Fields = {"group": self.name, "what": what, "member": self._me, "life": self._nonces[member]}
-        fields["nonce"] = self._segment.nonce
-        return self._seats[member].dial(PURPOSE, fields, timeout)
+    def _make_post(self) -> Post:
+        return Post(str(self), self._dial_post, lambda rank: self._seats[rank].name)
 
     def _dial_post(self, member: int) -> Channel:
-        return self._dial(member, "post", self.op_timeout)
+        return self._dial(member, time.monotonic() + self.op_timeout, self._fields(POST, self._nonces[member], EPOCH))
 
-    def take(self, call: Call) -> bool:
-        """A connection to this group, from the switchboard."""
-        if call.what == LINK:
-            with self._lock:
-                if self._events is None:
-                    return False  # of the next group of this name
-                self._events.put(call)
-        elif call.life != self._segment.nonce or call.member not in self.roster:
-            call.sock.close()
-        elif call.what in CONNECTIONS:
-            accept(self._exchange, call.what, call.sock, call.member, EPOCH, call.nonce, self._doubt, data=self._data)
-        elif call.what == "post":
+    def _belongs(self, member: int) -> bool:
+        return member in self.roster
+
+    def _meets(self, call: Incoming) -> bool:
+        with self._lock:
+            if self._events is None:
+                return False  # of the next group of this name
+            self._events.put(call)
+        return True
+
+    def _takes_messages(self, call: Incoming) -> None:
+        if call.life == self._segment.nonce:
             self._post.accept(call.sock, call.member)
         else:
             call.sock.close()
-        return True
 
     def entered(self, view: View) -> None:
         """In a job: a view is in force, and who is not in it any more is lost."""
@@ -380,9 +315,9 @@ class FixedGroup(Calls):
             if said.lost in self.roster and said.lost != self._me:
                 self._lose(said.lost, f"{said.why} (as {self._seats[rank].name} has noticed)")
             else:
-                self._fail(LostError(f"{self}: {self._seats[rank].name} has given up: {said.why}; {_MEND}"))
+                self._broken(LostError(f"{self}: {self._seats[rank].name} has given up: {said.why}; {_MEND}"))
 
-    def _doubt(self, rank: int, epoch: int, why: str) -> None:
+    def _connection_ended(self, rank: int, epoch: int, why: str) -> None:
         """The connection for data to or from a member has ended. What that means, the member says itself, or its end
         does, a moment later; if nothing comes, it is lost."""
         with self._lock:
@@ -423,9 +358,9 @@ class FixedGroup(Calls):
             f"{self}: op {stall.op} has waited {self.op_timeout:g} s for {who}. Did they make the same call? A longer "
             "timeout waits longer"
         )
-        self._fail(error)
+        self._broken(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _broken(self, error: BaseException) -> None:
         self._end(error, Failed(-1, printable(str(error), 1000)))
 
     def _end(self, error: BaseException, last: Closing | Failed) -> None:
@@ -440,10 +375,8 @@ class FixedGroup(Calls):
             if self._events is not None and isinstance(error, Exception):
                 self._events.put(error)
         atexit.unregister(self._at_exit)
-        self._exchange.fail(error)
-        self._post.fail(error)
+        self._fail_all(error)
         self._watcher.close()
-        self._switchboard.forget(self.name, self)
         self._pairs.end(last)
         self._segment.close()
         fork.part(self)
@@ -452,6 +385,10 @@ class FixedGroup(Calls):
         """A script that ends by an error is lost to the others."""
         if getattr(sys, "last_value", None) is None:
             self.close()
+
+
+def _deadlines(op_timeout: float) -> tuple[float, float, float]:
+    return op_timeout, op_timeout, 2 * op_timeout
 
 
 _MEND = "make a new group of those that are left"

@@ -34,7 +34,8 @@ from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.views import Address
 from ftcomm.errors import ArgumentError, TransportError
-from ftcomm.fixed.endpoint import LINK, PURPOSE, Call, Dial
+from ftcomm.fixed.endpoint import Dial
+from ftcomm.router import LINK, PURPOSE, Incoming
 from ftcomm.sync.sched import request_short_slice
 
 MAX_FRAME = 1 << 14  # bytes
@@ -85,7 +86,7 @@ class Met(NamedTuple):
     address: Address
 
 
-Events = queue.SimpleQueue["Call | Met | Exception"]
+Events = queue.SimpleQueue["Incoming | Met | Exception"]
 
 
 def meet(group: str, me: int, seats: Sequence[Seat], hello: Hello, events: Events, deadline: float) -> dict[int, Met]:
@@ -106,7 +107,7 @@ def meet(group: str, me: int, seats: Sequence[Seat], hello: Hello, events: Event
                 raise TransportError(meeting.absent(met)) from None
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Call):
+            if isinstance(event, Incoming):
                 if me < event.member < len(seats):
                     meeting.start(meeting.greet, event.member, event.sock)
                 else:
@@ -292,6 +293,8 @@ class Pairs:
                 sock.close()
             self._selector.close()
             self._on_stop()
+            self._on_said = self._on_end = self._on_start = self._on_stop = self._on_broken = _nothing
+            self._settle = bool  # they know who made this one, which may know it
 
     def _hear_all(self) -> None:
         wait: float | None = 0.0
@@ -347,3 +350,7 @@ class Pairs:
         if member not in self._parted:
             self._parted.add(member)
             self._on_end(member, why)
+
+
+def _nothing(*said: object) -> None:
+    pass

@@ -15,7 +15,7 @@ import numpy as np
 from ftcomm.control import wire
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
-from ftcomm.errors import ArgumentError, CollectiveTimeout
+from ftcomm.errors import ArgumentError, CollectiveTimeout, fresh
 from ftcomm.flat import Flat, to_read, to_write
 from ftcomm.messages.parcels import WHOLE, Message, Receive, Send
 from ftcomm.messages.post import Post
@@ -56,7 +56,7 @@ class Sending:
         if not message.ended.wait(timeout):
             raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
         if message.error is not None:
-            raise message.error
+            raise fresh(message.error)
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:
@@ -83,6 +83,10 @@ class JobPost(Post):
         self._lives: dict[int, str] = {}  # of the members of the newest view
         self._epoch = 0  # of that view
         self._gone: dict[str, int] = {}  # lives that were members -> epoch of the view that left them out
+
+    def forget(self) -> None:
+        super().forget()
+        self._to_replica = _nobody
 
     def enter(self, view: View) -> None:
         """A view is in force."""
@@ -240,3 +244,7 @@ class Messages:
             return tag, flat.dtype, flat.flat.data, deadline, None
         assert place is not None
         return tag, place.dtype, memoryview(b""), deadline, place
+
+
+def _nobody(replica: int, purpose: str, fields: wire.Fields) -> Connection:
+    raise ConnectionError("the group is closed")

@@ -181,6 +181,10 @@ class Post:
             thread.join()
         self._copier.close()
 
+    def forget(self) -> None:
+        """After `close`: know nobody who knows these messages."""
+        self._dial, self._name = _nobody, str
+
     # -- with the lock -------------------------------------------------------------------------------------------
 
     def _refuse(self, message: Message, peer: int | None) -> bool:
@@ -733,3 +737,7 @@ class Post:
         assert outlet.sock is not None
         if flush(outlet.sock):
             outlet.sock.shutdown(socket.SHUT_WR)
+
+
+def _nobody(peer: int) -> Socket:
+    raise ConnectionError("the group is closed")

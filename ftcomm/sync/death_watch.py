@@ -83,6 +83,7 @@ class DeathWatch(Generic[Key]):
         with self._lock:
             self._closed = True
             self._words = {}
+            self._on_died = _nobody  # whoever made this one may know it
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -126,6 +127,10 @@ class DeathWatch(Generic[Key]):
             "no futex_waitv (%s, %s): ends of processes are seen later", errno.errorcode[failed], platform.release()
         )
         return False
+
+
+def _nobody(key: object) -> None:
+    pass
 
 
 _waitv = ctypes.CDLL(None, use_errno=True).syscall  # drops the interpreter lock for as long as it sleeps

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ftcomm import router
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, MismatchError, TransportError
 from ftcomm.fixed import endpoint, group
 from ftcomm.fixed.endpoint import Endpoint, parse
 from ftcomm.fixed.group import FixedGroup
 from ftcomm.fixed.pairs import FRAMES, Closing, Pairs
 from tests.exchange_rig import DEADLINE, Caller
-from tests.fixed_rig import Ranks, nothing_left, together
+from tests.fixed_rig import Ranks, mappings_of_segments, no_garbage_collection, nothing_left, together
 
 pytestmark = pytest.mark.protocol
 
@@ -74,6 +75,29 @@ def test_all_take_part_and_nothing_is_left(transport: str, size: int) -> None:
             group.close()  # again
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("ended_by", ["close", "abort", "stall"])
+def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped(transport: str, ended_by: str) -> None:
+    """Also where nobody collects garbage for long."""
+
+    def use() -> None:
+        groups = ranks.make("g", transport=transport, op_timeout=0.2 if ended_by == "stall" else DEADLINE)
+        assert total(groups) == total(groups, BIG) == [3.0, 3.0]
+        work = groups[0].allreduce(np.ones(5), async_op=True)
+        if ended_by == "stall":
+            with pytest.raises(CollectiveTimeout):
+                work.wait()
+        if ended_by == "abort":
+            groups[0].abort()
+        together(lambda i: groups[i].close(), 2)
+        ranks.groups.clear()
+
+    with Ranks(2) as ranks, no_garbage_collection():
+        before = mappings_of_segments()
+        use()
+        until(lambda: mappings_of_segments() <= before)
+
+
 def test_a_rank_is_in_several_groups_at_a_time() -> None:
     with Ranks(3) as ranks:
         everybody, pair, turned = ranks.make("a"), ranks.make("b", [0, 2]), ranks.make("c", [2, 1, 0])
@@ -103,7 +127,7 @@ def test_members_wait_for_those_who_come_late() -> None:
             groups[i] = FixedGroup.from_handles(ranks.endpoints[i], "g", ranks.handles, timeout=DEADLINE)
 
         early = [Caller.start(make, i) for i in (2, 1)]  # they dial 0, which has no such group yet
-        until(lambda: len(ranks.endpoints[0].switchboard._parked) == 2)
+        until(lambda: len(ranks.endpoints[0].router._parked) == 2)
         assert not groups
         make(0)
         for caller in early:
@@ -398,10 +422,10 @@ def test_a_member_that_says_what_cannot_be_is_lost(garbage: bytes) -> None:
 
 @nothing_left
 def test_callers_of_other_groups_take_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MAX_PARKED", 20)
+    monkeypatch.setattr(router, "MAX_PARKED", 20)
     with Ranks(1) as ranks:
         place = endpoint.parse(ranks.handles[0])
-        parked = ranks.endpoints[0].switchboard
+        parked = ranks.endpoints[0].router
 
         def call(group: int) -> socket.socket:
             return place.dial("fixed", {"group": f"none {group}", "what": "link", "member": 0}, DEADLINE)
@@ -438,7 +462,8 @@ def test_who_means_an_earlier_group_of_that_name_is_not_heard() -> None:
         together(lambda i: earlier[i].close(), 2)
         groups = ranks.make("g")
         for what in ("data", "post"):
-            with earlier[1]._dial(0, what, DEADLINE) as sock:
+            fields = earlier[1]._fields(what, earlier[1]._nonces[0], group.EPOCH)
+            with earlier[1]._dial(0, time.monotonic() + DEADLINE, fields) as sock:
                 sock.settimeout(DEADLINE)
                 assert sock.recv(1) == b""
         assert total(groups) == [3.0, 3.0]

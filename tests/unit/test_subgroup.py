@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,15 +18,17 @@ from ftcomm.collective.operation import UNKNOWN
 from ftcomm.control import wire
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
-from ftcomm.fixed.endpoint import Switchboard, Taker
+from ftcomm.router import ConnectionRouter, Receiver
 from ftcomm.subgroup import Subgroup
 from ftcomm.tuning import BUILT_IN
+from tests.exchange_rig import DEADLINE
+from tests.fixed_rig import mappings_of_segments, no_garbage_collection, together
 from tests.unit.test_node import view
 
 pytestmark = pytest.mark.protocol
 
 
-class Board(Switchboard):
+class Board(ConnectionRouter):
     """That of one rank, which others call by `ring`."""
 
     def __init__(self) -> None:
@@ -44,7 +47,7 @@ class Moving(Board):
         super().__init__()
         self._loss = loss
 
-    def open(self, name: str, taker: Taker) -> None:
+    def open(self, name: str, taker: Receiver) -> None:
         self.entered(self._loss)
         super().open(name, taker)
 
@@ -66,7 +69,7 @@ class Job:
     )
 
     def __init__(self, replica: int, board: Board, first: View) -> None:
-        self.replica, self._port, self._switchboard = replica, 1 + replica, board
+        self.replica, self._port, self._router = replica, 1 + replica, board
         self.roster = self.contributors = first.replicas
         board.entered(first)
 
@@ -113,6 +116,30 @@ def test_a_loss_that_comes_just_when_a_group_is_made_is_heard_of() -> None:
         made.begin(20.0)
     finally:
         made.close()
+
+
+def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
+    """Also where nobody collects garbage for long."""
+
+    def use() -> None:
+        boards = [Board(), Board()]
+        first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+
+        def dial(there: Address, purpose: str, fields: wire.Fields, timeout: float) -> socket.socket:
+            return boards[there.port].ring(fields)
+
+        groups = [make(Job(replica, board, first), dial) for replica, board in enumerate(boards)]
+        together(lambda i: groups[i].begin(30.0), 2)
+        assert together(lambda i: float(groups[i].allreduce(np.ones(3))[0]), 2) == [2.0, 2.0]
+        together(lambda i: groups[i].close(), 2)
+
+    with no_garbage_collection():
+        before = mappings_of_segments()
+        use()
+        end = time.monotonic() + DEADLINE
+        while mappings_of_segments() > before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -152,7 +152,7 @@ class TcpMirror(Peer):
                     self.open(self.dial())
                     opened()
                 except OSError as error:
-                    self._failed = self._failed[0] + 1, error
+                    self._failed = self._failed[0] + 1, error.with_traceback(None)  # which would keep this frame
                     time.sleep(_PAUSE)
 
         threading.Thread(target=run, name=f"ftcomm-dial-{self.replica}", daemon=True).start()
@@ -251,14 +251,15 @@ class TcpMirror(Peer):
             self.ended = True
             self._sock.close()
             self._bell.ring()  # a descriptor that is closed wakes nobody who sleeps on it
-            broken, quiet, epoch = error, self._quiet, self._epoch
-            self._untold = str(error) if quiet else ""
+            why, senseless = str(error), isinstance(error, ValueError)  # not the error, which would keep this frame
+            quiet, epoch = self._quiet, self._epoch
+            self._untold = why if quiet else ""
         finally:
             self._taking.release()
-        if isinstance(broken, ValueError):
-            drop("data", f"from replica {self.replica}: {broken}; its connection is closed")
+        if senseless:
+            drop("data", f"from replica {self.replica}: {why}; its connection is closed")
         if not quiet:
-            self._on_lost(self.replica, epoch, f"connection for data: {broken}")
+            self._on_lost(self.replica, epoch, f"connection for data: {why}")
         return True
 
     def _take_all_in(self) -> bool:

@@ -1,0 +1,41 @@
+"""Where the members of a group are, as they say it, and what follows for how they work together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from ftcomm.collective.plan import GroupView, shared_hosts
+from ftcomm.collective.ring_order import ring_order
+from ftcomm.control.views import Address
+from ftcomm.transport.connect import likeness
+from ftcomm.tuning import Tuning
+
+
+def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
+    """In which a ring goes through them."""
+    hosts = {member: there.boot for member, there in members.items()}
+    racks = {member: there.rack for member, there in members.items()}
+    return ring_order(hosts, racks, {member: there.host for member, there in members.items()}, tuning)
+
+
+def group_view(
+    epoch: int,
+    me: int,
+    members: Mapping[int, Address],
+    contributing: Set[int],
+    *,
+    ring: bool = False,
+    hierarchical: bool,
+    tuning: Tuning,
+) -> GroupView:
+    """What all members find alike. Large all-reduces go by a `ring`, or, if `hierarchical`, by hosts."""
+    return GroupView(
+        epoch,
+        me,
+        tuple(sorted(members)),
+        frozenset(contributing),
+        ring=order(members, tuning) if ring else (),
+        hosts=shared_hosts({member: there.boot for member, there in members.items()}) if hierarchical else (),
+        tuning=tuning,
+        **likeness(members.values()),
+    )
