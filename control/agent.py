@@ -245,7 +245,7 @@ class Agent:
     def dial_address(self, there: Address, purpose: str, fields: wire.Fields, timeout: float | None = None) -> Channel:
         """The same to any rank of the job, and to no other process that listens there by now. Raises `OSError`."""
         patience = self._timeouts.give_up if timeout is None else timeout
-        return wire.connect((there.host, there.port), self._credentials, purpose, fields, patience, to=there.nonce)
+        return wire.connect((there.host, there.port), self._credentials, purpose, fields, patience, to=there)
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand incoming authenticated connections of `purpose` (blocking) to `handler`, each in a thread."""
@@ -297,7 +297,8 @@ class Agent:
             what, address, purpose, fields = "coordinator", self._coordinator, "leader", {"replica": self.replica}
         else:
             assert self._leader_address is not None
-            what, address, purpose, fields = "leader of the replica", self._leader_address, "rank", {"rank": self.rank}
+            what, address, purpose = "leader of the replica", self._leader_address, "rank"
+            fields = {"replica": self.replica, "rank": self.rank}
         self._up = Link(
             address,
             self._credentials,
@@ -357,10 +358,13 @@ class Agent:
         if opening.purpose == "member":
             await self._serve_member(channel, wire.number(opening.fields, "replica"))
         elif opening.purpose == "rank" and self._node.leader is not None:
-            most = self._node.leader.ranks - 1
+            ours, most = self._node.leader.replica, self._node.leader.ranks - 1
+            wire.number(opening.fields, "replica", least=ours, most=ours)
             await self._serve_rank(channel, wire.number(opening.fields, "rank", least=1, most=most))
         elif opening.purpose == "coordinator" and self._node.leader is not None:
             self._called(channel, opening.fields)
+        elif opening.purpose == "asked":  # whether this process lives: it does
+            channel.close()
         elif opening.purpose in self._handlers:
             channel.setblocking(True)
             handler = self._handlers[opening.purpose]

@@ -11,7 +11,8 @@ and a restarted coordinator knows the job; what else it must know its members te
               heard from all others that they have stopped for it, so from then on it stands
 
 Silence is no proof of death, nor is a connection that ends. A member goes when it is proved that its process has ended
-(its port refuses us, the kernel of its host says so, its replica comes with another life), when its kernel is silent
+(its port refuses us, the kernel of its host says so, its replica comes with another life; another member has proof of
+it and it does not answer us), when its kernel is silent
 and a contributing member that speaks complains of it, too, or as a stall. Where no contributing member can be heard it
 is the coordinator that is cut off: it decides nothing and goes on looking for them. The job ends when all who hold its
 state are proved to have ended.
@@ -79,6 +80,17 @@ class Dial:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ask:
+    """Ask by a handshake whether the process of that rank is at its address, and tell by `asked`. Another member says
+    that it has ended."""
+
+    replica: int
+    incarnation: str
+    rank: int
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True)
 class Log:
     """For the event log."""
 
@@ -100,7 +112,7 @@ class Unfit:
     reason: str
 
 
-Action = Send | Close | Persist | Dial | Log | Done | Unfit
+Action = Send | Close | Persist | Dial | Ask | Log | Done | Unfit
 
 
 @dataclasses.dataclass
@@ -152,6 +164,7 @@ class Coordinator:
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the life that was refused last, and why
         self._blame = Blame(timeouts.patience, timeouts.grace)
         self._dials = Dials(timeouts.op)
+        self._accused: dict[tuple[Life, int], tuple[Conn, int, m.Suspect]] = {}  # who, and which rank; by whom
         self.done = False
         self._unfit = False
         self._alone = bool(views)  # no contributing member can be heard
@@ -238,7 +251,7 @@ class Coordinator:
             link.step, link.mute = message.step, message.mute
             return self._tell_joiners()
         elif isinstance(message, m.Suspect):
-            return self._suspected(replica, message, now)
+            return self._suspected(conn, replica, message, now)
         elif isinstance(message, m.Stalled):
             return self._stalled(replica, message, now)
         elif isinstance(message, m.Reachable):
@@ -612,14 +625,40 @@ class Coordinator:
 
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def _suspected(self, by: int, suspect: m.Suspect, now: float) -> list[Action]:
+    def _suspected(self, conn: Conn, by: int, suspect: m.Suspect, now: float) -> list[Action]:
         if not self._counts(suspect.replica, suspect.incarnation) or suspect.replica in self.finished:
             return []
         fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
-        if suspect.proof or by == suspect.replica:
+        if by == suspect.replica:
             return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason}, proved=True)]
+        if suspect.proof:
+            return self._ask(conn, by, suspect, fields)
         self._blame.complaint(by, suspect.replica, now, suspect.reason)
         return [Log("suspect", fields)]
+
+    def _ask(self, conn: Conn, by: int, suspect: m.Suspect, fields: dict[str, object]) -> list[Action]:
+        """A member was proved by another one to have ended: that holds unless it answers us."""
+        life = suspect.replica, suspect.incarnation
+        member = self._life(*life)
+        if member is None or suspect.rank >= len(member.ranks) or (life, suspect.rank) in self._accused:
+            return []
+        self._accused[life, suspect.rank] = conn, by, suspect
+        return [Log("suspect", fields), Ask(*life, suspect.rank, member.ranks[suspect.rank])]
+
+    def asked(self, replica: int, incarnation: str, rank: int, here: bool) -> list[Action]:
+        """What became of an `Ask`: `here` if the process of that life has answered, and so lives."""
+        accused = self._accused.pop(((replica, incarnation), rank), None)
+        over = self.done or self._unfit or replica in self.finished
+        if accused is None or over or not self._counts(replica, incarnation):
+            return []
+        conn, by, suspect = accused
+        if here:
+            reason = f"replica {by} says that it has ended ({suspect.reason}), and it answers"
+            return [Log("spared", {"replica": replica, "reason": reason})]
+        if self._may_hold({replica}):
+            self._held.append((conn, suspect))  # it is said once
+            return []
+        return self._lose({replica: suspect.reason}, proved=True)
 
     def _stalled(self, by: int, stall: m.Stalled, now: float) -> list[Action]:
         if all(stall.epoch != view.epoch for view in self._in_force()):

@@ -24,6 +24,7 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Channel
+from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
@@ -92,7 +93,7 @@ class Link:
         purpose: str,
         fields: wire.Fields,
         *,
-        to: str = "",
+        to: Address | None = None,
         on_open: Callable[[], None],
         on_message: Callable[[m.AnyMessage], None] = lambda message: None,
         on_down: Callable[[Exception], None] = lambda error: None,
@@ -161,7 +162,8 @@ class Link:
         """One connection from its beginning to its end; why it ended. Raises `OSError` if there was none."""
         self._sock = sock = await _connected(self.address)
         try:
-            steps = wire.client(self._credentials, self._purpose, self._fields, self._to)
+            at = wire.place(sock.getpeername)
+            steps = wire.client(self._credentials, self._purpose, self._fields, self._to, at)
             elsewhere = len(self._addresses) > 1  # who is stopped here may have been replaced there
             done = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT, None if elsewhere else self._on_mute)
         except BaseException:
@@ -185,13 +187,17 @@ class Link:
 
 
 async def open_socket(
-    address: tuple[str, int], credentials: wire.Credentials, purpose: str, fields: wire.Fields, to: str = ""
+    address: tuple[str, int],
+    credentials: wire.Credentials,
+    purpose: str,
+    fields: wire.Fields,
+    to: Address | None = None,
 ) -> Channel:
-    """A non-blocking authenticated connection, to the process `to` if that is known. Raises `OSError`, also if it takes
-    longer than the handshake may."""
+    """A non-blocking authenticated connection, to the process at `to` if that is known. Raises `OSError`, also if it
+    takes longer than the handshake may."""
     sock = await _connected(address)
     try:
-        steps = wire.client(credentials, purpose, fields, to)
+        steps = wire.client(credentials, purpose, fields, to, wire.place(sock.getpeername))
         return Channel(sock, *await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT))
     except BaseException:
         sock.close()
@@ -288,7 +294,7 @@ class Listener:
         try:
             sock.setblocking(False)
             wire.tune(sock)
-            steps = wire.server(self._credentials, self._name)
+            steps = wire.server(self._credentials, self._name, wire.place(sock.getsockname))
             opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
             self._known(task)
             self._crowd.proved(source)

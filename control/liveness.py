@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from functools import cache
@@ -109,6 +110,16 @@ def state(pid: int) -> str:
 def boot() -> str:
     """The boot id of this kernel: `Address.boot` of what runs on it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def network() -> str:
+    """The network namespace of this thread: `Address.network` of what listens in it."""
+    return str(os.stat("/proc/thread-self/ns/net").st_ino)
+
+
+def ports() -> str:
+    """`Address.ports` of what listens here."""
+    return f"{boot()} {network()}"
 
 
 def state_of(there: Address) -> str:

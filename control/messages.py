@@ -80,12 +80,14 @@ class Heartbeat(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A member is lost. `proof`: its process is known to have ended; else it merely cannot be reached from here."""
+    """A member is lost. `proof`: the process of its rank `rank` is known to have ended; else it merely cannot be
+    reached from here."""
 
     replica: t.Replica
     incarnation: t.Name
     reason: t.Text
     proof: bool
+    rank: t.Rank = 0
 
 
 class Reachable(Message, frozen=True):

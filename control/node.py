@@ -177,7 +177,7 @@ class Node:
         for view in (self.view, self.machine.view):  # the second is of a change that is under way
             member = view.member(replica) if view is not None and view.epoch == epoch else None
             if member is not None:
-                return self.tell(m.Suspect(replica, member.incarnation, reason, proof))
+                return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.rank))
         return []
 
     def peers_acknowledged(self, at: Mapping[int, float]) -> list[Action]:

@@ -62,7 +62,7 @@ class Peers:
             self._credentials,
             "member",
             {"replica": self._replica},
-            to=address.nonce,
+            to=address,
             on_open=lambda: self._opened(member.replica),
             on_down=lambda error: self._broken(member, error),
         )

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ftcomm.control import wire
 from ftcomm.control.dials import Outcome
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
-from ftcomm.control.liveness import Knock, boot, state_of
+from ftcomm.control.liveness import Knock, ports, state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -235,8 +235,8 @@ class CoordinatorServer:
                 machine.acknowledged(conn, time.monotonic() - seconds)
             writer.write(ping)
 
-    def _dial(self, dial: c.Dial) -> None:
-        task = asyncio.ensure_future(self._dialled(dial))
+    def _spawn(self, dial: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(dial)
         self._dials.add(task)
         task.add_done_callback(self._dials.discard)
 
@@ -247,9 +247,17 @@ class CoordinatorServer:
             return
         self._do(machine.dialled(*life, outcome, time.monotonic()))
         if outcome == "answered" and dial.call and dial.replica not in self._here.values():
-            another = not await self._call(dial.address)
-            if another and machine is self._machine:
+            # It may still hang on to a coordinator before us.
+            fields: wire.Fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
+            ended = await self._call(dial.address, "coordinator", fields) == "ended"
+            if ended and machine is self._machine:
                 self._do(machine.dialled(*life, "ended", time.monotonic()))
+
+    async def _asked(self, ask: c.Ask) -> None:
+        machine = self._machine
+        here = await self._call(ask.address, "asked", {}) == "answered"
+        if machine is not None and machine is self._machine:
+            self._do(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
 
     async def _knock(self, life: tuple[int, str], there: Address) -> Outcome:
         """What listens there. The connection is kept as long as the process does not take it and close it, so that one
@@ -276,22 +284,20 @@ class CoordinatorServer:
 
     @staticmethod
     def _here_alone(there: Address) -> bool:
-        """Whether the address is one of this kernel, with no network and no firewall in between."""
+        """Whether it is a port of ours, with no network and no firewall in between."""
         local = there.host == "::1" or there.host.startswith("127.")
-        return local and there.boot == boot()
+        return local and there.ports == ports()
 
-    async def _call(self, there: Address) -> bool:
-        """Tell a member, which may still hang on to a coordinator before us, where we are. False if another process of
-        the job has its port by now."""
-        fields: wire.Fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
+    async def _call(self, there: Address, purpose: str, fields: wire.Fields) -> Outcome:
+        """Whether the process of that address, and no other one, answers; "ended" if another has its port by now."""
         try:
-            call = open_socket((there.host, there.port), self._credentials, "coordinator", fields, to=there.nonce)
+            call = open_socket((there.host, there.port), self._credentials, purpose, fields, to=there)
             (await wait_for(CALL_TIMEOUT, call)).close()
         except wire.Elsewhere:
-            return False
+            return "ended"
         except (OSError, asyncio.TimeoutError):
-            pass
-        return True
+            return "unreachable"
+        return "answered"
 
     @property
     def _anywhere(self) -> bool:
@@ -322,7 +328,9 @@ class CoordinatorServer:
             if writer is not None:
                 writer.close()
         elif isinstance(action, c.Dial):
-            self._dial(action)
+            self._spawn(self._dialled(action))
+        elif isinstance(action, c.Ask):
+            self._spawn(self._asked(action))
         elif isinstance(action, c.Log):
             self._log(action.kind, action.fields)
         elif isinstance(action, c.Unfit):

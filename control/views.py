@@ -25,6 +25,12 @@ class Address(msgspec.Struct, frozen=True):
     rack: t.Name = ""  # a label of where the host stands, as FTCOMM_RACK says it
     tuning: t.Name = ""  # the digest of the switch points, and from where they are; alike as well
     arithmetic: t.Name = ""  # equal on both sides means the same bits for the same inputs; "" is equal to nothing
+    network: t.Name = ""  # its namespace, so that a port of it is one port; "" is equal to nothing
+
+    @property
+    def ports(self) -> str:
+        """Equal on both sides means the same ports: one kernel, one network namespace. "" is equal to nothing."""
+        return f"{self.boot} {self.network}" if self.network else ""
 
 
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=RANKS)]  # of a replica's ranks, in order

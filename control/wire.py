@@ -18,8 +18,11 @@ another. With TLS the hash of the server's certificate is signed as well, so tha
 connection. From the same parts both derive the key of what follows, and nothing of it goes over the connection.
 
 The opening names the job, as two of them may have one token, and whom it wants: an address may be out of date, and
-another process listen there by now. A refusal for one of these is signed as well. All others come without a proof:
-anybody on the way could have said them.
+another process listen there by now. A refusal for one of these is signed as well, by a process that listens where the
+client has dialled. Only one that has the very port of whom it wants, in the same network namespace of the same kernel,
+proves that this one has ended. Who was led to another process, by somebody on the way or by an address that two hosts
+have, has learned nothing of the one that it wants. All other refusals come without a proof: anybody on the way could
+have said them.
 
 A frame is a 4-byte big-endian length and that many bytes of msgpack. Nothing from an unauthenticated peer may be longer
 than `MAX_HANDSHAKE`.
@@ -32,6 +35,7 @@ import contextlib
 import dataclasses
 import errno
 import hmac
+import ipaddress
 import secrets
 import select
 import socket
@@ -47,12 +51,13 @@ from msgspec import Meta
 from ftcomm.control.decode import decode_with
 from ftcomm.control.dropped import Kind, drop, printable
 from ftcomm.control.fork import apart
-from ftcomm.control.liveness import unanswered
+from ftcomm.control.liveness import ports, unanswered
 from ftcomm.control.sealed import Channel, Connection, Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
+from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
-VERSION = 5
+VERSION = 6
 MAX_HANDSHAKE = 4096  # bytes
 MAX_MESSAGE = 16 << 20  # bytes of a frame of the control plane; a longer one is refused before it is read
 MAX_UNSENT = 64 << 20  # bytes that wait for a peer that does not read, before it is given up
@@ -96,8 +101,8 @@ class Refused(HandshakeError):
 
 
 class Elsewhere(HandshakeError):
-    """A process that holds the token listens there, and it is not the one that was wanted: that one has ended, as it
-    would hold its port."""
+    """A process that holds the token has the very port of the one that was wanted: that one has ended, as it would hold
+    it."""
 
 
 class BadFields(HandshakeError):
@@ -125,6 +130,8 @@ class Opening(Spoken, frozen=True):
     nonce: Nonce
     job: Word = ""
     to: Word = ""  # the nonce in the address of whom it wants; "": whoever listens there
+    ports: Word = ""  # `Address.ports` of whom it wants
+    at: Word = ""  # where the connection leads, as the client knows it
 
 
 class Challenge(Spoken, frozen=True):
@@ -183,15 +190,23 @@ def _mac(token: str, use: bytes, *parts: bytes) -> bytes:
 
 
 _ELSEWHERE = "another process listens there now than the one of that address"
+_LED_ASTRAY = "this is another process than the one of that address, which may live"
 _BAD_TOKEN = "wrong token; give every process of the job the same FTCOMM_TOKEN as its coordinator"
 
 
 def client_steps(
-    credentials: Credentials, purpose: str, fields: dict[str, str | int], to: str = "", binding: bytes = b""
+    credentials: Credentials,
+    purpose: str,
+    fields: dict[str, str | int],
+    to: Address | None = None,
+    binding: bytes = b"",
+    at: str = "",
 ) -> Steps:
-    """Returns the `Keys`. `binding` is what only the two ends of a connection within TLS have in common."""
+    """Returns the `Keys`. `binding` is what only the two ends of a connection within TLS have in common, `at` the
+    address that the connection leads to (`place`)."""
     token = credentials.token
-    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(NONCE), credentials.job, to))
+    whom = ("", "") if to is None else (to.nonce, to.ports)
+    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(NONCE), credentials.job, *whom, at))
     yield opening
     raw = yield None
     if (other := _decode(raw, Spoken).version) != VERSION:
@@ -219,8 +234,9 @@ def client_steps(
     return Keys(_mac(token, b"session", *signed), client=True)
 
 
-def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"") -> Steps:
-    """Returns the peer's `Opening` and the `Keys`. `name` is the nonce in the address of this process."""
+def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"", at: str = "") -> Steps:
+    """Returns the peer's `Opening` and the `Keys`. `name` is the nonce in the address of this process, `at` the address
+    at which the connection has come in (`place`)."""
     token = credentials.token
     raw = yield None
     if (other := _decode(raw, Spoken).version) != VERSION:
@@ -235,25 +251,42 @@ def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"")
     if not hmac.compare_digest(proof.mac, _mac(token, b"client", *signed)):
         yield _encode(Accepted(b"", _BAD_TOKEN))
         raise HandshakeError(_BAD_TOKEN, "token")
+    here = at != "" and opening.at == at  # what the client has dialled; else it was led here
+    if opening.to not in ("", name):
+        if here and opening.ports == ports():
+            mac = _mac(token, b"elsewhere", *signed, _ELSEWHERE.encode())
+            yield _encode(Accepted(mac, _ELSEWHERE, elsewhere=True))
+            raise HandshakeError("it wants another process, which has listened here before", "target")
+        yield _encode(Accepted(b"", _LED_ASTRAY))
+        raise HandshakeError(f"it wants another process, and has dialled {opening.at}, which leads to {at}", "target")
     if opening.job != credentials.job:
         refused = (
             f"it is of the job {opening.job!r}, expected {credentials.job!r}; set FTCOMM_JOB to the same on all of a "
             "job, and let jobs have tokens of their own"
         )
-        yield _encode(Accepted(_mac(token, b"refused", *signed, refused.encode()), refused))
+        yield _encode(Accepted(_mac(token, b"refused", *signed, refused.encode()) if here else b"", refused))
         raise HandshakeError(refused, "job")
-    if opening.to not in ("", name):
-        mac = _mac(token, b"elsewhere", *signed, _ELSEWHERE.encode())
-        yield _encode(Accepted(mac, _ELSEWHERE, elsewhere=True))
-        raise HandshakeError("it wants another process, which has listened here before", "target")
     yield _encode(Accepted(_mac(token, b"server", *signed), filler=bytes(FILLER)))
     return opening, Keys(_mac(token, b"session", *signed), client=False)
 
 
-def client(credentials: Credentials, purpose: str, fields: dict[str, str | int], to: str = "") -> Wired:
-    """Returns the `Keys`, and the TLS of the connection, or None."""
+def place(address: Callable[[], Any]) -> str:
+    """What a socket's `getpeername` or `getsockname` says, in one form at both ends of a connection; "" if nothing."""
+    try:
+        name, port = address()[:2]
+        host = ipaddress.ip_address(name.partition("%")[0])
+    except (OSError, ValueError):  # reset by now, or no connection of a network
+        return ""
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return f"{mapped or host} {port}"
+
+
+def client(
+    credentials: Credentials, purpose: str, fields: dict[str, str | int], to: Address | None = None, at: str = ""
+) -> Wired:
+    """Returns the `Keys`, and the TLS of the connection, or None. `at` is the `place` that it leads to."""
     if credentials.tls is None:
-        return (yield from _framed(client_steps(credentials, purpose, fields, to))), None
+        return (yield from _framed(client_steps(credentials, purpose, fields, to, at=at))), None
     session = credentials.tls.client()
     try:
         yield from session.handshake()
@@ -263,11 +296,12 @@ def client(credentials: Credentials, purpose: str, fields: dict[str, str | int],
         raise HandshakeError(f"the server's certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
     except ssl.SSLError as error:
         raise HandshakeError(f"TLS: {error.reason}", "tls") from None
-    return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding), session)), session
+    return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding, at), session)), session
 
 
-def server(credentials: Credentials, name: str = "") -> Wired:
-    """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None."""
+def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
+    """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None. `at` is the `place` at which it
+    has come in."""
     first = yield _LENGTH
     if is_hello(first) and credentials.tls is None:
         yield int.from_bytes(first[3:] + (yield 1), "big")  # who hangs up on something unread takes back his answer
@@ -278,7 +312,7 @@ def server(credentials: Credentials, name: str = "") -> Wired:
         yield _refusal("only TLS is spoken here")
         raise HandshakeError(f"it does not speak TLS, and this process does; {_BOTH}", "tls")
     if credentials.tls is None:
-        return *(yield from _framed(server_steps(credentials, name), first=first)), None
+        return *(yield from _framed(server_steps(credentials, name, at=at), first=first)), None
     session = credentials.tls.server()
     try:
         yield from session.handshake(first)
@@ -288,7 +322,7 @@ def server(credentials: Credentials, name: str = "") -> Wired:
         raise HandshakeError(f"its certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
     except ssl.SSLError as error:
         raise HandshakeError(f"TLS: {error.reason}", "tls") from None
-    return *(yield from _framed(server_steps(credentials, name, session.binding), session)), session
+    return *(yield from _framed(server_steps(credentials, name, session.binding, at), session)), session
 
 
 def _refusal(why: str) -> bytes:
@@ -409,10 +443,10 @@ def connect(
     purpose: str,
     fields: dict[str, str | int],
     timeout: float,
-    to: str = "",
+    to: Address | None = None,
 ) -> Channel:
-    """An authenticated blocking connection, to the process `to` if that is known. Raises `OSError` (`HandshakeError` if
-    refused).
+    """An authenticated blocking connection, to the process at `to` if that is known. Raises `OSError` (`HandshakeError`
+    if refused).
 
     `timeout` seconds are for the process at the other end, which may hold its interpreter or be stopped: call once and
     wait, since each call that is given up takes a place in its backlog until it goes on. Its kernel has `KERNEL` of
@@ -421,7 +455,7 @@ def connect(
     deadline = time.monotonic() + timeout
     patience = min(timeout, KERNEL)
     sock = _connected(address, patience)
-    steps = client(credentials, purpose, fields, to)
+    steps = client(credentials, purpose, fields, to, place(sock.getpeername))
     begun = False
     try:
         tune(sock)

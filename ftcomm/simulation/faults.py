@@ -24,6 +24,7 @@ _OF_KIND = {
     "rolled-back": ("roll-back", "roll-back", "kill", "coordinator"),
     "together": ("together", "together", "together", "kill", "flap"),
     "forks": ("orphan", "orphan", "hold", "coordinator"),
+    "accused": ("accuse", "accuse", "accuse", "kill", "coordinator"),
 }
 
 
@@ -170,6 +171,16 @@ class Faults:
             self._stop_coordinator(self.random.choice((0.5, 1.5, 6.0)))
         elif kind == "together":
             self._together(running)
+        elif kind == "accuse":
+            self._accuse(replica, running)
+
+    def _accuse(self, accused: Replica, running: list[Replica]) -> None:
+        for by in running:
+            rank = self.random.choice(by.ranks)
+            view = rank.node.machine.view
+            if by is not accused and view is not None and rank.alive and not rank.gone:
+                rank.say("takes for proved that replica %s has ended", accused.number)
+                rank._do(rank.node.peer_lost(accused.number, view.epoch, "its port is another one's", proof=True))
 
     def _right_store(self) -> None:
         """Somebody sees what was wrong."""

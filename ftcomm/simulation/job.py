@@ -59,6 +59,9 @@ class Coordinator(Process):
     def _dialled(self, dial: c.Dial, outcome: Outcome) -> None:
         self.do(self.machine.dialled(dial.replica, dial.incarnation, outcome, self.clock()))
 
+    def _asked(self, ask: c.Ask, here: bool) -> None:
+        self.do(self.machine.asked(ask.replica, ask.incarnation, ask.rank, here))
+
     def do(self, actions: list[c.Action]) -> None:
         crash = -1
         for action in actions:
@@ -89,6 +92,9 @@ class Coordinator(Process):
             elif kind is c.Dial:
                 port = action.address.pid  # type: ignore[union-attr]
                 self._job.network.knock(self, port, functools.partial(self._dialled, action))  # type: ignore[arg-type]
+            elif kind is c.Ask:
+                port = action.address.pid  # type: ignore[union-attr]
+                self._job.network.ask(self, port, functools.partial(self._asked, action))  # type: ignore[arg-type]
             elif kind is c.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()

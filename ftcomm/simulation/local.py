@@ -7,6 +7,7 @@ the product answer for tens of millions of steps of the group.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -252,8 +253,12 @@ class Coordination:
         saved, views = self._values.values[coordinator]
         live = thaw(saved)
         sent = []
-        for action in getattr(live, event[0])(*event[1:]):
-            if isinstance(action, c.Send):
+        actions = deque(getattr(live, event[0])(*event[1:]))
+        while actions:
+            action = actions.popleft()
+            if isinstance(action, c.Ask):  # nobody answers: who was accused in error is cut off
+                actions.extendleft(reversed(live.asked(action.replica, action.incarnation, action.rank, False)))
+            elif isinstance(action, c.Send):
                 sent.append((action.conn, action.message))
             elif isinstance(action, c.Persist):
                 if views and action.view.epoch <= views[-1].epoch:

@@ -270,6 +270,25 @@ class Network:
         else:
             self.world.after(2 * self.weather.latency, dialler, tell, "ended" if way[0] == way[1] else "refused")
 
+    def ask(self, dialler: Process, port: int, tell: Callable[[bool], object]) -> None:
+        """`tell` whether the process at that port answers a handshake in time."""
+        answered: list[bool] = []
+
+        def said(here: bool) -> None:
+            if not answered:
+                answered.append(here)
+                tell(here)
+
+        target = self.listeners[port]
+        if not target.alive and target not in self._survived and target not in self.dark:
+            self.world.after(2 * self.weather.latency, dialler, said, False)
+            return
+        way = (dialler.host, target.host)
+        self.world.after(self.weather.knock_timeout, dialler, said, False)
+        if target.alive and way not in self.blocked and way[::-1] not in self.blocked:
+            answer = functools.partial(self.world.after, self.weather.latency, dialler, said, True)
+            self.world.after(self.weather.latency, target, answer)
+
     def astray(self, connection: Connection, end: int, message: Any) -> None:
         """A copy of a message comes some time later, out of order."""
         seconds = self.delay(connection.way[end]) * 50 * self.random()

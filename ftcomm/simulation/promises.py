@@ -22,6 +22,7 @@ Which fault may take a member out, and which may end the job, and why there is n
     path between two members blocked   either of them: each waits for the other  never: who is left holds the state
     path to the coordinator blocked    nobody                                    never: training needs no coordinator
     connections reset, links broken    nobody: they are made again               never
+    a proof of an end that is none     nobody: who is asked answers              never
     packets lost, late, twice          nobody                                    never
     coordinator killed, stopped, or    nobody                                    never
       back with an older store

@@ -32,10 +32,11 @@ KINDS = {
     "rolled-back": 2,  # the coordinator comes back with an older store
     "together": 2,  # the coordinator dies with replicas, as on one host
     "forks": 2,  # who dies leaves a child that holds its connections open
+    "accused": 2,  # members take for proved that another one has ended, and it lives
 }
 
 
-_LONG = ("storm", "partitions", "coordinator", "together", "forks")
+_LONG = ("storm", "partitions", "coordinator", "together", "forks", "accused")
 _LONGER = ("cut-off", "resets", "held", "rolled-back")  # for silences that are longer than a heartbeat
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from ftcomm.control.liveness import boot, network
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
@@ -169,12 +170,10 @@ def here_is(
     """What others have to know of this process to reach `segment`; it listens at `port` of `host`, in `rack`, and
     reduces with this `arithmetic` (None: that of the host, see `ftcomm.kernels.host.arithmetic`). `data` is what
     FTCOMM_DATA says."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
     return Address(
         host,
         port,
-        boot,
+        boot(),
         os.getpid(),
         segment.fd,
         segment.nonce,
@@ -182,6 +181,7 @@ def here_is(
         rack,
         str(tuning),
         own() if arithmetic is None else arithmetic,
+        network(),
     )
 
 

@@ -285,6 +285,8 @@ class Cluster:
                         replica.conn = None
             elif isinstance(action, c.Dial):
                 self._post("dial", action.incarnation, lambda a=action, by=self.coordinator: self._dialled(by, a))
+            elif isinstance(action, c.Ask):
+                self._post("ask", action.incarnation, lambda a=action, by=self.coordinator: self._asked(by, a))
             elif isinstance(action, c.Done):
                 self.done = action.failed or "finished"
 
@@ -294,6 +296,12 @@ class Cluster:
             alive = replica.alive and replica.incarnation == dial.incarnation
             outcome: Outcome = "answered" if alive else "ended"
             self._do_coordinator(by.dialled(dial.replica, dial.incarnation, outcome, self.now))
+
+    def _asked(self, by: c.Coordinator, ask: c.Ask) -> None:
+        if by is self.coordinator:
+            replica = self.replicas[ask.replica]
+            here = replica.alive and replica.incarnation == ask.incarnation
+            self._do_coordinator(by.asked(ask.replica, ask.incarnation, ask.rank, here))
 
     def _to_leader(self, replica: Replica, message: m.Message) -> Callable[[], None]:
         def deliver() -> None:

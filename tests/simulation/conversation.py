@@ -415,6 +415,22 @@ class Conversation:
             if other.links.get(rank.replica) == rank.life and other.index == rank.index:
                 other.links[rank.replica] = ""
 
+    def _ask(self, ask: c.Ask) -> None:
+        """The coordinator dials a rank of which another member says that its process has ended."""
+        machine, rank = self.coordinator, self.lives[ask.incarnation][ask.rank]
+        reached = self._open(self._place(rank), self.at)
+        here = reached and rank.runs
+
+        def told() -> None:
+            if machine is not None and machine is self.coordinator:
+                self.say(self.at, f"asks {rank.name}: {'it answers' if here else 'no answer'}")
+                self._do_coordinator(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
+
+        if here or (reached and not rank.alive):
+            self._post(self.at, self.at, told)
+        else:
+            self._later.append((self.now + DIAL, told))
+
     def _dial(self, dial: c.Dial) -> None:
         """What the coordinator finds at the port of a leader."""
         machine, leader = self.coordinator, self.lives[dial.incarnation][0]
@@ -492,6 +508,8 @@ class Conversation:
                     self.say(self.at, f"closes the connection of {leader.name}")
             elif isinstance(action, c.Dial):
                 self._dial(action)
+            elif isinstance(action, c.Ask):
+                self._ask(action)
             elif isinstance(action, c.Log):
                 if action.kind != "view":
                     said = ", ".join(f"{key} {shortened(str(value))}" for key, value in action.fields.items())

@@ -229,9 +229,19 @@ def takes_back_what_is_in_force(patch: Patch) -> None:
     patch.setattr(c.Coordinator, "_lose", taken_back)
 
 
+def believes_any_proof(patch: Patch) -> None:
+    """Who is said to be proved dead is removed, and not asked before."""
+
+    def believe(self: c.Coordinator, conn: int, by: int, suspect: m.Suspect, fields: Any) -> list[c.Action]:
+        return self._lose({suspect.replica: suspect.reason}, proved=True)
+
+    patch.setattr(c.Coordinator, "_ask", believe)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
+    "believes-any-proof": (believes_any_proof, "accused", 40),
     "no-epoch-in-words": (no_epoch_in_words, "kills", 400),
     "late-words": (late_words, "storm", 2000),
     "own-input-first": (own_input_first, "calm", 20),

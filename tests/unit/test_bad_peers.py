@@ -458,12 +458,13 @@ FIELDS: list[wire.Fields] = [
     {},
     {"rank": 0},
     {"rank": 1},
+    {"rank": 1, "replica": 0},
     {"rank": 9},
     {"rank": "x"},
     {"replica": -1, "epoch": "x"},
     {"replica": 3, "epoch": 1},
 ]
-PURPOSES = ("leader", "rank", "member", "data", "state", "", "x" * 200)
+PURPOSES = ("leader", "rank", "member", "data", "asked", "state", "", "x" * 200)
 
 
 def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
@@ -616,9 +617,10 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
         for purpose, fields in itertools.product(PURPOSES, FIELDS):
             asyncio.run(insult(address, purpose, fields))
         with wire.connect(address, CREDENTIALS, "data", {"replica": 3, "epoch": 1}, DEADLINE):
-            for _ in range(2):
-                assert served.get(timeout=DEADLINE) == {"replica": 3, "epoch": 1}
-        asyncio.run(until(lambda: count("fields") == 3 * (len(FIELDS) - 1)))  # one is right for each of three purposes
+            for fields in ({"rank": 1, "replica": 0}, *[{"replica": 3, "epoch": 1}] * 2):
+                assert served.get(timeout=DEADLINE) == fields
+        right = 1 + 2 + 2  # of "rank", "member" and "data"
+        asyncio.run(until(lambda: count("fields") == 3 * len(FIELDS) - right))
     assert count("purpose") == 4 * len(FIELDS)
     assert count("message") > 0
     assert count("internal") == 0

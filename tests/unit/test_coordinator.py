@@ -9,7 +9,7 @@ from collections.abc import Collection
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import Action, Close, Coordinator, Dial, Done, Log, Persist, Send, Unfit
+from ftcomm.control.coordinator import Action, Ask, Close, Coordinator, Dial, Done, Log, Persist, Send, Unfit
 from ftcomm.control.dials import PAUSE, Outcome
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.timeouts import REPORT, Timeouts
@@ -29,6 +29,7 @@ class Script:
         self.done: list[str] = []
         self.outcomes: dict[str, Outcome] = {}  # of a dial, by the life that it is to; else it is answered
         self.dialled: list[Dial] = []
+        self.answers: set[str] = set()  # lives that do when they are asked
         for replica in range(replicas):
             self.join(replica)
         self.install(*range(replicas))
@@ -47,6 +48,9 @@ class Script:
                 self.dialled.append(action)
                 outcome = self.outcomes.get(action.incarnation, "answered")
                 self.do(self.coordinator.dialled(action.replica, action.incarnation, outcome, self.now))
+            elif isinstance(action, Ask):
+                here = action.incarnation in self.answers
+                self.do(self.coordinator.asked(action.replica, action.incarnation, action.rank, here))
 
     def tell(self, conn: int, message: m.Message) -> None:
         self.do(self.coordinator.receive(conn, message, now=1.0))
@@ -125,6 +129,39 @@ def test_a_loss_is_a_view_at_once() -> None:
     assert script.newest == ((0, 2), {0, 2})
     assert script.views[-1].proposal == 0
     assert [view.epoch for view in script.views] == [1, 2]
+
+
+def test_a_proof_by_another_member_costs_nobody_who_answers() -> None:
+    """What one has taken for a proof may be wrong; who answers the coordinator lives."""
+    script = Script(3)
+    ended = m.Suspect(1, "life-1", "its process has ended", True)
+    script.answers.add("life-1")
+    actions = script.coordinator.receive(0, ended, now=1.0)
+    ask = next(action for action in actions if isinstance(action, Ask))
+    assert not script.coordinator.receive(0, ended, now=1.0), "one dial at a time is enough"
+    told = script.coordinator.asked(ask.replica, ask.incarnation, ask.rank, True)
+    assert [action.kind for action in told if isinstance(action, Log)] == ["spared"]
+    assert script.newest[0] == (0, 1, 2)
+    script.wait(0, 1, 2)
+    assert script.newest[0] == (0, 1, 2), "nor later, as nobody stalls"
+    script.answers.clear()
+    script.tell(0, ended)
+    assert script.newest[0] == (0, 2), "who does not answer has ended, as was proved"
+
+
+def test_it_is_the_rank_that_was_proved_to_have_ended_that_is_asked() -> None:
+    coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    for replica in range(2):
+        ranks = tuple(Address("h", 1 + rank, "b", replica, 3, "n") for rank in range(2))
+        actions = coordinator.receive(replica, m.Join(replica, f"life-{replica}", ranks, 0, -1, CHAIN), now=1.0)
+    assert any(isinstance(action, Persist) for action in actions)
+    actions = coordinator.receive(0, m.Suspect(1, "life-1", "its process has ended", True, 1), now=1.0)
+    assert [action.address.port for action in actions if isinstance(action, Ask)] == [2]
+    for rank in (0, 2):  # another one is another question; one that there is not is none
+        actions = coordinator.receive(0, m.Suspect(1, "life-1", "its process has ended", True, rank), now=1.0)
+        assert sum(isinstance(action, Ask) for action in actions) == (rank == 0)
+    assert any(isinstance(action, Persist) for action in coordinator.asked(1, "life-1", 1, False))
+    assert not coordinator.asked(1, "life-1", 0, False), "it has gone by now"
 
 
 def test_a_joiner_comes_in_catching_up_and_contributes_when_it_says_so() -> None:
@@ -676,8 +713,8 @@ def test_who_leaves_by_a_change_hears_nothing_of_a_loss_after_it() -> None:
 
 def test_nobody_is_sent_away_before_that_is_written_down() -> None:
     script = Script(3)
-    suspect = m.Suspect(1, "life-1", "its process ended", True)
-    actions = script.coordinator.receive(0, suspect, now=1.0)
+    suspect = m.Suspect(1, "life-1", "its rank 0 is lost", True)
+    actions = script.coordinator.receive(1, suspect, now=1.0)
     kinds = [type(action.message) if isinstance(action, Send) else type(action) for action in actions]
     assert kinds.index(Persist) < kinds.index(m.Expelled) < kinds.index(m.NewView)
 

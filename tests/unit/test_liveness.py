@@ -18,13 +18,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from ftcomm.control import links, liveness, wire
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
+from ftcomm.control.dropped import counts
 from ftcomm.control.links import Link, listen
 from ftcomm.control.liveness import Knock, unanswered
 from ftcomm.control.peers import Peers
@@ -306,6 +309,11 @@ def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(mem
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
+def one_of_this_host(address: tuple[str, int]) -> Address:
+    """The address of a process that is gone."""
+    return Address(*address, liveness.boot(), 1, 3, "1" * 32, network=liveness.network())
+
+
 def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member: Peer) -> None:
     """The other one proves it by the token: its word, and not that something listens there."""
 
@@ -318,7 +326,7 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
             told.set()
 
         peers = Peers(0, 0, CREDENTIALS, on_open=lambda replica: None, on_lost=on_lost, on_back=lambda replica: None)
-        before = Address(*member.address, "b", 1, 3, "1" * 32)
+        before = one_of_this_host(member.address)
         peers.connect(View(1, None, (Member(0, "a", (before,), True), Member(1, "b", (before,), True))))
         await told.wait()
         assert lost[0] == (1, True)
@@ -326,7 +334,7 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
 
     async def coordinator() -> None:
         store = ViewStore(None)
-        store.views = [View(1, None, (Member(0, "life", (Address(*member.address, "b", 1, 3, "1" * 32),), True),))]
+        store.views = [View(1, None, (Member(0, "life", (one_of_this_host(member.address),), True),))]
         events: list[dict[str, object]] = []
         timeouts = Timeouts.derive(10.0)
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=timeouts, on_event=events.append)
@@ -337,6 +345,65 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
 
     for run in (links_of_a_member, coordinator):
         asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@pytest.mark.parametrize("how", ["on the way", "another kernel", "another network"])
+def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_ended(
+    how: str, member: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody on the way, or by an address that two hosts have, as those of containers: it may live."""
+    relay = Relay(member.address)
+    there = one_of_this_host(relay.address if how == "on the way" else member.address)
+    if how == "another kernel":
+        there = msgspec.structs.replace(there, boot="another")
+    elif how == "another network":
+        there = msgspec.structs.replace(there, network="4026531840")
+    outcomes: list[str] = []
+    call = CoordinatorServer._call
+
+    async def called(self: CoordinatorServer, *args: Any) -> str:
+        outcomes.append(await call(self, *args))
+        return outcomes[-1]
+
+    monkeypatch.setattr(CoordinatorServer, "_call", called)
+
+    async def run() -> None:
+        lost: list[bool] = []
+        peers = Peers(
+            0,
+            0,
+            CREDENTIALS,
+            on_open=lambda replica: None,
+            on_lost=lambda view, replica, reason, proof: lost.append(proof),
+            on_back=lambda replica: None,
+        )
+        view = View(1, None, (Member(0, "a", (there,), True), Member(1, "b", (there,), True)))
+        peers.connect(view)
+        store = ViewStore(None)
+        store.views = [View(1, None, (Member(0, "life", (there,), True),))]
+        server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))
+        await server.start()
+        while not (lost and outcomes):
+            await asyncio.sleep(0.01)
+        assert (lost[0], outcomes[0]) == (False, "unreachable")
+        assert not server.ended
+        await server.stop()
+        peers.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    finally:
+        relay.close()
+
+
+def test_a_signed_word_of_another_job_to_who_was_led_to_it_is_no_reason_to_give_up(member: Peer) -> None:
+    relay, ours = Relay(member.address), Credentials("secret", "ours")
+    with pytest.raises(wire.HandshakeError, match="of the job 'ours'") as refused:
+        wire.connect(relay.address, ours, "member", {}, DEADLINE)
+    assert type(refused.value) is wire.HandshakeError
+    relay.close()
+    with pytest.raises(wire.Refused, match="of the job 'ours'"):
+        wire.connect(member.address, ours, "member", {}, DEADLINE)
 
 
 # -- a connection that is reset between a rank and its leader ----------------------------------------------------------
@@ -409,56 +476,108 @@ class Relay:
         self.cut()
 
 
-def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
-    timeouts = Timeouts.derive(60.0, 10.0)
-    events: list[dict[str, object]] = []
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    server = CoordinatorServer(1, 2, CREDENTIALS, timeouts=timeouts, on_event=events.append)
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(DEADLINE)
-    coordinator = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
-    leader_socket = listen("127.0.0.1", 0)
-    relay = Relay(leader_socket.getsockname())
+class Job:
+    """A coordinator, and agents that move nothing, in this process."""
 
-    def agent(rank: int) -> Agent:
+    def __init__(self, replicas: int, ranks: int) -> None:
+        self._ranks = ranks
+        self._timeouts = Timeouts.derive(60.0, 10.0)
+        self._events: list[dict[str, object]] = []
+        self._agents: list[Agent] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.server = CoordinatorServer(
+            replicas, ranks, CREDENTIALS, timeouts=self._timeouts, on_event=self._events.append
+        )
+        self.do(self.server.start())
+
+    def do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE)
+
+    def agent(
+        self, replica: int, rank: int, leader: tuple[str, int] | None = None, leader_socket: socket.socket | None = None
+    ) -> Agent:
         sock = listen("127.0.0.1", 0)
+        nonce = f"{replica:016x}{rank:016x}"
         made = Agent(
             Still(),
-            coordinator=coordinator,
+            coordinator=("127.0.0.1", int(self.server.endpoint.rpartition(":")[2])),
             credentials=CREDENTIALS,
-            replica=0,
+            replica=replica,
             rank=rank,
-            ranks=2,
-            leader=relay.address,
-            leader_socket=leader_socket if rank == 0 else None,
+            ranks=self._ranks,
+            leader=leader,
+            leader_socket=leader_socket,
             sock=sock,
-            address=Address(*sock.getsockname(), "b", 1, 3, "0" * 32),
-            timeouts=timeouts,
+            address=Address(*sock.getsockname(), liveness.boot(), 1, 3, nonce, network=liveness.network()),
+            timeouts=self._timeouts,
         )
+        self._agents.append(made)
         made.start()
         return made
 
-    agents = [agent(0), agent(1)]
+    def events_of(self, *kinds: str) -> list[dict[str, object]]:
+        return [event for event in self._events if event["kind"] in kinds]
+
+    def close(self) -> None:
+        for agent in self._agents:
+            agent.stop()
+        self.do(self.server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another() -> None:
+    job = Job(2, 1)
+    try:
+        agents = [job.agent(replica, 0) for replica in range(2)]
+        for one in agents:
+            one.register(DEADLINE)
+        agents[0].suspect(1, 1, "its process has ended", proof=True)
+        until(lambda: bool(job.events_of("spared")))
+        assert [event["why"] for event in job.events_of("view")] == ["all replicas are here"]
+        agents[1].stop()  # it has, now
+        agents[0].suspect(1, 1, "its process has ended", proof=True)
+        until(lambda: len(job.events_of("view")) == 2)
+    finally:
+        job.close()
+
+
+def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_of_nobody() -> None:
+    leader_socket = listen("127.0.0.1", 0)
+    job = Job(2, 2)
+    try:
+        leader = job.agent(0, 0, leader_socket.getsockname(), leader_socket)
+        before = counts().get("fields", 0)
+        job.agent(1, 1, leader_socket.getsockname())
+        until(lambda: counts().get("fields", 0) > before)
+        assert not leader._ranks
+        assert 1 not in leader._node.leader.addresses
+    finally:
+        job.close()
+
+
+def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
+    leader_socket = listen("127.0.0.1", 0)
+    relay = Relay(leader_socket.getsockname())
+    job = Job(1, 2)
+    agents = [job.agent(0, 0, relay.address, leader_socket), job.agent(0, 1, relay.address)]
     try:
         for one in agents:
             one.register(DEADLINE)
         for times in range(1, 4):
             relay.cut()
             until(lambda times=times: relay.count > times and 1 in agents[0]._ranks)  # type: ignore[misc]
-        asyncio.run_coroutine_threadsafe(_drained(server), loop).result(DEADLINE)
+        job.do(_drained(job.server))
         training = [threading.Thread(target=_train, args=(one,), daemon=True) for one in agents]
         for thread in training:
             thread.start()
         for thread in training:
             thread.join(DEADLINE)
         assert all(one.left for one in agents), "what was said after a reset did not arrive"
-        assert not [event for event in events if event["kind"] in ("suspect", "failed")]
+        assert not job.events_of("suspect", "failed")
     finally:
-        for one in agents:
-            one.stop()
         relay.close()
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(DEADLINE)
-        loop.call_soon_threadsafe(loop.stop)
+        job.close()
 
 
 def _train(agent: Agent) -> None:

@@ -17,8 +17,10 @@ import pytest
 from ftcomm.control import dropped, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import Link, Listener, listen, serve_messages
+from ftcomm.control.liveness import boot, network
 from ftcomm.control.sealed import Channel, Keys
 from ftcomm.control.tls import Files, Tls, TlsError
+from ftcomm.control.views import Address
 from tests.certificates import Authority
 
 TOKEN = "secret"
@@ -88,9 +90,15 @@ class Port:
                 channel.sendall(data)
 
 
+def there(address: tuple[str, int], nonce: str) -> Address:
+    return Address(*address, boot(), 1, 3, nonce, network=network())
+
+
 def dial(port: Port | tuple[str, int], tls: Tls | None, job: str = "", to: str = "") -> Channel:
     address = port.address if isinstance(port, Port) else port
-    return wire.connect(address, wire.Credentials(TOKEN, job, tls), "data", {}, DEADLINE, to)
+    return wire.connect(
+        address, wire.Credentials(TOKEN, job, tls), "data", {}, DEADLINE, there(address, to) if to else None
+    )
 
 
 # -- who gets through ------------------------------------------------------------------------------------------------
