@@ -386,11 +386,11 @@ class Group(Calls):
 
     # -- to other parts of ftcomm --------------------------------------------------------------------------------
 
-    def _dial(self, replica: int, purpose: str, fields: dict[str, str | int], timeout: float = 5.0) -> Channel:
+    def _dial(self, replica: int, purpose: str, fields: dict[str, str | int]) -> Channel:
         """An authenticated blocking connection to this rank of another replica, handed there to who serves `purpose`.
-        Raises `TransportError`."""
+        Waits as long as an op does for a process whose kernel answers. Raises `TransportError`."""
         try:
-            return self._agent.dial(replica, purpose, fields, timeout)
+            return self._agent.dial(replica, purpose, fields)
         except OSError as error:
             raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
 

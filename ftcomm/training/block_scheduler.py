@@ -2,7 +2,7 @@
 blocks and losses.
 
 All sources hold the same bits, so each is asked for the next block that nobody was asked for, a few ahead. What a
-source was asked for and has not sent when it is lost goes back, to be asked of the others.
+source was asked for and has not sent when it is lost, or falls silent, goes back, to be asked of the others.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ class BlockScheduler:
         if source not in self.served:
             self.served.append(source)
         self.left -= 1
+
+    def release(self, source: int) -> None:
+        """It is silent: others may send what it was asked for."""
+        asked = self._asked[source]
+        self._todo.extendleft(reversed(asked))
+        asked.clear()
 
     def drop(self, source: int, reason: str) -> None:
         """It is lost, or has said something wrong. May be repeated."""

@@ -33,6 +33,7 @@ from ftcomm.training.catchup_protocol import (
     Block,
     BlockStream,
     Done,
+    Frame,
     NoSource,
     Offer,
     Refusal,
@@ -52,13 +53,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-SILENCE = (
-    10.0  # seconds without a byte after which others are asked; of the last source, until its kernel counts as gone
-)
+SILENCE = 10.0  # seconds without a byte after which others are asked, or without a kernel's answer until it is gone
 SPOILED = (
     "parameters or optimizer state were changed before optimizer.step(), while they were being copied for a joiner; "
     "from now on they are copied before the step begins"
 )
+_LOOK = 1.0  # seconds between two looks whether the time of a wait passes
 RETRY = 0.2  # seconds between attempts to reach a source whose script has not come to the step loop
 
 
@@ -181,6 +181,10 @@ class StateSource:
             send(sock, Wait())
 
 
+class _FellSilent(Exception):
+    """A source that lives has said nothing for `SILENCE`, and what it was asked for was given to others."""
+
+
 class Fetch:
     """The joiner's side: the state entering `step` of `view`, fetched by one background thread a source.
 
@@ -202,6 +206,7 @@ class Fetch:
         self._error: Exception | None = None
         self._sockets: dict[int, Connection] = {}
         self._left_view: set[int] = set()
+        self._mute: set[int] = set()  # whose kernels answer, and whose processes are waited for
         self.step = step
         self.seconds = 0.0
         alive = self._scheduler.alive
@@ -233,11 +238,10 @@ class Fetch:
         """Block until a source has said what it has, a round trip; raises `StateError` if that does not fit here.
 
         Before that a joiner must not take part in an op: with another model it would call one of another size, and
-        that is an error on everybody.
+        that is an error on everybody. For `seconds`, see `_within`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._offer is not None or self._error is not None, timeout=seconds)
-            if self._error is None and self._offer is None:
+            if not self._within(seconds, lambda: self._offer is not None):
                 raise StateError(f"No replica offered the state of step {self.step} within {seconds:.0f} s.")
         self.ready()
 
@@ -249,14 +253,27 @@ class Fetch:
             return self._scheduler.complete
 
     def wait(self, seconds: float) -> None:
-        """Block until all has arrived; raises `StateError` when it never will, or not in time."""
+        """Block until all has arrived; raises `StateError` when it never will, or not `_within` that time."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._scheduler.complete or self._error is not None, timeout=seconds):
+            if not self._within(seconds, lambda: self._scheduler.complete):
                 raise StateError(
                     f"The state of step {self.step} did not arrive within {seconds:.0f} s ({self._scheduler.left} "
                     f"blocks of {BLOCK >> 20} MB are missing). Look at the network between the replicas."
                 )
         self.ready()
+
+    def _within(self, seconds: float, true: Callable[[], bool]) -> bool:
+        """Wait until that is so, or never will be; False if it is not in time. No time passes while all sources that
+        are left live and hold their interpreters, or are stopped: they go on when they can, or are removed."""
+        left = seconds
+        while not (true() or self._error is not None):
+            if left <= 0:
+                return False
+            alive, begun = set(self._scheduler.alive), time.monotonic()
+            self._changed.wait(min(left, _LOOK))
+            if not alive or not alive <= self._mute:
+                left -= time.monotonic() - begun
+        return True
 
     def take(self) -> FlatState:
         """The state, once, after `ready`; it belongs to the caller from then on."""
@@ -284,23 +301,14 @@ class Fetch:
             self._changed.notify_all()
         if self._error is not None:
             self.keep(())
+        deadline = time.monotonic() + SILENCE
         for thread in self._threads:
-            thread.join(SILENCE)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _from(self, source: int) -> None:
         try:
-            sock, offer = self._open(source)
-            with contextlib.closing(sock):
-                self._agree(source, offer)
-                while True:
-                    numbers, due = self._next(source)
-                    for number in numbers:
-                        send(sock, Want(number))
-                    if due is None:
-                        break
-                    self._receive(sock, due, functools.partial(self._patient, source, sock))
-                    self._received(source)
-                send(sock, Done())
+            while not self._fetched_from(source):
+                pass
         except (OSError, TransportError, NoSource) as error:
             self._drop(source, str(error) or type(error).__name__)
         except (Wrong, msgspec.DecodeError) as error:
@@ -314,32 +322,69 @@ class Fetch:
             drop("internal", f"the fetch of the state from replica {source}: {error!r}", error=error)
             self._drop(source, repr(error))
 
+    def _fetched_from(self, source: int) -> bool:
+        """Whether all is there; else it has fallen silent, and others were asked."""
+        sock, offer = self._open(source)
+        with contextlib.closing(sock):
+            self._agree(source, offer)
+            while True:
+                numbers, due = self._next(source)
+                for number in numbers:
+                    send(sock, Want(number))
+                if due is None:
+                    send(sock, Done())
+                    return True
+                try:
+                    self._receive(source, sock, due)
+                except _FellSilent:
+                    return False  # by a new connection: what still comes by this one would be written too late
+                self._received(source)
+
     def _open(self, source: int) -> tuple[Connection, Offer]:
         """Connect until the source makes its offer; one whose script is not in steps() yet closes the connection."""
         while True:
+            with self._changed:
+                self._mute.add(source)  # until it takes the connection
             sock = self._group._dial(source, "state", self._fields)
             sock.settimeout(SILENCE)
             with self._changed:  # who gives sources up looks at both under this lock
+                self._mute.discard(source)
                 self._sockets[source] = sock
                 left = source in self._left_view
             if left:
                 sock.close()
                 raise NoSource("it left before it was asked")
             try:
-                return sock, _offer(sock, functools.partial(self._patient, source, sock))
+                while isinstance(frame := self._heard(source, sock), Wait):
+                    pass
+                return sock, _offered(frame)
             except ConnectionError:
                 sock.close()
             with self._changed:
                 if self._changed.wait_for(lambda: source in self._left_view or self._error is not None, RETRY):
                     raise NoSource("it left before it made an offer")
 
+    def _heard(self, source: int, sock: Connection) -> Frame:
+        """What it says next."""
+        frame = receive(sock, patient=functools.partial(self._patient, source, sock))
+        with self._changed:
+            self._mute.discard(source)
+        return frame
+
     def _patient(self, source: int, sock: Connection) -> bool:
-        """Whether to go on waiting for a source that has said nothing for `SILENCE`: if there is no other one, and its
-        kernel answers. Its process holds its interpreter, say; if that takes too long for the others, it is removed."""
+        """Whether to go on waiting for a source that has said nothing for `SILENCE`: if its kernel answers. Its process
+        holds its interpreter, say; if that takes too long for the others, it is removed. Raises `_FellSilent` if others
+        are to send what it was asked for."""
         seconds = unanswered(sock)
         with self._changed:
-            last = self._scheduler.alive == (source,) and source not in self._left_view
-        return last and seconds is not None and seconds < SILENCE
+            if source in self._left_view or seconds is None or seconds >= SILENCE:
+                return False
+            self._mute.add(source)
+            if self._scheduler.due(source) is not None and set(self._scheduler.alive) - self._mute:
+                self._scheduler.release(source)
+                self._changed.notify_all()
+                raise _FellSilent
+            return True
 
     def _agree(self, source: int, offer: Offer) -> None:
         """The first offer lays out what is to be received, every other must be the same."""
@@ -364,9 +409,9 @@ class Fetch:
                 raise NoSource("the fetch was given up")
             return self._scheduler.ask(source), self._scheduler.due(source)
 
-    def _receive(self, sock: Connection, number: int, patient: Callable[[], bool]) -> None:
+    def _receive(self, source: int, sock: Connection, number: int) -> None:
         assert self._stream is not None, "the state is taken only when no block is missing"
-        while isinstance(block := receive(sock, patient=patient), Wait):
+        while isinstance(block := self._heard(source, sock), Wait):
             pass
         if isinstance(block, Refusal):
             raise NoSource(block.reason)
@@ -376,10 +421,11 @@ class Fetch:
         if block.nbytes != sum(piece.nbytes for piece in pieces):
             raise Wrong(f"block {number} has {block.nbytes} bytes")
         for piece in pieces:
-            read_into(sock, piece, patient)
+            read_into(sock, piece, functools.partial(self._patient, source, sock))
 
     def _received(self, source: int) -> None:
         with self._changed:
+            self._mute.discard(source)
             self._scheduler.received(source)
             self._progress()
 
@@ -403,9 +449,7 @@ class Fetch:
         )
 
 
-def _offer(sock: Connection, patient: Callable[[], bool]) -> Offer:
-    while isinstance(frame := receive(sock, patient=patient), Wait):
-        pass
+def _offered(frame: Frame) -> Offer:
     if isinstance(frame, Offer):
         return frame
     if isinstance(frame, Refusal):

@@ -144,6 +144,49 @@ def test_a_killed_replica_comes_back_and_all_finish(here: Path, monkeypatch: pyt
     assert [event["replica"] for event in job.of("process_started")] == [0, 1, 2, 1]
 
 
+HOLDS = """
+import ctypes
+from ftcomm.training import joiner
+if not first_life:
+    fetch = joiner.Fetch
+    def later(*args):  # when all that it is to fetch from hold their interpreters
+        while not (os.path.exists("held-0") and os.path.exists("held-2")):
+            time.sleep(0.01)
+        return fetch(*args)
+    joiner.Fetch = later
+class State:
+    value = 7
+    def state_dict(self): return {"value": self.value}
+    def load_state_dict(self, value): self.value = value["value"]
+state, held = State(), False
+for step in ftcomm.steps(1000000, {"state": state}):
+    if first_life and not held and 1 in group.members and group.epoch > 2:
+        held = True
+        open(f"held-{replica}", "w").close()
+        ctypes.PyDLL(None).usleep(12_000_000)  # longer than a source is waited for that others could stand in for
+    ftcomm.allreduce(np.ones(8, np.float32))
+    ftcomm.report(step=step)
+    time.sleep(0.01)
+"""
+
+
+def test_a_joiner_waits_for_sources_that_all_hold_their_interpreters(here: Path) -> None:
+    job = Job(here, TRAIN[: TRAIN.index("for step")] + HOLDS, heartbeat_timeout=3.2)
+
+    async def plan() -> None:
+        await job.until(lambda: job.steps() > 5)
+        os.kill(job.launcher.pids()[1, 0], signal.SIGKILL)
+        await job.until(lambda: job.contributing() == {0, 2} or job.of("failed"))
+        await job.until(
+            lambda: job.contributing() == {0, 1, 2} or job.of("failed") or len(job.of("process_started")) > 4
+        )
+        job.launcher.interrupt()
+
+    assert job.run(plan) == run.DRAINED, job.said
+    assert [event["replica"] for event in job.of("process_started")] == [0, 1, 2, 1], job.said
+    assert job.of("state_fetched")
+
+
 def test_training_does_not_notice_that_the_coordinator_is_replaced(here: Path) -> None:
     """And the new one knows the job: it still restarts, lets in and drains."""
     job = Job(here, TRAIN, FOREVER)

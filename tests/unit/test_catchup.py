@@ -5,9 +5,11 @@ The control plane's part (an authenticated connection to a named replica) is pla
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import socket
 import threading
+import time
 
 import msgspec
 import pytest
@@ -126,6 +128,13 @@ def received(fetching):
     fetching.close()
     load(flat, state)
     return digest(state)
+
+
+def until(true):
+    deadline = time.monotonic() + TIMEOUT
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -422,6 +431,57 @@ def test_a_source_that_stands_still_is_waited_for_if_it_is_the_last(network, mon
     assert received(fetching) == digest(state)
     assert go_on.is_set() != others
     go_on.set()
+
+
+@pytest.mark.parametrize("dies", [None, 0, 1])
+def test_sources_that_all_stand_still_at_once_are_waited_for(network, monkeypatch, dies):
+    """They hold their interpreters, as in a compilation, in the middle of a block; one of them may die there."""
+    monkeypatch.setattr(catchup, "SILENCE", 0.05)
+    monkeypatch.setattr(catchup, "_LOOK", 0.01)
+    looks, go_on = collections.Counter(), threading.Event()
+
+    def answers(sock):
+        looks[sock] += 1
+        return 0.0 if sock.fileno() >= 0 else None
+
+    monkeypatch.setattr(catchup, "unanswered", answers)
+    state = make_state(megabytes=1)
+    flat = flatten(state).on_host()
+    stream = BlockStream(flat)
+
+    class Held(Node):
+        def _dial(self, replica, purpose, fields):
+            if replica in self.network.sockets and replica not in self.network.dead:
+                assert go_on.wait(TIMEOUT)  # nobody takes a new connection, either
+            return super()._dial(replica, purpose, fields)
+
+    def stands_still(sock, fields):
+        with contextlib.suppress(OSError), contextlib.closing(sock):
+            send(sock, Offer(flat.skeleton, stream.nbytes, stream.block))
+            while isinstance(want := receive(sock), Want):
+                pieces = stream.pieces(want.number)
+                send(sock, Block(want.number, sum(piece.nbytes for piece in pieces)))
+                sock.sendall(pieces[0][:4])
+                assert go_on.wait(TIMEOUT)
+                sock.sendall(pieces[0][4:])
+                for piece in pieces[1:]:
+                    sock.sendall(piece)
+
+    network.handlers = {0: stands_still, 1: stands_still}
+    here = flatten(make_state(seed=9, megabytes=1)).skeleton
+    fetching = Fetch(Held(network, 3), view((0, 1), (3,)), 7, here)
+    until(lambda: (looks.total() > 10 and fetching._mute == {0, 1}) or fetching._error is not None)
+    waits = threading.Thread(target=fetching.wait, args=(0.05,))
+    waits.start()
+    seen = looks.total()
+    until(lambda: looks.total() > seen + 20 or fetching._error is not None)
+    assert fetching._scheduler.alive == (0, 1)
+    assert waits.is_alive(), "its time has passed though all that are to answer are held"
+    if dies is not None:
+        network.kill(dies)
+    go_on.set()
+    waits.join(TIMEOUT)
+    assert received(fetching) == digest(state)
 
 
 def test_a_source_that_leaves_while_nobody_answers_the_dial_is_not_waited_for(network):
