@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,8 +21,11 @@ from ftcomm.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.kernels.dtypes import BYTES
 from ftcomm.messages.p2p import Messages
 from ftcomm.transport.segment import CHUNK
+from ftcomm.turn import Series, Turn
 
 Array = np.ndarray[Any, Any]
+
+_done: Callable[[Operation], bool] = operator.attrgetter("done")
 
 
 class Runs(Protocol):
@@ -48,8 +51,15 @@ class Span(NamedTuple):
 class Work:
     """A collective that was started. Methods may be called from any thread."""
 
-    def __init__(self, op: Operation, exchange: Runs, result: Any, finish: Callable[[], Any] | None) -> None:
-        self._op, self._exchange = op, exchange
+    def __init__(
+        self,
+        op: Operation,
+        exchange: Runs,
+        result: Any,
+        finish: Callable[[], Any] | None,
+        series: Series | None = None,
+    ) -> None:
+        self._op, self._exchange, self._series = op, exchange, series
         self._result, self._to_finish = result, finish
         self._lock = threading.Lock()
 
@@ -73,6 +83,8 @@ class Work:
     def _finish(self) -> Any:
         if self._op.error is not None:
             raise fresh(self._op.error)
+        if self._series is not None:
+            self._series.check()
         if self._to_finish is not None:
             with self._lock:
                 if self._to_finish is not None:
@@ -91,55 +103,14 @@ class Work:
         return tuple(Span(*span) for span in self._op.spans())
 
 
-class Turn:
-    """Whose call it is. Ops are matched by the order of calls, and two threads that call at the same time have none: a
-    group where that is seen tells both of them. What it cannot see are threads whose calls never overlap."""
-
-    def __init__(self) -> None:
-        self._lock = _thread.allocate_lock()  # held by the call that blocks
-        self._thread = 0
-        self._crossed = ""
-
-    def enter(self) -> bool:
-        """A call that blocks until its op is done begins; True if it has to `leave`, so is not inside another one.
-        Raises `ArgumentError`, as `check` does."""
-        if self._lock.acquire(False):
-            self._thread, self._crossed = _thread.get_ident(), ""
-            return True
-        self.check()
-        return False
-
-    def check(self) -> None:
-        """Raises `ArgumentError` if another thread is in a call."""
-        if self._lock.locked() and self._thread != _thread.get_ident():
-            here = threading.current_thread().name
-            self._crossed = here
-            raise ArgumentError(self._told(here))
-
-    def leave(self) -> None:
-        """Raises `ArgumentError` if another thread has called meanwhile."""
-        crossed = self._crossed
-        self._lock.release()
-        if crossed:
-            raise ArgumentError(self._told(crossed))
-
-    @staticmethod
-    def _told(other: str) -> str:
-        return (
-            f"thread {other!r} called a collective of a group in which another thread was in one. Calls are matched by "
-            "their order, so the ranks may have mixed the two. Give each thread a group of its own (Group.subgroup, "
-            "dist.new_group), or call from one thread, with async_op"
-        )
-
-
 class Calls(Messages):
     """The eleven calls of a group. Every `root` is a rank: a position in `roster`."""
 
-    _turn: Turn
+    _turn: Turn[Operation]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
-        made._turn = Turn()
+        made._turn = Turn(_done)
         return made
 
     _exchange: Any  # Runs
@@ -192,14 +163,17 @@ class Calls(Messages):
         Ops are matched by the order in which they are called, which must be the same on all members. A call that one
         member skips is found out by the step: in a step loop what its thread calls is compared with calls of the same
         step alone (where kernels run whole ops it is not). Threads may wait for each other's ops, but the order of
-        their calls has to be the same on all members; two that call one group at the same time get `ArgumentError`
-        if that is seen here, and `MismatchError` if the thread of the step loop meets another one. Blocks (unless
-        `async_op`) until all members of the view hold the result. A member that is lost meanwhile does not fail the op:
-        it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph, whose replays then
-        are calls, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`, `CollectiveTimeout`,
-        `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members, `DivergenceError` on those
-        whose result is not that of the majority (on all, if there is none; see `ftcomm.collective.checksum` for what
-        it cannot see).
+        their calls has to be the same on all members. Who calls while another thread is in a call, or while an op that
+        another one has started is in flight, gets `ArgumentError`, and so does that one; and all get `MismatchError` if
+        the thread of the step loop meets another one. Calls of threads that never overlap are not seen, see
+        `ftcomm.turn`.
+
+        Blocks (unless `async_op`) until all members of the view hold the result. A member that is lost meanwhile does
+        not fail the op: it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph,
+        whose replays then are calls, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`,
+        `CollectiveTimeout`, `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members,
+        `DivergenceError` on those whose result is not that of the majority (on all, if there is none; see
+        `ftcomm.collective.checksum` for what it cannot see).
         """
         self._may_call()
         device = self._device
@@ -426,9 +400,13 @@ class Calls(Messages):
         exchange, turn = self._exchange, self._turn
         op.stamp, op.lag = self._when()
         if async_op:
-            turn.check()
+            series = None
+            if self._device is None:
+                series = turn.start(op)
+            else:  # the caller's stream waits, so an op may be in flight that was waited for
+                turn.check()
             exchange.submit(op)
-            return Work(op, exchange, result, finish)
+            return Work(op, exchange, result, finish, series)
         if turn.enter():
             try:
                 exchange.run(op)

@@ -26,6 +26,7 @@ import torch
 from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError
 from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import rescale
+from ftcomm.turn import Series, Turn
 
 
 class GridTurn:
@@ -35,6 +36,7 @@ class GridTurn:
         self._op: Callable[[], None] | None = op
         self._over = threading.Event()
         self._error: BaseException | None = None
+        self.series: Series | None = None  # of the thread that has called it with `async_op`
 
     def run(self) -> None:
         """Run the op; called once, in the thread of the grid."""
@@ -56,6 +58,8 @@ class GridTurn:
             )
         if self._error is not None:
             raise self._error
+        if self.series is not None:
+            self.series.check()
 
 
 class Grid:
@@ -71,6 +75,7 @@ class Grid:
         self._shards: int = len(inside.roster)
         self._turns: queue.SimpleQueue[GridTurn | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # started with the first op
+        self._order: Turn[GridTurn] = Turn(GridTurn.done)  # of those who call; beneath, `_thread` does
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -92,15 +97,22 @@ class Grid:
             self._turns.put(None)
 
     def _in_turn(self, async_op: bool, op: Callable[[], None]) -> GridTurn | None:
-        """Run `op` after all that was called before."""
+        """Run `op` after all that was called before. Raises `ArgumentError` if another thread calls meanwhile."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
             self._thread.start()
-        turn = GridTurn(op)
-        self._turns.put(turn)
+        turn, order = GridTurn(op), self._order
         if async_op:
+            turn.series = order.start(turn)
+            self._turns.put(turn)
             return turn
-        turn.wait()
+        outermost = order.enter()
+        try:
+            self._turns.put(turn)
+            turn.wait()
+        finally:
+            if outermost:
+                order.leave()
         return None
 
     def _run(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -283,6 +285,69 @@ def test_two_threads_that_call_at_once_are_told_so(group: Group, how: str) -> No
     assert len(errors) == 1, "the one that was first gets its result from who knows whom, and is told as well"
     assert "'MainThread'" in errors[0]
     assert group.all(lambda c: float(c.allreduce(np.ones(3))[0])) == [3.0] * 3
+
+
+def in_thread(call: Callable[[], Any], name: str = "another") -> Any:
+    """What `call` returns or raises in a thread of its own."""
+    out: list[Any] = []
+
+    def run() -> None:
+        try:
+            out.append(call())
+        except Exception as error:
+            out.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(DEADLINE)
+    return out[0]
+
+
+@pytest.mark.parametrize("how", ["blocks", "async"])
+def test_two_threads_that_start_ops_in_another_order_elsewhere_are_told_so(group: Group, how: str) -> None:
+    """One adds ones and the other thousands: nobody gets 1001."""
+    first, *others = group.callers
+    works = [first.allreduce(np.ones(3), async_op=True) for _ in range(2)]
+    told = in_thread(lambda: first.allreduce(np.full(3, 1000.0), async_op=how == "async"), "reader")
+    assert isinstance(told, ArgumentError), told
+    assert "thread 'reader' called a collective of a group in which another thread was in one" in str(told)
+    later = first.allreduce(np.ones(3), async_op=True)
+    for amount in (1000.0, 1.0, 1.0):
+        group.all(lambda c, amount=amount: c.allreduce(np.full(3, amount)), only=tuple(c._me for c in others))
+    for work in works:  # nobody knows with whose of the others they were matched
+        with pytest.raises(ArgumentError, match="thread 'reader'"):
+            work.wait()
+    assert later.wait().tolist() == [3.0] * 3, "it was started after that"
+    assert group.all(lambda c: float(c.allreduce(np.ones(3))[0])) == [3.0] * 3
+
+
+@pytest.mark.parametrize("how", ["blocks", "async"])
+def test_a_thread_that_has_waited_for_the_ops_of_another_one_may_call(group: Group, how: str) -> None:
+    def call(caller: Caller) -> list[float]:
+        work = caller.allreduce(np.ones(3), async_op=True)
+
+        def then() -> float:
+            before = float(work.wait()[0])
+            after = caller.allreduce(np.full(3, 2.0), async_op=how == "async")
+            return before + 10 * float((after.wait() if how == "async" else after)[0])
+
+        return [in_thread(then), float(work.wait()[0]), float(caller.allreduce(np.full(3, 3.0))[0])]
+
+    assert group.all(call) == [[63.0, 3.0, 9.0]] * 3
+
+
+def test_a_thread_of_autograd_may_call_while_an_op_of_the_script_is_in_flight(group: Group) -> None:
+    """The script stands in its backward then, which says in which order they come."""
+
+    def call(caller: Caller) -> list[float]:
+        before = caller.allreduce(np.ones(3), async_op=True)
+        started: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _thread.start_new_thread(lambda: started.put(caller.allreduce(np.full(3, 2.0), async_op=True)), ())
+        work = started.get(timeout=DEADLINE)
+        after = caller.allreduce(np.full(3, 3.0), async_op=True)
+        return [float(each.wait()[0]) for each in (before, work, after)]
+
+    assert group.all(call, only=(1, 4, 6)) == [[3.0, 6.0, 9.0]] * 3
 
 
 def test_a_mismatch_says_what_was_called(group: Group) -> None:

@@ -1,0 +1,51 @@
+"""The order of calls on the world of a job whose replicas have several ranks."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftcomm.errors import ArgumentError
+from ftcomm.torch.grid import Grid
+
+from ..exchange_rig import DEADLINE
+
+
+class Inside(SimpleNamespace):
+    """The ranks of a replica, of which this is the only one that has come to the barrier, until `here` is set."""
+
+    roster, rank = (0, 1), 0
+
+    def barrier(self) -> None:
+        assert self.here.wait(DEADLINE)
+
+
+def test_two_threads_that_call_at_once_are_told_so() -> None:
+    inside = Inside(here=threading.Event())
+    grid = Grid(SimpleNamespace(barrier=lambda: None), inside)  # type: ignore[arg-type]
+    works = [grid.barrier(async_op=True) for _ in range(2)]
+    told: list[Any] = []
+
+    def call(async_op: bool) -> None:
+        with pytest.raises(ArgumentError, match="thread 'reader' called a collective") as raised:
+            grid.barrier(async_op=async_op)
+        told.append(raised.value)
+
+    for async_op in (False, True):
+        thread = threading.Thread(target=call, args=(async_op,), name="reader")
+        thread.start()
+        thread.join(DEADLINE)
+    inside.here.set()
+    assert len(told) == 2
+    for work in works:
+        with pytest.raises(ArgumentError, match="thread 'reader'"):
+            work.wait(DEADLINE)
+    grid.barrier()
+    thread = threading.Thread(target=grid.barrier, name="another")
+    thread.start()
+    thread.join(DEADLINE)
+    grid.barrier()
+    grid.close()
