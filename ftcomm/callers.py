@@ -18,15 +18,14 @@ def foreign() -> bool:
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def of_autograd() -> bool:
-    """Is this thread one of autograd's own, and in a backward?"""
+def in_backward_of(thread: int) -> bool | None:
+    """Whether the thread that calls is one of autograd's own, in a backward of `thread`; None if it may be in that of
+    another one. Looks at the stacks of all threads, which takes tens of microseconds, if it is one of autograd's."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch._C._current_graph_task_id() != -1 and foreign()
-
-
-def in_backward() -> set[int]:
-    """The threads that stand in a `backward()` now. It looks at the stacks of all threads: tens of microseconds."""
-    return {thread for thread, frame in sys._current_frames().items() if _stands(frame)}
+    if torch is None or torch._C._current_graph_task_id() == -1 or not foreign():
+        return False
+    standing = {ident for ident, frame in sys._current_frames().items() if _stands(frame)}
+    return (True if len(standing) == 1 else None) if thread in standing else False
 
 
 def _stands(frame: FrameType | None) -> bool:

@@ -161,8 +161,8 @@ class Calls(Messages):
             Kernels that run whole ops refuse it.
 
         Ops are matched by the order in which they are called, which must be the same on all members. A call that one
-        member skips is found out by the step: in a step loop what its thread calls is compared with calls of the same
-        step alone (where kernels run whole ops it is not). Threads may wait for each other's ops, but the order of
+        member skips is found out by the step: in a step loop what its thread calls, or autograd for it, is compared with
+        calls of the same step alone (where kernels run whole ops it is not). Threads may wait for each other's ops, but the order of
         their calls has to be the same on all members. Who calls while another thread is in a call, or while an op that
         another one has started is in flight, gets `ArgumentError`, and so does that one; and all get `MismatchError` if
         the thread of the step loop meets another one. Calls of threads that never overlap are not seen, see

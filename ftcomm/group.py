@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ftcomm import credentials, ending
+from ftcomm import callers, credentials, ending
 from ftcomm.address import open_port, own_address
 from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
@@ -230,7 +230,16 @@ class Group(Calls):
     def _when(self) -> tuple[int, int]:
         if self._loop == -1:
             return UNKNOWN, 0
-        return stamp_of(self._step - 1) if threading.get_ident() == self._loop else ELSEWHERE, self._lag
+        stamp = stamp_of(self._step - 1) if threading.get_ident() == self._loop else self._of_another_thread()
+        return stamp, self._lag
+
+    def _of_another_thread(self) -> int:
+        """Than that of the step loop. It passes no boundary while it stands in a backward, so what autograd calls for
+        that, in threads of its own on a GPU, is of its step."""
+        by_loop = callers.in_backward_of(self._loop)
+        if by_loop is None:
+            return UNKNOWN
+        return stamp_of(self._step - 1) if by_loop else ELSEWHERE
 
     def _patience(self) -> float:
         return self.settings.timeouts.give_up

@@ -106,6 +106,7 @@ class Subgroup(Communicator):
                 "them, and each once"
             )
         self._group, self.replica = group, group.replica
+        self.called: tuple[int, int] | None = None  # when, if one thread makes the calls of others; see `Group._when`
         self._among = frozenset(replicas)
         self._dial, self._on_stall, self._on_failed = dial, on_stall, on_failed
         timeouts = settings.timeouts
@@ -159,7 +160,7 @@ class Subgroup(Communicator):
             raise fresh(self._error)
 
     def _when(self) -> tuple[int, int]:
-        return self._group._when()
+        return self._group._when() if self.called is None else self.called
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
         self._segment.reserve()

@@ -106,7 +106,7 @@ def _beneath(
     if len(places) == 1:
         return Replicas(across), across.close
     inside = FixedGroup.in_job(group, f"{name}, inside", [(group.replica, place) for place in places])
-    grid = Grid(Replicas(across), inside)
+    grid = Grid(Replicas(across), inside, group._when)
 
     def end() -> None:
         inside.close()

@@ -32,7 +32,8 @@ from ftcomm.turn import Series, Turn
 class GridTurn:
     """An op of a grid that was called: what `async_op=True` returns. Methods may be called from any thread."""
 
-    def __init__(self, op: Callable[[], None]) -> None:
+    def __init__(self, op: Callable[[], None], when: tuple[int, int]) -> None:
+        self.when = when  # it was called
         self._op: Callable[[], None] | None = op
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -66,12 +67,12 @@ class Grid:
     """The calls of a group, for torch tensors, over all ranks of all replicas, those of a replica one after the other.
 
     `across` is a group of this rank with its likes in all replicas, `inside` one of the ranks of this replica; nobody
-    else calls anything on them. Results do not depend on whether an op is called with `async_op`, errors come from its
-    `wait`.
+    else calls anything on them. `when` tells when a thread calls, see `Group`; what its op does is compared by that.
+    Results do not depend on whether an op is called with `async_op`, errors come from its `wait`.
     """
 
-    def __init__(self, across: Replicas, inside: Any) -> None:
-        self._across, self._inside = across, inside
+    def __init__(self, across: Replicas, inside: Any, when: Callable[[], tuple[int, int]]) -> None:
+        self._across, self._inside, self._when = across, inside, when
         self._shards: int = len(inside.roster)
         self._turns: queue.SimpleQueue[GridTurn | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # started with the first op
@@ -101,7 +102,7 @@ class Grid:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
             self._thread.start()
-        turn, order = GridTurn(op), self._order
+        turn, order = GridTurn(op, self._when()), self._order
         if async_op:
             turn.series = order.start(turn)
             self._turns.put(turn)
@@ -117,6 +118,7 @@ class Grid:
 
     def _run(self) -> None:
         while (turn := self._turns.get()) is not None:
+            self._across.group.called = turn.when
             turn.run()
             del turn
 

@@ -3,7 +3,9 @@ which each rank works out by itself, since it knows what the others put in."""
 
 from __future__ import annotations
 
+import _thread
 import os
+import queue
 import re
 import signal
 import time
@@ -22,7 +24,7 @@ import ftcomm
 from ftcomm.errors import ArgumentError, FtcommError, LostError
 from ftcomm.torch.mesh import init_device_mesh
 
-from ..process.job import Notes
+from ..process.job import DEADLINE, Notes
 
 OPS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda x: x.sum(0),
@@ -393,6 +395,53 @@ def told_another_rank(group: ftcomm.Group, notes: Notes, arguments: dict[str, An
         dist.init_process_group("ftcomm", rank=1, world_size=4)
     except ftcomm.InitError as error:
         notes.write(kind="told", text=str(error))
+
+
+def by_autograd(call: Callable[[], object]) -> None:
+    """`call` in a thread of autograd, while this one stands in its backward: as on a GPU, and here without one."""
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def hooked(hook: Callable[[], object]) -> torch.Tensor:
+        y = torch.zeros(1, requires_grad=True) * 1
+        y.register_hook(lambda gradient: hook() and None)
+        return y
+
+    def run() -> None:
+        engine = torch.autograd.Variable._execution_engine
+        try:
+            engine.run_backward((hooked(call),), (torch.ones(1),), False, False, (), True, True)
+        except BaseException as error:
+            ended.put(error)
+        ended.put(None)
+
+    def stand() -> None:
+        _thread.start_new_thread(run, ())
+        error = ended.get(timeout=DEADLINE)
+        if error is not None:
+            raise error
+
+    hooked(stand).backward()
+
+
+WHO: dict[str, Callable[[Callable[[], object]], object]] = {
+    "loop": lambda call: call(),
+    "autograd": by_autograd,
+}
+
+
+def skip_once(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A branch that not all replicas take: one goes to the next step without the call of the `skip`-th."""
+    dist.init_process_group("ftcomm")
+    for step in ftcomm.steps(arguments["skip"] + 3):
+        if step == arguments["skip"] and group.replica == 1:
+            continue
+        x = torch.full((4,), float(step))
+        try:
+            WHO[arguments["who"]](lambda x=x: dist.all_reduce(x))
+        except ftcomm.MismatchError as error:
+            notes.write(kind="call", step=step, text=str(error))
+            return
+        notes.write(kind="call", step=step, value=x[0].item() / dist.get_world_size())
 
 
 def same_ranks(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ class Inside(SimpleNamespace):
 
 def test_two_threads_that_call_at_once_are_told_so() -> None:
     inside = Inside(here=threading.Event())
-    grid = Grid(SimpleNamespace(barrier=lambda: None), inside)  # type: ignore[arg-type]
+    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SimpleNamespace()), inside, lambda: (0, 0))  # type: ignore[arg-type]
     works = [grid.barrier(async_op=True) for _ in range(2)]
     told: list[Any] = []
 

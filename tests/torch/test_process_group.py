@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ftcomm.errors import SettingsError
 from ftcomm.torch.meeting import join_by_store
 
-from ..process.job import Job
+from ..process.job import Job, only_on_host
 from . import pg_bodies as bodies
 
 
@@ -48,6 +48,20 @@ def test_groups_of_the_same_ranks_are_independent(tmp_path: Path, ranks: int) ->
     assert len(sums) == 4 * ranks
     assert all(note["got"] == note["expected"] for note in sums), sums
     assert [note["got"] for note in notes if note["kind"] == "messages"] == [list(range(7))] * 2 * ranks
+
+
+@pytest.mark.parametrize(("who", "ranks"), [("autograd", 1), ("loop", 2), ("autograd", 2)])
+def test_a_call_that_one_replica_skips_is_told_at_once(tmp_path: Path, who: str, ranks: int) -> None:
+    """Whichever thread makes it for the step loop: one of autograd, or one of ours."""
+    only_on_host("a comparison of steps")
+    with Job(tmp_path, replicas=2, ranks=ranks, body=bodies.skip_once, skip=2, who=who) as job:
+        for replica in range(2):
+            assert job.join(replica) == [0] * ranks, "\n".join(map(str, job.errors()))
+    notes = [note for _, _, note in job.notes() if note["kind"] == "call"]
+    assert sorted(note["value"] for note in notes if "value" in note) == sorted([0.0, 1.0] * 2 * ranks)
+    said = [note["text"] for note in notes if "text" in note]
+    assert len(said) == 2 * ranks
+    assert all("was called at different steps: replica 0 at step 2, replica 1 at step 3" in text for text in said), said
 
 
 def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
