@@ -546,8 +546,13 @@ class Coordinator:
         return [Send(self._link_of(replica), m.Registered(seen)) for replica, seen in self.joiners.tell(self.view)]
 
     def _tell_all_joiners(self, news: m.Queued) -> list[Action]:
-        conns = [self._conn(member.replica) for member in self.joiners]
-        return [Send(conn, news) for conn in conns if conn is not None]
+        """Those in a view that nobody has run in yet, too."""
+        waiting = (
+            conn
+            for conn, link in self.links.items()
+            if link.epoch == 0 or self.joiners.has(link.replica, link.incarnation)
+        )
+        return [Send(conn, news) for conn in waiting]
 
     def _dismiss(self, conn: Conn, replica: int) -> list[Action]:
         """It has asked to leave before it was in any view, so there is no boundary to wait for."""
@@ -621,7 +626,8 @@ class Coordinator:
             asked = self.proposal is not None and join.replica not in self.proposal.promised
             again = self._cancel() if asked else []  # what it was asked, or has answered, may have been lost
             return [*again, *self._installed(join.replica, join.epoch), *self._tell_joiners()]
-        return [Send(conn, m.NewView(self.view)), *self._tell_joiners()]
+        alone = [Send(conn, ALONE)] if self._alone and join.epoch == 0 else []  # nobody may come to run in that view
+        return [Send(conn, m.NewView(self.view)), *alone, *self._tell_joiners()]
 
     # -- losses --------------------------------------------------------------------------------------------------
 

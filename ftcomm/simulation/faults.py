@@ -317,6 +317,7 @@ class Faults:
 
     def _touch(self, replica: Replica, why: str) -> None:
         self.job.promises.touched.setdefault(replica.number, why)
+        self.job.promises.stalling.discard(replica.number)
         self.world.say("chance", "replica %s: %s", replica.number, why)
 
     def _excuse(self, replica: Replica, why: str, *, stalls: bool = False) -> None:

@@ -9,7 +9,20 @@ from collections.abc import Collection
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import Action, Ask, Close, Coordinator, Dial, Done, Log, Persist, Send, Unfit
+from ftcomm.control.coordinator import (
+    ALONE,
+    WAITS,
+    Action,
+    Ask,
+    Close,
+    Coordinator,
+    Dial,
+    Done,
+    Log,
+    Persist,
+    Send,
+    Unfit,
+)
 from ftcomm.control.dials import PAUSE, Outcome
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.timeouts import REPORT, Timeouts
@@ -553,6 +566,27 @@ def test_who_hears_nobody_is_cut_off_itself(connected: bool) -> None:
     script.tell(0 if connected else 20, m.Reachable(1))
     pass_time(script, 2.0, speak=[0, 1, 2] if connected else [20, 21, 22])
     assert (len(script.views), script.done) == (1, [])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_joiner_in_a_view_that_nobody_runs_in_is_told_that_nobody_is_heard(again: bool) -> None:
+    """Who waits for that gives up after its init timeout; else it would wait for ever."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.join_ready(11)
+    script.promise(0)
+    assert script.newest[0] == (0, 1)
+    if again:  # both, the coordinator too
+        script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
+        script.sent.clear()
+        script.join(11)
+    else:
+        script.wait(11)
+    assert [message for message in script.sent[11] if isinstance(message, m.Queued)][-1] == ALONE
+    there = Address("h", 1, "b", 0, 3, "n")
+    script.tell(0, m.Join(0, "life-0", (there,), script.views[-2].epoch, 4, CHAIN))
+    assert script.sent[11][-1] == WAITS
 
 
 def test_one_that_is_silent_to_the_coordinator_alone_stays() -> None:
