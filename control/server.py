@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import time
@@ -29,11 +30,18 @@ log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
 
-RETRY = 1.0  # s between two attempts to store a view where there is no room for it
+RETRY = 1.0  # s between two attempts to store a view that could not be written
 
 
 class ServerError(RuntimeError):
     """The coordinator cannot start; the message says why and what to do."""
+
+
+def _promises_nothing(action: c.Action) -> bool:
+    """Whether it says nothing of a view that is not written down yet."""
+    if isinstance(action, c.Send):
+        return isinstance(action.message, m.FinishAck | m.Queued | m.WhoWaits)
+    return isinstance(action, c.Dial | c.Ask)
 
 
 class CoordinatorServer:
@@ -304,12 +312,19 @@ class CoordinatorServer:
         return self._host in ("", "0.0.0.0", "::")
 
     def _do(self, actions: list[c.Action]) -> None:
-        """Carry out, in order: nothing that comes after a view before that is written down."""
+        """Carry out, in order: nothing that comes after a view before that is written down, but for what promises
+        nothing about it."""
         if not self._store.sure:  # `_keep` is about to give all of this up
             return
         self._waiting.extend(actions)
-        while self._waiting and self._writing is None:
-            self._carry_out(self._waiting.popleft())
+        held: deque[c.Action] = deque()
+        while self._waiting:
+            action = self._waiting.popleft()
+            if self._writing is None or _promises_nothing(action):
+                self._carry_out(action)
+            else:
+                held.append(action)
+        self._waiting = held
 
     def _carry_out(self, action: c.Action) -> None:
         if isinstance(action, c.Send):
@@ -349,11 +364,13 @@ class CoordinatorServer:
         self._do([])
 
     async def _write_again(self, view: View, error: OSError) -> None:
-        """Until there is room for it. Nothing that was decided with it or later is heard of before."""
+        """Until it can be, whatever is wrong. Nothing that was decided with it or later is heard of before."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = "free space there" if full else "mend the file system that it lies in, or the way there"
         self._log(
             "store",
             {
-                "text": f"the views cannot be stored in {self._store.name}: {error.strerror}; free space there. Until "
+                "text": f"the views cannot be stored in {self._store.name}: {error.strerror or error}; {mend}. Until "
                 f"then nobody joins, leaves or is replaced; it is tried again every {RETRY:g} s"
             },
         )

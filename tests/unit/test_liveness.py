@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -24,7 +25,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftcomm.control import links, liveness, wire
+from ftcomm.control import links, liveness, server, wire
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
@@ -537,6 +538,38 @@ def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another
         assert [event["why"] for event in job.events_of("view")] == ["all replicas are here"]
         agents[1].stop()  # it has, now
         agents[0].suspect(1, 1, "its process has ended", proof=True)
+        until(lambda: len(job.events_of("view")) == 2)
+    finally:
+        job.close()
+
+
+def test_who_has_finished_waits_for_no_view_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with the store: it is tried again until it is mended, and what it is follows then."""
+    append, broken = ViewStore.append, threading.Event()
+
+    def fails(store: ViewStore, view: View) -> None:
+        if broken.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        append(store, view)
+
+    monkeypatch.setattr(ViewStore, "append", fails)
+    monkeypatch.setattr(server, "RETRY", 0.05)
+    job = Job(2, 1)
+    try:
+        agents = [job.agent(replica, 0) for replica in range(2)]
+        for one in agents:
+            one.register(DEADLINE)
+        broken.set()
+        agents[1].stop()
+        until(lambda: bool(job.events_of("store")))
+        agents[0].finish(DEADLINE)
+        assert agents[0]._acked.is_set()
+        assert len(job.events_of("view")) == 1
+        broken.clear()
+        until(lambda: len(job.events_of("store")) == 2)
+        texts = [str(event["text"]) for event in job.events_of("store")]
+        assert "Input/output error; mend the file system" in texts[0]
+        assert "are stored" in texts[1]
         until(lambda: len(job.events_of("view")) == 2)
     finally:
         job.close()
