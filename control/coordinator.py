@@ -697,6 +697,8 @@ class Coordinator:
             joiners = [x for x in base.members if x.replica not in old | gone and self._conn(x.replica) is not None]
             for member in joiners:
                 self.joiners.add(member, ready=True)
+            if self.draining:  # no view comes that could have them
+                actions += self._turn_away(m.Dismissed(DRAINED))
             members = given_up(base, self._before, gone, withdrawn=not lost)
             base, step = self._before, None
         members = tuple(member for member in members if member.replica not in gone)

@@ -206,6 +206,8 @@ class Launcher:
         for replica in self._replicas:
             if replica.state is State.WAITING:
                 self._cancel_start(replica, State.STOPPED)
+            elif replica.removed:
+                self._end_removed(replica, replica.starts)
             elif not replica.joined:
                 # It is starting, or does not use ftcomm: there is no step for it to leave at.
                 replica.asked_to_end = True
@@ -285,6 +287,9 @@ class Launcher:
         """It hangs, is stopped, or has not come to hear of it: its place is needed for its next life."""
         if replica.starts != starts or replica.state is not State.RUNNING or not replica.removed:
             return
+        if replica.asked_to_end:
+            return  # by a drain
+        replica.asked_to_end = True
         self._report.log(f"replica {replica.number} was removed ({replica.removed}) and still runs: it is ended now")
         self._report.emit("ending_removed", replica=replica.number, reason=replica.removed)
         replica.signal(signal.SIGTERM)

@@ -285,6 +285,20 @@ def test_a_removed_replica_whose_process_lives_is_ended_and_started_again(
     assert any("was killed by SIGKILL; restarting it" in text for text in job.said), job.said
 
 
+def test_a_drain_ends_a_removed_replica_and_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost before, and cannot leave with the others."""
+    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
+    monkeypatch.setattr(run, "REMOVED_TO_TERM", DEADLINE)
+    job = Job(here, HANGS + HANG["sleeps"], FOREVER, **SHORT)
+
+    async def plan() -> None:
+        await job.until(lambda: job.of("removed"))
+        job.launcher.interrupt()
+
+    assert job.run(plan) == run.DRAINED, job.said
+    assert len(job.of("ending_removed")) == 1
+
+
 def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
     job = Job(here, HANGS + HANG["sleeps"], "30", **SHORT)

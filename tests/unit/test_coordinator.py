@@ -261,6 +261,24 @@ def test_a_drain_sends_away_who_prepares_and_refuses_who_comes_later() -> None:
     assert script.newest == ((), frozenset())
 
 
+def test_a_drain_sends_away_who_was_to_come_in_by_a_change_that_is_given_up() -> None:
+    """Else it would hear at the end that it has come too late, as if something were wrong."""
+    script = Script(2)
+    script.lose(1)
+    script.install(0)
+    script.join_ready(11)
+    script.promise(0)
+    script.do(script.coordinator.drain())
+    assert not any(isinstance(message, m.Dismissed) for message in script.sent[11]), "it may be in by now"
+    script.tell(0, m.Withdrawn(script.views[-1].proposal))
+    assert any(isinstance(message, m.Dismissed) for message in script.sent[11])
+    script.install(0)
+    script.promise(0)
+    script.tell(0, m.Finished())
+    assert script.done == [""]
+    assert not any(isinstance(message, m.Expelled) for message in script.sent[11])
+
+
 def test_one_that_dies_or_falls_silent_while_it_prepares_is_forgotten() -> None:
     script = Script(3)
     script.lose(1)
