@@ -670,7 +670,8 @@ class Coordinator:
         if all(stall.epoch != view.epoch for view in self._in_force()):
             return []
         here = {replica for view in self._in_force() for replica in view.replicas}
-        waiting_on = tuple(replica for replica in stall.waiting_on if replica in here and replica != by)
+        # A rank that answers may wait for another one of its replica, which says on whom that waits.
+        waiting_on = tuple(x for x in stall.waiting_on if x in here and (x != by or not stall.due))
         if not self._blame.stalled(by, stall.rank, stall.op, waiting_on, stall.due, now):
             return []
         conns = [self._conn(replica) for replica in sorted(here)]

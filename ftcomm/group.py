@@ -112,7 +112,7 @@ class Group(Calls):
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
             on_view=self._entered,
             on_failed=self._ended,
-            on_waits=self._subgroup_waits,
+            on_waits=lambda seconds: self._router.waiting(seconds),
             data=settings.data,
         )
         self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may go through it
@@ -135,7 +135,7 @@ class Group(Calls):
             self._agent.serve(what, functools.partial(self._attach, what))
         self._agent.serve("p2p", self._post.incoming)
         self._port: int = port
-        self._router = ConnectionRouter(self._agent)  # for fixed groups
+        self._router = ConnectionRouter(self._agent)  # for the other groups of this rank
         self._open = True
         fork.take_part(self, f"replica {self.replica} rank {self.shard}")
         self._stall: Stall | None = None  # the last that was reported
@@ -503,10 +503,6 @@ class Group(Calls):
         self._post.fail(error)
         for subgroup in self._subgroups:
             subgroup.fail(error)
-
-    def _subgroup_waits(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
-        waits = (subgroup.waiting(seconds) for subgroup in self._subgroups)
-        return next((wait for wait in waits if wait is not None), None)
 
     def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
         """A rank has one stall at a time for the coordinator: that of this group, if there is one."""

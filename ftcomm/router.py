@@ -60,6 +60,10 @@ class Receiver(Protocol):
         """In a job: `view` is in force. Does not block."""
         ...
 
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """In a job: the op that has made no progress for at least `seconds`, and the replicas that have to move."""
+        ...
+
 
 class ConnectionRouter:
     """Deals incoming connections out to the groups of this rank. Thread-safe; nothing here blocks.
@@ -103,6 +107,13 @@ class ConnectionRouter:
             receivers = list(self._receivers.values())
         for receiver in receivers:
             receiver.entered(view)
+
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """What some group says of that."""
+        with self._lock:
+            receivers = list(self._receivers.values())
+        waits = (receiver.waiting(seconds) for receiver in receivers)
+        return next((wait for wait in waits if wait is not None), None)
 
     def close(self) -> None:
         with self._lock:

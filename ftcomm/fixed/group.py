@@ -32,6 +32,7 @@ from ftcomm.communicator import Communicator, Terms
 from ftcomm.control import fork, wire
 from ftcomm.control.dropped import printable
 from ftcomm.control.messages import Progress
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.descriptors import room_for
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError, fresh
@@ -74,12 +75,12 @@ class FixedGroup(Communicator):
         router: ConnectionRouter,
         terms: Terms,
         *,
+        op_timeout: float,
         timeout: float,
         job: Group | None = None,
         replicas: Sequence[int] = (),
     ) -> None:
         """`seats` are all members in rank order. In a job, rank `i` is part of `replicas[i]`."""
-        op_timeout = terms.deadlines[1]
         own_process()
         if not 0 < len(name) <= 200:
             raise ArgumentError(f"a group named {name!r}; expected a name of 1 to 200 characters")
@@ -102,6 +103,7 @@ class FixedGroup(Communicator):
         self._doubts: dict[int, tuple[float, str]] = {}  # connections that ended: when, and what is known of it
         self._events: Events | None = queue.SimpleQueue()  # while we meet
         self._closed = False
+        self._stall: Stall | None = None  # the last that was logged
         self._watcher: DeathWatch[int] = DeathWatch(lambda rank: self._lose(rank, "its process died"))
         lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(seats)))]
         self._pairs = Pairs(
@@ -154,17 +156,20 @@ class FixedGroup(Communicator):
             Seat(f"rank {i} (replica {replica}, rank {rank} of it)", functools.partial(group._dial_rank, replica, rank))
             for i, (replica, rank) in enumerate(pairs)
         ]
+        op_timeout = settings.timeouts.give_up if op_timeout is None else op_timeout
         terms = Terms(
             (settings.host, group._port),
             settings.transport,
             settings.data if data is None else data,
-            _deadlines(settings.timeouts.give_up if op_timeout is None else op_timeout),
+            _deadlines(op_timeout, settings.timeouts),
             settings.algorithm,
             settings.tuning,
         )
         timeout = settings.init_timeout if timeout is None else timeout
         replicas = [replica for replica, _ in pairs]
-        return cls(name, me, seats, group._router, terms, timeout=timeout, job=group, replicas=replicas)
+        return cls(
+            name, me, seats, group._router, terms, op_timeout=op_timeout, timeout=timeout, job=group, replicas=replicas
+        )
 
     @classmethod
     def from_handles(
@@ -191,7 +196,7 @@ class FixedGroup(Communicator):
         data = os.environ.get("FTCOMM_DATA", "none")
         check_data(data)
         terms = Terms((endpoint.host, endpoint.port), transport, data, _deadlines(op_timeout))
-        return cls(name, me, seats, endpoint.router, terms, timeout=timeout)
+        return cls(name, me, seats, endpoint.router, terms, op_timeout=op_timeout, timeout=timeout)
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self._me}"
@@ -352,8 +357,22 @@ class FixedGroup(Communicator):
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("%s: %s", self, divergence)
 
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """In a job: on which replicas an op waits. It may be on this one: then another rank of it has to move, and says
+        for whom it waits."""
+        stall = self._exchange.waiting(seconds)
+        if stall is None or not self._replicas:
+            return None
+        return stall.op, tuple(sorted({self._replicas[rank] for rank in stall.waiting_on}))
+
     def _stalled(self, stall: Stall) -> None:
+        """In a job said from a deadline on that follows how long ops take, and the end after `op_timeout`."""
         who = ", ".join(self._seats[rank].name for rank in stall.waiting_on)
+        if self._exchange.waiting(self.op_timeout) is None:
+            if stall != self._stall:
+                self._stall = stall
+                log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
+            return
         error = CollectiveTimeout(
             f"{self}: op {stall.op} has waited {self.op_timeout:g} s for {who}. Did they make the same call? A longer "
             "timeout waits longer"
@@ -387,8 +406,11 @@ class FixedGroup(Communicator):
             self.close()
 
 
-def _deadlines(op_timeout: float) -> tuple[float, float, float]:
-    return op_timeout, op_timeout, 2 * op_timeout
+def _deadlines(op_timeout: float, of_job: Timeouts | None = None) -> tuple[float, float, float]:
+    """When an op is said to stand still, at the earliest and the latest, which is `op_timeout` without a job; and when
+    the exchange ends by itself, long after the group has ended it."""
+    floor, ceiling = (op_timeout, op_timeout) if of_job is None else (of_job.op_floor, of_job.op)
+    return min(floor, op_timeout), min(ceiling, op_timeout), 2 * op_timeout
 
 
 _MEND = "make a new group of those that are left"

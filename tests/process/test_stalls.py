@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import ftcomm
+from ftcomm.fixed.group import FixedGroup
+
 from .bodies import reduce_forever
-from .job import SLOWER, Job
+from .job import SLOWER, Job, Notes
 from .points import Points, watch_points
 from .stalling import watch_patiently
 from .test_faults import _members, _until, steps_of
@@ -119,6 +124,32 @@ def test_one_rank_of_a_replica_stands_still(tmp_path: Path, transport: str, rank
         wait_there(running, points, 1, "op")
         wait_removed(running, 1)
         finish(running, {0, 2}, {1: "waits for it (replica"})
+
+
+def wait_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Rank 1 of replica 1 stands still. Those of replica 2 meet before every step, so that its rank 0 waits for its
+    rank 1, which waits for replica 1, and the other ranks 0 for replica 2."""
+    ranks = [(group.replica, rank) for rank in range(group.shards)]
+    mine = FixedGroup.in_job(group, "mine", ranks) if group.replica == 2 else None
+    for step in ftcomm.steps(ENDLESS):
+        if step == 20 and (group.replica, group.shard) == (1, 1):
+            notes.write(kind="stands still")
+            threading.Event().wait()
+        if mine is not None:
+            mine.barrier()
+        group.allreduce(np.ones(3))
+
+
+@pytest.mark.timeout(120)
+def test_who_waits_for_a_rank_of_its_own_replica_is_no_culprit(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=3, ranks=2, body=wait_inside, transport="shm", **CHAIN) as running:
+        wait_removed(running, 1)
+        running.kill(1)
+        running.drain()
+        for replica in (0, 2):
+            assert running.join(replica) == [0, 0], running.errors()
+    assert "stands still" in {note["kind"] for _, _, note in running.notes()}
+    assert {replica for replica, _, _ in running.errors()} <= {1}
 
 
 @pytest.mark.timeout(120)

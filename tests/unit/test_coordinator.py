@@ -454,6 +454,23 @@ def test_a_victim_whose_own_deadline_is_later_is_asked_before_anybody_is_removed
     assert script.newest == ((0, 1), {0, 1})
 
 
+def test_a_victim_of_which_one_rank_waits_for_the_other_is_not_removed() -> None:
+    """Ranks 0 wait for replica 2, whose rank 0 waits for its rank 1; all ranks 1 wait for replica 1."""
+    script = Script(3)
+    now = 100.0
+    for second in range(7):
+        assert len(script.views) == 1
+        for replica in range(3):
+            script.do(script.coordinator.receive(replica, m.Heartbeat(3), now + second))
+        for replica, rank, waits_for in ((0, 0, 2), (1, 0, 2), (0, 1, 1), (2, 1, 1)):
+            stall = m.Stalled(rank, 1, 9, (waits_for,), due=True)
+            script.do(script.coordinator.receive(replica, stall, now + second))
+        script.do(script.coordinator.receive(2, m.Stalled(0, 1, 4, (2,), due=False), now + second))
+        script.do(script.coordinator.receive(1, m.Stalled(1, 1, 0, (), due=False), now + second))
+        script.do(script.coordinator.tick(now + second))
+    assert script.newest == ((0, 2), {0, 2})
+
+
 def restarted(views: list[View]) -> Coordinator:
     return Coordinator(3, 1, TIMEOUTS, views=views, now=0.0, lifetime=2)
 

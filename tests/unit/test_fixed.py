@@ -273,6 +273,20 @@ def test_an_op_that_not_all_call_times_out_and_ends_the_group(transport: str) ->
             groups[2].allreduce(np.zeros(10))
 
 
+def test_a_group_says_on_which_replicas_it_waits() -> None:
+    with Ranks(3) as ranks:
+        groups = ranks.make("g")
+        assert groups[0].waiting(0.0) is None
+        work = groups[0].allreduce(np.zeros(10), async_op=True)
+        assert groups[0].waiting(0.0) is None  # without a job there are none
+        groups[0]._replicas = (7, 7, 9)  # else nobody in this process is in a job
+        until(lambda: groups[0].waiting(0.01) == (0, (7, 9)))
+        assert groups[0].waiting(DEADLINE) is None
+        together(lambda i: groups[i + 1].allreduce(np.zeros(10)), 2)
+        work.wait()
+        assert groups[0].waiting(0.0) is None
+
+
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @nothing_left
 def test_ops_that_have_returned_somewhere_return_everywhere(transport: str) -> None:
