@@ -102,6 +102,7 @@ class Agent:
             rank,
             credentials,
             on_open=lambda peer: self._do(self._node.peer_opened, peer),
+            on_message=lambda message: self._do(self._node.from_beside, message),
             on_lost=self._lost,
             on_back=lambda peer: self._do(self._node.peer_back, peer),
         )
@@ -382,13 +383,18 @@ class Agent:
             self._up.redirect((str(host), port))
 
     async def _serve_member(self, channel: Channel, replica: int) -> None:
+        back: list[wire.Writer] = []
+
         def received(message: m.AnyMessage) -> None:
             if getattr(message, "replica", replica) != replica:
                 drop("message", f"replica {replica} speaks for another: {type(message).__name__}")
                 return
             self._do(self._node.from_peer, message, time.monotonic())
+            later = self._node.passed_by(message)
+            if later is not None:
+                back[0].write(m.encode(later))
 
-        await serve_messages(channel, received, lambda writer: None)
+        await serve_messages(channel, received, back.append)
 
     async def _serve_rank(self, channel: Channel, rank: int) -> None:
         current: list[wire.Writer] = []

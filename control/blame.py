@@ -25,12 +25,13 @@ class Blame:
     A complaint is acted upon `patience` seconds after it came, unless it was withdrawn, so that those of the others can
     join it, and not while one of the two is not present: when it is again they have that time to reach each other. A
     stall is acted upon when it is still said after `grace` seconds, so that all who wait have said so. One that is not
-    said again is over. Reports are by rank: the ranks of a replica stand in different groups and may wait for different
+    said again is over. Where the one that is waited for lives and does not speak that is after `ceiling` seconds: it
+    may hold its interpreter for as long as an op may take at most. Reports are by rank: the ranks of a replica stand in different groups and may wait for different
     members, but the replica is removed as one.
     """
 
-    def __init__(self, patience: float, grace: float) -> None:
-        self._patience, self._grace = patience, grace
+    def __init__(self, patience: float, grace: float, ceiling: float) -> None:
+        self._patience, self._grace, self._ceiling = patience, grace, ceiling
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since, what it says
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> when it complained last
@@ -75,11 +76,16 @@ class Blame:
         self._stalls.clear()
 
     def culprit(
-        self, now: float, contributing: Set[int], present: Set[int], mute: Mapping[int, str] | None = None
+        self,
+        now: float,
+        contributing: Set[int],
+        present: Set[int],
+        mute: Mapping[int, str] | None = None,
+        held: Set[int] = frozenset(),
     ) -> dict[int, str]:
         """The replica to remove now and why; empty if there is none. `present`: who has just given a sign of life.
-        `mute`: what those do that live and have not."""
-        lost = self._unreachable(now, contributing, present) or self._waited_for(now, contributing)
+        `mute`: what those do that live and have not. `held`: who has been so of late."""
+        lost = self._unreachable(now, contributing, present) or self._waited_for(now, contributing, held)
         return {replica: "; ".join(filter(None, (why, (mute or {}).get(replica)))) for replica, why in lost.items()}
 
     def _unreachable(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
@@ -102,7 +108,7 @@ class Blame:
         said = "; ".join(f"replica {by}: {why}" for by, why in both if why)
         return {victim: f"replicas {other} and {victim} cannot reach each other{said and f' ({said})'}"}
 
-    def _waited_for(self, now: float, contributing: Set[int]) -> dict[int, str]:
+    def _waited_for(self, now: float, contributing: Set[int], held: Set[int]) -> dict[int, str]:
         """Follow the reports to the members that wait for nobody: they hold all the others up."""
         stalls = {by: stall for by, stall in self._stalls.items() if now - stall.last < FRESH}
         first = next(
@@ -127,8 +133,10 @@ class Blame:
             waiters = {(by, rank) for by, rank, other in edges if other == replica}
             return sum(stalls[by].due for by in waiters), len(waiters), replica not in contributing, replica
 
-        what = _what(stalls[first].op)
-        return {max(candidates, key=weight): f"{what} waits for it (replica {first[0]} reported the stall)"}
+        victim = max(candidates, key=weight)
+        if victim in held and all(stall.last - stall.since <= self._ceiling for stall in stalls.values() if stall.due):
+            return {}
+        return {victim: f"{_what(stalls[first].op)} waits for it (replica {first[0]} reported the stall)"}
 
 
 CHANGE, BOUNDARY = -1, -2  # what is waited for, in place of the number of an op

@@ -12,10 +12,10 @@ and a restarted coordinator knows the job; what else it must know its members te
 
 Silence is no proof of death, nor is a connection that ends. A member goes when it is proved that its process has ended
 (its port refuses us, the kernel of its host says so, its replica comes with another life; another member has proof of
-it and it does not answer us), when its kernel is silent
-and a contributing member that speaks complains of it, too, or as a stall. Where no contributing member can be heard it
-is the coordinator that is cut off: it decides nothing and goes on looking for them. The job ends when all who hold its
-state are proved to have ended.
+it and it does not answer us), when its kernel is silent and a contributing member that speaks complains of it, too,
+when its leader does not hear one of its own ranks, or as a stall. Where no contributing member can be heard it is the
+coordinator that is cut off: it decides nothing and goes on looking for them. Nor does it where none is whole. The job
+ends when all who hold its state are proved to have ended.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ class _Link:
     step: int
     epoch: int
     mute: str = ""  # what those of its ranks do that live and do not speak
+    divided: str = ""  # which of its ranks its leader does not reach
+    since: float = 0.0  # when it began to say so
 
 
 class Coordinator:
@@ -162,7 +164,7 @@ class Coordinator:
         self.finished: dict[int, float] = {}
         self._displaced: dict[int, int] = {}  # by replica: how often another life came while one was connected
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the life that was refused last, and why
-        self._blame = Blame(timeouts.patience, timeouts.grace)
+        self._blame = Blame(timeouts.patience, timeouts.grace, timeouts.ceiling)
         self._dials = Dials(timeouts.op)
         self._accused: dict[tuple[Life, int], tuple[Conn, int, m.Suspect]] = {}  # who, and which rank; by whom
         self.done = False
@@ -172,6 +174,8 @@ class Coordinator:
         self._met = not views  # all that we know of have come, or had the time to, see `_early`
         self._held: list[tuple[Conn, m.Message]] = []  # what is decided upon then
         self._spared = 0  # the epoch in which a verdict without proof was not carried out
+        self._held_up: dict[int, float] = {}  # who lives and did not speak, when last
+        self._doubted = float("-inf")  # when no holder of the state was known to be whole last
         self._untold: set[Life] = set()  # those that catch up by our store, and may have done so since
         for member in self._running():
             if not self._contributes(member.replica, member.incarnation):
@@ -249,6 +253,8 @@ class Coordinator:
         replica = link.replica
         if isinstance(message, m.Heartbeat):
             link.step, link.mute = message.step, message.mute
+            link.since = link.since if link.divided else now
+            link.divided = message.divided
             return self._tell_joiners()
         elif isinstance(message, m.Suspect):
             return self._suspected(conn, replica, message, now)
@@ -342,8 +348,16 @@ class Coordinator:
         }
         if finished:
             return actions + self._lose(finished, proved=True)
-        heard = self._holders() - set(self.finished) - set(silent)
-        if not lost and heard:  # else those that only catch up may be cut off with us from all whom they wait for
+        divided = self._divided()
+        holders = self._holders() - set(self.finished)
+        whole = holders - set(silent) - set(divided)
+        if holders and not whole:
+            self._doubted = now  # the network may be cut, and those that only catch up be cut off with us
+            return actions + self._spare({**{replica: why for replica, (why, _) in divided.items()}, **lost})
+        for replica, (why, since) in divided.items():
+            if now - since > self.timeouts.patience and now - self._doubted > self.timeouts.heartbeat:
+                lost.setdefault(replica, why)
+        if not lost and whole:
             lost = self._culprit(now)
         if not lost:
             return actions
@@ -372,6 +386,13 @@ class Coordinator:
             )
             actions += [Log("cut_off", {"reason": reason}), *self._tell_all_joiners(ALONE)]
         return actions
+
+    def _divided(self) -> dict[int, tuple[str, float]]:
+        """Members whose leaders do not hear a rank of theirs: why, and since when they say so."""
+        members = (
+            link for link in self.links.values() if link.divided and self._counts(link.replica, link.incarnation)
+        )
+        return {link.replica: (link.divided, link.since) for link in members if link.replica not in self.finished}
 
     def _corroborated(self, replica: int, silent: Collection[int], now: float) -> bool:
         """Whether a contributing member that speaks misses it, too; else it may be our own network."""
@@ -423,11 +444,15 @@ class Coordinator:
             for replica in self.view.replicas
             if self._conn(replica) is not None and self.detector.within(replica, self.timeouts.presence, now)
         }
-        mute = {link.replica: link.mute for link in self.links.values()}
+        mute = {link.replica: link.mute for link in self.links.values() if link.mute}
         for replica, seconds in self.detector.mute(now).items():
             member = self.view.member(replica)
             mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
-        return self._blame.culprit(now, self.view.contributing, present, mute)
+        self._held_up.update(
+            dict.fromkeys(mute, now)
+        )  # a word in between two compilations does not make one of them slow
+        held = {replica for replica, last in self._held_up.items() if now - last <= self.timeouts.op_floor}
+        return self._blame.culprit(now, self.view.contributing, present, mute, held)
 
     # -- joining -------------------------------------------------------------------------------------------------
 
@@ -709,6 +734,7 @@ class Coordinator:
         for replica in gone:
             self.detector.forget(replica)
             self.caught_up.discard(replica)
+            self._held_up.pop(replica, None)
         for replica, why in lost.items():
             conn = self._conn(replica)
             if replica not in self.finished and conn is not None:
@@ -735,14 +761,16 @@ class Coordinator:
         return {replica for view in views for replica in view.contributing} | (self.caught_up & here)
 
     def _may_hold(self, lost: set[int]) -> bool:
-        """Whether the state is lost with them as far as we know, and somebody who catches up by our store has not come
-        since we have begun, to say whether it has caught up."""
+        """Whether the state is lost with them as far as we know, and somebody who catches up cannot say whether it has
+        caught up: by our store, and it has not come since we have begun; or its leader does not hear all of its ranks.
+        """
         if lost <= set(self.finished) or not self._holders() - set(self.finished) <= lost:
             return False
-        return any(replica not in lost and self._counts(replica, life) for replica, life in self._untold)
+        untold = {replica for replica, life in self._untold if self._counts(replica, life)}
+        return bool((untold | self._divided().keys()) - lost)
 
     def _spare(self, lost: dict[int, str]) -> list[Action]:
-        if self._spared == self._epoch:
+        if not lost or self._spared == self._epoch:
             return []
         self._spared = self._epoch
         why = "; ".join(f"{replica}: {reason}" for replica, reason in lost.items())

@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
+
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
 from ftcomm.control.liveness import described
@@ -78,7 +80,7 @@ class Leader:
         state: Callable[[Address], str] = lambda there: "",
     ) -> None:
         """`state` tells what a process does, where that can be seen, see `ftcomm.control.liveness.state_of`."""
-        self.detector: Detector[int] = Detector(timeouts.silence)  # of our other ranks
+        self.detector: Detector[int] = Detector(timeouts.unheard)  # of our other ranks
         self._state = state
         self._timeouts = timeouts
         self.replica = replica
@@ -87,6 +89,8 @@ class Leader:
         self.addresses: dict[int, Address] = {}
         self.view: View | None = None  # the newest view that this replica runs in
         self.steps: dict[int, int] = {}
+        self._deaf: dict[int, str] = {}  # who does not hear us, though we hear it
+        self._looks = m.Heartbeat(-1)  # what we said of our ranks last
         self.change: _Change | None = None
         self._given: dict[str, m.Message] = {}  # the last of each kind that all ranks were told at once, see `_again`
         self._refused: set[int] = set()  # proposals that we have told another leader we hold nothing of
@@ -128,12 +132,16 @@ class Leader:
         return max(self.steps.values(), default=-1)
 
     def tick(self, now: float) -> list[Action]:
-        """To be called several times per heartbeat timeout: our sign of life, if those of our ranks' kernels come."""
-        actions: list[Action] = [ToCoordinator(m.Heartbeat(self.step, self._mute(now)))]
+        """To be called several times per heartbeat timeout: our sign of life, and how our ranks are. Silence of one
+        proves nothing, so the coordinator decides; what lasts for longer than any op may is our own end."""
+        silent = self.detector.silent(now)
+        self._looks = m.Heartbeat(self.step, self._mute(now), self._divided(silent))
+        actions: list[Action] = [ToCoordinator(self._looks)]
         actions += [ToRank(rank, m.Ping()) for rank in range(1, self.ranks)]
-        for rank, seconds in self.detector.silent(now).items():
-            self.detector.forget(rank)
-            actions += self.rank_lost(rank, f"silent for {seconds:.1f} s")
+        for rank, seconds in silent.items():
+            if seconds > self._timeouts.give_up:
+                self.detector.forget(rank)
+                actions += self.rank_lost(rank, f"silent for {seconds:.1f} s")
         return actions
 
     def _mute(self, now: float) -> str:
@@ -144,6 +152,13 @@ class Leader:
             if rank in self.addresses
         )
         return next(words, "")
+
+    def _divided(self, silent: dict[int, float]) -> str:
+        """Of whom neither the process nor the kernel is heard: it, its host or the network in between is gone."""
+        if self.finished:
+            return ""
+        words = {**self._deaf, **{rank: f"has been silent for {seconds:.1f} s" for rank, seconds in silent.items()}}
+        return next((f"its rank {rank} {why}" for rank, why in words.items() if rank not in self._told["Finished"]), "")
 
     def from_coordinator(self, message: m.Message) -> list[Action]:
         if isinstance(message, m.NewView):
@@ -201,7 +216,10 @@ class Leader:
         if isinstance(message, m.Heartbeat):
             first = self.step < 0 <= message.step
             self.steps[rank] = max(message.step, self.steps.get(rank, -1))
-            return [ToCoordinator(m.Heartbeat(self.step))] if first else []
+            self._deaf.pop(rank, None)
+            if message.divided:
+                self._deaf[rank] = message.divided
+            return [ToCoordinator(msgspec.structs.replace(self._looks, step=self.step))] if first else []
         if isinstance(message, m.Promise):
             return self._promised(rank, message)
         if isinstance(message, m.AtBoundary):

@@ -80,8 +80,9 @@ class Node:
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) of those that we listen to
         self._silent: dict[tuple[int, str], float] = {}  # when we complained of it last
-        self._above: Detector[str] = Detector(timeouts.heartbeat)  # of the leader, by its other ranks
+        self._above: Detector[str] = Detector(timeouts.unheard)  # of the leader, by its other ranks
         self._from_above = False  # it has spoken since the last tick
+        self._leaderless = False  # neither its process nor its kernel is heard, which proves no end of it
         self._lasting: dict[str, m.Message] = {}  # what this rank has said to its leader once and for all
         self._unreachable: set[int] = set()  # whose memory we fail to reach
         self._reaching: tuple[int, ...] = ()  # whose memory we are about to reach
@@ -244,7 +245,7 @@ class Node:
         if isinstance(message, m.Report) and not self._up:
             self._unsaid.append(message)
             return []
-        if self.leader is None and isinstance(message, m.Ready | m.Leave | m.Finished):
+        if self.leader is None and isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
             self._lasting[type(message).__name__] = message
         return [Up(message)]
 
@@ -304,23 +305,45 @@ class Node:
 
     def tick(self, now: float) -> list[Action]:
         """To be called every `Timeouts.beat`: our sign of life, and the waits that are too long."""
-        heartbeat = m.Heartbeat(self.machine.step)
         if self.leader is None:
-            actions: list[Action] = [Up(heartbeat), *self._look_up(now)]
+            ended = self._look_up(now)
+            divided = "does not hear its leader" if self._leaderless else ""
+            actions: list[Action] = [Up(m.Heartbeat(self.machine.step, divided=divided)), *ended]
         else:
-            self.leader.from_rank(0, heartbeat)
+            self.leader.from_rank(0, m.Heartbeat(self.machine.step))
             actions = self._do_leader(self.leader.tick(now))
         return [*actions, *self._listen(now), *self._watch(now)]
 
     def _look_up(self, now: float) -> list[Action]:
-        """A leader whose host is gone tells its ranks nothing any more."""
+        """A leader whose host is gone tells its ranks nothing any more, and so does one that is cut off from them for a
+        while. So they wait for it, until somebody knows that the job goes on without them (`passed_by`), at the
+        longest for as long as an op."""
         if self._from_above:
             self._from_above = False
             self._above.heard("leader", now)
-        for leader, seconds in self._above.silent(now).items():
-            self._above.forget(leader)
-            return self._orphaned(f"the leader of the replica is lost: silent for {seconds:.1f} s")
+        silent = self._above.silent(now)
+        self._leaderless = bool(silent)
+        for leader, seconds in silent.items():
+            if seconds > self._timeouts.give_up:
+                self._above.forget(leader)
+                return self._orphaned(f"the leader of the replica is lost: silent for {seconds:.1f} s")
         return []
+
+    def passed_by(self, alive: m.Message) -> m.NewView | None:
+        """What to answer a peer: the view that we run in, to one that is in none any more. Its leader may be gone, who
+        would tell it."""
+        if not isinstance(alive, m.Alive) or self.view is None or self.view.has(alive.replica, alive.incarnation):
+            return None
+        return m.NewView(self.view)
+
+    def from_beside(self, message: m.Message) -> list[Action]:
+        """What a member of our view has answered: a later one, perhaps, in which we are not."""
+        if not self._leaderless or not isinstance(message, m.NewView):
+            return []
+        known, later = self.machine.view, message.view
+        me = self.machine
+        out = known is not None and later.epoch > known.epoch and not later.has(me.replica, me.incarnation)
+        return self._from_leader(message) if out else []
 
     def _watch(self, now: float) -> list[Action]:
         """A change of view or a boundary that does not come about is a stall like that of an op."""

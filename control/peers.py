@@ -29,11 +29,13 @@ class Peers:
         credentials: Credentials,
         *,
         on_open: Callable[[int], None],
+        on_message: Callable[[m.AnyMessage], None],
         on_lost: Lost,
         on_back: Callable[[int], None],
     ) -> None:
         self._replica, self._rank, self._credentials = replica, rank, credentials
         self._on_open, self._on_lost, self._on_back = on_open, on_lost, on_back
+        self._on_message = on_message
         self._down: set[int] = set()  # links that we have complained about
         self._view: View | None = None
         self._links: dict[int, tuple[str, Link]] = {}  # replica -> (incarnation, link)
@@ -64,6 +66,7 @@ class Peers:
             {"replica": self._replica},
             to=address,
             on_open=lambda: self._opened(member.replica),
+            on_message=self._on_message,
             on_down=lambda error: self._broken(member, error),
         )
 

@@ -7,6 +7,8 @@ heartbeat    op / 24, 0.2 to 5 s: silence of its kernel after which a host, and 
 op_floor     op / 4, and above heartbeat: the earliest that an op without progress is called a stall
 op           THE NUMBER. The latest that it is; between the two the deadline follows what such ops really took
 grace        op / 4, 5 s at most: how long a stall is watched before the one who causes it is removed
+ceiling      op - op_floor: the same for one that lives and does not speak, so that the stall has lasted for op by then.
+             What such ops took before says nothing of how long it holds its interpreter
 give_up      2 * op: then the op fails, whatever the coordinator does
 """
 
@@ -67,6 +69,16 @@ class Timeouts:
         return min(self.op / 4, 5.0)
 
     @property
+    def ceiling(self) -> float:
+        """Less where it has to be, so that the view is replaced before the ops give up."""
+        return max(self.grace, self.op - max(self.op_floor, self._to_replace))
+
+    @property
+    def _to_replace(self) -> float:
+        """To report a stall, find its cause and replace the view."""
+        return self.grace + 2 * REPORT + self.heartbeat
+
+    @property
     def give_up(self) -> float:
         return 2 * self.op
 
@@ -91,7 +103,7 @@ class Timeouts:
                 "would be called a stall before its silence is noticed, above the second it would never apply. Choose "
                 "one between them"
             )
-        needed = self.grace + 2 * REPORT + self.heartbeat
+        needed = self._to_replace
         if self.give_up - self.op <= needed:
             raise ValueError(
                 f"the op timeout of {self.op:g} s leaves too little time before an op gives up, after twice that: "

@@ -25,6 +25,7 @@ _OF_KIND = {
     "together": ("together", "together", "together", "kill", "flap"),
     "forks": ("orphan", "orphan", "hold", "coordinator"),
     "accused": ("accuse", "accuse", "accuse", "kill", "coordinator"),
+    "divided": ("divide", "divide", "divide", "kill", "coordinator", "cut"),
 }
 
 
@@ -133,13 +134,15 @@ class Faults:
         elif kind == "brief":  # nobody may be removed for that
             self._freeze(replica, self._briefly())
         elif kind == "late-news":
-            here, there = self.scenario.coordinator_host, replica.host
+            here, there = self.scenario.coordinator_host, replica.hosts[0]
             ways = self.random.choice(([(here, there)], [(there, here)], [(here, there), (there, here)]))
             self._block(ways, self._briefly())
         elif kind in ("hold", "hold-some", "hold-all"):
             self._hold(kind, running)
         elif kind == "cut-off":
             self._cut_off()
+        elif kind == "divide":
+            self._divide()
         elif kind == "slow":
             self._excuse(replica, "slow", stalls=True)
             for rank in replica.ranks:
@@ -215,9 +218,21 @@ class Faults:
     def _cut_off(self) -> None:
         """The coordinator, from everybody: both ways or one."""
         here = self.scenario.coordinator_host
-        there = [host for host in sorted(set(self.scenario.hosts)) if host != here]
+        there = [host for host in self._hosts() if host != here]
         out, back = [(here, host) for host in there], [(host, here) for host in there]
         self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
+
+    def _divide(self) -> None:
+        """The hosts of the first ranks from those of the second ones: both ways or one. All replicas alike, so no one
+        of them is to go for it."""
+        here, there = ({hosts[rank] for hosts in self.scenario.hosts} for rank in (0, 1))
+        out = [(a, b) for a in sorted(here) for b in sorted(there)]
+        back = [(b, a) for a, b in out]
+        self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
+
+    def _hosts(self) -> list[int]:
+        """Of all ranks."""
+        return sorted({host for hosts in self.scenario.hosts for host in hosts})
 
     def _briefly(self) -> float:
         """Some steps, but not so long that anybody may call it a loss."""
@@ -261,7 +276,7 @@ class Faults:
                 rank._do(rank.node.tell(m.Leave()))
 
     def _partition(self, kind: str, replica: Replica) -> None:
-        hosts = sorted({*self.scenario.hosts, self.scenario.coordinator_host})
+        hosts = sorted({*self._hosts(), self.scenario.coordinator_host})
         if len(hosts) == 1:
             return
         if kind == "lonely":  # one pair of hosts
@@ -278,9 +293,9 @@ class Faults:
             elif self.random.random() < 0.5:
                 ways = [(b, a) for a, b in ways]
         seconds = self.random.choice((0.1, 1.5, 12.0))
-        apart = {host for way in ways if set(way) <= set(self.scenario.hosts) for host in way}
+        apart = {host for way in ways if set(way) <= set(self._hosts()) for host in way}
         for other in self.job.replicas:
-            if other.host in apart:  # two members: one of them has to go
+            if apart & set(other.hosts):  # two ranks: one of their replicas has to go
                 self._touch(other, "a blocked path")
         self._block(ways, seconds)
 

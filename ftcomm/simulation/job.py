@@ -106,8 +106,8 @@ class Coordinator(Process):
 class Replica:
     """Its present life."""
 
-    def __init__(self, number: int, host: int) -> None:
-        self.number, self.host = number, host
+    def __init__(self, number: int, hosts: tuple[int, ...]) -> None:
+        self.number, self.hosts = number, hosts
         self.ranks: list[Rank] = []
         self.scripts: list[Script] = []
         self.running = False
@@ -214,7 +214,7 @@ class Job:
                 replica=replica.number,
                 index=index,
                 ranks=scenario.ranks,
-                host=replica.host,
+                host=replica.hosts[index],
                 incarnation=incarnation,
                 port=ports + index,
                 leader_port=ports,

@@ -137,7 +137,7 @@ class Rank(Process):
 
     def accepts(self, connection: Connection, purpose: str, fields: dict[str, Any]) -> bool:
         if purpose == "member":
-            connection.receive[1] = lambda message: self._do(self.node.from_peer(message, self.clock()))
+            connection.receive[1] = lambda message: self._from_peer(connection, message)
             return True
         if purpose == "rank" and self.node.leader is not None:
             rank = fields["rank"]
@@ -149,6 +149,12 @@ class Rank(Process):
             self._attach(Feed(fields["replica"], fields["epoch"], fields["nonce"], connection))
             return True
         return purpose == "state" and self.serves(connection, fields)
+
+    def _from_peer(self, connection: Connection, message: m.Message) -> None:
+        self._do(self.node.from_peer(message, self.clock()))
+        later = self.node.passed_by(message)
+        if later is not None:
+            connection.send(1, later)
 
     def _rank_lost(self, rank: int, connection: Connection, reason: str) -> None:
         if self._ranks.get(rank) is connection:  # else it is here again, by another one
@@ -295,7 +301,7 @@ class Rank(Process):
             member.ranks[self.index].pid,
             lambda target, connection: target.accepts(connection, "member", {}),  # type: ignore[attr-defined]
             on_open=opened,
-            on_message=lambda message: None,
+            on_message=lambda message: self._do(self.node.from_beside(message)),
             on_down=down,
             rough=self.network.weather.rough > 0,
         )

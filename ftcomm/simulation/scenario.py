@@ -33,11 +33,12 @@ KINDS = {
     "together": 2,  # the coordinator dies with replicas, as on one host
     "forks": 2,  # who dies leaves a child that holds its connections open
     "accused": 2,  # members take for proved that another one has ended, and it lives
+    "divided": 2,  # the hosts of the ranks of every replica hear nothing of each other, for up to twelve heartbeats
 }
 
 
 _LONG = ("storm", "partitions", "coordinator", "together", "forks", "accused")
-_LONGER = ("cut-off", "resets", "held", "rolled-back")  # for silences that are longer than a heartbeat
+_LONGER = ("cut-off", "resets", "held", "rolled-back", "divided")  # for silences that are longer than a heartbeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Scenario:
     kind: str
     replicas: int
     ranks: int
-    hosts: tuple[int, ...]  # of each replica
+    hosts: tuple[tuple[int, ...], ...]  # of each replica, of its ranks
     coordinator_host: int
     work: Work
     weather: Weather
@@ -68,7 +69,11 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     replicas = _members(rng, least, most)
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
     topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
-    hosts = tuple({"one": 0, "each": i, "pairs": i // 2}[topology] for i in range(replicas))
+    if kind == "divided":
+        replicas, ranks, topology = min(replicas, 6), 2, "one"
+    spread = replicas if kind == "divided" or (ranks > 1 and rng.random() < 0.5) else 0  # a host for each rank
+    bases = [{"one": 0, "each": i, "pairs": i // 2}[topology] for i in range(replicas)]
+    hosts = tuple(tuple(base + spread * rank for rank in range(ranks)) for base in bases)
     ops = rng.choice((1, 1, 2, 3)) if kind != "growth" else 1
     steps = max(2, rng.choice((4, 8, 12)) // ops) if replicas <= 6 else 4
     steps += 6 * (kind == "growth")
@@ -81,7 +86,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         prepare=rng.choice((0.0, 0.0, 0.01, 0.3)),
         blocks=rng.choice((1, 5, 12)),
     )
-    lossy = topology != "one" and rng.random() < 0.25
+    lossy = (topology != "one" or spread > 0) and rng.random() < 0.25
     weather = Weather(
         latency=rng.choice((0.0001, 0.0005, 0.005)),
         loss=rng.choice((0.01, 0.05)) if lossy else 0.0,

@@ -10,7 +10,7 @@ import numpy as np
 
 import ftcomm
 from ftcomm.bench import bandwidth
-from tests.process.bodies import seen
+from tests.process.bodies import Pace, seen
 from tests.process.job import Notes
 
 EVERY = 4  # steps
@@ -33,6 +33,15 @@ def mixed(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
                 pass_on(group, step)
             except ftcomm.LostError as error:
                 notes.write(kind="message", step=step, text=str(error))
+
+
+def columns(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """All-reduces of the ranks of each column, which stay about in step with those of the others."""
+    array = np.empty(arguments["elements"], np.float32)
+    pace = Pace(group, arguments)
+    for step in ftcomm.steps(arguments["steps"]):
+        pace.keep(step)
+        reduce(group, notes, step, array)
 
 
 def reduce(group: ftcomm.Group, notes: Notes, step: int, array: np.ndarray) -> None:

@@ -6,7 +6,10 @@ the network tells it of the others. The coordinator is at the hub, in a thread o
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from tests.process.job import Body, Job
 
 
 class HostJob(Job):
-    """`with HostJob(tmp_path, Network(4), body=...) as job:`; a replica a host, or `replicas` on them in turn."""
+    """`with HostJob(tmp_path, Network(4), body=...) as job:`; a replica a host, or `replicas` on them in turn. With
+    several `ranks` all first ones are on the first host, all second ones on the second."""
 
     def __init__(
         self,
@@ -48,8 +52,12 @@ class HostJob(Job):
             **settings,
         )
 
-    def host(self, replica: int) -> str:
-        return network.address(replica % len(self.network.hosts))
+    def host(self, replica: int, rank: int = 0) -> str:
+        return network.address(rank if self.ranks > 1 else replica % len(self.network.hosts))
+
+    def _listener(self, replica: int) -> socket.socket:
+        with network.inside(self.network.hosts[0]):
+            return super()._listener(replica)
 
     def _server(self, port: int, **other: Any) -> CoordinatorServer:
         async def go_to_hub() -> None:
@@ -74,6 +82,16 @@ class HostJob(Job):
             return Cut(self.network, [sender], [receiver])
         return Misled(self._status(), [sender], [receiver])
 
+    @contextlib.contextmanager
+    def apart(self, here: int, there: int) -> Iterator[None]:
+        """Nothing of what two hosts send to each other arrives."""
+        faults = [Misled(self._status(), [here], [there]), Misled(self._status(), [there], [here])]
+        try:
+            yield
+        finally:
+            for fault in faults:
+                fault.close()
+
     def slow(self, replica: int, rate: float) -> ActiveFault:
         """Bits a second that its host sends."""
         if isinstance(self.network, SlowNetwork):
@@ -82,7 +100,7 @@ class HostJob(Job):
 
     def _status(self) -> protocol.Status:
         replicas = [
-            protocol.ReplicaStatus(n, "running", 1, {}, True, True, 0, self.host(n), f"/proc/self/fd/{fd}")
+            protocol.ReplicaStatus(n, "running", 1, {}, True, True, 0, network.address(n), f"/proc/self/fd/{fd}")
             for n, fd in enumerate(self.network.hosts)
         ]
         hub = f"/proc/self/fd/{self.network.hub}"
@@ -90,7 +108,7 @@ class HostJob(Job):
 
 
 def go_to_host(settings: Settings, arguments: dict[str, Any]) -> None:
-    place = settings.replica % len(arguments["hosts"])
+    place = settings.shard if settings.ranks_per_replica > 1 else settings.replica % len(arguments["hosts"])
     fd = os.open(arguments["hosts"][place], os.O_RDONLY | os.O_CLOEXEC)
     network.call("setns", fd, network.CLONE_NEWNET)
     os.close(fd)

@@ -232,13 +232,17 @@ class Job:
 
     # -- processes -----------------------------------------------------------------------------------------------
 
-    def host(self, replica: int) -> str:
+    def host(self, replica: int, rank: int = 0) -> str:
         """The address that its ranks listen on."""
         return "127.0.0.1"
 
+    def _listener(self, replica: int) -> socket.socket:
+        """At which its leader is to listen."""
+        return socket.create_server((self.host(replica), 0))
+
     def start(self, replica: int) -> None:
         self._lives += 1
-        listener = socket.create_server((self.host(replica), 0)) if self.ranks > 1 else None
+        listener = self._listener(replica) if self.ranks > 1 else None
         leader = f"{self.host(replica)}:{listener.getsockname()[1]}" if listener else ""
         for rank in range(self.ranks):
             settings = Settings(
@@ -249,7 +253,7 @@ class Job:
                 shard=rank,
                 ranks_per_replica=self.ranks,
                 leader=leader,
-                host=self.host(replica),
+                host=self.host(replica, rank),
                 init_timeout=DEADLINE,
                 **self._settings,
             )

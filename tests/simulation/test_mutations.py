@@ -238,6 +238,40 @@ def believes_any_proof(patch: Patch) -> None:
     patch.setattr(c.Coordinator, "_ask", believe)
 
 
+def silence_of_a_rank_is_death(patch: Patch) -> None:
+    """A leader that does not hear a rank of its replica takes it for dead."""
+    tick = Leader.tick
+
+    def hasty(self: Leader, now: float) -> list[Any]:
+        actions = tick(self, now)
+        return [*actions, *(a for rank in self.detector.silent(now) for a in self.rank_lost(rank, "silent"))]
+
+    patch.setattr(Leader, "tick", hasty)
+
+
+def no_leader_is_the_end(patch: Patch) -> None:
+    """A rank that does not hear its leader ends."""
+    look_up = Node._look_up
+
+    def hasty(self: Node, now: float) -> list[Any]:
+        actions = look_up(self, now)
+        return self._orphaned("silent") if self._leaderless else actions
+
+    patch.setattr(Node, "_look_up", hasty)
+
+
+def one_that_is_divided_goes(patch: Patch) -> None:
+    """Of replicas that are all cut in two alike the first to say so goes."""
+    tick = c.Coordinator.tick
+
+    def hasty(self: c.Coordinator, now: float) -> list[c.Action]:
+        divided = {} if self._early(now) or self.done else self._divided()
+        lose = self._lose({min(divided): "divided"}, proved=False) if divided else []
+        return [*lose, *tick(self, now)]
+
+    patch.setattr(c.Coordinator, "tick", hasty)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
@@ -261,6 +295,9 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "ends-without-proof": (ends_without_proof, "cut-off", 100),
     "closed-is-dead": (closed_is_dead, "resets", 20),
     "believes-any-store": (believes_any_store, "rolled-back", 200),
+    "silence-of-a-rank-is-death": (silence_of_a_rank_is_death, "divided", 50),
+    "no-leader-is-the-end": (no_leader_is_the_end, "divided", 50),
+    "one-that-is-divided-goes": (one_that_is_divided_goes, "divided", 50),
     "takes-back-what-is-in-force": (takes_back_what_is_in_force, "kills", 1000),
 }
 

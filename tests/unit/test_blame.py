@@ -8,7 +8,7 @@ def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(r
 
 
 def test_the_one_with_more_complaints_goes() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0)
     blame.complaint(1, 0, now=0.0)
     blame.complaint(2, 0, now=0.1)
@@ -17,14 +17,14 @@ def test_the_one_with_more_complaints_goes() -> None:
 
 
 def test_of_equals_the_higher_replica_goes() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 3, now=0.0)
     blame.complaint(3, 0, now=0.0)
     assert list(culprit(blame, 0.6)) == [3]
 
 
 def test_what_each_says_of_the_other_is_told() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0, why="refused at 10.0.0.2:5")
     assert culprit(blame, 0.6) == {1: "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"}
     blame.complaint(1, 0, now=0.0, why="x" * 1000)
@@ -32,7 +32,7 @@ def test_what_each_says_of_the_other_is_told() -> None:
 
 
 def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         assert culprit(blame, now) == {}
         blame.stalled(0, 0, 7, (1,), True, now)
@@ -42,7 +42,7 @@ def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:
 
 
 def test_a_stall_that_is_not_said_again_is_over() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(4):
         blame.stalled(0, 0, 7, (1,), True, now)
     for now in (4.0, 5.1, 8.0):  # it has ended within the grace, though the report came long ago by then
@@ -50,28 +50,28 @@ def test_a_stall_that_is_not_said_again_is_over() -> None:
 
 
 def test_a_link_that_is_back_is_forgiven() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0)
     blame.withdraw(0, 1)
     assert culprit(blame, 1.0) == {}
 
 
 def test_one_that_reaches_nobody_goes_itself() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for accused in (0, 1, 2):
         blame.complaint(3, accused, now=0.0)
     assert list(culprit(blame, 1.0)) == [3]
 
 
 def test_who_holds_the_state_stays() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0)
     blame.complaint(1, 0, now=0.0)
     assert list(culprit(blame, 1.0, frozenset({1}))) == [0]
 
 
 def test_a_circle_is_broken() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         blame.stalled(0, 0, 7, (1,), True, now)
         blame.stalled(1, 0, 7, (0,), True, now)
@@ -79,7 +79,7 @@ def test_a_circle_is_broken() -> None:
 
 
 def test_a_new_view_forgives() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 3, now=0.0)
     blame.stalled(0, 0, 7, (1,), True, now=0.0)
     blame.clear()
@@ -87,14 +87,14 @@ def test_a_new_view_forgives() -> None:
 
 
 def test_a_stall_that_only_answers_a_question_removes_nobody() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(9):
         blame.stalled(0, 0, 7, (1,), False, now)
         assert culprit(blame, now) == {}
 
 
 def test_all_are_asked_once_in_a_while_as_long_as_somebody_is_stalled() -> None:
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     assert [blame.stalled(by, 0, 7, (9,), True, now) for now in (0.0, 1.0) for by in range(3)] == 2 * [
         True,
         False,
@@ -105,7 +105,7 @@ def test_all_are_asked_once_in_a_while_as_long_as_somebody_is_stalled() -> None:
 
 def test_who_does_not_wait_any_more_is_no_step_on_the_way() -> None:
     """1 waited for 2 for a while, but goes on: then it is 1 for which 0 waits."""
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         blame.stalled(0, 0, 7, (1,), True, now)
         blame.stalled(1, 0, 7, (2,), False, now)
@@ -115,7 +115,7 @@ def test_who_does_not_wait_any_more_is_no_step_on_the_way() -> None:
 
 def test_ranks_of_one_replica_report_apart() -> None:
     """Rank 0 and rank 1 of replica 0 are in different ops of their groups; replica 1 waits by its rank 1 alone."""
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         blame.stalled(0, 0, 7, (1,), True, now)
         blame.stalled(0, 1, 9, (2,), True, now + 0.1)
@@ -125,7 +125,7 @@ def test_ranks_of_one_replica_report_apart() -> None:
 
 def test_in_a_circle_of_replicas_the_one_whose_rank_waits_for_nobody_goes() -> None:
     """In group 0 all wait for 1; in group 1 replica 1 waits for 0, which waits for nobody there, as 1 alone says."""
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     for now in range(7):
         for by in (0, 2, 3):
             blame.stalled(by, 0, 7, (1,), True, now)
@@ -135,7 +135,7 @@ def test_in_a_circle_of_replicas_the_one_whose_rank_waits_for_nobody_goes() -> N
 
 def test_a_momentary_wait_in_another_group_accuses_nobody() -> None:
     """Rank 1 of replica 1 stands still; in the group of the ranks 0, which is merely busy, two wait when asked."""
-    blame = Blame(0.5, 1.0)
+    blame = Blame(0.5, 1.0, 20.0)
     for now in range(3):
         blame.stalled(0, 1, 32, (1,), True, now)
         blame.stalled(2, 1, 32, (1,), True, now)
@@ -146,7 +146,7 @@ def test_a_momentary_wait_in_another_group_accuses_nobody() -> None:
 
 def test_a_complaint_about_one_that_is_not_present_counts_from_when_it_is() -> None:
     """0 is stopped and 1 complains: 1 is the higher, and the victim. When 0 goes on they have time to meet."""
-    blame = Blame(0.5, 5.0)
+    blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(1, 0, now=0.0)
     both = frozenset({0, 1})
     assert blame.culprit(1.0, both, frozenset({1})) == {}
@@ -157,9 +157,20 @@ def test_a_complaint_about_one_that_is_not_present_counts_from_when_it_is() -> N
 
 
 def test_a_stall_that_one_causes_who_lives_and_does_not_speak_says_what_it_does() -> None:
-    blame = Blame(0.5, 1.0)
+    blame = Blame(0.5, 1.0, 20.0)
     for now in (0.0, 1.0, 2.0):
         blame.stalled(0, 0, 7, (1,), True, now)
     mute = {1: "its process lives but has not spoken for 31 s", 2: "not of this one"}
     why = blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute)
     assert why == {1: "op 7 waits for it (replica 0 reported the stall); its process lives but has not spoken for 31 s"}
+
+
+def test_one_that_lives_and_does_not_speak_is_waited_for_until_the_ceiling() -> None:
+    blame = Blame(0.5, 5.0, 20.0)
+    removed = {}
+    for now in range(30):
+        blame.stalled(0, 0, 7, (1,), True, now)
+        for held in (frozenset[int](), frozenset({1})):
+            if blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, held):
+                removed.setdefault(held, now)
+    assert removed == {frozenset(): 6, frozenset({1}): 21}

@@ -981,3 +981,46 @@ def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed()
     address = Address("h", 1, "b", 2, 3, "n")
     script.tell(2, m.Join(2, "life-2", (address, address), epoch=0, step=-1, timeouts=CHAIN))
     assert [message.ending for message in script.sent[2] if isinstance(message, m.Expelled)] == [m.Ending.FAILED]
+
+
+def beats(script: Script, seconds: float, divided: dict[int, str], replicas: int = 2) -> None:
+    """Time passes, in which the leaders of replicas that are divided say so."""
+    for _ in range(int(4 * seconds)):
+        script.now += 0.25
+        for replica in range(replicas):
+            beat = m.Heartbeat(4, divided=divided.get(replica, ""))
+            script.do(script.coordinator.receive(replica, beat, script.now))
+        script.do(script.coordinator.tick(script.now))
+
+
+def test_a_leader_that_does_not_hear_its_rank_takes_its_replica_out_and_not_the_last_ones() -> None:
+    script = Script(3)
+    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its rank 1 has been silent for 5.0 s"}, replicas=3)
+    assert script.newest[0] == (1, 2)
+    script.install(1, 2)
+    lost = {replica: "its rank 1 has been silent for 5.0 s" for replica in (1, 2)}
+    beats(script, 3 * TIMEOUTS.heartbeat, lost, replicas=3)
+    assert script.newest[0] == (1, 2)
+    assert not script.done
+    del lost[1]  # the cut ends: it is not over for everybody at once
+    beats(script, TIMEOUTS.heartbeat / 2, lost, replicas=3)
+    beats(script, 3 * TIMEOUTS.heartbeat, {}, replicas=3)
+    assert script.newest[0] == (1, 2)
+
+
+def test_who_holds_its_interpreter_has_as_long_as_the_user_says() -> None:
+    """Though ops took less until then, so that the others report it at the floor. A word in between changes nothing."""
+    for held in (True, False):
+        script = Script(3)
+        while len(script.views) == 1:
+            script.now += 1.0
+            words = "its rank 1: its process lives but has not spoken" if held and script.now % 9 else ""
+            for replica in range(3):
+                script.do(script.coordinator.receive(replica, m.Heartbeat(4, words * (replica == 2)), script.now))
+                if replica < 2 and script.now > TIMEOUTS.op_floor:
+                    stall = m.Stalled(0, 1, 7, (2,), True)
+                    script.do(script.coordinator.receive(replica, stall, script.now))
+            script.do(script.coordinator.tick(script.now))
+        assert script.newest[0] == (0, 1)
+        assert (script.now > TIMEOUTS.op) == held
+        assert script.now < TIMEOUTS.give_up

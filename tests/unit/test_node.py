@@ -207,19 +207,57 @@ def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_agai
     assert given_up == [n.Down(1, m.Decision(7, None))]
 
 
-def test_a_rank_whose_leader_is_silent_and_not_answered_for_is_expelled() -> None:
+def test_a_rank_whose_leader_is_silent_waits_for_it_as_long_as_an_op_and_says_so() -> None:
     for answers in (True, False):
         node = running(ranks=2, rank=1)
-        actions = []
-        for now in range(60):
+        gone = None
+        for now in range(300):
             if now < 20:
                 node.from_up(m.Ping())
             if now < 20 or answers:
                 node.up_acknowledged(float(now))
-            actions += node.tick(float(now))
-            if not answers and now == 20 + TIMEOUTS.heartbeat:
-                assert any(isinstance(action, act.Failed) for action in actions)
-        assert any(isinstance(action, act.Failed) for action in actions) != answers
+            actions = node.tick(float(now))
+            silent = not answers and now > 19 + TIMEOUTS.unheard
+            assert bool(said(actions, m.Heartbeat)[0].divided) == silent  # type: ignore[attr-defined]
+            if gone is None and any(isinstance(action, act.Failed) for action in actions):
+                gone = now
+        assert gone == (None if answers else 20 + TIMEOUTS.give_up)
+
+
+def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_without_it() -> None:
+    for silent in (True, False):
+        member = running((0, 1), ranks=2, rank=1)
+        node = running((0, 1), ranks=2, rank=1)
+        for now in range(30):
+            if now == 0 or not silent:
+                node.from_up(m.Ping())
+            node.tick(float(now))
+        assert member.passed_by(m.Alive(0, "life-0")) is None  # it is in the view in which this one runs
+        assert member.passed_by(m.Alive(1, "life-9")) == m.NewView(view(1, (0, 1), 2))
+        for same in (view(1, (1,), 2), view(2, (0, 1), 2)):
+            assert node.from_beside(m.NewView(same)) == []
+        told = node.from_beside(m.NewView(view(2, (1,), 2)))
+        assert bool(told) == silent  # else its leader tells it what there is to be told
+        assert all(isinstance(action, act.Failed) for action in told)
+
+
+def test_a_leader_says_whom_of_its_ranks_it_does_not_hear_and_who_does_not_hear_it() -> None:
+    node = running((0,), ranks=3)
+    deaf = m.Heartbeat(0, divided="does not hear its leader")
+    words: list[str] = []
+    for now, message in ((0.0, m.Heartbeat(0)), (1.0, deaf), (2.0, m.Heartbeat(0))):
+        node.from_rank(1, m.Heartbeat(0), now)
+        node.from_rank(2, message, now)
+        words += [beat.divided for beat in said(node.tick(now), m.Heartbeat)]  # type: ignore[attr-defined]
+    assert words == ["", "its rank 2 does not hear its leader", ""]
+    actions = []
+    for second in range(3, 250):
+        node.from_rank(2, m.Heartbeat(0), float(second))
+        actions += node.tick(float(second))
+        ended = any(isinstance(action, act.Failed) for action in actions)
+        assert ended == (second > TIMEOUTS.give_up + 2), second
+    assert said(actions, m.Heartbeat)[10].divided.startswith("its rank 1 has been silent for")  # type: ignore[attr-defined]
+    assert [message.proof for message in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_lives_and_does_not_speak_is_kept_and_told_of() -> None:
@@ -231,12 +269,12 @@ def test_a_rank_that_lives_and_does_not_speak_is_kept_and_told_of() -> None:
         actions = node.tick(float(now))
         assert not said(actions, m.Suspect)
         mute = said(actions, m.Heartbeat)[0].mute  # type: ignore[attr-defined]
-        assert bool(mute) == (now > TIMEOUTS.silence)
+        assert bool(mute) == (now > TIMEOUTS.unheard)
     assert mute.startswith("its rank 1: its process lives but has not spoken for 59 s: it holds the interpreter lock")
     node.from_rank(1, m.Heartbeat(3), 60.0)
     assert said(node.tick(60.0), m.Heartbeat) == [m.Heartbeat(3)]
-    lost = [x for now in range(61, 80) for x in said(node.tick(float(now)), m.Suspect)]
-    assert [x.proof for x in lost if x.replica == 0] == [True]  # type: ignore[attr-defined]
+    beats = [x for now in range(61, 80) for x in said(node.tick(float(now)), m.Heartbeat)]
+    assert beats[-1].divided == "its rank 1 has been silent for 19.0 s"  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_fails_tells_its_leader_which_would_wait_for_it_as_long_as_it_lives() -> None:
