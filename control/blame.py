@@ -26,8 +26,8 @@ class Blame:
     join it, and not while one of the two is not present: when it is again they have that time to reach each other. A
     stall is acted upon when it is still said after `grace` seconds, so that all who wait have said so. One that is not
     said again is over. Where the one that is waited for lives and does not speak that is after `ceiling` seconds: it
-    may hold its interpreter for as long as an op may take at most. Reports are by rank: the ranks of a replica stand in different groups and may wait for different
-    members, but the replica is removed as one.
+    may hold its interpreter for as long as an op may take at most. Reports are by rank: the ranks of a replica stand in
+    different groups and may wait for different members, but the replica is removed as one.
     """
 
     def __init__(self, patience: float, grace: float, ceiling: float) -> None:

@@ -448,9 +448,7 @@ class Coordinator:
         for replica, seconds in self.detector.mute(now).items():
             member = self.view.member(replica)
             mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
-        self._held_up.update(
-            dict.fromkeys(mute, now)
-        )  # a word in between two compilations does not make one of them slow
+        self._held_up.update(dict.fromkeys(mute, now))  # one word between two compilations makes nobody slow
         held = {replica for replica, last in self._held_up.items() if now - last <= self.timeouts.op_floor}
         return self._blame.culprit(now, self.view.contributing, present, mute, held)
 

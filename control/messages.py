@@ -77,9 +77,7 @@ class Join(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     step: t.Step
     mute: t.Text = ""  # from a leader: what those of its ranks do that live and do not speak
-    divided: t.Text = (
-        ""  # a rank does not hear its leader, or a leader one of its ranks: whether that lives nobody knows
-    )
+    divided: t.Text = ""  # which rank a leader does not hear, or that a rank does not hear its leader; they may live
 
 
 class Suspect(Message, frozen=True):

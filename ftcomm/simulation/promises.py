@@ -20,6 +20,9 @@ Which fault may take a member out, and which may end the job, and why there is n
     SIGSTOP, interpreter held          as a stall, if longer than an op may be   never: it goes on, and so does the job
     slow, its script stands still      as a stall                                never
     path between two members blocked   either of them: each waits for the other  never: who is left holds the state
+    paths between the ranks of a       the replica                               never
+      replica blocked
+    the same of all replicas alike     nobody: none is better off                never
     path to the coordinator blocked    nobody                                    never: training needs no coordinator
     connections reset, links broken    nobody: they are made again               never
     a proof of an end that is none     nobody: who is asked answers              never

@@ -21,7 +21,8 @@ from .test_kills import ENDLESS, check
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(180)]
 
 HEARTBEAT = 1.0  # s
-LONGER = 4.0  # s: several heartbeats, and far less than a stall takes
+LONGER = 9.0  # s: several heartbeats, and longer than one may stand still that speaks
+AT_ONCE = dict(op_floor=1.5)  # of which others report a stall, since ops took less before
 STALL = dict(op_timeout=20.0, op_floor=4.0)
 
 
@@ -89,7 +90,7 @@ def wait_removed(running: Job, replica: int) -> str:
 @pytest.mark.parametrize("who", [[1], [0, 1, 2]], ids=["one", "all"])
 def test_replicas_that_hold_their_interpreters_are_waited_for(tmp_path: Path, who: list[int], transport: str) -> None:
     """As all do in the same step when a model is compiled, or saved: then nobody is heard by anybody."""
-    with job(tmp_path, transport=transport) as running:
+    with job(tmp_path, transport=transport, **AT_ONCE) as running:
         begin(running)
         hold(running, [(replica, 0) for replica in who], LONGER)
         wait_held(running, len(who))
@@ -100,7 +101,7 @@ def test_replicas_that_hold_their_interpreters_are_waited_for(tmp_path: Path, wh
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_rank_of_two_that_holds_its_interpreter_is_waited_for(tmp_path: Path, transport: str, rank: int) -> None:
     """Be it the leader, whose other rank goes on, or the other one, for which the leader speaks."""
-    with job(tmp_path, replicas=2, ranks=2, transport=transport) as running:
+    with job(tmp_path, replicas=2, ranks=2, transport=transport, **AT_ONCE) as running:
         begin(running)
         hold(running, [(1, rank)], LONGER)
         wait_held(running, 1)
