@@ -161,12 +161,12 @@ class Calls(Messages):
             Kernels that run whole ops refuse it.
 
         Ops are matched by the order in which they are called, which must be the same on all members. A call that one
-        member skips is found out by the step: in a step loop what its thread calls, or autograd for it, is compared with
-        calls of the same step alone (where kernels run whole ops it is not). Threads may wait for each other's ops, but the order of
-        their calls has to be the same on all members. Who calls while another thread is in a call, or while an op that
-        another one has started is in flight, gets `ArgumentError`, and so does that one; and all get `MismatchError` if
-        the thread of the step loop meets another one. Calls of threads that never overlap are not seen, see
-        `ftcomm.turn`.
+        member skips is found out by the step: in a step loop what its thread calls, or autograd for it, is compared
+        with calls of the same step alone (where kernels run whole ops it is not). Threads may wait for each other's
+        ops, but the order of their calls has to be the same on all members. Who calls while another thread is in a
+        call, or while an op that another one has started is in flight, gets `ArgumentError`, and so does that one; and
+        all get `MismatchError` if the thread of the step loop meets another one. Calls of threads that never overlap
+        are not seen, see `ftcomm.turn`.
 
         Blocks (unless `async_op`) until all members of the view hold the result. A member that is lost meanwhile does
         not fail the op: it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph,
