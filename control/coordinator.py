@@ -47,6 +47,7 @@ ALONE = m.Queued(
 FINISHED = m.Expelled("the job has finished", m.Ending.TOO_LATE)
 OVER = m.Expelled("the job has ended or is being drained", m.Ending.TOO_LATE)
 DRAINED = "the job is being drained"
+EARLY = 100  # ticks, in each of which who has come is heard: those of ten heartbeat timeouts, where they are in time
 LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
 
 
@@ -172,7 +173,8 @@ class Coordinator:
         self._alone = bool(views)  # no contributing member can be heard
         self._begun = now
         self._met = not views  # all that we know of have come, or had the time to, see `_early`
-        self._held: list[tuple[Conn, m.Message]] = []  # what is decided upon then
+        self._ticks = 0  # for as long as not
+        self._held: dict[tuple[object, ...], tuple[Conn, m.Message]] = {}  # what is decided upon then
         self._spared = 0  # the epoch in which a verdict without proof was not carried out
         self._held_up: dict[int, float] = {}  # who lives and did not speak, when last
         self._doubted = float("-inf")  # when no holder of the state was known to be whole last
@@ -194,11 +196,9 @@ class Coordinator:
         if link is None:
             return [Close(conn)]
         if isinstance(message, m.Suspect | m.Withdrawn) and self._early(now):
-            self._held.append((conn, message))
-            return []
+            return self._hold(conn, message)
         if isinstance(message, m.Suspect) and message.proof and self._may_hold({message.replica}):
-            self._held.append((conn, message))  # it is said once
-            return []
+            return self._hold(conn, message)  # it is said once
         met = self._heard(link, now)
         if isinstance(message, m.Report):
             return [*met, Log(message.kind, {**message.fields, "replica": link.replica})]
@@ -218,13 +218,23 @@ class Coordinator:
 
     def _early(self, now: float) -> bool:
         """Restarted, we know what our store holds and no more: it may be older than the job, and who has caught up
-        since says so when it comes. So nothing is decided before all have come, or have had a heartbeat timeout to."""
+        since says so when it comes. So nothing is decided before all have come, or have had a heartbeat timeout to.
+
+        Nobody could come while this process was stopped, so the timeout begins anew after a pause. On a host where no
+        tick comes in time it would never end, so it ends after `EARLY` of them."""
         if not self._met:
             here = {(link.replica, link.incarnation) for link in self.links.values()}
             all_here = here >= {(member.replica, member.incarnation) for member in self._running()}
-            since = max(self._begun, self.detector.since(now))  # nobody could come while this process was stopped
-            self._met = all_here or now - since > self.timeouts.heartbeat
+            since = max(self._begun, self.detector.since(now))
+            self._met = all_here or now - since > self.timeouts.heartbeat or self._ticks > EARLY
         return not self._met
+
+    def _hold(self, conn: Conn, message: m.Suspect | m.Withdrawn) -> list[Action]:
+        """Until it can be decided upon. Of what a connection says again, however it says why, the last counts."""
+        self._held = {key: held for key, held in self._held.items() if held[0] in self.links}
+        about = (message.replica, message.incarnation, message.proof) if isinstance(message, m.Suspect) else ()
+        self._held[(conn, *about)] = conn, message
+        return []
 
     def acknowledged(self, conn: Conn, at: float) -> None:
         """The kernel at the other end has answered, whatever its process does."""
@@ -324,11 +334,12 @@ class Coordinator:
         if self.done or self._unfit:
             return []
         silent = self.detector.silent(now)
+        self._ticks += not self._met
         actions: list[Action] = [*self._look(silent, now)]
         if self._early(now):
             return actions
-        held, self._held = self._held, []
-        for by, message in held:
+        held, self._held = self._held, {}
+        for by, message in held.values():
             if by in self.links:
                 actions += self.receive(by, message, now)
         if self.done:

@@ -90,7 +90,10 @@ class FastPath:
         views.reduce(array)
         op.finals[0] = self._contributors
         pipeline.arrived = pipeline.taken = index + 1
-        return self._raise(TAKEN, target)
+        if self._raise(TAKEN, target):
+            return True
+        pipeline.take(pipeline.fill(index, op))  # who has yet to take it may attach only now, and reads this slot
+        return False
 
     def _raise(self, word: int, target: int) -> bool:
         """Say that this member has come so far; True when all others have said so."""

@@ -11,14 +11,18 @@ from ftcomm.transport.base import MirrorWriter
 
 
 class PendingReaders:
-    """At most one reader of each life of a replica. Guarded by the mutex of the exchange; nothing here blocks."""
+    """At most one reader of each replica, so members bound them. Guarded by the mutex of the exchange; nothing blocks.
+
+    Who dials for an epoch has heard that this member stopped for it. So this member enters no earlier epoch, and needs
+    no reader that an earlier life of the same replica has dialled.
+    """
 
     def __init__(self) -> None:
         self._readers: list[MirrorWriter] = []
 
     def add(self, reader: MirrorWriter) -> None:
         """In place of the one that came before it; not if that one was dialled for a later epoch."""
-        for known in self._of(reader.replica, reader.life):
+        for known in [known for known in self._readers if known.replica == reader.replica]:
             if known.epoch > reader.epoch:
                 reader.close()
                 return
@@ -28,7 +32,7 @@ class PendingReaders:
 
     def bring_back(self, reader: MirrorWriter) -> None:
         """It was served in an epoch that is over. Not in place of one that came after it."""
-        if any(known.epoch == reader.epoch for known in self._of(reader.replica, reader.life)):
+        if any((known.replica, known.epoch) == (reader.replica, reader.epoch) for known in self._readers):
             reader.close()
         else:
             self.add(reader)
@@ -50,14 +54,11 @@ class PendingReaders:
         return taken
 
     def holds(self, replica: int, life: str) -> bool:
-        return bool(self._of(replica, life))
+        return any((reader.replica, reader.life) == (replica, life) for reader in self._readers)
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
-
-    def _of(self, replica: int, life: str) -> list[MirrorWriter]:
-        return [reader for reader in self._readers if (reader.replica, reader.life) == (replica, life)]
 
 
 def is_current(reader: MirrorWriter, epoch: int, lives: Mapping[int, str]) -> bool:

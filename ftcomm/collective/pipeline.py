@@ -203,12 +203,11 @@ class Pipeline:
 
     def obstacle(self, oldest: Operation) -> Obstacle:
         """When nothing can be done: what stands in the way of `oldest`, the first op that has not returned."""
-        if self.arrived < self.posted and self.arrived == self.taken:
-            gates, count = self.slots[self.arrived % SLOTS].arrival, self.arrived + 1
-            return Obstacle(next((gate for gate in gates if not gate.is_open(count)), self.posted_by_all), count)
         if self.taken < self.posted:
-            slot = self.slots[self.taken % SLOTS]
-            return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], self.taken + 1)
+            slot, count = self.slots[self.taken % SLOTS], self.taken + 1
+            if self.arrived > self.taken and slot.gates:
+                return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], count)
+            return Obstacle(next((gate for gate in slot.arrival if not gate.is_open(count)), self.posted_by_all), count)
         if oldest.end < 0:
             return Obstacle(self._gate_of_slot(), self.posted - SLOTS + 1)
         return Obstacle(self.taken_by_all, oldest.end)
@@ -396,12 +395,13 @@ class Pipeline:
         """What is compared between members beside the call."""
         return self._detail if op.schedule is None else op.detail
 
-    def fill(self, index: int, op: Operation) -> None:
+    def fill(self, index: int, op: Operation) -> Slot:
         """Task `index`, the only one of `op`, was posted by the fast path, and goes on from here."""
         slot = self.slots[index % SLOTS]
         slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
         slot.algorithm, slot.task = self.algorithms.of_task(op, op.tasks[0])
         self.bind(slot)
+        return slot
 
     def close(self) -> None:
         """The epoch is over; hold no op."""

@@ -114,7 +114,9 @@ class Publisher:
 
     def publish(self, word: int, count: int, *, last: bool = True) -> None:
         """Raise a word. `last`: this task is the last one of its op."""
-        self._own[word] = self._low + count
+        own, value = self._own, self._low + count
+        assert own[word] < value or not count, f"word {word} goes from {own[word]:#x} to {value:#x}"
+        own[word] = value
         token = self._tokens[word]
         for words in self._words:
             asleep = words[ASLEEP]

@@ -11,6 +11,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import (
     ALONE,
+    EARLY,
     WAITS,
     Action,
     Ask,
@@ -522,6 +523,23 @@ def test_a_restarted_one_that_was_stopped_gives_the_members_their_time_all_the_s
     script.do(script.coordinator.tick(script.now))
     assert len(script.views) == 1
     pass_time(script, 1.1, speak=[20])
+    assert script.newest[0] == (0, 2)
+
+
+def test_a_restarted_one_that_is_never_in_time_decides_all_the_same() -> None:
+    """A starved host: each tick comes so late that nobody could have come before it, as far as it knows."""
+    script = Script(3)
+    script.coordinator = restarted(script.views)
+    rejoin_all(script, [20, 22], 1)
+    for late in range(EARLY + 2):
+        script.now += TIMEOUTS.heartbeat
+        assert (len(script.views) == 1) == (late <= EARLY)
+        for conn in (20, 22):
+            script.coordinator.acknowledged(conn, script.now)
+            complaint = m.Suspect(1, "life-1", f"its process ended, seen for the {late}th time", True)
+            script.do(script.coordinator.receive(conn, complaint, script.now))
+        assert len(script.coordinator._held) <= 2, "what is said again is kept again"
+        script.do(script.coordinator.tick(script.now))
     assert script.newest[0] == (0, 2)
 
 

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 from ftcomm.collective import fast_path
+from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.fast_path import FastPath
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.errors import MismatchError
 from ftcomm.kernels.epochs import COUNTS
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import POSTED, TAKEN
-from tests.exchange_rig import DEADLINE, Caller, Rig
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.exchange_rig import DEADLINE, Caller, Rig, socket_pair
 from tests.unit.test_exchange import check, given
 
 MANY = 500  # ops, until one was not interrupted by the other threads of this process
@@ -135,6 +139,57 @@ def test_a_member_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, word: i
         late = made(range(2), 3, 16)
         all_run(rig, late)
         check(late[0], 7)
+
+
+class OneWay(Rig):
+    """The last member reads the others through connections, and they read its memory where it lies. It is admitted
+    when `late` says so."""
+
+    def __init__(self, members: range) -> None:
+        super().__init__(members)
+        self.late: list[tuple[Exchange, TcpMirrorWriter]] = []
+
+    def connect(self, me: int, other: int) -> Peer:
+        if me < len(self.members) - 1:
+            return super().connect(me, other)
+        near, far = socket_pair()
+        writer = TcpMirrorWriter(far, me, self.epoch, self.members[me].segment.nonce)
+        self.late.append((self.members[other].exchange, writer))
+        peer = TcpMirror(other, self.epoch, near, lambda *lost: self.members[me].lost.append(lost))
+        peer.nonce = self.members[other].segment.nonce
+        return peer
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_who_attaches_late_gets_a_task_that_went_in_one_go_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    raised, taken = FastPath._raise, threading.Semaphore(0)
+
+    def watched(self: FastPath, word: int, target: int) -> bool:
+        came = raised(self, word, target)
+        while not came and word == POSTED:  # however slow the others are
+            came = raised(self, word, target)
+        if word == TAKEN:
+            taken.release()
+        return came
+
+    monkeypatch.setattr(FastPath, "_raise", watched)
+    with OneWay(range(members)) as rig:
+        rig.view(range(members))
+        ops = made(range(members), 0, 16)
+        exchanges = {m: rig.members[m].exchange for m in range(members)}
+        for exchange in exchanges.values():
+            exchange._waiter.interrupted = False  # the view change, which the fast path would look at first
+        callers = [Caller.start(exchanges[m].run, op) for m, op in ops.items()]
+        for _ in range(members - 1):
+            assert taken.acquire(timeout=DEADLINE), "it did not go in one go"
+        for exchange, writer in rig.late:
+            exchange.admit(writer)
+        for caller in callers:
+            caller.join()
+        for op in ops.values():
+            check(op, 7)
 
 
 def test_different_calls_are_an_error_on_all(seen: Seen) -> None:

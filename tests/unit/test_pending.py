@@ -76,3 +76,10 @@ def test_a_connection_that_was_served_gives_way_to_one_that_came_since() -> None
         assert waiting.take(5, LIVES) == [since if wins else served]
         assert served.closed == wins
         assert since.closed != wins
+
+
+def test_lives_that_come_and_go_are_not_kept_however_long_nothing_is_served() -> None:
+    readers = [Dialled(1, f"life {epoch}", epoch) for epoch in range(5, 100)]
+    waiting = lobby(*readers, late := Dialled(1, "life 7", 7))
+    assert [reader for reader in (*readers, late) if not reader.closed] == [readers[-1]]
+    assert waiting.take(99, {1: "life 99"}) == [readers[-1]]

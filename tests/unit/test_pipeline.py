@@ -1,0 +1,98 @@
+"""What can be done next, asked of a pipeline in states that threads reach rarely."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ftcomm.collective.algorithms import Algorithms
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.pipeline import Gate, Pipeline
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.publisher import Publisher
+from ftcomm.collective.resume import Task
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.simulation.memory import CHUNK, TinyMemory
+from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
+
+MEMBERS = (0, 1, 2)
+
+
+class Pipelines:
+    """The pipeline of member 0, and the words of all."""
+
+    def __init__(self, *, one_host: bool) -> None:
+        self.memories = {m: TinyMemory(m, CHUNK * len(MEMBERS)) for m in MEMBERS}
+        view = GroupView(1, 0, MEMBERS, frozenset(MEMBERS), one_host)
+        peers = {m: self.memories[m] for m in MEMBERS if m}
+        algorithms = Algorithms(view, self.memories, Reducer())  # type: ignore[arg-type]
+        self.pipeline = Pipeline(view, self.memories[0], peers, algorithms, 1)  # type: ignore[arg-type]
+        for m in MEMBERS:
+            for word in (POSTED, REDUCED, TAKEN):
+                self.memories[m].words[word] = 1 << COUNTER
+
+    def post(self, op: Operation) -> None:
+        self.pipeline.unposted.append(op)
+        while (posted := self.pipeline.to_post()) is not None:
+            slot = self.pipeline.begin(posted)
+            self.pipeline.posted = slot.index + 1
+            op.verified = True
+
+    def raise_all(self, word: int, count: int) -> None:
+        for m in MEMBERS:
+            self.memories[m].words[word] = 1 << COUNTER | count
+
+
+def all_reduce(chunks: int) -> Operation:
+    op = Operation(np.zeros(chunks * CHUNK * len(MEMBERS) // 8, np.int64), "int64", "sum", CHUNK * len(MEMBERS))
+    op.number = 0
+    return op
+
+
+def test_a_task_takes_no_step_before_the_one_in_front_of_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word that it raises would tell of both. What the first waits for comes just after it was looked at."""
+    of = Pipelines(one_host=False)
+    pipeline = of.pipeline
+    of.post(all_reduce(2))
+    of.raise_all(POSTED, 2)
+    while (slot := pipeline.to_arrive()) is not None:
+        pipeline.arrived = slot.index + 1
+    looked: list[int] = []
+    is_open = Gate.is_open
+
+    def late(self: Gate, count: int) -> bool:
+        looked.append(count)
+        return is_open(self, count) and (count > 1 or len(looked) > 1)
+
+    monkeypatch.setattr(Gate, "is_open", late)
+    assert [slot.index for slot in pipeline.to_step()] == []
+    stepped = []
+    for slot in pipeline.to_step():
+        stepped.append(slot.index)
+        pipeline.step(slot)
+    assert stepped == [0, 1]
+
+
+def test_a_word_that_would_fall_is_an_error() -> None:
+    of = Pipelines(one_host=True)
+    publisher = Publisher(of.pipeline, of.memories[0], [], lambda *lost: None, compares=False)  # type: ignore[arg-type]
+    publisher.publish(REDUCED, 2)
+    with pytest.raises(AssertionError, match="goes from"):
+        publisher.publish(REDUCED, 1)
+
+
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_somebody_is_in_the_way_of_a_task_without_steps_in_all_its_stages(arrived: int) -> None:
+    of = Pipelines(one_host=False)
+    pipeline = of.pipeline
+    op = all_reduce(1)
+    op.tasks = (Task(0, 1, None),)  # to be copied, which takes no steps
+    of.post(op)
+    assert not pipeline.slots[0].gates
+    pipeline.arrived = arrived
+    gate, count = pipeline.obstacle(op)
+    assert (gate.word, count) == (POSTED, 1)
+    assert [peer.replica for peer in gate.behind(count)] == [1, 2]
+    of.raise_all(POSTED, 1)
+    assert not gate.behind(count)
