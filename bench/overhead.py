@@ -198,5 +198,5 @@ def rank(task: Task, job: str) -> None:
 def take_out(group: Group, level: str) -> None:
     """From here on ops of this rank run at that level; all ranks must call it between the same two ops."""
     exchange: Any = group._exchange
-    exchange._stream.pipeline.__class__ = Hasty if level == "off" else Pipeline
-    exchange._watch.__class__ = Blind if level in ("off", "stability") else Watchdog
+    exchange.core.stream.pipeline.__class__ = Hasty if level == "off" else Pipeline
+    exchange.core.watch.__class__ = Blind if level in ("off", "stability") else Watchdog

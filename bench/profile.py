@@ -242,8 +242,8 @@ def _watch(group: Any) -> Iterator[dict[str, float]]:
 
 def _forget(group: Any) -> None:
     """What reduces small ops is looked up once, and kept."""
-    group._exchange._stream.fast_path.forget()
-    group._exchange._stream.pipeline.algorithms.one_shot.forget()
+    group._exchange.core.stream.fast_path.forget()
+    group._exchange.core.stream.pipeline.algorithms.one_shot.forget()
 
 
 def _trace(call: Callable[[], Any]) -> tuple[int, int]:

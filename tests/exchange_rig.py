@@ -118,7 +118,7 @@ class Rig:
         if not tcp:
             segment = self.members[other].segment
             return ShmPeer(other, os.getpid(), segment.fd, segment.nonce, LAYOUT)
-        known = self.members[me].exchange._peers.get(other)
+        known = self.members[me].exchange.core.peers.get(other)
         if known is not None and known.serves(self.epoch):
             return known
         epoch = self.epoch

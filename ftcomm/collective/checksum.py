@@ -90,8 +90,6 @@ class Checksums:
     `all_taken(count)` looks whether the words of all members say, in this epoch, that they have taken `count` tasks.
     """
 
-    STATE = ("tasks", "checked")  # what changes
-
     def __init__(
         self,
         view: GroupView,

@@ -67,7 +67,6 @@ class Operation:
     doom: BaseException | None = None  # it will fail with this, as soon as all have called it
     kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
     _spare: Bytes | None = None  # where it lies
-    STATE = ("number", "finals", "tasks", "next", "verified", "doom", "error", "done", "kept", "_spare", "end")
 
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 

@@ -120,8 +120,6 @@ class Slot:
         "views",
     )
 
-    STATE = ("task", "span", "first", "number")  # besides the op and the index; the rest follows, see `Pipeline.bind`
-
     index: int
     chunk: int  # of the staging, from which on it is staged
     op: Operation
@@ -138,12 +136,7 @@ class Slot:
 
 
 class Pipeline:
-    """The tasks of one epoch at one member. For one thread at a time, but for `unposted`, to which any may append.
-
-    `STATE` is all that changes; the rest is fixed when the epoch begins.
-    """
-
-    STATE = ("posted", "arrived", "taken", "unposted", "slots")
+    """The tasks of one epoch at one member. For one thread at a time, but for `unposted`, to which any may append."""
 
     gate: type[Gate] = Gate
 

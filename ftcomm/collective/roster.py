@@ -16,7 +16,7 @@ accounts that of the newest epoch counts; all that have entered an epoch have th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -46,44 +46,42 @@ def at(rosters: tuple[Roster, ...], step: int) -> Roster:
     return next((roster for roster in reversed(rosters) if roster.since <= step), rosters[0])
 
 
-class Standing:
-    """What an exchange knows of boundaries and rosters."""
+class RosterTracker:
+    """The rosters that one member knows, and where it stands between boundaries."""
 
-    _mutex: threading.Lock
-    _changed: threading.Condition  # of that mutex; somebody has resumed or failed the exchange
-    _frozen: bool
-    _error: BaseException | None
-    _step = NONE  # the last boundary that was passed
-    _epoch = 0
-    _rosters: tuple[Roster, ...] = ()
+    def __init__(self) -> None:
+        self._step = NONE  # the last boundary that was passed
+        self._epoch = 0
+        self._rosters: tuple[Roster, ...] = ()
 
-    def roster(self, step: int) -> Roster:
-        """That from the boundary of `step` on. After the first view."""
-        with self._mutex:
-            return at(self._rosters, step)
+    def at(self, step: int) -> Roster:
+        """The roster from the boundary of `step` on. After the first view."""
+        return at(self._rosters, step)
 
     def stand(self, step: int) -> None:
-        """A joiner begins as if it had passed the boundary of `step`."""
-        with self._mutex:
-            self._step = step
+        """The boundary of `step` is passed; a joiner begins as if it were."""
+        self._step = step
 
-    def pass_boundary(self, step: int, timeout: float) -> Roster:
-        """That from the boundary of `step` on, which is passed. Waits for the end of a view change that is under way;
-        raises `CollectiveTimeout`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._frozen or self._error is not None, timeout):
-                raise CollectiveTimeout(
-                    f"boundary {step}: no view was agreed upon within {timeout:g}s. Is the coordinator reachable? "
-                    "FTCOMM_OP_TIMEOUT sets half of that time."
-                )
-            self._step = step
-            return at(self._rosters, step)
-
-    def _told(self, progress: Progress) -> Progress:
-        """With where this member stands. With the mutex, frozen."""
+    def told(self, progress: Progress) -> Progress:
+        """With where this member stands, which passes no boundary before it enters a view."""
         return msgspec.structs.replace(progress, step=self._step, epoch=self._epoch, rosters=self._rosters)
 
-    def _agree(self, view: GroupView, progress: Mapping[int, Progress]) -> None:
-        """With the mutex, on the way into `view`."""
+    def agree(self, view: GroupView, progress: Mapping[int, Progress]) -> None:
+        """On the way into `view`."""
         self._rosters = agree(view.members, view.contributors, progress)
         self._epoch = view.epoch
+
+
+def pass_boundary(
+    rosters: RosterTracker, changed: threading.Condition, moves: Callable[[], bool], step: int, timeout: float
+) -> Roster:
+    """The roster from the boundary of `step` on, which is passed. Waits for the end of a view change that is under way:
+    until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout`."""
+    with changed:
+        if not changed.wait_for(moves, timeout):
+            raise CollectiveTimeout(
+                f"boundary {step}: no view was agreed upon within {timeout:g}s. Is the coordinator reachable? "
+                "FTCOMM_OP_TIMEOUT sets half of that time."
+            )
+        rosters.stand(step)
+        return rosters.at(step)

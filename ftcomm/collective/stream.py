@@ -17,7 +17,7 @@ from ftcomm.collective.algorithms import Algorithms
 from ftcomm.collective.checksum import Checksums, Divergence
 from ftcomm.collective.fast_path import FastPath, applies
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pipeline import LAST, Pipeline, Slot
+from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Delivered, Publisher, token
 from ftcomm.collective.resume import REDUCE, Task
@@ -153,19 +153,6 @@ class Stream:
         else:
             checksums.taken(slot.index, slot.op, slot.task.chunk, slot.here)
 
-    def at_once(self, op: Operation) -> bool:
-        """`op` is the first in flight: True if it could be done in one go, and is stable. Else it is where it is."""
-        pipeline = self.pipeline
-        return (
-            self.fast_path is not None
-            and pipeline.posted == pipeline.taken < LAST
-            and len(pipeline.unposted) == 1
-            and not op.next
-            and op.schedule is None
-            and not self.readers
-            and self.fast_path.run(op)
-        )
-
     def stable(self, op: Operation) -> bool:
         """True when all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""
         if not self.pipeline.is_stable(op):
@@ -211,10 +198,6 @@ class Stream:
         return missing or tuple(reader.replica for reader in self.publisher.clogged())
 
     # -- the epoch ---------------------------------------------------------------------------------------------------
-
-    def welcome(self, reader: MirrorWriter) -> None:
-        """A reader has attached that this epoch serves."""
-        self.publisher.welcome(reader)
 
     def close(self, lives: Mapping[int, str] | None = None) -> list[MirrorWriter]:
         """The epoch is over. The connections of the readers that go on with this member come back.

@@ -54,7 +54,7 @@ class Watchdog:
         self, floor: float, ceiling: float, give_up: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.give_up = give_up
-        self._clock = clock
+        self.clock = clock
         # (since when, what for); None: it does not wait. The driver sets it to None itself when something has moved, as
         # a call would cost as much as all the rest.
         self.wait: tuple[float, Stall] | None = None
@@ -69,7 +69,7 @@ class Watchdog:
 
     def returns(self, op: Operation) -> None:
         """The first op in flight is about to return, and the next to become the first."""
-        now = self._clock()
+        now = self.clock()
         self.wait = None
         if self._reported is not None:
             self._stood(now, self._reported)
@@ -81,7 +81,7 @@ class Watchdog:
         """A view change: how long the first `issued` ops of the group take says nothing about others."""
         since = self._reported if self._reported is not None or self.wait is None else self.wait[0]
         if since is not None:
-            self._stood(self._clock(), since)
+            self._stood(self.clock(), since)
         self.wait = None
         self._steady = issued
 
@@ -89,7 +89,7 @@ class Watchdog:
 
     def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
         """A wait for the replicas `missing` has ended without progress."""
-        now = self._clock()
+        now = self.clock()
         since = now if self.wait is None else self.wait[0]
         if self.wait is None:
             self._report_at = now + self._deadlines.of(op.nbytes)
@@ -108,4 +108,4 @@ class Watchdog:
     def waiting(self, seconds: float) -> Stall | None:
         """What the driver waits for, if it does for at least `seconds`. Any thread."""
         wait = self.wait
-        return wait[1] if wait is not None and self._clock() - wait[0] >= seconds else None
+        return wait[1] if wait is not None and self.clock() - wait[0] >= seconds else None

@@ -25,9 +25,9 @@ from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
-from ftcomm.collective.roster import Standing
+from ftcomm.collective.roster import pass_boundary
 from ftcomm.collective.watchdog import Stall
-from ftcomm.control.messages import Progress
+from ftcomm.control.messages import Progress, Roster
 from ftcomm.device.copies import Copies
 from ftcomm.device.graphs import captured
 from ftcomm.device.launch import account
@@ -48,7 +48,7 @@ from ftcomm.transport.base import MirrorWriter, Peer
 _MOMENT = 0.1  # s; between two looks whether a drain has to end
 
 
-class DeviceExchange(Monitor, Standing):
+class DeviceExchange(Monitor):
     """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
 
     Arguments and methods are those of `ftcomm.collective.exchange.Exchange`, but that peers are reached by shared
@@ -214,6 +214,21 @@ class DeviceExchange(Monitor, Standing):
         """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
         return None if self._frozen else self._watch.waiting(seconds)
 
+    def roster(self, step: int) -> Roster:
+        """That from the boundary of `step` on. After the first view."""
+        with self._mutex:
+            return self._rosters.at(step)
+
+    def stand(self, step: int) -> None:
+        """A joiner begins as if it had passed the boundary of `step`."""
+        with self._mutex:
+            self._rosters.stand(step)
+
+    def pass_boundary(self, step: int, timeout: float) -> Roster:
+        """See `ftcomm.collective.roster.pass_boundary`."""
+        moves = lambda: not self._frozen or self._error is not None  # noqa: E731
+        return pass_boundary(self._rosters, self._changed, moves, step, timeout)
+
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
@@ -253,7 +268,7 @@ class DeviceExchange(Monitor, Standing):
                 if op.error is None:
                     own = self._device.own.lanes
                     account(op, own, self._device.layout, self._view, self._ctl[BASE_OF])
-            return self._told(self._flight.progress(self._ctl[STARTED]))
+            return self._rosters.told(self._flight.progress(self._ctl[STARTED]))
 
     def admit(self, writer: MirrorWriter) -> None:
         """Refuse a member that has found no other way than a connection: kernels read shared memory alone."""
@@ -290,7 +305,7 @@ class DeviceExchange(Monitor, Standing):
             self._watch.disturbed(self._flight.issued)
             self._forget()
             self._view = view
-            self._agree(view, progress)
+            self._rosters.agree(view, progress)
             self._frozen = False
             if failed is not None:
                 self._end(failed)

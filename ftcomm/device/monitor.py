@@ -14,6 +14,7 @@ from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation, mismatch
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
+from ftcomm.collective.roster import RosterTracker
 from ftcomm.collective.watchdog import Due, Stall, Watchdog, gave_up, no_view
 from ftcomm.device.copies import Copies
 from ftcomm.device.device import Device, Launch, Reached
@@ -86,6 +87,7 @@ class Monitor:
         self._changed = threading.Condition(self._mutex)  # an idle monitor waits on it
         self._launching = threading.Lock()  # taken before the mutex
         self._flight = Inflight()
+        self._rosters = RosterTracker()
         self._called = 0  # ops; the template of the next
         self._launched: dict[int, _Launched] = {}  # by template
         self._captured: list[Operation] = []  # by template - CAPTURED

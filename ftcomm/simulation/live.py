@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.core import RETURNED, ExchangeCore
 from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pipeline import Slot
+from ftcomm.collective.pipeline import Gate, Pipeline, Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.stream import Stream
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
@@ -24,8 +27,9 @@ from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.simulation.memory import CHUNK, TinyMemory
-from ftcomm.simulation.states import attributes, freeze, thaw
+from ftcomm.simulation.states import References, freeze, is_plain, thaw
 from ftcomm.sync.futex import Waiter
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import ASLEEP, SLOTS
 
 MOST_MEMBERS = 8
@@ -36,66 +40,78 @@ class Broken(Exception):
     """What the check is there to find: a promise that does not hold, said in a sentence."""
 
 
-class SteppedStream(Stream):
-    """Goes through one stage at a time, and reads one peer's word at a time when it looks whether an op may return.
+class SteppedGate(Gate):
+    """Of the first `seen` peers the words were good, in a look that is under way; they are not looked at again."""
 
-    `stages` are those that `advance` may go through; "first" is a post of a chunk that is not FINAL here.
-    """
+    __slots__ = ("seen",)
 
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.seen = 0
+
+    def is_open(self, count: int) -> bool:
+        if not self.seen:
+            return super().is_open(count)
+        behind = self.behind(count)
+        return all(peer not in behind for peer in self.peers[self.seen :])
+
+
+class SteppedPipeline(Pipeline):
+    """Goes through one stage at a time, with one task. `stages` are those that it may go through; "first" is a post of
+    a chunk that is not FINAL here."""
+
+    gate = SteppedGate
     stages: frozenset[str] = frozenset()
-    seen = 0  # peers whose TAKEN words were found good, in the look that is under way
 
-    def advance(self) -> bool:
-        pipeline, stages, moved = self.pipeline, self.stages, False
-        if stages & {"post", "first"}:
-            op = pipeline.to_post()
-            if op is not None and ("post" in stages or op.finals[op.tasks[op.next].chunk] is None):  # type: ignore[union-attr]
-                self.post(op)
-                moved = True
-        if "arrive" in stages and (slot := pipeline.to_arrive()) is not None:
-            pipeline.arrive(slot)
-            moved = True
-        if "step" in stages:
-            for slot in pipeline.to_step():
-                self.step(slot)
-                moved = True
-        if "take" in stages and (slot := pipeline.to_take()) is not None:
-            self.take(slot)
-            moved = True
-        return moved
+    def to_post(self) -> Operation | None:
+        op = super().to_post() if self.stages & {"post", "first"} else None
+        if op is None or "post" in self.stages:
+            return op
+        task = op.tasks[op.next]
+        return op if isinstance(task, Task) and op.finals[task.chunk] is None else None
+
+    def to_arrive(self) -> Slot | None:
+        return super().to_arrive() if "arrive" in self.stages else None
+
+    def to_step(self) -> Iterator[Slot]:
+        yield from itertools.islice(super().to_step(), int("step" in self.stages))
+
+    def to_take(self) -> Slot | None:
+        return super().to_take() if "take" in self.stages else None
+
+
+class SteppedStream(Stream):
+    """Goes through one stage at a time, and reads one peer's word at a time when it looks whether an op may return."""
+
+    pipeline_type: type[Pipeline] = SteppedPipeline
+    pipeline: SteppedPipeline
+
+    @property
+    def gate(self) -> SteppedGate:
+        gate = self.pipeline.taken_by_all
+        assert isinstance(gate, SteppedGate)
+        return gate
+
+    @property
+    def seen(self) -> int:
+        """Peers whose TAKEN words were found good, in the look that is under way."""
+        return self.gate.seen
+
+    @seen.setter
+    def seen(self, seen: int) -> None:
+        self.gate.seen = seen
 
     def look(self, op: Operation) -> int:
         """The peers, from the first on, whose words a look at them one after the other finds good."""
         if not 0 <= op.end <= self.pipeline.taken:
             return 0
-        behind = self.pipeline.taken_by_all.behind(op.end)
-        return self.pipeline.peers.index(behind[0]) if behind else len(self.pipeline.peers)
-
-    def stable(self, op: Operation) -> bool:
-        if not self.seen:
-            return super().stable(op)
-        peers = self.pipeline.peers
-        if any(peers.index(peer) >= self.seen for peer in self.pipeline.taken_by_all.behind(op.end)):
-            return False
-        self.seen = 0  # this look is over; the next begins with the first of them again
-        if self.checksums is not None:
-            self.checksums.compare(op.end)
-        return True
+        behind = self.gate.behind(op.end)
+        return self.gate.peers.index(behind[0]) if behind else len(self.gate.peers)
 
 
-class Rest:
-    """What of an object does not change, so that it need not be saved: all but what its class names as `STATE`."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = {name: id(value) for name, value in vars(of).items() if name not in of.STATE}
-
-    def check(self, of: Any) -> None:
-        """Raises `TypeError` for what has changed all the same."""
-        state = frozenset(of.STATE)
-        for name, value in vars(of).items():
-            if name not in state and self._of.get(name) != id(value):
-                raise TypeError(f"{type(of).__name__}.{name} changes, and is not named in {type(of).__name__}.STATE")
-
+# Of the product's objects: what is saved apart; what tells of time; and what is kept to be quick, and found again.
+_APART = frozenset(("inflight", "rosters", "stream", "peers", "_lives", "watch"))
+_CACHES = frozenset(("unposted", "slots", "stages", "_gates", "_last"))
 
 Resumption = Callable[[Inflight, GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -150,19 +166,25 @@ class Live:
         atomic: bool,
     ) -> None:
         self.replica, self.group, self.memories = replica, group, memories
-        self._stream_type, self._quiesces, self._spoil = stream, quiesces, spoil
+        self._quiesces, self._spoil = quiesces, spoil
         self._atomic = atomic
         address = Address("host", 1, "boot", replica, 0, f"{replica:032x}")
         self._node: n.Node | None = n.Node(replica, 0, 1, f"life-{replica}", address, Timeouts.derive())
         self._saved_node: Hashable = None  # if `_node` is None: most steps do not need it
-        self.flight = Inflight()
-        self.stream: SteppedStream | None = None
-        self.frozen = True
+        waiter, watch = Waiter(memories[replica].words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0, lambda: 0.0)
+        self.core = ExchangeCore(
+            replica,
+            memories[replica],  # type: ignore[arg-type]
+            waiter,
+            Reducer(),
+            watch,
+            on_lost=lambda *lost: None,
+            on_divergence=self._diverged if group.verify else None,
+        )
+        self.core.stream_type = stream
         self.pending: tuple[View, dict[int, m.Progress]] | None = None  # a `Resume` that is yet to be carried out
-        self._waiter = Waiter(memories[replica].words, ASLEEP, 0)
-        self._reducer = Reducer()
         self._streams: dict[GroupView, SteppedStream] = {}
-        self._rests: dict[int, tuple[Any, Rest]] = {}  # of what is live now
+        self._references = References()
         self._operations: dict[int, Operation] = {}  # by number; the caller's buffers stay where they are
         self._content: dict[tuple[tuple[int, ...], int, int], bytes] = {}
         # What came of the last call:
@@ -178,79 +200,88 @@ class Live:
             self._node = thaw(self._saved_node)
         return self._node
 
+    @property
+    def flight(self) -> Inflight:
+        return self.core.inflight
+
+    @property
+    def stream(self) -> SteppedStream | None:
+        stream = self.core.stream
+        assert stream is None or isinstance(stream, SteppedStream)
+        return stream
+
+    @property
+    def frozen(self) -> bool:
+        return self.core.frozen
+
     # -- as a value ------------------------------------------------------------------------------------------------
 
     def save(self) -> Hashable:
-        stream: Hashable = None
-        ops = self.flight.ops
-        if self.stream is not None:
-            live, pipeline = self.stream, self.stream.pipeline
-            slots = [pipeline.slots[index % SLOTS] for index in range(pipeline.taken, pipeline.posted)]
-            for slot in slots:
-                if all(slot.op is not op for op in ops):
-                    raise Broken(f"the stream of {self.replica} still works on op {slot.op.number}, which has returned")
-            self._check_rest(pipeline)
-            stream = (
-                live.view,
-                live.seen,
-                (pipeline.posted, pipeline.arrived, pipeline.taken),
-                tuple(op.number for op in pipeline.unposted),
-                tuple((slot.op.number, tuple(freeze(getattr(slot, name)) for name in Slot.STATE)) for slot in slots),
-                None if live.checksums is None else self._state(live.checksums),
-            )
+        save, core, ops = self._references.save, self.core, self.flight.ops
         return (
             self._saved_node if self._node is None else freeze(self._node),
-            attributes(self.flight, {"ops"}),
-            tuple((op.number, op.array.tobytes(), self._state(op)) for op in ops),
-            stream,
-            self.frozen,
+            save(core, _APART),
+            save(core.inflight, ("ops",)),
+            save(core.rosters),
+            tuple((op.number, save(op)) for op in ops),
+            None if self.stream is None else self._save_stream(self.stream),
             None if self.pending is None else (self.pending[0], freeze(self.pending[1])),
         )
 
-    def _state(self, of: Any) -> tuple[Hashable, ...]:
-        self._check_rest(of)
-        return tuple(freeze(getattr(of, name)) for name in of.STATE)
-
-    def _check_rest(self, of: Any) -> None:
-        known = self._rests.get(id(of))
-        if known is None or known[0] is not of:
-            self._rests[id(of)] = of, Rest(of)
-        else:
-            known[1].check(of)
+    def _save_stream(self, stream: SteppedStream) -> Hashable:
+        save, pipeline, ops = self._references.save, stream.pipeline, self.flight.ops
+        slots = [pipeline.slots[index % SLOTS] for index in range(pipeline.taken, pipeline.posted)]
+        for slot in slots:
+            if all(slot.op is not op for op in ops):
+                raise Broken(f"the stream of {self.replica} still works on op {slot.op.number}, which has returned")
+        save(pipeline.algorithms, _CACHES)  # they refer to the same as ever
+        return (
+            stream.view,
+            stream.seen,
+            save(stream),
+            save(stream.publisher),
+            save(pipeline, _CACHES),
+            tuple(op.number for op in pipeline.unposted),
+            tuple((slot.op.number, _save_slot(slot)) for slot in slots),
+            None if stream.checksums is None else save(stream.checksums),
+        )
 
     def load(self, saved: Any) -> None:
-        self._saved_node, flight, ops, stream, self.frozen, pending = saved
+        self._saved_node, core, flight, rosters, ops, stream, pending = saved
         self._node = None
-        for name, value in flight:
-            setattr(self.flight, name, thaw(value))
+        load = self._references.load
+        load(self.core, core, _APART)
+        load(self.flight, flight, ("ops",))
+        load(self.core.rosters, rosters)
         self.pending = None if pending is None else (pending[0], thaw(pending[1]))
         self.flight.ops = deque(self._operation(*op) for op in ops)
-        self.stream = None
-        if stream is None:
-            return
-        view, seen, counters, unposted, slots, compared = stream
-        by_number = {op.number: op for op in self.flight.ops}
-        self.stream = live = self._streams[view]
+        self.core.stream = None
+        if stream is not None:
+            self._load_stream(*stream)
+
+    def _load_stream(self, view: GroupView, seen: int, *saved: Any) -> None:
+        of, publisher, decided, unposted, slots, sums = saved
+        load, by_number = self._references.load, {op.number: op for op in self.flight.ops}
+        self.core.stream = live = self._streams[view]
         live.seen, pipeline = seen, live.pipeline
-        pipeline.posted, pipeline.arrived, pipeline.taken = counters
+        load(live, of)
+        load(live.publisher, publisher)
+        load(pipeline, decided, _CACHES)
         if live.checksums is not None:
-            for name, value in zip(live.checksums.STATE, compared, strict=True):
-                setattr(live.checksums, name, thaw(value))
+            load(live.checksums, sums)
         pipeline.unposted = deque(by_number[number] for number in unposted)
         pipeline.slots = [Slot() for _ in range(SLOTS)]
         for index, (number, state) in enumerate(slots, start=pipeline.taken):
             slot = pipeline.slots[index % SLOTS]
-            slot.index, slot.op = index, by_number[number]
-            for name, value in zip(Slot.STATE, state, strict=True):
+            slot.op = by_number[number]
+            for name, value in state:
                 setattr(slot, name, thaw(value))
             slot.algorithm, slot.task = pipeline.algorithms.of_task(slot.op, slot.task)
             pipeline.bind(slot)
 
-    def _operation(self, number: int, content: bytes, state: Any) -> Operation:
+    def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]
-        for name, value in zip(op.STATE, state, strict=True):
-            setattr(op, name, thaw(value))
-        op.array[:] = np.frombuffer(content, np.int64)
+        self._references.load(op, state)
         op._latch.acquire(blocking=False)  # as it is until the op is done
         return op
 
@@ -263,9 +294,7 @@ class Live:
             return ""
         op = self.group.operation(self.replica, number, self._atomic)
         self._operations[number] = op
-        self.flight.add(op)
-        if self.stream is not None:
-            self.stream.pipeline.unposted.append(op)
+        self.core.submit(op)
         return f"calls op {number}"
 
     def advance(self, *stages: str) -> str:
@@ -278,7 +307,7 @@ class Live:
         task = pipeline.slots[pipeline.taken % SLOTS].task if pipeline.taken < pipeline.posted else None
         copies = isinstance(task, Task) and task.holder != REDUCE
         unposted = len(pipeline.unposted)
-        stream.stages = frozenset(stages)
+        pipeline.stages = frozenset(stages)
         if not stream.advance():
             return "has nothing left to do of an op" if len(pipeline.unposted) < unposted else ""
         said = [
@@ -310,11 +339,13 @@ class Live:
     def finish(self) -> str:
         """The first op returns, if all members are known to hold it."""
         stream = self.stream
-        if stream is None or self.frozen or not self.flight.ops or not stream.stable(self.flight.ops[0]):
+        if stream is None or self.frozen or not self.flight.ops:
             return ""
         op = self.flight.ops[0]
-        self.flight.return_first()
-        stream.seen = 0
+        stream.pipeline.stages = frozenset()
+        if self.core.step() is not RETURNED:
+            return ""
+        stream.seen = 0  # this look is over; the next begins with the first of them again
         return self._returns(op)
 
     def _returns(self, op: Operation) -> str:
@@ -355,23 +386,14 @@ class Live:
         if not self.node.wants(view):
             return f"has no use for view {view.epoch} any more"
         plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, self.group.one_host)
-        stream = self._stream_type(
-            plan,
-            self.memories[self.replica],  # type: ignore[arg-type]
-            {replica: self.memories[replica] for replica in view.replicas if replica != self.replica},  # type: ignore[misc]
-            self._waiter,
-            self._reducer,
-            lambda *args: None,
-            self._diverged if self.group.verify else None,
-        )
-        self._streams[plan] = stream
-        if self.stream is None:
-            self.flight.number_from(progress)
+        peers: dict[int, Peer] = {x: self.memories[x] for x in view.replicas if x != self.replica}
         in_flight = list(self.flight.ops)
-        resumed = self.flight.resume(progress, plan.contributors)
+        resumed, error = self.core.enter(plan, peers, progress)
+        if error is not None:
+            raise error
         self._spoil(self.flight, plan)
-        stream.pipeline.unposted.extend(self.flight.ops)
-        self.stream, self.frozen, self.entered = stream, False, view
+        assert self.stream is not None
+        self._streams[plan], self.entered = self.stream, view
         said = [self._returns(op) for op in in_flight if op.done]
         self._do(self.node.resumed(view))
         left = f"{resumed.copied} chunks to copy, {resumed.reduced} to reduce again" if resumed.ops else "no op open"
@@ -387,20 +409,19 @@ class Live:
             elif isinstance(action, n.ToPeer):
                 self.out.append((action.replica, action.message))
             elif isinstance(action, act.Freeze):
-                self.frozen = self.frozen or self._quiesces
+                if self._quiesces:
+                    self.core.freeze()
                 self.pending = None
                 if self.stream is not None:
                     self.stream.seen = 0
-                progress = m.Progress(0, (), fresh=True) if self.stream is None else self.flight.progress()
-                self._do(self.node.quiesced(action.view.epoch, progress))
+                self._do(self.node.quiesced(action.view.epoch, self.core.progress()))
             elif isinstance(action, act.Resume):
                 self.pending = (action.view, dict(action.progress))
             elif isinstance(action, act.Failed):
                 self.failed = True
-                self.flight.abandon(ExpelledError(action.reason))
-                if self.stream is not None:
-                    self.stream.close()
-                self.stream, self.frozen, self.pending = None, True, None
+                self.core.fail(ExpelledError(action.reason))
+                self.core.abandon()
+                self.core.stream, self.core.frozen, self.pending = None, True, None
 
     # -- promise 2 -------------------------------------------------------------------------------------------------
 
@@ -434,6 +455,12 @@ class Live:
             for op in self.flight.ops
         ]
         return "; ".join([f"{self.flight.returned} ops returned", *ops])
+
+
+def _save_slot(slot: Slot) -> Hashable:
+    """What `Pipeline.bind` does not make again of the op and the task."""
+    known = ((name, getattr(slot, name)) for name in Slot.__slots__)
+    return tuple((name, freeze(value)) for name, value in known if is_plain(value))
 
 
 def _names(who: tuple[int, ...]) -> str:

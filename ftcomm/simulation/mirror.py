@@ -1,108 +1,144 @@
-"""Memory between simulated hosts: a mirror that frames fill, as in `ftcomm.transport.tcp`."""
+"""Memory between simulated hosts: the mirrors and writers of `ftcomm.transport.tcp`, on sockets of a simulated network.
+
+A socket takes as many bytes as the kernels have room for, maybe a part of what it is given, and the reader has them
+when it looks. So frames are sent by halves, left in queues, and left unread, as they are in the product.
+"""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.kernels.epochs import COUNTER, COUNTS
-from ftcomm.simulation.memory import TinyMemory
-from ftcomm.simulation.network import Connection
-from ftcomm.transport.segment import DETAIL, FINGERPRINT, POSTED, PUBLISHED, SLOTS, TAKEN, descriptor
+from ftcomm.simulation.memory import CHUNK
+from ftcomm.sync.futex import Waiter
+from ftcomm.transport.base import MirrorWriter, Poller
+from ftcomm.transport.tcp.mirror import TcpMirror
 
 if TYPE_CHECKING:
-    from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.network import Connection
+
+_ROOM = (150, 2000, 1 << 20)  # bytes of what a connection carries: less than a frame, those of one op, and of all
+FIN = "its connection closed"  # as the network says it
+_HALF = 0.1  # of the calls that send, how many send a part
 
 
-class Mirror(TinyMemory):
-    """The memory of a member on another host, as one reader sees it from one epoch on."""
+class Socket:
+    """One end of a connection, as a socket that never blocks. `on_room` is called when there is room again, `on_news`
+    when there is something to receive, be it the end."""
 
-    transport = "tcp"
-    shares_memory = False
+    def __init__(self, connection: Connection, end: int) -> None:
+        self._connection, self._end = connection, end
+        self._random = connection.network.world.random
+        self._inbox = bytearray()
+        self._left = self._random.choice(_ROOM)
+        self._over: str | None = None
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_news: Callable[[], None] = lambda: None
+        connection.sockets[end] = self
+        connection.receive[end] = self._came
+        connection.closed[end] = self._ended
 
-    def __init__(self, reader: Rank, replica: int, epoch: int, connection: Connection) -> None:
-        super().__init__(replica)
-        self._reader, self._epoch, self._connection = reader, epoch, connection
-        self._quiet, self._untold = False, ""
-        self._newest = 0  # of the words
-        self._begin_epoch(epoch)
-        connection.receive[0] = self._apply
-        connection.closed[0] = self._closed
+    # -- what the product calls ----------------------------------------------------------------------------------------
 
-    def serves(self, epoch: int) -> bool:
-        return self._connection.open[0]
+    def setblocking(self, flag: bool) -> None:
+        """It never blocks."""
 
-    def enter(self, epoch: int) -> None:
-        self._epoch, self._quiet = epoch, False
-        self._begin_epoch(epoch)
-        untold, self._untold = self._untold, ""
-        if untold:
-            self._closed(untold)
+    def setsockopt(self, *option: int) -> None:
+        """There are none."""
 
-    def _begin_epoch(self, epoch: int) -> None:
-        if epoch > self._newest:
-            self._newest = epoch
-            for word in PUBLISHED:
-                self.words[word] = epoch << COUNTER
+    def sendmsg(self, buffers: Iterable[Any], ancillary: object = (), flags: int = 0) -> int:
+        self._check()
+        data = b"".join(buffers)[: self._left]
+        if not data:
+            raise BlockingIOError(errno.EAGAIN, "no room")
+        if self._random.random() < _HALF:
+            data = data[: self._random.randint(1, len(data))]
+        self._left -= len(data)
+        self._connection.send(self._end, data)
+        return len(data)
 
-    def quiet(self) -> None:
-        self._quiet = True
+    def recv_into(self, buffer: memoryview) -> int:
+        return self.recvmsg_into([buffer])[0]
 
-    def close(self) -> None:
-        self._quiet = True
-        self._connection.close(0)
+    def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int]:
+        if not self._inbox:
+            if self._over == "":
+                return (0,)
+            self._check()
+            raise BlockingIOError(errno.EAGAIN, "nothing has come")
+        received = 0
+        for buffer in buffers:
+            part = self._inbox[: len(buffer)]
+            buffer[: len(part)] = part
+            del self._inbox[: len(part)]
+            received += len(part)
+        other = self._connection.sockets[1 - self._end]
+        if other is not None:
+            network = self._connection.network
+            network.world.after(network.delay(self._connection.way[self._end]), None, other.has_room, received)
+        return (received,)
 
-    def _apply(self, frame: tuple[int, int, int, bytes, tuple[int, int, int]]) -> None:
-        word, value, start, payload, (number, call, detail) = frame
-        epoch = value >> COUNTER
-        if epoch == self._newest and value <= self.words[word]:
-            raise AssertionError(f"a frame that cannot be: word {word}, value {value:#x}, {self.words[word]:#x} before")
-        self._begin_epoch(epoch)
-        slot = ((value & (COUNTS - 1)) - 1) % SLOTS
-        if payload:
-            base = self.place(word, start, len(payload))
-            self.buffer[base : base + len(payload)] = payload
-        if epoch < self._newest:
-            return
-        at = descriptor(slot)
-        if word == POSTED:
-            self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
-        elif word == TAKEN:
-            self.words[at + FINGERPRINT] = number
-        self.words[word] = value
-        self._reader.kick()
-
-    def _closed(self, reason: str) -> None:
-        self._untold = reason if self._quiet else ""
-        if not self._quiet:
-            self._reader.data_lost(self.replica, self._epoch, f"connection for data: {reason}")
-
-
-class Feed:
-    """In place of a `MirrorWriter`: a member that reads this one's memory over a connection."""
-
-    def __init__(self, replica: int, epoch: int, life: str, connection: Connection) -> None:
-        self.replica, self.epoch, self.life = replica, epoch, life
-        self._connection = connection
-
-    def send(self, word: int, value: int, start: int, payload: Any, belongs: Any) -> None:
-        if not self._connection.open[1]:
-            raise ConnectionError("broken")
-        self._connection.send(1, (word, value, start, bytes(payload), belongs))
-
-    def relay(self, member: int, word: int, value: int, belongs: Any) -> None:
-        """Nothing: all members are connected to all others."""
-
-    def flush(self) -> bool:
-        return True
-
-    def told(self, word: int, value: int) -> bool:
-        return True
-
-    def serves(self, epoch: int) -> bool:
-        return epoch >= self.epoch
-
-    def turn(self) -> bool:
-        return True
+    def shutdown(self, how: int) -> None:
+        self.close()
 
     def close(self) -> None:
-        self._connection.close(1)
+        self._over = "closed on this side"
+        self._connection.close(self._end)
+
+    @property
+    def over(self) -> bool:
+        return self._over is not None
+
+    # -- what the network does -----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise ConnectionError(self._over or "broken pipe")
+
+    def has_room(self, nbytes: int) -> None:
+        full = self._left <= 0
+        self._left += nbytes
+        if full and self._connection.processes[self._end].alive:
+            self.on_room()
+
+    def _came(self, data: bytes) -> None:
+        self._inbox += data
+        self.on_news()
+
+    def _ended(self, reason: str) -> None:
+        self._over = "" if reason == FIN else reason
+        self.on_news()
+
+
+class Mirror(TcpMirror):
+    """That of the product, with smaller chunks. Who drives receives, and `attend` does what the thread does."""
+
+    chunk = CHUNK
+
+    def _start(self) -> None:
+        """There is no thread."""
+
+    def attend(self) -> None:
+        """The connection has ended: find its end, behind all that has come."""
+        while not self.ended:
+            self._taking.acquire()
+            self._pump()
+
+
+class Pump(Poller):
+    """Receives from all mirrors of a member, and never sleeps."""
+
+    def __init__(self, peers: Sequence[TcpMirror]) -> None:
+        self.peers = peers
+
+    def wait(self, clogged: Iterable[MirrorWriter], look: Callable[[], bool] | None = None) -> bool:
+        came = [peer.pump() for peer in self.peers]
+        return any(came) or (look is not None and look())
+
+
+class Glance(Waiter):
+    """Looks at a word, and never sleeps."""
+
+    def until(self, words: memoryview, index: int, address: int, target: int, limit: int, token: int) -> bool:
+        return target <= words[index] < limit

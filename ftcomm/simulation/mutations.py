@@ -10,32 +10,31 @@ from typing import Any
 
 from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pipeline import Gate, Pipeline
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import REDUCE, Task, all_reduce
 from ftcomm.kernels.epochs import COUNTS
-from ftcomm.simulation.live import Resumption, SteppedStream
+from ftcomm.simulation.live import Resumption, SteppedGate, SteppedPipeline, SteppedStream
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import POSTED, REDUCED, SLOTS
 
 
 class _Unstable(SteppedStream):
-    class pipeline_type(Pipeline):
+    class pipeline_type(SteppedPipeline):
         def is_stable(self, op: Operation) -> bool:
             return 0 <= op.end <= self.taken
 
 
-class _AnyEpoch(Gate):
+class _AnyEpoch(SteppedGate):
     def is_open(self, count: int) -> bool:
-        return not self.behind(count)
+        return super().is_open(count) if self.seen else not self.behind(count)
 
     def behind(self, count: int) -> list[Peer]:
         return [peer for peer in self.peers if peer.words[self.word] & (COUNTS - 1) < count]
 
 
 class _Unfenced(SteppedStream):
-    class pipeline_type(Pipeline):
+    class pipeline_type(SteppedPipeline):
         gate = _AnyEpoch
 
 
@@ -48,23 +47,23 @@ class _Late(SteppedStream):
                 super().publish(word, count, last=last)
 
 
-class _NobodyPosts(Gate):
+class _NobodyPosts(SteppedGate):
     def is_open(self, count: int) -> bool:
         return self.word == POSTED or super().is_open(count)
 
 
 class _Hasty(SteppedStream):
-    class pipeline_type(Pipeline):
+    class pipeline_type(SteppedPipeline):
         gate = _NobodyPosts
 
 
-class _NobodyReduces(Gate):
+class _NobodyReduces(SteppedGate):
     def is_open(self, count: int) -> bool:
         return self.word == REDUCED or super().is_open(count)
 
 
 class _HastyShards(SteppedStream):
-    class pipeline_type(Pipeline):
+    class pipeline_type(SteppedPipeline):
         gate = _NobodyReduces
 
 

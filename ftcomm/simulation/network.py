@@ -24,6 +24,7 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.dials import Outcome
+from ftcomm.simulation.mirror import FIN, Socket
 from ftcomm.simulation.world import Process, World
 
 _FIN = object()
@@ -50,7 +51,20 @@ class Weather:
 class Connection:
     """Between two processes. End 0 has dialled, end 1 has accepted."""
 
-    __slots__ = ("_acked", "_due", "closed", "held", "last", "network", "open", "processes", "receive", "rough", "way")
+    __slots__ = (
+        "_acked",
+        "_due",
+        "closed",
+        "held",
+        "last",
+        "network",
+        "open",
+        "processes",
+        "receive",
+        "rough",
+        "sockets",
+        "way",
+    )
 
     def __init__(self, network: Network, dialler: Process, acceptor: Process) -> None:
         self.network = network
@@ -62,6 +76,7 @@ class Connection:
         self.receive: list[Callable[[Any], object]] = [_nobody, _nobody]
         self.closed: list[Callable[[str], object]] = [_nobody, _nobody]
         self.rough = False
+        self.sockets: list[Socket | None] = [None, None]  # where bytes are carried
         now = network.world.now
         self._due: list[deque[float]] = [deque(), deque()]  # when what was sent is to be acknowledged
         self._acked = [now, now]  # when the last acknowledgement came
@@ -143,7 +158,7 @@ class Connection:
         if what is _FIN:
             self.open[other] = False
             self.processes[other].connections.pop(self, None)
-            self.closed[other]("its connection closed")
+            self.closed[other](FIN)
         else:
             self._acked[other] = self.network.world.now  # what comes acknowledges, too
             self.receive[other](what)

@@ -1,12 +1,11 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
     Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
-    Inflight, Stream          as `ftcomm.collective.exchange` does: one advance after the other, frozen and resumed
-    Watchdog                looked at on every tick
+    ExchangeCore              as `ftcomm.collective.driver` does: step after step, frozen and resumed, its waits watched
+    TcpMirror and its writer  between hosts, on sockets that are simulated, see `ftcomm.simulation.mirror`
     script                    the user's loop, see `ftcomm.simulation.script`
 
-The memory of members of the same host is read directly, also that of the dead. Between hosts a mirror is filled by
-frames, as in `ftcomm.transport.tcp`.
+The memory of members of the same host is read directly, also that of the dead.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
+from ftcomm.collective.core import MOVED, RETURNED, ExchangeCore
 from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pending import PendingReaders, is_current
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.stream import Interrupted, Stream
-from ftcomm.collective.watchdog import Due, Watchdog
+from ftcomm.collective.stream import Stream
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
@@ -28,12 +27,13 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.simulation.mirror import Feed, Mirror
+from ftcomm.simulation.mirror import Glance, Mirror, Pump, Socket
 from ftcomm.simulation.network import REFUSED, Connection, Link, Network
 from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.world import Process, World
-from ftcomm.sync.futex import Waiter
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import ASLEEP
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 COORDINATOR = 1  # its port
 
@@ -68,9 +68,16 @@ class Rank(Process):
         self.replica, self.index, self.incarnation, self.port = replica, index, incarnation, port
         self.timeouts = timeouts
         self.burst, self.pace = burst, pace  # tasks in a row at most, and s that they take
-        self.flight = Inflight()
-        self.memory = TinyMemory(replica)
-        self.stream: Stream | None = None
+        self.memory = TinyMemory(replica, nonce=f"{port:032x}")
+        self.core = ExchangeCore(
+            replica,
+            self.memory,  # type: ignore[arg-type]
+            Glance(self.memory.words, ASLEEP, 0),
+            _reducer,
+            Watchdog(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock),
+            on_lost=self.data_lost,
+            poller=lambda peers: Pump(mirrors) if (mirrors := [p for p in peers if isinstance(p, Mirror)]) else None,
+        )
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
         self.holds_state = False
@@ -81,17 +88,13 @@ class Rank(Process):
         self._on_exit = on_exit
         self._up: Link | None = None
         self._ranks: dict[int, Connection] = {}
-        self._waiter = Waiter(self.memory.words, ASLEEP, 0)
-        self._watch = Watchdog(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock)
-        self._pending = PendingReaders()
-        self._lives: dict[int, str] = {}
-        self._stopping, self._parked = False, True
+        self._parked = True
         self._parked_since = 0.0
         self._driving = False
-        self._kept: dict[str, TinyMemory] = {}
-        self._reached: dict[int, dict[int, TinyMemory]] = {}
+        self._fresh: Operation | None = None  # that the driver, who has just called it, tries to do in one go
+        self._kept: dict[str, Peer] = {}
+        self._reached: dict[int, dict[int, Peer]] = {}
         self._epoch = -1
-        self._peers: dict[int, TinyMemory] = {}
         self.onlookers: dict[Rank, None] = {}  # who reads our memory
         # Links to the other members, and an eye on their processes, as `ftcomm.control.peers.Peers`.
         self._links: dict[int, tuple[str, Link]] = {}
@@ -104,6 +107,14 @@ class Rank(Process):
         self.script: Generator[Any, Any, None] | None = None
         self._awaits: Any = "known"
         self.serves: Callable[[Connection, dict[str, Any]], bool] = lambda connection, fields: False
+
+    @property
+    def flight(self) -> Inflight:
+        return self.core.inflight
+
+    @property
+    def stream(self) -> Stream | None:
+        return self.core.stream
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
@@ -146,8 +157,7 @@ class Rank(Process):
             connection.closed[1] = lambda reason: self._rank_lost(rank, connection, reason)
             return True
         if purpose == "data":
-            self._attach(Feed(fields["replica"], fields["epoch"], fields["nonce"], connection))
-            return True
+            return self._attach(connection, fields["replica"], fields["epoch"], fields["nonce"])
         return purpose == "state" and self.serves(connection, fields)
 
     def _from_peer(self, connection: Connection, message: m.Message) -> None:
@@ -228,7 +238,7 @@ class Rank(Process):
             elif kind is act.Resume:
                 self._reach(action.view, action.progress)  # type: ignore[union-attr]
             elif kind is n.LookAtWaits:
-                stall = None if self._stopping else self._watch.waiting(self.timeouts.beat)
+                stall = None if self.core.frozen else self.core.watch.waiting(self.timeouts.beat)
                 op, waiting_on = (0, ()) if stall is None else (stall.op, stall.waiting_on)
                 self._do(self.node.waits(op, waiting_on))
             elif kind is act.Known:
@@ -256,12 +266,8 @@ class Rank(Process):
     def _fail(self, error: FtcommError) -> None:
         """The engine ends, and the script hears of it when it waits for something."""
         self.gone = self.gone or str(error)
-        self.flight.abandon(error)
-        for peer in self._peers.values():
-            peer.close()
-        self._pending.close()
-        if self.stream is not None:
-            self.stream.close()
+        self.core.fail(error)
+        self.core.abandon()
         self._parked = True
         if self._awaits is not None:
             self.after(0.0001, self.proceed, None)
@@ -346,25 +352,23 @@ class Rank(Process):
     def _freeze(self, view: View) -> None:
         self.say("hears of %s", described(view))
         self._connect(view)
-        self._stopping = True
-        for peer in self._peers.values():
-            peer.quiet()
+        self.core.freeze()
         self.busy(0.0002 * self.world.random.random(), self._quiesced, view)
 
     def _quiesced(self, view: View) -> None:
-        if self._stopping and not self._parked:
+        if self.core.frozen and not self._parked:
             self._parked, self._parked_since = True, self.clock()
         if self.node.machine.view is not view or self.gone:
             return
         self.promises.holds(self)
-        progress = m.Progress(0, (), fresh=True) if self.stream is None else self.flight.progress()
+        progress = self.core.progress()
         self.say("stands still: %s", progress)
         self._do(self.node.quiesced(view.epoch, progress))
 
     def _nonces(self, view: View) -> set[str]:
         return {member.ranks[self.index].nonce for member in view.members}
 
-    def _reached_of(self, epoch: int) -> dict[int, TinyMemory]:
+    def _reached_of(self, epoch: int) -> dict[int, Peer]:
         return self._reached.setdefault(epoch, {})
 
     def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
@@ -402,7 +406,16 @@ class Rank(Process):
             if view.epoch <= self._epoch or replica in self._reached_of(view.epoch) or self.gone:
                 connection.close(0)
                 return
-            mirror = Mirror(self, replica, view.epoch, connection)
+            sock = Socket(connection, 0)
+            mirror = Mirror(replica, view.epoch, sock, self.data_lost)  # type: ignore[arg-type]
+            mirror.nonce = there.nonce
+
+            def news() -> None:
+                if sock.over:
+                    mirror.attend()
+                self.kick()
+
+            sock.on_news = news
             self._reached_of(view.epoch)[replica] = self._kept[there.nonce] = mirror
             self._reach(view, progress)
 
@@ -427,13 +440,9 @@ class Rank(Process):
         self._epoch = view.epoch
         peers = self._reached.pop(view.epoch)
         over = [self._reached.pop(epoch) for epoch in sorted(self._reached) if epoch < view.epoch]
-        for peer in (peer for reached in (*over, self._peers) for peer in reached.values()):
-            if all(peer is not kept for kept in peers.values()):
+        for peer in (peer for reached in over for peer in reached.values()):
+            if all(peer is not kept for kept in (*peers.values(), *self.core.peers.values())):
                 peer.close()
-        for peer in peers.values():
-            peer.enter(view.epoch)
-        self._peers = peers
-        self._lives = {member.replica: member.ranks[self.index].nonce for member in view.members}
         nonces = self._nonces(view)
         self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in nonces}
         one_host = all(member.ranks[self.index].boot == f"boot{self.host}" for member in view.members)
@@ -443,33 +452,17 @@ class Rank(Process):
                 process.onlookers[self] = None
         alike = len(view.members) % 2 == 0  # so that there are views of both kinds
         plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, one_host, alike=alike)
-        stream = Stream(
-            plan,
-            self.memory,  # type: ignore[arg-type]
-            peers,  # type: ignore[arg-type]
-            self._waiter,
-            _reducer,
-            self.data_lost,
-        )
-        first = self.stream is None
-        if first:
-            self.flight.number_from(progress)
-        elif self.stream is not None:
-            for reader in self.stream.close(self._lives):
-                self._pending.bring_back(reader)
-        self.stream = stream
-        ops = list(self.flight.ops)
-        resumed = self.flight.resume(progress, plan.contributors)
-        stream.pipeline.unposted.extend(self.flight.ops)
-        self._watch.disturbed(self.flight.issued)
-        self._stopping = self._parked = False
+        first, ops, self._fresh = self.stream is None, list(self.flight.ops), None
+        resumed, error = self.core.enter(plan, peers, progress)
+        if error is not None:
+            raise error
+        self._parked = False
         self.say("enters %s: %s", described(view), resumed)
         self.promises.copies += resumed.copied
         for op in ops:
             if op.done:
                 self._returned(op)
-        for reader in self._pending.take(view.epoch, self._lives):
-            stream.welcome(reader)
+        self.core.welcome(self.core.due())
         self._do(self.node.resumed(view))
         if first:
             self._wake("known", view)
@@ -478,23 +471,17 @@ class Rank(Process):
 
     # -- the exchange ------------------------------------------------------------------------------------------------
 
-    def _attach(self, feed: Feed) -> None:
-        current = 0 if self.stream is None else self.stream.view.epoch
-        if self.gone or (feed.epoch <= current and not is_current(feed, current, self._lives)):  # type: ignore[arg-type]
-            feed.close()
-            return
-        self._pending.add(feed)  # type: ignore[arg-type]
-        if self.stream is not None and not self._stopping:
-            for reader in self._pending.take(current, self._lives):
-                self.stream.welcome(reader)
-            self.kick()
+    def _attach(self, connection: Connection, replica: int, epoch: int, life: str) -> bool:
+        sock = Socket(connection, 1)
+        sock.on_room = self.kick
+        self.core.admit(TcpMirrorWriter(sock, replica, epoch, life))  # type: ignore[arg-type]
+        self.kick()
+        return True
 
     def submit(self, op: Operation) -> None:
-        if not self.flight.ops:
-            self._watch.began = self.clock()
-        self.flight.add(op)
-        if self.stream is not None:
-            self.stream.pipeline.unposted.append(op)
+        self.core.submit(op)
+        alone = len(self.flight.ops) == 1 and not self.core.frozen
+        self._fresh = op if alone and self.world.random.random() < 0.5 else None
         self.kick()
 
     def kick(self) -> None:
@@ -507,32 +494,30 @@ class Rank(Process):
 
     def _drive(self) -> None:
         self._driving = False
-        stream = self.stream
+        core, stream = self.core, self.stream
         if self._parked or stream is None:
             return
-        left = 1 if self._stopping or self.burst == 1 else self.world.random.randint(1, self.burst)
+        core.welcome(core.due())
+        left = 1 if core.frozen or self.burst == 1 else self.world.random.randint(1, self.burst)
         ops = self.flight.ops
         moved = False
-        try:
-            while ops:
-                if not left:
-                    self.kick()
-                    break
-                left -= 1
-                if stream.advance():
-                    moved = True
-                    continue
-                op = ops[0]
-                if not stream.stable(op):
-                    break
-                self._watch.returns(op)
-                self.flight.return_first()
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and not core.frozen and core.at_once(fresh):
+            self._returned(fresh)
+            moved = True
+        while ops:
+            if not left:
+                self.kick()
+                break
+            left -= 1
+            op = ops[0]
+            did = core.step()
+            if did is RETURNED:
                 self._returned(op)
-                moved = True
-        except Interrupted:
-            pass
+            elif did is not MOVED and not stream.wait(op):
+                break
+            moved = True
         if moved:
-            self._watch.wait = None
             if self.world.armed and ops and self._halfway(ops[0]):
                 self.world.after(3 * self.pace * self.world.random.random(), None, self.world.armed.pop())
             for rank in self.onlookers:
@@ -558,20 +543,17 @@ class Rank(Process):
             if self.clock() - self._parked_since > self.timeouts.give_up:
                 self._failed(CollectiveTimeout("no view was agreed upon in time"))
             return
-        if self._stopping:
+        if self.core.frozen:
             return
-        pipeline = stream.pipeline
-        if pipeline.unposted or pipeline.taken < pipeline.posted or not stream.stable(ops[0]):
-            missing = stream.missing(ops[0])
-            if not missing:
-                self.kick()
+        if not stream.wait(ops[0]) and stream.missing(ops[0]):
+            try:
+                stall = self.core.blocked()
+            except FtcommError as error:
+                self._failed(error)
                 return
-            due = self._watch.waits(stream.view.epoch, ops[0], missing)
-            if due is Due.REPORT:
-                self.say("op %s stalls, waiting on %s", ops[0].number, missing)
-                self._do(self.node.stalled(stream.view.epoch, ops[0].number, missing))
-            elif due is Due.GIVE_UP:
-                self._failed(CollectiveTimeout(f"op {ops[0].number} waited for {missing}"))
+            if stall is not None:
+                self.say("op %s stalls, waiting on %s", stall.op, stall.waiting_on)
+                self._do(self.node.stalled(*stall))
         self.kick()
 
     def _failed(self, error: FtcommError) -> None:

@@ -1,17 +1,19 @@
 """What can change as values: hashable, and made live again at will.
 
-Every attribute of an object of the product that is not named as constant is part of its value, so one that is added
+Every attribute of an object of the product that is not left out by name is part of its value, so one that is added
 tomorrow is saved too, and one of a kind that cannot be saved is an error, never a state that is quietly taken for
-another.
+another. Where objects know each other (`References`), an attribute is plain data, which is saved, or a reference, which
+must stay what it was.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Iterable, Set
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -21,7 +23,8 @@ from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import SLOTS, descriptor
 
 _WORDS = descriptor(SLOTS)  # the words of a memory up to here are in use
-_ATOMS = frozenset((int, str, bool, type(None), bytes, float, FunctionType))
+_ATOMS = frozenset((int, str, bool, type(None), bytes, float))
+_IMMUTABLE = (tuple, frozenset, enum.Enum, msgspec.Struct, Timeouts, FunctionType)
 
 
 class _Frozen(tuple[Any, ...]):
@@ -31,7 +34,7 @@ class _Frozen(tuple[Any, ...]):
 def freeze(value: Any) -> Hashable:
     """`value` as a hashable. Equal for equal values, whatever the identities."""
     kind = type(value)
-    if kind in _ATOMS or isinstance(value, tuple | frozenset | enum.Enum | msgspec.Struct | Timeouts):
+    if kind in _ATOMS or isinstance(value, _IMMUTABLE):
         same: Hashable = value  # immutable all the way down; if not, its hash fails
         return same
     if kind is list or kind is deque:
@@ -71,6 +74,58 @@ def thaw(frozen: Any) -> Any:
 def attributes(value: object, constant: Set[str]) -> tuple[tuple[str, Hashable], ...]:
     attributes = value.__dict__
     return tuple((name, freeze(attributes[name])) for name in sorted(attributes) if name not in constant)
+
+
+_PLAIN = _ATOMS | {np.ndarray}
+_CONTAINERS = frozenset((frozenset, list, deque, set))
+_ABSENT = object()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is data all the way down, and no object that others know."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, BaseException | enum.Enum | msgspec.Struct):
+        return True
+    if isinstance(value, tuple) or kind in _CONTAINERS:
+        return all(map(is_plain, value))
+    return kind is dict and all(map(is_plain, value.values()))
+
+
+class References:
+    """Saves the plain data of objects, and sees to it that all else that they refer to stays what it was."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+    def save(self, of: Any, without: Iterable[str] = ()) -> Hashable:
+        """Raises `TypeError` if a reference has changed that is not among those to do `without`."""
+        known = self._known.setdefault(of, {})
+        plain, kind = [], type(of)
+        for name, value in vars(of).items():
+            if name in without or known.get(name, _ABSENT) is value:
+                continue
+            if type(value) in _ATOMS or is_plain(value):
+                if getattr(kind, name, _ABSENT) is not value:  # else it is as its class says
+                    plain.append((name, freeze(value)))
+            elif known.setdefault(name, value) is not value:
+                raise TypeError(f"{kind.__name__}.{name} refers to something else than before, and is no plain data")
+        plain.sort()
+        return tuple(plain)
+
+    def load(self, of: Any, saved: Any, without: Iterable[str] = ()) -> None:
+        """Arrays stay where they are, as others may know them."""
+        here, there, references = vars(of), dict(saved), self._known.get(of, {})
+        for name in [name for name in here if name not in without and name not in there and name not in references]:
+            del here[name]  # it is as its class says
+        for name, value in there.items():
+            if type(value) is not _Frozen:
+                here[name] = value
+                continue
+            known, again = here.get(name), thaw(value)
+            if isinstance(known, np.ndarray) and isinstance(again, np.ndarray) and known.shape == again.shape:
+                known[...] = again
+            else:
+                here[name] = again
 
 
 def save_memory(memory: TinyMemory) -> Hashable:

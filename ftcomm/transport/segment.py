@@ -130,6 +130,11 @@ class Memory:
     buffer: memoryview  # all of it, in bytes
     _bytes: np.ndarray[Any, np.dtype[np.uint8]]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the words and both regions, in the layout of the host's engine."""
+        return HEADER + 2 * SLOTS * SPAN * self.chunk
+
     def _map(self, memory: mmap.mmap) -> None:
         self.buffer = memoryview(memory)
         self._bytes = np.frombuffer(memory, np.uint8)

@@ -67,7 +67,7 @@ def around(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None
     array = np.empty(arguments["elements"], np.float32)
     for step in ftcomm.steps(arguments["steps"]):
         reduce(group, notes, step, array)
-        peers = group._exchange._peers.values()
+        peers = group._exchange.core.peers.values()
         notes.write(kind="open", step=step, epoch=group.epoch, to=[peer.replica for peer in peers if peer.is_open])
 
 

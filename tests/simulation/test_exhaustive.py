@@ -39,7 +39,7 @@ def explored(group: Group, faults: int, **options: bool) -> tuple[Check, Report]
         pytest.param(Group(3, 1, 2), 2, 40_000, id="one-shot"),
         pytest.param(Group(3, 2, 1), 1, 20_000, id="two-ops"),
         pytest.param(Group(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
-        pytest.param(Group(3, 1, 2, atomic=True), 1, 5_000, id="atomic"),
+        pytest.param(Group(3, 1, 2, atomic=True), 1, 3_000, id="atomic"),
         pytest.param(Group(2, 1, 6), 1, 500, id="slots-used-again"),
         pytest.param(Group(2, 1, 6, verify=True), 1, 3_000, id="no-false-alarm"),
         pytest.param(Group(2, 3, 2), 1, 3_000, id="three-ops"),

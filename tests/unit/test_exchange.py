@@ -149,7 +149,7 @@ def test_switch_points_can_be_changed_between_two_ops(how: str) -> None:
                 op = Operation(given(0, member.replica, 0, 1000, "float32"), "float32", "sum")
                 member.exchange.run(op)
                 assert op.error is None
-            algorithms = member.exchange._stream.pipeline.algorithms
+            algorithms = member.exchange.core.stream.pipeline.algorithms
             chosen = algorithms.of(op)
             ways.append((chosen is algorithms.two_shot, chosen is algorithms.route))
 
@@ -332,7 +332,7 @@ def test_halves_go_around_and_are_rounded_once(how: str, dtype: str) -> None:
         for caller in [Caller.start(rig.members[m].exchange.run, op) for m, op in ops.items()]:
             caller.join()
         for op in ops.values():
-            algorithms = rig.members[0].exchange._stream.pipeline.algorithms
+            algorithms = rig.members[0].exchange.core.stream.pipeline.algorithms
             assert algorithms.of(op) is algorithms.route
             assert op.array.tobytes() == expected(list(inputs.values()), dtype, "avg").tobytes()
 
@@ -489,7 +489,7 @@ def stopped_clock(*members: Member) -> list[float]:
     """The one by which they time their waits; it stands still until the test puts it forward."""
     now = [0.0]
     for member in members:
-        member.exchange._watch._clock = lambda: now[0]
+        member.exchange.core.watch.clock = lambda: now[0]
     return now
 
 
@@ -523,7 +523,7 @@ def test_who_finds_no_free_slot_waits_for_those_who_read_it_and_says_so(monkeypa
     """Between hosts: one has reduced for all, and takes nothing."""
     with Rig(range(3), "tcp") as rig:
         rig.view(range(3))
-        monkeypatch.setattr(rig.members[2].exchange._stream.pipeline, "to_take", lambda: None)
+        monkeypatch.setattr(rig.members[2].exchange.core.stream.pipeline, "to_take", lambda: None)
         for member in rig.members.values():
             member.exchange.submit(Operation(np.ones(3_000_000), "float64", "sum"))
         end = time.monotonic() + DEADLINE
@@ -643,7 +643,7 @@ def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ftcomm.collective.watchdog, "REPORT", 0.05)
     with Rig(range(2), op_timeout=0.5) as rig:
         ticks = itertools.count()  # hundredths of a second, one a look, however long it takes
-        rig.members[0].exchange._watch._clock = lambda: next(ticks) / 100
+        rig.members[0].exchange.core.watch.clock = lambda: next(ticks) / 100
         rig.view(range(2))
         op = ones()
         rig.members[0].exchange.run(op)
@@ -729,7 +729,7 @@ def test_an_engine_that_is_made_to_fail_does_not_say_so() -> None:
 
 def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> None:
     """It goes on, or it has failed and says so."""
-    names = {"submit", "run", "_admit", "_kick", "_drive", "_loop", "_let_go"}
+    names = {"submit", "run", "_admit", "kick", "drive", "_loop", "_let_go"}
     where = {sys.modules[of.__module__].__file__ for of in (Exchange, Driver)}
 
     def stopped_at(line: int, how: str) -> bool:
@@ -806,7 +806,7 @@ def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
             caller.thread.join(0.001)
         events = [threading.Event(), threading.Event()]
         exchange.freeze(events[0].set)
-        while not events[0].wait(0.001) or not exchange._changed._waiters:  # type: ignore[attr-defined]
+        while not events[0].wait(0.001) or not exchange._driver.changed._waiters:  # type: ignore[attr-defined]
             exchange.nudge()
         elsewhere = Progress(returned=1, ops=(), failed=(FailedOp(0, "different calls"),))
         progress = {0: exchange.progress(), 1: elsewhere}
@@ -841,7 +841,7 @@ def test_a_second_connection_replaces_the_first() -> None:
         writer.exchange.admit(TcpMirrorWriter(far, 1, 1, life))
         again = TcpMirror(1, 1, near, lambda *args: None)
         again.drive(False)
-        (peer,) = rig.members[1].exchange._peers.values()
+        (peer,) = rig.members[1].exchange.core.peers.values()
         peer.close()  # the reader gives the connection up
         writer.exchange.submit(ones())
         deadline = time.monotonic() + DEADLINE

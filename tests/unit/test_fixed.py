@@ -390,7 +390,7 @@ def test_a_member_whose_data_ends_without_a_word_is_lost_though_its_link_lives(m
         groups = ranks.make("g", transport="tcp")
         assert total(groups) == [3.0] * 2
         waiting = Caller.start(reduce_forever, groups[0])
-        peer = groups[0]._exchange._peers[1]
+        peer = groups[0]._exchange.core.peers[1]
         peer._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         with pytest.raises(LostError, match=r"rank 1 .*was lost: connection for data"):
             waiting.join()

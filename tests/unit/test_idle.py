@@ -54,14 +54,14 @@ def rig() -> Rig:
 
 def mirrors(rig: Rig) -> list[TcpMirror]:
     """Of the idle one."""
-    return [peer for peer in rig.members[IDLE].exchange._peers.values() if isinstance(peer, TcpMirror)]
+    return [peer for peer in rig.members[IDLE].exchange.core.peers.values() if isinstance(peer, TcpMirror)]
 
 
 @pytest.mark.parametrize("elements", [8, CHUNK // 4])
 def test_who_only_sends_sends_no_more_than_the_slots_hold_and_all_goes_on_later(rig: Rig, elements: int) -> None:
     with rig:
         made = ops_of(rig, (0, 1), elements)
-        streams = [rig.members[m].exchange._stream for m in (0, 1)]
+        streams = [rig.members[m].exchange.core.stream for m in (0, 1)]
         until(lambda: all(s is not None and s.pipeline.posted == 1 + SLOTS for s in streams), "they do not go ahead")
         until(lambda: all(unread(mirror) for mirror in mirrors(rig)), "nothing has come")
         for stream in streams:
@@ -89,7 +89,7 @@ def test_a_connection_that_ends_is_heard_of_behind_what_was_not_read(rig: Rig) -
     with rig:
         ops_of(rig, (0, 1), 8)
         until(lambda: all(unread(mirror) for mirror in mirrors(rig)), "nothing has come")
-        stream = rig.members[0].exchange._stream
+        stream = rig.members[0].exchange.core.stream
         assert stream is not None
         for writer in stream.publisher._readers:
             writer._sock.shutdown(1)  # type: ignore[attr-defined]

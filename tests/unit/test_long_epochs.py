@@ -49,11 +49,11 @@ def words_of(pipeline: Pipeline) -> tuple[int, ...]:
 def is_under_way(rig: Rig) -> bool:
     """Something of a connection is still to be sent, or was not taken in before."""
     for member in rig.members.values():
-        stream = member.exchange._stream
+        stream = member.exchange.core.stream
         assert stream is not None
         if any(w._queue or queued(w, termios.TIOCOUTQ) for w in stream.publisher._readers):  # type: ignore[attr-defined]
             return True
-    mirrors = [p for m in rig.members.values() for p in m.exchange._peers.values() if isinstance(p, TcpMirror)]
+    mirrors = [p for m in rig.members.values() for p in m.exchange.core.peers.values() if isinstance(p, TcpMirror)]
     raised = [mirror.pump() for mirror in mirrors]  # a driver without an op leaves words where they are
     return any(raised) or any(mirror.is_open and queued(mirror, termios.FIONREAD) for mirror in mirrors)
 
@@ -76,19 +76,19 @@ def go_to(rig: Rig, count: int) -> None:
     """As if so many tasks had been done in this epoch. Nothing is in flight."""
     settle(rig)
     for member in rig.members.values():
-        stream = member.exchange._stream
+        stream = member.exchange.core.stream
         assert stream is not None
         pipeline = stream.pipeline
         pipeline.posted = pipeline.arrived = pipeline.taken = count
         for word in words_of(pipeline):
             member.segment.words[word] = stream.view.epoch << COUNTER | count
     for member in rig.members.values():
-        stream = member.exchange._stream
+        stream = member.exchange.core.stream
         assert stream is not None
-        for peer in member.exchange._peers.values():
+        for peer in member.exchange.core.peers.values():
             theirs = rig.members[peer.replica].segment.words
             if isinstance(peer, TcpMirror):
-                for word in words_of(rig.members[peer.replica].exchange._stream.pipeline):  # type: ignore[union-attr]
+                for word in words_of(rig.members[peer.replica].exchange.core.stream.pipeline):  # type: ignore[union-attr]
                     peer.words[word] = theirs[word]
                 if peer.heard is not peer.words:
                     peer.heard[POSTED] = peer.heard[TAKEN] = theirs[POSTED]
@@ -105,7 +105,7 @@ def test_sums_are_right_beyond(how: str, count: int) -> None:
         reduce(rig, SIZES)
         go_to(rig, count)
         assert reduce(rig, SIZES) == {m: [None] * len(SIZES) for m in MEMBERS}
-        assert all(member.exchange._stream.pipeline.posted > count + 6 for member in rig.members.values())  # type: ignore[union-attr]
+        assert all(member.exchange.core.stream.pipeline.posted > count + 6 for member in rig.members.values())  # type: ignore[union-attr]
         rig.view(MEMBERS)
         assert reduce(rig, SIZES) == {m: [None] * len(SIZES) for m in MEMBERS}
         assert not any(member.stalls or member.lost for member in rig.members.values())

@@ -36,7 +36,7 @@ def reduce(rig: Rig, members: list[int], count: int = LARGE, times: int = 3) -> 
 
 
 def connected(rig: Rig, m: int) -> set[int]:
-    return {other for other, peer in rig.members[m].exchange._peers.items() if peer.is_open}  # type: ignore[attr-defined]
+    return {other for other, peer in rig.members[m].exchange.core.peers.items() if peer.is_open}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -139,7 +139,7 @@ def test_who_enters_a_view_last_hears_what_its_neighbour_has_told_before() -> No
         for m in MEMBERS:
             if m != late:
                 enter(m)
-        left = rig.members[1].exchange._stream  # of 3
+        left = rig.members[1].exchange.core.stream  # of 3
         assert left is not None
         end = time.monotonic() + DEADLINE
         while any(not told[POSTED] for peer, told in left.publisher.relayed if peer.replica != late):
@@ -159,7 +159,7 @@ def test_a_neighbour_that_was_lost_leaves_no_memory_behind() -> None:
     try:
         with Rig(range(4), "ring") as rig:
             rig.view(range(4))
-            lost = weakref.ref(rig.members[0].exchange._peers[1])
+            lost = weakref.ref(rig.members[0].exchange.core.peers[1])
             rig.view([0, 2, 3])
             end = time.monotonic() + DEADLINE
             while lost() is not None and time.monotonic() < end:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.roster import NONE, Standing, agree, at
+from ftcomm.collective.roster import NONE, RosterTracker, agree, at, pass_boundary
 from ftcomm.control.messages import Progress, Roster
 from ftcomm.errors import CollectiveTimeout
 
@@ -121,30 +121,25 @@ def test_in_no_history_do_two_members_use_different_rosters() -> None:
             raise
 
 
-class Exchange(Standing):
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
-        self._frozen, self._error = False, None
-
-
 def test_no_boundary_is_passed_between_telling_and_entering() -> None:
-    exchange = Exchange()
-    with exchange._mutex:
-        exchange._agree(GroupView(1, 0, (0, 1), frozenset({0, 1})), {0: Progress(0, (), fresh=True)})
-    assert exchange.pass_boundary(0, 1.0).members == (0, 1)
-    exchange._frozen = True
+    rosters, changed, frozen = RosterTracker(), threading.Condition(), False
+
+    def passes(step: int, timeout: float) -> Roster:
+        return pass_boundary(rosters, changed, lambda: not frozen, step, timeout)
+
+    rosters.agree(GroupView(1, 0, (0, 1), frozenset({0, 1})), {0: Progress(0, (), fresh=True)})
+    assert passes(0, 1.0).members == (0, 1)
+    frozen = True
     with pytest.raises(CollectiveTimeout, match="boundary 1: no view"):
-        exchange.pass_boundary(1, 0.01)
-    with exchange._mutex:
-        told = exchange._told(Progress(3, ()))
+        passes(1, 0.01)
+    told = rosters.told(Progress(3, ()))
     assert told.step == 0
     passed: list[Roster] = []
-    thread = threading.Thread(target=lambda: passed.append(exchange.pass_boundary(1, 60.0)))
+    thread = threading.Thread(target=lambda: passed.append(passes(1, 60.0)))
     thread.start()
-    with exchange._changed:
-        exchange._agree(GroupView(2, 0, (0,), frozenset({0})), {0: told})
-        exchange._frozen = False
-        exchange._changed.notify_all()
+    with changed:
+        rosters.agree(GroupView(2, 0, (0,), frozenset({0})), {0: told})
+        frozen = False
+        changed.notify_all()
     thread.join(60)
     assert passed == [Roster(1, (0,), (0,))]

@@ -16,13 +16,14 @@ import pytest
 
 from ftcomm.collective import schedule
 from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.core import NOTHING, RETURNED, ExchangeCore
 from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.schedule import Schedule
 from ftcomm.collective.scheduled import ScheduledOperation
-from ftcomm.collective.stream import Stream
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
@@ -42,18 +43,24 @@ TUNING = dataclasses.replace(BUILT_IN, two_levels=((MEMBERS, 64 << 10),))
 COUNTS = (0, 100, 2000, 7000, 20_000, 24_000)  # of float32: one chunk to 24; above 64 KB two-shot, or by a route
 
 
+def lost(replica: int, epoch: int, reason: str) -> None:
+    """There are no connections."""
+
+
 @dataclasses.dataclass
 class Node:
     replica: int
     segment: Segment
-    flight: Inflight = dataclasses.field(default_factory=Inflight)
-    stream: Stream | None = None
+    core: ExchangeCore
     target: int = 0  # the view that it has stopped for, or runs in
-    frozen: bool = True
     alive: bool = True
     issued: int = 0
     ops: dict[int, Operation] = dataclasses.field(default_factory=dict)
     results: dict[int, object] = dataclasses.field(default_factory=dict)
+
+    @property
+    def flight(self) -> Inflight:
+        return self.core.inflight
 
 
 class World:
@@ -65,7 +72,7 @@ class World:
             segment.words[POSTED] = segment.words[REDUCED] = segment.words[TAKEN] = 0
         self.segments = segments
         self.count = self.random.choice((2, 2, 3, 3, 4, 5))
-        self.nodes = {m: Node(m, segments[m]) for m in range(self.count)}
+        self.nodes = {m: self.node(m, segments[m]) for m in range(self.count)}
         self.one_host = self.random.random() < 0.5  # else as far ahead as there are slots, and always two-shot
         self.alike = self.random.random() < 0.5  # unless all compute alike
         self.way = self.random.choice(("direct", "direct", "ring", "two levels"))
@@ -89,6 +96,12 @@ class World:
         self.grown = 0  # the first op after that
         contributing = frozenset(m for m in self.nodes if self.random.random() < 0.85) or frozenset({0})
         self.view(tuple(self.nodes), contributing)
+
+    def node(self, replica: int, segment: Segment, target: int = 0) -> Node:
+        waiter, watch = Waiter(segment.words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0)
+        diverged = self.diverged
+        core = ExchangeCore(replica, segment, waiter, Reducer(), watch, on_lost=lost, on_divergence=diverged)
+        return Node(replica, segment, core, target)
 
     def view(self, members: tuple[int, ...], contributing: frozenset[int]) -> None:
         ring = tuple(self.random.sample(members, len(members))) if self.way == "ring" else ()
@@ -158,25 +171,21 @@ class World:
     def issue(self, node: Node) -> None:
         # Nobody goes beyond the boundary at which the group grows before it has installed that view.
         last = self.total if node.target >= self.boundary else self.total // 2
-        if node.issued < last and node.stream:
+        if node.issued < last and node.core.stream:
             op = self.operation(node.replica, node.issued)
-            node.flight.add(op)
+            node.core.submit(op)
             assert op.number == node.issued
             node.ops[op.number] = op
             node.issued += 1
-            node.stream.pipeline.unposted.append(op)
 
     def step(self, node: Node) -> bool:
-        if node.frozen:
+        if node.core.frozen or not node.flight.ops:
             return False
-        assert node.stream
-        if node.stream.advance():
-            return True
-        if node.flight.ops and node.stream.stable(node.flight.ops[0]):
-            self.returned(node, node.flight.ops[0])
-            node.flight.return_first()
-            return True
-        return False
+        first = node.flight.ops[0]
+        did = node.core.step()
+        if did is RETURNED:
+            self.returned(node, first)
+        return did is not NOTHING
 
     def returned(self, node: Node, op: Operation) -> None:
         """Promise 1: whoever returns an op returns the same."""
@@ -192,7 +201,8 @@ class World:
             alike = self.kinds[op.number] in ("allreduce", "broadcast", "allgather")
             outcome = (op.array.tobytes(), op.spans()) if alike else "each its own"
             DONE.add(self.kinds[op.number])
-            SPANS.update(getattr(slot, "span", 1) for slot in node.stream.pipeline.slots)
+            assert node.core.stream
+            SPANS.update(getattr(slot, "span", 1) for slot in node.core.stream.pipeline.slots)
         assert self.outcomes.setdefault(op.number, outcome) == outcome
 
     def diverged(self, divergence: Divergence) -> None:
@@ -246,15 +256,14 @@ class World:
         later = [v.epoch for v in self.views[node.target + 1 :] if v and node.replica in v.members]
         if later:
             node.target = self.random.choice(later)
-            node.frozen = True
+            node.core.freeze()
             self.check_progress(node)
-            fresh = Progress(0, (), fresh=True)
-            self.progress[node.target][node.replica] = node.flight.progress() if node.stream else fresh
+            self.progress[node.target][node.replica] = node.core.progress()
 
     def resume(self, node: Node) -> None:
         view = self.views[node.target]
         if (
-            not node.frozen
+            not node.core.frozen
             or view is None
             or node.replica not in view.members
             or set(self.progress[node.target]) != set(view.members)
@@ -267,29 +276,18 @@ class World:
             for m in view.members
             if (s := self.segments[m]) and m != node.replica
         }
-        stream = Stream(
-            view,
-            node.segment,
-            peers,
-            Waiter(node.segment.words, ASLEEP, 0),
-            Reducer(),
-            lambda *args: None,
-            self.diverged,
-        )
-        if node.stream is None:
-            node.flight.number_from(progress)
-            node.issued = node.flight.returned
+        first = node.core.stream is None
         done = list(node.flight.ops)
         atomic = any(op.atomic for op in done)
-        resumed = node.flight.resume(progress, view.contributors)
+        resumed, error = node.core.enter(view, peers, progress)
+        assert error is None
+        if first:
+            node.issued = node.flight.returned
         assert resumed.again <= SLOTS * SPAN or atomic, "more is sent again than was in flight"
         assert resumed.resent <= SLOTS * SPAN * CHUNK or atomic
         for op in done:
             if op.done:
                 self.returned(node, op)
-        stream.pipeline.unposted.extend(node.flight.ops)
-        node.stream = stream
-        node.frozen = False
 
     def lose(self, node: Node, crash: bool) -> None:
         members = tuple(m for m in self.newest.members if m != node.replica)
@@ -306,14 +304,18 @@ class World:
         """At a boundary: everybody has returned all that was issued. A new incarnation of a lost one joins."""
         members = self.newest.members
         ready = all(
-            n.alive and n.target == self.newest.epoch and not n.frozen and n.issued == self.total and not n.flight.ops
+            n.alive
+            and n.target == self.newest.epoch
+            and not n.core.frozen
+            and n.issued == self.total
+            and not n.flight.ops
             for n in (self.nodes[m] for m in members)
         )
         lost = [m for m in range(self.count) if m not in members]
         if ready and lost and not self.boundary:
             self.boundary = len(self.views)
             who = self.random.choice(lost)
-            self.nodes[who] = Node(who, Segment(), target=self.boundary - 1)
+            self.nodes[who] = self.node(who, Segment(), self.boundary - 1)
             self.segments = {**self.segments, who: self.nodes[who].segment}
             self.view(tuple(sorted((*members, who))), self.newest.contributing)
             self.grown = self.total

@@ -57,7 +57,6 @@ from ftcomm.transport.segment import (
     HEADER,
     POSTED,
     PUBLISHED,
-    SIZE,
     SLOTS,
     TAKEN,
     descriptor,
@@ -95,8 +94,8 @@ class TcpMirror(Peer):
         self._untold = ""  # why it has ended, if that was no news
         # Nobody receives before `drive` says who does: frames may tell of `others`, which are not there before.
         self._driven = True
-        self._bell = Doorbell()  # wakes the thread
-        self._map(mmap.mmap(-1, SIZE))
+        self._bell: Doorbell | None = None  # wakes the thread
+        self._map(mmap.mmap(-1, self.nbytes))
         self._hearsay = memoryview(bytearray(HEADER)).cast("Q") if sock is None else None
         self._hearing = threading.Lock()  # guards it and what follows; never held across a wait
         self._heard_epoch = 0  # that it is of
@@ -136,7 +135,12 @@ class TcpMirror(Peer):
             sock.close()
             return
         self._answered.set()
-        threading.Thread(target=self._attend, name=f"ftcomm-from-{self.replica}", daemon=True).start()
+        self._start()
+
+    def _start(self) -> None:
+        """Begin to receive, or to wait for the end of the connection."""
+        self._bell = bell = Doorbell()
+        threading.Thread(target=self._attend, args=(bell,), name=f"ftcomm-from-{self.replica}", daemon=True).start()
 
     def want(self, opened: Callable[[], None] = lambda: None) -> None:
         """`dial` in a thread until somebody answers or this one is closed, then call `opened`. Does not block; once is
@@ -215,7 +219,7 @@ class TcpMirror(Peer):
         otherwise the thread receives."""
         if driven != self._driven:
             self._driven = driven
-            self._bell.ring()
+            self._ring()
 
     def fileno(self) -> int:
         return -1 if self.ended or self._sock is None else int(self._sock.fileno())
@@ -224,19 +228,24 @@ class TcpMirror(Peer):
         """Take in what has come, at most one large payload; True if a word was raised. Does not block. Any thread."""
         return self._taking.acquire(blocking=False) and self._pump()
 
-    def _attend(self) -> None:
+    def _ring(self) -> None:
+        """Let the thread look, if there is one."""
+        if self._bell is not None:
+            self._bell.ring()
+
+    def _attend(self, bell: Doorbell) -> None:
         """The thread: receive until somebody drives, then wait for the end of the connection, and find it."""
         while True:
             poll = select.poll()
-            poll.register(self._bell, select.POLLIN)
+            poll.register(bell, select.POLLIN)
             with self._taking:
                 if self.ended:
                     return
                 driven = self._driven
                 poll.register(self._sock, select.POLLRDHUP if driven else select.POLLIN | select.POLLRDHUP)
             ready = [fd for fd, _ in poll.poll()]
-            if self._bell.fileno() in ready:
-                self._bell.clear()
+            if bell.fileno() in ready:
+                bell.clear()
             elif driven == self._driven:
                 self._taking.acquire()
                 self._pump()
@@ -250,7 +259,7 @@ class TcpMirror(Peer):
         except (OSError, ValueError) as error:
             self.ended = True
             self._sock.close()
-            self._bell.ring()  # a descriptor that is closed wakes nobody who sleeps on it
+            self._ring()  # a descriptor that is closed wakes nobody who sleeps on it
             why, senseless = str(error), isinstance(error, ValueError)  # not the error, which would keep this frame
             quiet, epoch = self._quiet, self._epoch
             self._untold = why if quiet else ""
