@@ -232,7 +232,9 @@ class Coordinator:
     def _hold(self, conn: Conn, message: m.Suspect | m.Withdrawn) -> list[Action]:
         """Until it can be decided upon. Of what a connection says again, however it says why, the last counts."""
         self._held = {key: held for key, held in self._held.items() if held[0] in self.links}
-        about = (message.replica, message.incarnation, message.proof) if isinstance(message, m.Suspect) else ()
+        about: tuple[object, ...] = ()
+        if isinstance(message, m.Suspect):
+            about = message.replica, message.incarnation, message.rank, message.proof
         self._held[(conn, *about)] = conn, message
         return []
 
@@ -696,8 +698,7 @@ class Coordinator:
             reason = f"replica {by} says that it has ended ({suspect.reason}), and it answers"
             return [Log("spared", {"replica": replica, "reason": reason})]
         if self._may_hold({replica}):
-            self._held.append((conn, suspect))  # it is said once
-            return []
+            return self._hold(conn, suspect)  # it is said once
         return self._lose({replica: suspect.reason}, proved=True)
 
     def _stalled(self, by: int, stall: m.Stalled, now: float) -> list[Action]:

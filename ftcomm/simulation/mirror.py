@@ -23,7 +23,7 @@ FIN = "its connection closed"  # as the network says it
 _HALF = 0.1  # of the calls that send, how many send a part
 
 
-class Socket:
+class TinySocket:
     """One end of a connection, as a socket that never blocks. `on_room` is called when there is room again, `on_news`
     when there is something to receive, be it the end."""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.dials import Outcome
-from ftcomm.simulation.mirror import FIN, Socket
+from ftcomm.simulation.mirror import FIN, TinySocket
 from ftcomm.simulation.world import Process, World
 
 _FIN = object()
@@ -76,7 +76,7 @@ class Connection:
         self.receive: list[Callable[[Any], object]] = [_nobody, _nobody]
         self.closed: list[Callable[[str], object]] = [_nobody, _nobody]
         self.rough = False
-        self.sockets: list[Socket | None] = [None, None]  # where bytes are carried
+        self.sockets: list[TinySocket | None] = [None, None]  # where bytes are carried
         now = network.world.now
         self._due: list[deque[float]] = [deque(), deque()]  # when what was sent is to be acknowledged
         self._acked = [now, now]  # when the last acknowledgement came

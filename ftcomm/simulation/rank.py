@@ -27,7 +27,7 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.simulation.mirror import Glance, Mirror, Pump, Socket
+from ftcomm.simulation.mirror import Glance, Mirror, Pump, TinySocket
 from ftcomm.simulation.network import REFUSED, Connection, Link, Network
 from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.world import Process, World
@@ -406,7 +406,7 @@ class Rank(Process):
             if view.epoch <= self._epoch or replica in self._reached_of(view.epoch) or self.gone:
                 connection.close(0)
                 return
-            sock = Socket(connection, 0)
+            sock = TinySocket(connection, 0)
             mirror = Mirror(replica, view.epoch, sock, self.data_lost)  # type: ignore[arg-type]
             mirror.nonce = there.nonce
 
@@ -472,7 +472,7 @@ class Rank(Process):
     # -- the exchange ------------------------------------------------------------------------------------------------
 
     def _attach(self, connection: Connection, replica: int, epoch: int, life: str) -> bool:
-        sock = Socket(connection, 1)
+        sock = TinySocket(connection, 1)
         sock.on_room = self.kick
         self.core.admit(TcpMirrorWriter(sock, replica, epoch, life))  # type: ignore[arg-type]
         self.kick()
