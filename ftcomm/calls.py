@@ -93,6 +93,11 @@ class Work:
         return self._result
 
     @property
+    def number(self) -> int:
+        """That of the op, the same on all members."""
+        return self._op.number
+
+    @property
     def contributors(self) -> tuple[Span, ...]:
         """Which replicas the result contains, by ranges of elements; one range unless a member was lost in mid-op.
 

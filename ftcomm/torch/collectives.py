@@ -8,7 +8,6 @@ the end: an op of many small messages costs more than a copy.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
+from ftcomm.errors import ArgumentError, FtcommError
+from ftcomm.torch import monitored
 from ftcomm.torch.ddp import called_by_autograd, called_by_ddp, kept_buckets, raised_by_backward
 from ftcomm.torch.grid import Grid
 from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import equal_sizes, fit, joined, one, reals, reduction, rescale, spread
 from ftcomm.torch.work import FtWork, Futures, WorkPart
-
-MONITORED = -(1 << 62)  # tags below are of monitored barriers
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
@@ -298,9 +296,11 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return self._work("barrier", self._call(opts, True, "barrier"), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Block until all ranks have called it: a barrier, which members that are lost meanwhile do not fail. Its error
-        names no rank. Raises `CollectiveTimeout`."""
-        self.barrier(timeout=timeout).wait()
+        """Block until all ranks have called it; see `ftcomm.torch.monitored`."""
+        self._alive()
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        with _seen_by_profilers("monitored_barrier"):
+            monitored.barrier(self._calls, seconds, wait_all_ranks)
 
     # -- from one to one ---------------------------------------------------------------------------------------------
 
@@ -359,7 +359,6 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     _sequence = 0
-    _barriers = 0  # monitored ones
     _together: list[FtWork] | None = None  # what was called since _start_coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -378,16 +377,6 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
 
     def _alive(self) -> None:
         raise NotImplementedError
-
-
-def _ended(work: FtWork, end: float) -> bool:
-    """Wait until `end`; False if the work goes on then. Raises what it failed with."""
-    try:
-        return work.wait(timedelta(seconds=max(1e-3, end - time.monotonic())))
-    except CollectiveTimeout:
-        if work.is_completed():
-            raise
-        return False
 
 
 def _seen_by_profilers(call: str) -> contextlib.AbstractContextManager[Any]:

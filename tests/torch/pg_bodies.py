@@ -372,6 +372,33 @@ def slow_peer(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
     dist.barrier()
 
 
+def missing_ranks(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Monitored barriers to which ranks come late, or never since they die. The group is whole after each."""
+    dist.init_process_group("ftcomm")
+    pg, marks = dist.group.WORLD, Path(arguments["marks"])
+    everybody = range(3)
+    pg.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)
+    for number, (late, wait_all) in enumerate((({1}, False), ({1, 2}, False), ({1, 2}, True))):
+        there = {"marks": marks / str(number)}
+        there["marks"].mkdir(exist_ok=True)
+        if group.replica in late:
+            when_all_are_here(there, group.replica, everybody)
+            pg.monitored_barrier(timedelta(seconds=60))  # the others have called theirs, so it ends
+        else:
+            with pytest.raises(ftcomm.CollectiveTimeout) as raised:
+                pg.monitored_barrier(timedelta(seconds=1), wait_all_ranks=wait_all)
+            notes.write(kind="late", number=number, text=str(raised.value))
+            when_all_are_here(there, group.replica, everybody)
+    with pytest.raises(ftcomm.CollectiveTimeout, match=f"Rank {group.replica} timed out in monitoredBarrier"):
+        pg.monitored_barrier(timedelta(0))
+    dist.all_reduce(x := torch.ones(3))
+    assert x.tolist() == [3.0] * 3
+    if group.replica == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pg.monitored_barrier(timedelta(seconds=60))
+    notes.write(kind="passed")
+
+
 def lost_root(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """The root of a broadcast is gone: all others get the same error, and go on, in the next step with other ranks."""
     dist.init_process_group("ftcomm")

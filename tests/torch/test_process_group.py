@@ -75,6 +75,22 @@ def test_a_call_has_a_timeout_of_its_own(tmp_path: Path) -> None:
     )
 
 
+def test_a_monitored_barrier_names_who_has_not_come_and_outlives_a_loss(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=3, body=bodies.missing_ranks) as job:
+        for replica in (0, 1):
+            assert job.join(replica) == [0], job.errors()
+    notes = [note | {"replica": replica} for replica, _, note in job.notes()]
+    late = {(note["replica"], note["number"]): note["text"] for note in notes if note["kind"] == "late"}
+    assert {who: text.split(" within ")[0] for who, text in late.items() if who[0] == 0} == {
+        (0, 0): "Rank 1 failed to pass monitoredBarrier",
+        (0, 1): "Rank 1 failed to pass monitoredBarrier",
+        (0, 2): "Ranks 1, 2 failed to pass monitoredBarrier",
+    }
+    assert late.keys() == {(0, 0), (0, 1), (0, 2), (2, 0)}
+    assert late[2, 0].startswith("Rank 2 successfully reached monitoredBarrier, but received errors")
+    assert {note["replica"] for note in notes if note["kind"] == "passed"} == {0, 1}
+
+
 def test_the_compiler_the_profiler_and_checkpoints_of_torch_find_what_they_look_for(tmp_path: Path) -> None:
     splits = torch.__version__ >= (2, 15)  # type: ignore[operator]  # a TorchVersion; before, torch asks for a GPU
     with Job(tmp_path, replicas=2, body=bodies.as_torch_expects, splits=splits) as job:
