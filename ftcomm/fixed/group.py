@@ -250,14 +250,14 @@ class FixedGroup(Communicator):
         self._nonces = {member: there.address.nonce for member, there in met.items()}
         self._pairs.add({member: there.sock for member, there in met.items()})
         peers: dict[int, Peer] = {}
-        try:
-            for member, there in met.items():
-                dial = functools.partial(self._dial, member, deadline)
+        for member, there in met.items():
+            dial = functools.partial(self._dial, member, deadline)
+            try:
                 peers[member] = self._reach(member, there.address, EPOCH, dial)
-        except (OSError, TransportError) as error:
-            for peer in peers.values():
-                peer.close()
-            raise TransportError(f"{self}: {error}") from error
+            except (OSError, TransportError) as error:
+                for peer in peers.values():
+                    peer.close()
+                raise TransportError(f"{self}: cannot reach {self._seats[member].name}: {error}") from error
         others = {member: there.address for member, there in met.items()}
         self._resume(EPOCH, others, frozenset(self.roster), peers, dict.fromkeys(self.roster, Progress(0, ())))
         if self._error is not None:  # somebody was lost meanwhile
