@@ -207,6 +207,36 @@ def test_a_coordinator_that_is_stopped_is_replaced_and_ends_when_it_wakes_up(tmp
         end(running)
 
 
+def test_the_last_that_contributes_keeps_the_job_when_the_others_die_with_the_coordinator(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    """The last change was the one by which it contributes, and only it has run in that. The standby that takes over
+    does not take the change back."""
+    with EtcdJob(tmp_path, etcd) as running:
+        begin(running)
+        running.stop_coordinator()
+        first = running.coordinator()
+        running.service.to = first.port()
+        second = running.coordinator("--standby")
+        second.until("takes over when it is gone")
+        running.die(0)
+        first.until(r"view \d+[^:]*: replicas 1, 2 ")
+        running.start(0)
+        first.until(r"view \d+[^:]*: replicas 0, 1, 2 \(contribute 0\)")
+        go_on(running, ALL)
+        first.process.kill()
+        running.die(1)
+        running.die(2)
+        second.until(r"view \d+[^:]*: replica 0 ")
+        go_on(running, {0})
+        assert "catching up" not in second.said()
+        running.service.to = second.port()
+        running.start(1)
+        second.until(r"view \d+[^:]*: replicas 0, 1 ")
+        go_on(running, {0, 1})
+        end(running)
+
+
 def connections(coordinator: Process) -> int:
     """Established ones, at the port that it listens on."""
     port = f":{coordinator.port():04X}"
