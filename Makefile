@@ -46,8 +46,12 @@ test-hosts: setup ## jobs on hosts of their own, whose network fails again and a
 test-latest: setup-latest ## every test that depends on torch, on the newest
 	$(call RUN_TESTS,$(LATEST),-m "not protocol")
 
-test-upstream: setup-latest ## torch's own distributed tests, and torchft's worker, on ftcomm and gloo side by side (ARGS="-k barrier")
-	$(LATEST)/bin/python -m tests.upstream $(ARGS)
+# On both versions of torch, though one has failed; what the page says is then what was found.
+UPSTREAM := build/upstream
+test-upstream: setup setup-latest ## torch's and torchft's own tests of process groups on ftcomm and gloo, into docs/upstream.md (ARGS="-k barrier": added)
+	$(if $(ARGS),,@rm -rf $(UPSTREAM))
+	@code=0; for v in $(VENV) $(LATEST); do $$v/bin/python -m tests.upstream --json $(UPSTREAM)/$$v.json $(ARGS) || code=1; done; \
+		$(VENV)/bin/python -m tests.upstream --page docs/upstream.md $(UPSTREAM)/$(VENV).json $(UPSTREAM)/$(LATEST).json; exit $$code
 
 bench: setup ## all-reduce beside gloo, then recovery after a kill
 	$(VENV)/bin/ftcomm bench allreduce --ranks 2,4 --sizes 1K,1M,64M --compare gloo
