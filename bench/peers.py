@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.bench.job import Job
-from ftcomm.bench.lighthouse import lighthouse
+from ftcomm.bench.torchft import lighthouse
 from ftcomm.launch import RunOptions
 
 PEERS = ("gloo", "mpi", "torchft", "nccl")

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -46,10 +45,10 @@ from ftcomm.bench.job import (
     together,
     written_task,
 )
-from ftcomm.bench.lighthouse import lighthouse
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, percentile
+from ftcomm.bench.torchft import TIMEOUT, lighthouse, manager
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.lab.chaos.network_faults import Unplugged
 from ftcomm.lab.netns.slow_network import settle
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 RANK_MEMORY = 400 << 20  # bytes of a rank before any message
 SETTLED = 3  # ops that every replica has run in the full view before the next fault
-TIMEOUT = timedelta(seconds=30)  # of a peer's op; the default of gloo is half an hour, of torchft a minute
 TRIES = 2000  # looks at a process, to stop it in the middle of an op
 PARTS = (  # of a stall, in the picture
     ("heard of by the coordinator", "#7c2d12"),
@@ -772,26 +770,12 @@ def _gloo(task: PeerTask, replica: int, life: str, x: torch.Tensor, note: Note) 
 
 
 def _torchft(replica: int, x: torch.Tensor, note: Note) -> None:
-    from torchft import Manager, ProcessGroupGloo
-
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: None,
-        state_dict=lambda: {"nothing": torch.zeros(1)},
-        min_replica_size=1,
-        timeout=TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        hostname="localhost",
-        replica_id=f"replica_{replica}_",
-    )
+    managed = manager(replica, store, lambda: {"nothing": torch.zeros(1)}, lambda state: None)
     while True:
         x.fill_(1)
-        start, step = time.monotonic(), manager.current_step()
-        manager.start_quorum()
-        manager.allreduce(x, reduce_op=dist.ReduceOp.SUM).wait()
-        members = manager.num_participants()
-        note(step, start, manager.should_commit(), members)
+        start, step = time.monotonic(), managed.current_step()
+        managed.start_quorum()
+        managed.allreduce(x, reduce_op=dist.ReduceOp.SUM).wait()
+        members = managed.num_participants()
+        note(step, start, managed.should_commit(), members)

@@ -44,8 +44,8 @@ from ftcomm.bench.job import (
     tail,
     written_task,
 )
-from ftcomm.bench.lighthouse import lighthouse
 from ftcomm.bench.stats import median, percentile, slowest
+from ftcomm.bench.torchft import TIMEOUT, lighthouse, manager
 from ftcomm.demo.model import Transformer
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.training import StepLoop
@@ -57,7 +57,6 @@ PATIENCE = 120.0  # s without a step that was done, after which the measurement 
 SETTLED = 3  # steps that all replicas have done together before anything is measured
 GRACE = 5.0  # s for survivors to end by the error of their all-reduce, before they are killed
 EVERY = 5  # steps between checkpoints
-TIMEOUT = timedelta(seconds=30)
 PEERS = ("gloo", "torchft", "restart")
 CONTEXT = 64  # bytes of a sequence
 
@@ -592,7 +591,7 @@ def noting(records: Records, replica: int) -> Callable[[int, bool, bool], None]:
 
 def torchft_rank(task: Task, place: str, replicas: str, life: str) -> None:
     """The training of train.py as torchft has it, with gloo."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import DistributedDataParallel, Optimizer
 
     replica = int(place)
     model = build(task)
@@ -604,30 +603,19 @@ def torchft_rank(task: Task, place: str, replicas: str, life: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=load_state_dict,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=1,
-        timeout=TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
-        hostname="localhost",
-        replica_id=f"replica_{replica}_",
-    )
-    parallel = DistributedDataParallel(manager, model)
-    managed = Optimizer(manager, optimizer)
+    state = lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}  # noqa: E731
+    with_torchft = manager(replica, store, state, load_state_dict)
+    parallel = DistributedDataParallel(with_torchft, model)
+    managed = Optimizer(with_torchft, optimizer)
     note = noting(Records(task.folder, replica), replica)
     while True:
         managed.zero_grad()
-        step = manager.current_step()
+        step = with_torchft.current_step()
         parallel(batch(task, step, replica)).backward()
-        contributes = manager.is_participating()
+        contributes = with_torchft.is_participating()
         managed.step()
-        committed = manager.current_step() > step
-        note(manager.current_step() - committed, committed, contributes)
+        committed = with_torchft.current_step() > step
+        note(with_torchft.current_step() - committed, committed, contributes)
 
 
 def restarted_rank(task: Task, place: str, replicas: str, life: str) -> None:

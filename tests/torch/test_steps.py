@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,27 +180,20 @@ def test_a_joiner_with_another_model_is_refused_and_disturbs_nobody(tmp_path: Pa
         end_together(job, {0, 2})
 
 
-def test_without_state_a_joiner_counts_at_once(tmp_path: Path) -> None:
-    with Job(tmp_path, replicas=3, body=bodies.train_without_state, steps=ENDLESS) as job:
-        job.wait_contributing({0, 1, 2})
-        seen = len(job.events)
-        job.kill(2)
-        job.start(2)
-        job.wait_contributing({0, 1, 2}, since=seen)
-        stepped(job, 3, {0, 1, 2})
-        job.drain()
-        for replica in range(3):
-            assert job.join(replica) == [0], job.errors()
-        assert all(len(states) == 1 for states in digests(job).values())
-
-
-def test_without_an_optimizer_a_joiner_has_the_state_before_its_first_step(tmp_path: Path) -> None:
-    with Job(tmp_path, replicas=3, body=bodies.train_by_hand, steps=ENDLESS) as job:
+@pytest.mark.parametrize(
+    ("body", "victim"),
+    [
+        pytest.param(bodies.train_without_state, 2, id="without state it counts at once"),
+        pytest.param(bodies.train_by_hand, 0, id="without an optimizer it has the state before its first step"),
+    ],
+)
+def test_a_joiner_that_does_not_wait_for_an_optimizer(tmp_path: Path, body: Callable[..., None], victim: int) -> None:
+    with Job(tmp_path, replicas=3, body=body, steps=ENDLESS) as job:
         job.wait_contributing({0, 1, 2})
         stepped(job, 3, {0, 1, 2})
         seen = len(job.events)
-        job.kill(0)
-        job.start(0)
+        job.kill(victim)
+        job.start(victim)
         job.wait_contributing({0, 1, 2}, since=seen)
         stepped(job, 3, {0, 1, 2})
         job.drain()

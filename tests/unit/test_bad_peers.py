@@ -31,6 +31,7 @@ from ftcomm.control.views import Member, View
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
+from tests.idle_engine import IdleEngine
 from tests.sealed_rig import ends, records
 
 pytestmark = pytest.mark.protocol
@@ -490,37 +491,12 @@ def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
     assert count("internal") == 0
 
 
-class Still:
-    """An engine that has nothing to do."""
-
-    def freeze(self, quiesced: Callable[[], None]) -> None:
-        quiesced()
-
-    def nudge(self) -> None: ...
-
-    def progress(self) -> m.Progress:
-        return m.Progress(0, ())
-
-    def reach(self, view: View) -> list[int]:
-        return []
-
-    def reaching(self) -> tuple[int, ...]:
-        return ()
-
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
-        return {}
-
-    def waiting(self, seconds: float) -> None: ...
-
-    def fail(self, reason: str, ending: m.Ending) -> None: ...
-
-
 @contextlib.contextmanager
 def an_agent(ranks: int = 2, coordinator: socket.socket | None = None) -> Iterator[tuple[Agent, tuple[str, int]]]:
     """Rank 0 of replica 0, which never reaches its coordinator unless there is one, and where it listens."""
     sock, nowhere = listen("127.0.0.1", 0), coordinator or listen("127.0.0.1", 0)
     agent = Agent(
-        Still(),  # type: ignore[arg-type]
+        IdleEngine(),  # type: ignore[arg-type]
         coordinator=nowhere.getsockname(),
         credentials=CREDENTIALS,
         replica=0,

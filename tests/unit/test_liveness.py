@@ -37,6 +37,7 @@ from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.control.wire import Credentials
+from tests.idle_engine import IdleEngine
 
 DEADLINE = 60.0
 TIMEOUT = 5.0
@@ -410,31 +411,6 @@ def test_a_signed_word_of_another_job_to_who_was_led_to_it_is_no_reason_to_give_
 # -- a connection that is reset between a rank and its leader ----------------------------------------------------------
 
 
-class Still:
-    """An engine that has nothing to do."""
-
-    def freeze(self, quiesced: Callable[[], None]) -> None:
-        quiesced()
-
-    def nudge(self) -> None: ...
-
-    def progress(self) -> m.Progress:
-        return m.Progress(0, ())
-
-    def reach(self, view: View) -> list[int]:
-        return []
-
-    def reaching(self) -> tuple[int, ...]:
-        return ()
-
-    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
-        return {}
-
-    def waiting(self, seconds: float) -> None: ...
-
-    def fail(self, reason: str, ending: m.Ending) -> None: ...
-
-
 class Relay:
     """Between a rank and its leader; `cut` resets all connections that there are."""
 
@@ -501,7 +477,7 @@ class Job:
         sock = listen("127.0.0.1", 0)
         nonce = f"{replica:016x}{rank:016x}"
         made = Agent(
-            Still(),
+            IdleEngine(),
             coordinator=("127.0.0.1", int(self.server.endpoint.rpartition(":")[2])),
             credentials=CREDENTIALS,
             replica=replica,

@@ -1,22 +1,46 @@
-"""torchft's lighthouse for as long as a block lasts, as a program of its own: it writes more than should be shown."""
+"""torchft beside us: its lighthouse, as a program of its own that writes more than should be shown, and its manager."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any
 
 from ftcomm.errors import FtcommError
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+TIMEOUT = timedelta(seconds=30)  # of a peer's op; the default of gloo is half an hour, of torchft a minute
 JOIN_TIMEOUT = 1000  # ms that it waits for replicas that are alive and have not come to a quorum
+
+
+def manager(replica: int, store: TCPStore, state: Callable[[], Any], load: Callable[[Any], None]) -> Any:
+    """Of the only rank of a replica, over gloo."""
+    from torchft import Manager, ProcessGroupGloo
+
+    return Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        hostname="localhost",
+        replica_id=f"replica_{replica}_",
+    )
 
 
 @contextlib.contextmanager
 def lighthouse(log: IO[Any], min_replicas: int = 1) -> Iterator[str]:
     """Its address. Raises `FtcommError`."""
-    command = [sys.executable, "-m", "ftcomm.bench.lighthouse", str(min_replicas)]
+    command = [sys.executable, "-m", "ftcomm.bench.torchft", str(min_replicas)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     try:

@@ -1,0 +1,33 @@
+"""What an agent drives, without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ftcomm.control import messages as m
+from ftcomm.control.views import View
+
+
+class IdleEngine:
+    """An engine that has nothing to do."""
+
+    def freeze(self, quiesced: Callable[[], None]) -> None:
+        quiesced()
+
+    def nudge(self) -> None: ...
+
+    def progress(self) -> m.Progress:
+        return m.Progress(0, ())
+
+    def reach(self, view: View) -> list[int]:
+        return []
+
+    def reaching(self) -> tuple[int, ...]:
+        return ()
+
+    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+        return {}
+
+    def waiting(self, seconds: float) -> None: ...
+
+    def fail(self, reason: str, ending: m.Ending) -> None: ...
