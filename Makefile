@@ -38,7 +38,7 @@ test: setup lint types ## lint, type check and every test, on the pinned torch
 
 test-kernels: setup ## the kernels, and the whole protocol suite with them (in Triton's interpreter): they run ops, over TCP they reduce
 	$(VENV)/bin/python -m pytest tests/kernels -q -n 2 $(ARGS)
-	FTCOMM_ENGINE=interpret $(VENV)/bin/python -m pytest tests/process -q -m protocol $(ARGS)
+	FTCOMM_ENGINE=interpreter-kernel $(VENV)/bin/python -m pytest tests/process -q -m protocol $(ARGS)
 
 test-hosts: setup ## jobs on hosts of their own, whose network fails again and again (root; ROUNDS=20)
 	FTCOMM_HOST_ROUNDS=$(ROUNDS) $(VENV)/bin/python -m pytest tests/hosts -q $(ARGS)

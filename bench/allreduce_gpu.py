@@ -40,12 +40,12 @@ def measure(say: Callable[[str], None] = print) -> list[Row]:
 
     Needs a GPU: raises `InitError` that says why there is none. Raises `RuntimeError` if a result is wrong.
     """
-    from ftcomm.device.probe import require_cuda
+    from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
     from ftcomm.bench.gpu_ranks import ON_GPU, Ranks
-    from ftcomm.device.cuda import CudaDevice
-    from ftcomm.device.layout import CUDA
+    from ftcomm.engines.gpu_kernel.cuda import CudaDevice
+    from ftcomm.engines.gpu_kernel.layout import CUDA
 
     ranks = Ranks(RANKS, CUDA, CudaDevice, deadline=ON_GPU)
     try:

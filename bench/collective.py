@@ -187,7 +187,8 @@ class Request:
         found: list[Contestant] = []
         for transport in self.transports:
             for sms in self.sms or (None,):
-                env = (("FTCOMM_ENGINE", "cuda"),) if self.device == "cuda" else ()
+                engine = "gpu-kernel" if transport in ("auto", "shm") else "gpu-reduce"
+                env = (("FTCOMM_ENGINE", engine),) if self.device == "cuda" else ()
                 if sms is not None:
                     env = (*env, ("FTCOMM_SMS", str(sms)))
                 job = f"ftcomm-{transport}" + (f"-{sms}" if sms is not None else "")

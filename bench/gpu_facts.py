@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftcomm.device.probe import ENVIRONMENT
+from ftcomm.engines.gpu.probe import ENVIRONMENT
 
 DEADLINE = 60.0  # s; of one question
 
@@ -354,11 +354,11 @@ def launch() -> Answer:
     import torch
 
     from ftcomm.bench.gpu_ranks import ON_GPU, Ranks
-    from ftcomm.device.probe import require_cuda
+    from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
-    from ftcomm.device.cuda import _GATE, CudaDevice
-    from ftcomm.device.layout import CUDA
+    from ftcomm.engines.gpu_kernel.cuda import _GATE, CudaDevice
+    from ftcomm.engines.gpu_kernel.layout import CUDA
     from ftcomm.kernels.device.allreduce import gate
 
     ranks = Ranks(1, CUDA, CudaDevice, deadline=ON_GPU)

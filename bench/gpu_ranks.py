@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
-from ftcomm.device.device import Device, Launch, Reached
-from ftcomm.device.launch import constants, lane_word, view_words
+from ftcomm.engines.gpu_kernel.device import Device, Launch, Reached
+from ftcomm.engines.gpu_kernel.launch import constants, lane_word, view_words
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.segment import Layout, Segment
@@ -92,10 +92,10 @@ class Ranks:
         for device in self.devices:
             device.ctl[w.RETURNED] = device.ctl[w.STARTED]
 
-    def launch(self, me: int, flat: Any, dtype: str, op: str = "sum", sms: int | None = None) -> Operation:
+    def launch(self, me: int, flat: Any, dtype: str, op: str = "sum", sms: int | None = None) -> KernelOperation:
         """An all-reduce of `flat`, one-dimensional on the device, queued behind the caller's current stream."""
         device: Device = self.devices[me]
-        operation = Operation(flat, dtype, op, self.layout.chunk, on_device=True)
+        operation = KernelOperation(flat, dtype, op, self.layout.chunk)
         chunks = len(operation.finals)
         programs = device.programs(flat.nbytes, min(chunks, self.layout.lanes), sms)
         compiled = constants(operation, device.address(flat), self.layout, self.view(me))

@@ -44,17 +44,17 @@ def compile_one(variant: Variant) -> None:
     """Compile it as its first launch would, without launching."""
     import torch
 
-    from ftcomm.collective.operation import Operation
     from ftcomm.collective.plan import GroupView
-    from ftcomm.device.launch import constants
-    from ftcomm.device.layout import CUDA
+    from ftcomm.engines.gpu_kernel.launch import constants
+    from ftcomm.engines.gpu_kernel.layout import CUDA
+    from ftcomm.engines.gpu_kernel.operation import KernelOperation
     from ftcomm.kernels.device.allreduce import allreduce, compiled_for
 
     assert variant.op in OPS
     array = torch.empty(64, dtype=getattr(torch, variant.dtype), device="cuda")
     members = tuple(range(variant.members))
     view = GroupView(1, 0, members, frozenset(members))
-    operation = Operation(array, variant.dtype, variant.op, CUDA.chunk, on_device=True)
+    operation = KernelOperation(array, variant.dtype, variant.op, CUDA.chunk)
     compiled = compiled_for(constants(operation, 16 if variant.aligned else 2, CUDA, view))
     allreduce.warmup(*([1 << 40] * 11), grid=(1,), **compiled)
 

@@ -15,7 +15,8 @@ from ftcomm.collective import schedule
 from ftcomm.collective.compression import COMPRESSIONS
 from ftcomm.collective.operation import UNKNOWN, Operation
 from ftcomm.collective.scheduled import ScheduledOperation
-from ftcomm.device.device import Device
+from ftcomm.engines.base import CallEngine
+from ftcomm.engines.host import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
 from ftcomm.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.kernels.dtypes import BYTES
@@ -119,8 +120,7 @@ class Calls(Messages):
         return made
 
     _exchange: Any  # Runs
-    _device: Device | None
-    _max_sms: int | None = None
+    _engine: CallEngine = HostCalls()
 
     def _when(self) -> tuple[int, int]:
         """The stamp of a call that this thread makes now, and the lag; see `Operation`."""
@@ -142,7 +142,7 @@ class Calls(Messages):
             arrays are reduced in place; for immutable ones (JAX) a new array is returned.
         op: "sum", "avg" (divides by those who really contributed), "min", "max" or "product". fp16, bf16 and fp8
             (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool also: "band", "bor", "bxor".
-            Kernels that run whole ops (FTCOMM_ENGINE=cuda with FTCOMM_TRANSPORT=shm) have neither fp8 nor those.
+            Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have neither fp8 nor those.
         async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
         atomic: the whole result is of one set of contributors. If a member is lost in mid-op, the parts that contain
             it are reduced again without it, unless all of them do. For that the op keeps a copy of its input, as large
@@ -175,25 +175,17 @@ class Calls(Messages):
 
         Blocks (unless `async_op`) until all members of the view hold the result. A member that is lost meanwhile does
         not fail the op: it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph,
-        whose replays then are calls, see `ftcomm.device.graphs`. Raises `ArgumentError`, `MismatchError`,
+        whose replays then are calls, see `ftcomm.engines.gpu_kernel.graphs`. Raises `ArgumentError`, `MismatchError`,
         `CollectiveTimeout`, `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members,
         `DivergenceError` on those whose result is not that of the majority (on all, if there is none; see
         `ftcomm.collective.checksum` for what it cannot see).
         """
         self._may_call()
-        device = self._device
-        form = COMPRESSIONS[0] if compression is None else compression
-        if device is None:
-            staged = stage(x)
-            operation = Operation(staged.flat, staged.dtype, op, atomic=atomic, compression=form)
-        else:
-            staged = device.stage(x)
-            chunk = device.layout.chunk
-            operation = Operation(staged.flat, staged.dtype, op, chunk, atomic=atomic, on_device=True, compression=form)
-            operation.max_sms = self._max_sms if max_sms is None else max_sms
         if max_sms is not None and max_sms < 1:
             raise ArgumentError(f"max_sms={max_sms}: an all-reduce needs at least 1; None takes as many as pay")
-        return self._carry_out(operation, x, staged.finish, async_op)
+        form = COMPRESSIONS[0] if compression is None else compression
+        made, finish = self._engine.all_reduce(x, op, atomic=atomic, compression=form, max_sms=max_sms)
+        return self._carry_out(made, x, finish, async_op)
 
     def broadcast(self, x: Any, root: int, *, async_op: bool = False) -> Any:
         """`x` of rank `root` to all, in place. Any dtype.
@@ -237,11 +229,10 @@ class Calls(Messages):
         """
         if copy_engine and async_op:
             raise ArgumentError("allgather(copy_engine=True) blocks; leave async_op or copy_engine out")
-        if copy_engine and self._device is not None:
-            from ftcomm.device.gather import allgather
-
+        if copy_engine:
             self._may_call()
-            return allgather(self, out, x)
+            if self._engine.allgather_by_copies(self, out, x):
+                return out
         self._may_move("allgather")
         roster, me = self.roster, self.rank
         into, given = to_write(out), to_read(x)
@@ -343,12 +334,7 @@ class Calls(Messages):
 
     def _may_move(self, call: str) -> None:
         self._may_call()
-        if self._device is not None:
-            raise ArgumentError(
-                f"{call} is not there with FTCOMM_ENGINE={self._device.layout.engine} and FTCOMM_TRANSPORT=shm, whose "
-                "kernels only all-reduce; set FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks (or, of "
-                "allgather, copy_engine=True)"
-            )
+        self._engine.may_move(call)
 
     def _rank(self, call: str, root: int) -> None:
         if not 0 <= root < len(self.roster):
@@ -406,10 +392,10 @@ class Calls(Messages):
         op.stamp, op.lag = self._when()
         if async_op:
             series = None
-            if self._device is None:
-                series = turn.start(op)
-            else:  # the caller's stream waits, so an op may be in flight that was waited for
+            if self._engine.by_stream:
                 turn.check()
+            else:
+                series = turn.start(op)
             exchange.submit(op)
             return Work(op, exchange, result, finish, series)
         if turn.enter():

@@ -68,7 +68,6 @@ class Communicator(Calls, ABC):
         """`later`: most of the memory is taken by `self._segment.reserve()`, before the first op."""
         self.name, self._me = name, me
         self._router, self._terms = router, terms
-        self._device = None
         self._lock = threading.Lock()  # never held across a wait
         self._error: BaseException | None = None  # why no op can succeed any more
         self._segment = Segment(later=later)

@@ -17,7 +17,6 @@ from ftcomm import callers, credentials, ending
 from ftcomm.address import open_port, own_address
 from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import ELSEWHERE, UNKNOWN, stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall
@@ -29,10 +28,10 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address, View
 from ftcomm.control.wire import number, text
 from ftcomm.descriptors import room_for
-from ftcomm.device.choose import open_engine
 from ftcomm.engine import Engine, expelled
+from ftcomm.engines.base import Events, GroupEngine
+from ftcomm.engines.registry import open_engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError, TransportError
-from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.messages.p2p import JobPost
 from ftcomm.own import own_process
 from ftcomm.router import ConnectionRouter
@@ -44,8 +43,6 @@ from ftcomm.transport.nixl import context as nixl
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
-    from ftcomm.device.exchange import DeviceExchange
-    from ftcomm.device.slots import DeviceSlots
     from ftcomm.subgroup import Subgroup
 
 log = logging.getLogger("ftcomm")
@@ -77,7 +74,7 @@ class Group(Calls):
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}")
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self._me, self._max_sms = settings.replica, settings.max_sms
+        self._me = settings.replica
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False
@@ -90,25 +87,26 @@ class Group(Calls):
         if settings.transport == "nixl":
             way.endpoint()
         sock = open_port(settings.host)
-        self._segment, self._device, reducer = open_engine(settings)
-        self._exchange = self._make_exchange(reducer)
-        self._post = JobPost(self.replica, self.shard, lambda *call: self._agent.dial(*call), self._make_slots())
+        self._engine: GroupEngine = open_engine(settings)
+        self._segment = self._engine.segment
+        self._exchange = self._engine.exchange(Events(self._stalled, self._failed, self._lost, self._diverged))
+        self._post = JobPost(self.replica, self.shard, lambda *call: self._agent.dial(*call), self._engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
         tuning, rack = settings.tuning, settings.rack
-        address = here_is(settings.host, port, self._segment, tuning, rack, reducer.arithmetic, settings.data)
-        self._engine = Engine(
+        address = here_is(settings.host, port, self._segment, tuning, rack, self._engine.arithmetic, settings.data)
+        self._data_plane = Engine(
             settings.shard,
             self._exchange,
             address,
-            mode=settings.transport,
+            mode=self._engine.transport,
             dial=self._dial_address,
             on_lost=self._lost,
             layout=self._segment.layout,
             algorithm=settings.algorithm,
             tuning=settings.tuning,
-            on_reached=lambda peer: None if self._device is None else self._device.reach(peer),
-            on_left=lambda peer: None if self._device is None else self._device.leave(peer),
+            on_reached=self._engine.reach,
+            on_left=self._engine.leave,
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
             on_view=self._entered,
             on_failed=self._ended,
@@ -118,7 +116,7 @@ class Group(Calls):
         self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may go through it
         self._replacing = threading.Lock()  # guards that; never held across a wait
         self._agent = Agent(
-            self._engine,
+            self._data_plane,
             coordinator=coordinator,
             credentials=mine,
             replica=settings.replica,
@@ -131,7 +129,7 @@ class Group(Calls):
             timeouts=settings.timeouts,
             on_start=self._alive,
         )
-        for what in CONNECTIONS if self._device is None else ():
+        for what in CONNECTIONS:
             self._agent.serve(what, functools.partial(self._attach, what))
         self._agent.serve("p2p", self._post.incoming)
         self._port: int = port
@@ -145,39 +143,8 @@ class Group(Calls):
         self._intra_replica_exchanges = 0  # how often the ranks of this replica have begun to meet in a step loop
         self._on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
-    def _make_exchange(self, reducer: Reducer) -> Exchange | DeviceExchange:
-        settings = self.settings
-        common: dict[str, Any] = dict(
-            deadline_floor=settings.timeouts.op_floor,
-            deadline_ceiling=settings.timeouts.op,
-            give_up=settings.timeouts.give_up,
-            on_stall=self._stalled,
-            on_failed=lambda error: self._agent.failed(str(error)),
-        )
-        if self._device is not None:
-            from ftcomm.device.exchange import DeviceExchange
-
-            return DeviceExchange(settings.replica, self._device, **common)
-        return Exchange(
-            settings.replica,
-            self._segment,
-            on_lost=self._lost,
-            on_divergence=self._diverged if settings.verify else None,
-            ranks_per_replica=settings.ranks_per_replica,
-            reducer=reducer,
-            **common,
-        )
-
-    def _make_slots(self) -> DeviceSlots | None:
-        if self._device is None:
-            return None
-        from ftcomm.device.slots import DeviceSlots
-
-        return DeviceSlots(self._device, self._segment.nonce)
-
     def _join(self) -> None:
-        if self._device is not None:
-            self._device.warm()
+        self._engine.warm()
         self._agent.start()
         try:
             runs = self._agent.register(self.settings.init_timeout)
@@ -432,7 +399,7 @@ class Group(Calls):
             replicas,
             dial=self._agent.dial_address,
             on_stall=self._subgroup_stalled,
-            on_failed=lambda error: self._agent.failed(str(error)),
+            on_failed=self._failed,
             on_divergence=self._diverged if self.settings.verify else None,
         )
         with self._replacing:
@@ -469,12 +436,9 @@ class Group(Calls):
             self._agent.give_up(failure)
         self._agent.stop()
         self._router.close()
-        self._engine.close()
+        self._data_plane.close()
         self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
-        if self._device is not None:
-            self._device.settle(2.0)
-            self._device.close()
-        self._segment.close()
+        self._engine.close()
         fork.part(self)
 
     # -- callbacks -----------------------------------------------------------------------------------------------
@@ -488,7 +452,6 @@ class Group(Calls):
         return self._agent.dial_address(there, purpose, dict(fields))
 
     def _attach(self, what: str, channel: Channel, fields: dict[str, str | int]) -> None:
-        assert isinstance(self._exchange, Exchange)
         who, life = number(fields, "replica"), text(fields, "nonce")
         epoch = number(fields, "epoch")
         accept(self._exchange, what, channel, who, epoch, life, self._lost, data=self.settings.data)
@@ -498,6 +461,10 @@ class Group(Calls):
         self._view = view
         self._post.enter(view)
         self._router.entered(view)
+
+    def _failed(self, error: BaseException) -> None:
+        """An exchange of this rank cannot go on."""
+        self._agent.failed(str(error))
 
     def _ended(self, error: FtcommError) -> None:
         self._post.fail(error)

@@ -14,7 +14,9 @@ from ftcomm.errors import SettingsError
 from ftcomm.tuning import BUILT_IN, Tuning
 
 TRANSPORTS = ("auto", "shm", "nixl", "tcp")
-ENGINES = ("host", "interpret", "cuda")
+ENGINES = ("auto", "host", "gpu-reduce", "gpu-kernel")
+INTERPRETERS = ("interpreter-reduce", "interpreter-kernel")  # in place of gpu-..., for tests
+_ENGINES_BEFORE = {"cuda": "gpu", "interpret": "interpreter"}  # up to 0.1; FTCOMM_TRANSPORT=shm said: kernel
 STAGINGS = ("auto", "device", "host")
 ALGORITHMS = ("auto", "direct", "ring")
 DATA = ("none", "mac", "aes-gcm")
@@ -38,12 +40,12 @@ class Settings:
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts.derive)
     init_timeout: float = 120.0
     verify: bool = False  # compare the results of all members after every op
-    engine: str = "host"  # what reduces: this process, kernels in Triton's interpreter, or on a GPU
+    engine: str = "auto"  # what runs ops, see `ftcomm.engines.registry`
     max_sms: int | None = None  # programs of a kernel that runs an op, at most; None: as many as pay
     algorithm: str = "auto"  # of large all-reduces between hosts: two levels if hosts are shared, or direct, or a ring
     rack: str = ""  # a label of where this host stands; a ring stays in a rack before it goes on to the next
     tuning: Tuning = BUILT_IN  # switch points, from a file of `ftcomm bench tune`
-    staging: str = "auto"  # of the cuda engine: in GPU memory, pinned host memory, or as the GPUs can reach each other
+    staging: str = "auto"  # of gpu-kernel: in GPU memory, pinned host memory, or as the GPUs can reach each other
     job: str = ""  # its name, which all processes of it have alike
     tls: tuple[str, str, str] | None = None  # files for control, state and messages: certificate, key, authority or ""
     data: str = "none"  # what frames of the data plane have between hosts: nothing, a MAC, or AES-GCM
@@ -74,7 +76,7 @@ class Settings:
     @property
     def kernels_run_ops(self) -> bool:
         """All of an op, from the first byte to the last; else this process drives, and at most the sums are theirs."""
-        return self.engine != "host" and self.transport == "shm"
+        return self.engine.endswith("-kernel")
 
     def check(self) -> None:
         """Raise `SettingsError` on values that cannot work."""
@@ -83,14 +85,7 @@ class Settings:
             raise SettingsError("FTCOMM_TOKEN is empty; set it to the token of the job's coordinator.")
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"FTCOMM_TRANSPORT={self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
-        if self.engine not in ENGINES:
-            raise SettingsError(f"FTCOMM_ENGINE={self.engine!r}; expected one of {', '.join(ENGINES)}.")
-        if self.kernels_run_ops and self.verify:
-            raise SettingsError(
-                f"FTCOMM_VERIFY=1 with FTCOMM_ENGINE={self.engine} and FTCOMM_TRANSPORT=shm, with which kernels run "
-                "whole ops, and do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp or "
-                "FTCOMM_ENGINE=host."
-            )
+        self.check_engine()
         check_data(self.data)
         if self.data != "none" and self.transport == "nixl":
             raise SettingsError(
@@ -105,12 +100,6 @@ class Settings:
             raise SettingsError(f"FTCOMM_STAGING={self.staging!r}; expected one of {', '.join(STAGINGS)}.")
         if self.algorithm not in ALGORITHMS:
             raise SettingsError(f"FTCOMM_ALGORITHM={self.algorithm!r}; expected one of {', '.join(ALGORITHMS)}.")
-        if self.kernels_run_ops and self.algorithm == "ring":
-            raise SettingsError(
-                f"FTCOMM_ALGORITHM=ring with FTCOMM_ENGINE={self.engine} and FTCOMM_TRANSPORT=shm, with which kernels "
-                "read the memory of all others; unset FTCOMM_ALGORITHM, or set FTCOMM_TRANSPORT=tcp or "
-                "FTCOMM_ENGINE=host."
-            )
         if len(self.rack) > MAX_LABEL:
             raise SettingsError(
                 f"FTCOMM_RACK has {len(self.rack)} characters, at most {MAX_LABEL} are told to others; choose a "
@@ -136,6 +125,36 @@ class Settings:
             )
         if self.leader:
             split_endpoint(self.leader, "FTCOMM_LEADER")
+
+    def check_engine(self) -> None:
+        """Raise `SettingsError`, with what to type, if there is no such engine, or not with the other settings."""
+        name = self.engine
+        if name in _ENGINES_BEFORE:
+            kind = _ENGINES_BEFORE[name]
+            raise SettingsError(
+                f"FTCOMM_ENGINE={name} is two engines now: set FTCOMM_ENGINE={kind}-kernel for kernels that run whole "
+                f"ops on one host, as FTCOMM_TRANSPORT=shm made them do, else FTCOMM_ENGINE={kind}-reduce."
+            )
+        if name not in (*ENGINES, *INTERPRETERS):
+            raise SettingsError(f"FTCOMM_ENGINE={name!r}; expected one of {', '.join(ENGINES)}.")
+        if not self.kernels_run_ops:
+            if self.staging != "auto":
+                raise SettingsError(
+                    f"FTCOMM_STAGING={self.staging} with FTCOMM_ENGINE={name}, which stages in host memory; unset it, "
+                    "or set FTCOMM_ENGINE=gpu-kernel."
+                )
+            return
+        reducer = name.replace("kernel", "reduce")
+        for wrong, setting, why in (
+            (self.transport not in ("auto", "shm"), f"FTCOMM_TRANSPORT={self.transport}", "need memory that all share"),
+            (self.algorithm == "ring", "FTCOMM_ALGORITHM=ring", "read the memory of all others"),
+            (self.verify, "FTCOMM_VERIFY=1", "do not compare results yet"),
+        ):
+            if wrong:
+                raise SettingsError(
+                    f"{setting} with FTCOMM_ENGINE={name}, whose kernels run whole ops and {why}; unset "
+                    f"{setting.partition('=')[0]}, or set FTCOMM_ENGINE={reducer} or host."
+                )
 
 
 def tls_files(env: Mapping[str, str]) -> tuple[str, str, str] | None:
@@ -166,7 +185,7 @@ def own(env: Mapping[str, str]) -> dict[str, Any]:
         timeouts=timeouts(env),
         init_timeout=_seconds(env, "FTCOMM_INIT_TIMEOUT", 120.0),
         verify=_flag(env, "FTCOMM_VERIFY"),
-        engine=env.get("FTCOMM_ENGINE", "host"),
+        engine=env.get("FTCOMM_ENGINE", "auto"),
         max_sms=_int(env, "FTCOMM_SMS") if "FTCOMM_SMS" in env else None,
         staging=env.get("FTCOMM_STAGING", "auto"),
         algorithm=env.get("FTCOMM_ALGORITHM", "auto"),

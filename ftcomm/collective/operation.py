@@ -11,13 +11,13 @@ import numpy as np
 
 from ftcomm.collective.buffer_pool import Bytes, acquire, release
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
-from ftcomm.collective.compression import COMPRESSIONS, FP8, unsupported_compression, widest
+from ftcomm.collective.compression import COMPRESSIONS, unsupported_compression, widest
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, all_reduce, resume_tasks
 from ftcomm.collective.schedule import Batch, Schedule, explained
 from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
-from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported, unsupported_on_host
+from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported_on_host
 from ftcomm.transport.segment import CHUNK
 
 # The byte of the reduction: its number in 5 bits, the compression in 2, and
@@ -41,19 +41,17 @@ class Operation:
     off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
     `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
     same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
-    is atomic by itself and keeps none. `on_device`: `array` is any flat array of a device, which checks it and keeps
-    such copies itself. `compression` is the form in which elements cross, see `ftcomm.collective.compression`.
+    is atomic by itself and keeps none. `compression` is the form in which elements cross, see
+    `ftcomm.collective.compression`.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
 
-    max_sms: int | None = None  # programs that may run it at once, where a kernel does; None: as many as pay
     number = -1  # its place among the ops of the group; given at submission
     # Compared between members beside the call, in the upper bits of the word of the number: see `stamp_of`. The lag
     # makes a training step of it for the error, see `ftcomm.group.Group._lag`.
     stamp = UNKNOWN
     lag = 0
-    template = -1  # by which a device names its launch, see ftcomm.device.graphs
     done = False
     atomic = False
     compression = COMPRESSIONS[0]
@@ -78,28 +76,23 @@ class Operation:
         chunk: int = CHUNK,
         *,
         atomic: bool = False,
-        on_device: bool = False,
         compression: str = COMPRESSIONS[0],
     ) -> None:
-        call, itemsize, width = call_of(dtype, op, compression)
-        if on_device:
-            if reason := unsupported(dtype, op):
-                raise ArgumentError(
-                    f"hosts can do this, kernels that run whole ops (FTCOMM_TRANSPORT=shm) cannot: {reason}"
-                )
-            if compression == FP8:
-                raise ArgumentError(
-                    "compression='fp8' is coded where the host drives: with FTCOMM_TRANSPORT=shm kernels run whole ops "
-                    "in the memory of one host, which carries elements as they are. Leave compression out, or set "
-                    "FTCOMM_TRANSPORT=tcp or FTCOMM_ENGINE=host on all ranks"
-                )
-        else:
-            flags = array.flags
-            if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != itemsize:
-                raise ArgumentError(
-                    f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape "
-                    f"{array.shape}, writable {flags.writeable}, contiguous {flags.forc}"
-                )
+        _, itemsize, width = call_of(dtype, op, compression)
+        flags = array.flags
+        if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != itemsize:
+            raise ArgumentError(
+                f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape "
+                f"{array.shape}, writable {flags.writeable}, contiguous {flags.forc}"
+            )
+        self._begin(array, dtype, op, compression, chunk // width, atomic)
+        if atomic and len(self.finals) > 1:
+            self._spare = acquire(array.nbytes)
+            self.kept = self._spare[: array.nbytes].view(array.dtype)
+
+    def _begin(self, array: Any, dtype: str, op: str, compression: str, elements: int, atomic: bool) -> None:
+        """`elements` are in each chunk but the last."""
+        call, itemsize, _ = call_of(dtype, op, compression)
         self.array = array
         self.dtype = dtype
         self.op = op
@@ -107,16 +100,13 @@ class Operation:
         self.itemsize = itemsize
         self.count = count = len(array)
         self.call = count << 16 | call  # compared between members
-        self.elements = elements = chunk // (itemsize if on_device else width)  # in each chunk but the last
+        self.elements = elements
         chunks = chunk_count(count, elements)
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] | tuple[Batch, ...] = all_reduce(chunks)
         if atomic:
             self.atomic = True
             self.call |= _ATOMIC
-            if chunks > 1 and not on_device:
-                self._spare = acquire(array.nbytes)
-                self.kept = self._spare[: array.nbytes].view(array.dtype)
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
         self._latch = _thread.allocate_lock()
         self._latch.acquire()

@@ -215,16 +215,13 @@ def rank_environment(options: RunOptions, coordinator: str, token: str, job: str
     inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", "MASTER_ADDR", "MASTER_PORT")  # of another launcher around us
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     size = str(options.replicas * options.ranks_per_replica)
-    transport, engine = options.transport, {**environment, **options.env}.get("FTCOMM_ENGINE", "host")
-    if transport == "auto" and engine != "host" and options.hosts == "shared":
-        transport = "shm"  # as all are on this host, kernels of a device can run whole ops
     environment.update(
         FTCOMM_COORDINATOR=coordinator,
         FTCOMM_TOKEN=token,
         FTCOMM_JOB=job,
         FTCOMM_REPLICAS=str(options.replicas),
         FTCOMM_RANKS_PER_REPLICA=str(options.ranks_per_replica),
-        FTCOMM_TRANSPORT=transport,
+        FTCOMM_TRANSPORT=options.transport,
         FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
         FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),

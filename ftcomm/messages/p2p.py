@@ -151,7 +151,7 @@ class Messages:
     ) -> Any:
         """Send the array `x`, of any dtype, to rank `dst`, which receives as many elements of the same dtype.
 
-        copy_engine: leave it to the copy engines of a GPU, if FTCOMM_ENGINE is that of one, `x` is a contiguous torch
+        copy_engine: leave it to the copy engines of a GPU, with FTCOMM_ENGINE=gpu-kernel, if `x` is a contiguous torch
         tensor in its memory or in pinned memory, and of more than 64 KB. Else, as without it, it goes through memory of
         the host, which takes no multiprocessor either. The receiver need not say the same.
 

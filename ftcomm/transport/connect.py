@@ -96,7 +96,7 @@ def connect(
         if mode == "shm":
             raise TransportError(
                 f"replica {replica} cannot be reached through shared memory: {reason}. Run the replicas on one host "
-                "and in one container, or set FTCOMM_TRANSPORT=auto."
+                "and in one container, or set FTCOMM_TRANSPORT=auto, and if FTCOMM_ENGINE is gpu-kernel gpu-reduce."
             )
         log.debug("replica %d is not reachable through shared memory: %s", replica, reason)
     fields: Fields = {"replica": me, "epoch": epoch, "nonce": here.nonce}

@@ -5,8 +5,8 @@
     STAGED bytes          region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes          region REDUCED: the owner's shard of a reduced chunk
 
-That is the layout of the host's engine. Other engines have another one (ftcomm.device.layout), with the same header and
-lives; the first word tells them apart.
+That is the layout of ops that the host drives. A kernel that runs ops has another (`ftcomm.engines.gpu_kernel.layout`),
+with the same header and lives; the first word tells them apart.
 
 Every byte has exactly one writer, the owner: others map it read-only, and the kernel refuses them anything else. So a
 member that was expelled, however confused, has nothing of others to write to. The segment is a memfd: it has no name,

@@ -1,10 +1,10 @@
-"""For all GPU tests: what `ftcomm.device.probe` asks of CUDA, before any test creates the context."""
+"""For all GPU tests: what `ftcomm.engines.gpu.probe` asks of CUDA, before any test creates the context."""
 
 from __future__ import annotations
 
 import os
 
-from ftcomm.device.probe import ENVIRONMENT
+from ftcomm.engines.gpu.probe import ENVIRONMENT
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -17,11 +17,11 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @contextlib.contextmanager
 def ranks_on_gpu(count: int, staging: str = "device") -> Iterator[Ranks]:
     """Members of one view, and in it. Whatever still runs is ended behind it."""
-    from ftcomm.device.probe import require_cuda
+    from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
-    from ftcomm.device.cuda import CudaDevice
-    from ftcomm.device.layout import CUDA
+    from ftcomm.engines.gpu_kernel.cuda import CudaDevice
+    from ftcomm.engines.gpu_kernel.layout import CUDA
 
     ranks = Ranks(count, CUDA, functools.partial(CudaDevice, staging=staging), deadline=ON_GPU)
     try:

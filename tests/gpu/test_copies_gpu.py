@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ftcomm.bench.gpu_ranks import Ranks
-from ftcomm.device.copies import CHUNK
+from ftcomm.engines.gpu_kernel.copies import CHUNK
 from ftcomm.kernels.device.words import ABORTED, OK
 
 from .rig import gpu, ranks_on_gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ftcomm.arrays import Staged
-from ftcomm.device.arrays import stage_device
+from ftcomm.engines.gpu_kernel.arrays import stage_device
 from ftcomm.errors import ArgumentError
 
 from .rig import gpu

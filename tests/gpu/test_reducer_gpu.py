@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.device.reducer import DeviceReducer
+from ftcomm.engines.gpu_reduce.reducer import DeviceReducer
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
 
@@ -23,10 +23,10 @@ PAIRS = [(dtype, op) for dtype in DTYPES for op in OPS if unsupported(dtype, op)
 
 @pytest.fixture(scope="module")
 def reducer() -> Iterator[DeviceReducer]:
-    from ftcomm.device.probe import require_cuda
+    from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
-    from ftcomm.device.mapped import MappedPlace
+    from ftcomm.engines.gpu_reduce.mapped import MappedPlace
 
     made = DeviceReducer(MappedPlace())
     yield made

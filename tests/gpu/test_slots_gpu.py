@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ftcomm.bench.gpu_ranks import Ranks
-from ftcomm.device.copies import CHUNK
+from ftcomm.engines.gpu_kernel.copies import CHUNK
 from ftcomm.errors import ArgumentError
 from ftcomm.messages.p2p import Messages
 from ftcomm.messages.post import Post
@@ -31,7 +31,7 @@ class Member(Messages):
     """Rank `me` of `ranks`, which dial each other."""
 
     def __init__(self, me: int, ranks: Ranks, members: list[Member]) -> None:
-        from ftcomm.device.slots import DeviceSlots
+        from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 
         self._me, self.roster, self.members = me, tuple(range(len(ranks.devices))), members
         self.slots = DeviceSlots(ranks.devices[me], ranks.segments[me].nonce)

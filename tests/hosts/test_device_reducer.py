@@ -38,7 +38,7 @@ def test_who_is_killed_and_who_is_cut_off(tmp_path: Path, cables: Network) -> No
     """Equal bytes on the survivors, which lose no step, and every collective goes on; the killed one comes back, and is
     cut off then."""
     settings = dict(elements=ELEMENTS, steps=ENDLESS, heartbeat_timeout=5.0, op_timeout=30.0)
-    with HostJob(tmp_path, cables, body=mixed, engine="interpret", **settings) as job:
+    with HostJob(tmp_path, cables, body=mixed, engine="interpreter-reduce", **settings) as job:
         job.wait_contributing({0, 1, 2})
         watch = Watch(job)
         watch.goes_on({0, 1, 2})

@@ -27,7 +27,7 @@ from ftcomm.kernels.epochs import COUNTER, COUNTS
 from tests.orphans import end_with_pytest
 
 if INTERPRETED:
-    import ftcomm.device.interpret  # noqa: F401  it makes the interpreter three times as fast
+    import ftcomm.engines.gpu_kernel.interpreted  # noqa: F401  it makes the interpreter three times as fast
 
 LANES, CHUNK, ONE_SHOT = 4, 1024, 4096
 THREADS = 128

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.device.reducer import DeviceReducer
+from ftcomm.engines.gpu_reduce.reducer import DeviceReducer
 from ftcomm.kernels.check import Span
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, HOST_DTYPES, OPS, unsupported
@@ -17,7 +17,7 @@ from ftcomm.kernels.host.reduce import Reducer, operand
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
 
-from ftcomm.device.interpreter import InterpretedPlace
+from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
 
 pytestmark = [
     pytest.mark.protocol,

@@ -182,8 +182,6 @@ class Member:
 class Caller(Calls):
     """The calls of a group."""
 
-    _device = None
-
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
         self._me, self.roster, self._exchange = member.replica, roster, member.exchange
 

@@ -1,4 +1,4 @@
-"""What happens inside the all-reduce kernel, for tests that stop a rank there: FTCOMM_ENGINE=interpret.
+"""What happens inside the all-reduce kernel, for tests that stop a rank there: FTCOMM_ENGINE=interpreter-kernel.
 
 Under the interpreter a kernel is Python, and finds the functions that it calls among the globals of its module.
 """
@@ -60,7 +60,7 @@ def within_copies(hook: Callable[[str], None]) -> None:
 
 
 def _device() -> Any:
-    return ftcomm.default_group()._device
+    return ftcomm.default_group()._engine.device
 
 
 def _number(value: Any) -> int:

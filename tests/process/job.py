@@ -35,8 +35,8 @@ from tests.ports import free_port
 
 TOKEN = "token-of-the-test"
 ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs of this session have
-MOST = {"interpret": 50_000}.get(ENGINE, 1 << 30)  # elements: a chunk takes the interpreter as long as 4 MB the host
-SLOWER = {"interpret": 10}.get(ENGINE, 1)  # roughly, so that tests end within their times
+MOST = 1 << 30 if ENGINE == "host" else 50_000  # elements: a chunk takes the interpreter as long as 4 MB the host
+SLOWER = 1 if ENGINE == "host" else 10  # roughly, so that tests end within their times
 DEADLINE = 60.0  # s for anything that a test waits for
 SILENCE = 5.0  # s, the heartbeat timeout where a test waits for it: so long that on a busy machine nobody else is lost
 STALL: dict[str, float] = {  # where a test waits for a stall, as which a stopped process is removed
@@ -122,7 +122,7 @@ class Job:
         replicas: int,
         body: Body,
         ranks: int = 1,
-        transport: str = "auto" if ENGINE == "host" else "shm",  # with shm kernels run whole ops, else they reduce
+        transport: str = "auto",
         heartbeat_timeout: float = 10.0,  # no test waits for it; long, so that a slow machine loses nobody
         op_timeout: float = 60.0,
         op_floor: float | None = None,
@@ -133,8 +133,11 @@ class Job:
         **arguments: Any,
     ) -> None:
         """`arguments` are handed to the body, with the folder as `marks`; one named `prepare` is called with the
-        settings and them before a rank joins. Skips the test if the engine cannot do what it asks for."""
-        if verify and transport == "shm":
+        settings and them before a rank joins. Skips the test if the engine cannot do what it asks for; over a
+        transport where kernels cannot run whole ops, those of the session reduce."""
+        if transport not in ("auto", "shm"):
+            engine = engine.replace("-kernel", "-reduce")
+        if verify and engine.endswith("-kernel"):
             only_on_host("FTCOMM_VERIFY=1", engine)
         self.folder, self.replicas, self.ranks = folder, replicas, ranks
         if "elements" in arguments:

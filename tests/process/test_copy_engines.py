@@ -29,7 +29,7 @@ PIECES = 4
 
 
 def job(folder: Path, replicas: int, body: Any, **arguments: Any) -> Job:
-    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", steps=ENDLESS, **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpreter-kernel", steps=ENDLESS, **arguments)
 
 
 def part(step: int, replica: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def gather_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
 
 
 def _die_at(count: int) -> None:
-    from ftcomm.device import copies
+    from ftcomm.engines.gpu_kernel import copies
 
     left, say = count, copies.Copies._raise
 
@@ -92,19 +92,19 @@ def _count_not(group: ftcomm.Group) -> None:
 
 def _differ_about_the_epoch(group: ftcomm.Group) -> None:
     """In step 2, when the copies are whole on all, replica 1 dies, and 0 has said that they are before 2 looks."""
-    from ftcomm.device import gather
+    from ftcomm.engines.gpu_kernel import gather
 
     lost, calls = gather._lost, 0
 
-    def watched(calling: Any, roster: Any, epoch: int | None) -> Any:
+    def watched(calling: Any, exchange: Any, roster: Any, epoch: int | None) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3 and group.replica == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + 30
-        while calls == 3 and group.replica == 2 and group._exchange.view.epoch == epoch and time.monotonic() < end:
+        while calls == 3 and group.replica == 2 and exchange.view.epoch == epoch and time.monotonic() < end:
             time.sleep(0.001)
-        return lost(calling, roster, epoch)
+        return lost(calling, exchange, roster, epoch)
 
     gather._lost = watched
 

@@ -26,7 +26,7 @@ from ftcomm.arrays import stage
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
-from ftcomm.settings import Settings
+from ftcomm.settings import INTERPRETERS, Settings
 
 from . import inside, torn
 from .bodies import reduce_forever
@@ -46,7 +46,7 @@ TWO_SHOT = 50_000  # four chunks, reduced in shards
 
 def job(folder: Path, replicas: int, body: Any = reduce_forever, **arguments: Any) -> Job:
     arguments.setdefault("steps", ENDLESS)
-    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpreter-kernel", **arguments)
 
 
 def finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, Any]]]:
@@ -141,7 +141,7 @@ def call_ahead(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
 
 def look_seldom(settings: Settings, arguments: dict[str, Any]) -> None:
     """The monitor is later than the kernels, which then have to wait for it where they must."""
-    from ftcomm.device import monitor
+    from ftcomm.engines.gpu_kernel import monitor
 
     monitor._LOOK = 1.0
 
@@ -319,23 +319,25 @@ def test_a_kernel_that_waits_ends_when_the_engine_does(tmp_path: Path) -> None:
         assert ended["sum"] == 3.0
 
 
-def open_without_variable(first: str, transport: str) -> subprocess.CompletedProcess[str]:
-    settings = f"coordinator='', token='', replica=0, replicas=1, engine='interpret', transport='{transport}'"
-    code = f"import {first}; from ftcomm.device.choose import open_engine, Settings; open_engine(Settings({settings}))"
+def open_without_variable(first: str, engine: str) -> subprocess.CompletedProcess[str]:
+    settings = f"coordinator='', token='', replica=0, replicas=1, engine='{engine}'"
+    code = (
+        f"import {first}; from ftcomm.engines.registry import open_engine, Settings; open_engine(Settings({settings}))"
+    )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize("transport", ["shm", "auto"])
-def test_nothing_but_the_engine_decides_that_kernels_are_interpreted(transport: str) -> None:
-    ended = open_without_variable("ftcomm.group", transport)
+@pytest.mark.parametrize("engine", INTERPRETERS)
+def test_nothing_but_the_engine_decides_that_kernels_are_interpreted(engine: str) -> None:
+    ended = open_without_variable("ftcomm.group", engine)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("transport", ["shm", "auto"])
-def test_triton_that_was_imported_to_compile_cannot_interpret(transport: str) -> None:
-    ended = open_without_variable("triton.language", transport)
-    assert "SettingsError: FTCOMM_ENGINE=interpret comes too late" in ended.stderr
+@pytest.mark.parametrize("engine", INTERPRETERS)
+def test_triton_that_was_imported_to_compile_cannot_interpret(engine: str) -> None:
+    ended = open_without_variable("triton.language", engine)
+    assert "SettingsError: FTCOMM_ENGINE=interpreter-... comes too late" in ended.stderr
     assert "Set TRITON_INTERPRET=1 in the environment" in ended.stderr
 
 
@@ -350,7 +352,7 @@ def test_members_with_other_engines_say_so(tmp_path: Path) -> None:
     with job(tmp_path, 2, elements=ONE_SHOT, prepare=be_another) as running:
         assert running.join(1) == [1]
         running.wait_event("view without 1", lambda events: _newest(events) == [0])
-    for replica, (there, here) in enumerate((("host", "interpret"), ("interpret", "host"))):
+    for replica, (there, here) in enumerate((("host", "interpreter-kernel"), ("interpreter-kernel", "host"))):
         line = (tmp_path / f"log-{replica}").read_text().partition("\n")[0]
         assert line.startswith(f"replica {replica} rank 0: replica {1 - replica} cannot take part: its staging is")
         assert f"is that of engine {there}, " in line

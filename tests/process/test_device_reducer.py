@@ -34,7 +34,7 @@ ROUTED = 80_001  # by two levels, if some share hosts; around the ring, if there
 
 
 def job(folder: Path, replicas: int, body: Any, transport: str = "tcp", **arguments: Any) -> Job:
-    return Job(folder, replicas=replicas, body=body, engine="interpret", transport=transport, **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpreter-reduce", transport=transport, **arguments)
 
 
 def apart(settings: Settings) -> None:
@@ -54,7 +54,7 @@ def apart(settings: Settings) -> None:
 def count_kernels(settings: Settings, arguments: dict[str, Any]) -> None:
     """Of which dtypes kernels of this rank reduce something, in `names`, ops of how many bytes are `routed`, and how
     many memories are `mapped` for kernels."""
-    from ftcomm.device.interpreter import InterpretedPlace
+    from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
 
     real, by_route = InterpretedPlace.reduce, algorithms.by_route
     arguments["names"], arguments["routed"] = set(), set()
@@ -160,12 +160,12 @@ def test_who_reduces_otherwise_is_told_so(tmp_path: Path) -> None:
     with job(tmp_path, 3, reduce_forever, elements=10, steps=ENDLESS, prepare=reduce_by_host) as running:
         assert running.join(1) == [1]
         [(_, _, text)] = running.errors()
-    assert "is that of engine interpret, driven by hosts, " in text, text
+    assert "is that of engine interpreter-reduce, " in text, text
     assert "Set FTCOMM_ENGINE, FTCOMM_TRANSPORT and FTCOMM_DATA to the same on all ranks" in text
 
 
 def raise_in_a_kernel(settings: Settings, arguments: dict[str, Any]) -> None:
-    from ftcomm.device.interpreter import InterpretedPlace
+    from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
 
     if settings.replica == 1:
         InterpretedPlace.reduce = broken  # type: ignore[method-assign]

@@ -35,14 +35,14 @@ ELEMENTS = 50_000  # of float32: four chunks, a lane each, reduced in shards
 
 
 def job(folder: Path, replicas: int, body: Any, **arguments: Any) -> Job:
-    return Job(folder, replicas=replicas, body=body, engine="interpret", transport="shm", steps=ENDLESS, **arguments)
+    return Job(folder, replicas=replicas, body=body, engine="interpreter-kernel", steps=ENDLESS, **arguments)
 
 
 class Replayed:
     """Two captured ops, one of them atomic, and one that is called behind them: what they made of 2**replica."""
 
     def __init__(self, group: ftcomm.Group) -> None:
-        self.group, self.device = group, group._device
+        self.group, self.device = group, group._engine.device
         self.arrays = [np.empty(n, np.float32) for n in (ELEMENTS, ELEMENTS, 3000)]
         with self.device.capture() as self.graph:
             for array, atomic in zip(self.arrays, (False, True), strict=False):
@@ -72,7 +72,7 @@ class Replayed:
 
 def in_graph(group: ftcomm.Group) -> bool:
     """Whether the op that runs here is one of a graph."""
-    from ftcomm.device.graphs import captured
+    from ftcomm.engines.gpu_kernel.graphs import captured
 
     running = group._exchange._running()  # type: ignore[union-attr]
     return running is not None and captured(running.template)
@@ -178,7 +178,7 @@ def test_the_one_that_stands_still_in_a_replay_is_removed(tmp_path: Path) -> Non
 def replay_others(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """The graph of replica 2 has another op; those of the others, then nobody, raise what came of it."""
     array = np.ones(100, np.float32)
-    with group._device.capture() as graph:  # type: ignore[union-attr]
+    with group._engine.device.capture() as graph:  # type: ignore[union-attr]
         group.allreduce(array, "max" if group.replica == 2 else "sum")
     for number in range(3):
         graph.replay()

@@ -63,7 +63,7 @@ _used: set[int] = set()  # pairs of slots of this rank through which something w
 
 
 def _watch() -> None:
-    from ftcomm.device import slots
+    from ftcomm.engines.gpu_kernel import slots
 
     put = slots.DeviceSlots.put
 
@@ -75,7 +75,7 @@ def _watch() -> None:
 
 
 def _die_in(what: str) -> None:
-    from ftcomm.device import slots
+    from ftcomm.engines.gpu_kernel import slots
 
     left, copy = 15, getattr(slots.DeviceSlots, what)
 
@@ -93,7 +93,7 @@ def _die_in(what: str) -> None:
 def test_the_others_go_on_when_one_dies_in_a_copy(tmp_path: Path, what: str) -> None:
     """Its messages fail; those between the others do not, in that step and later."""
     body: Any = exchange_forever
-    with Job(tmp_path, replicas=3, body=body, engine="interpret", transport="shm", steps=ENDLESS, what=what) as running:
+    with Job(tmp_path, replicas=3, body=body, engine="interpreter-kernel", steps=ENDLESS, what=what) as running:
 
         def steps(replica: int) -> list[dict[str, Any]]:
             return [note for who, _, note in running.notes() if who == replica and note["kind"] == "step"]

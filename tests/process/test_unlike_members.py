@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftcomm.device import choose
+from ftcomm.engines import host
 from ftcomm.settings import Settings
 from ftcomm.transport.segment import HOST
 from ftcomm.tuning_file import load
@@ -28,7 +28,7 @@ def other_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
 def other_layout(settings: Settings, arguments: dict[str, Any]) -> None:
     if settings.replica == 1:
-        choose.HOST = OTHER
+        host.HOST = OTHER
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

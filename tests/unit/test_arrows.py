@@ -21,7 +21,7 @@ FLOORS = (
     "credentials",
     "transport address",
     "collective ending messages p2p router turn",
-    "device gpu engine",
+    "engines engine",
     "calls",
     "communicator",
     "fixed membership",

@@ -247,7 +247,9 @@ def test_transports_and_blocks_are_contestants_of_their_own() -> None:
         ("gloo", "tcp", "gloo"),
     ]
     sms = Request([64], [2], device="cuda", sms=(2, 4)).contestants()
-    assert [dict(who.env) for who in sms[1:]] == [{"FTCOMM_ENGINE": "cuda", "FTCOMM_SMS": n} for n in ("2", "4")]
+    assert [dict(who.env) for who in sms[1:]] == [{"FTCOMM_ENGINE": "gpu-kernel", "FTCOMM_SMS": n} for n in ("2", "4")]
+    over_tcp = Request([64], [2], device="cuda", transports=("tcp",)).contestants()
+    assert dict(over_tcp[1].env) == {"FTCOMM_ENGINE": "gpu-reduce"}
     assert sms[0].env == sms[1].env  # the bound runs in the same processes
     assert isinstance(sms[0], Contestant)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.device.blocks import programs, room, wanted
+from ftcomm.engines.gpu_kernel.blocks import programs, room, wanted
 
 SIZES = st.integers(0, 1 << 40)
 LANES = st.integers(0, 128)

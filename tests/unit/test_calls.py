@@ -25,7 +25,6 @@ COUNTS = (0, 1, 1000, 300_001)  # of float32: nothing, a part, parts of a slot, 
 
 
 class Caller(Calls):
-    _device = None
     stamp, lag = UNKNOWN, 0
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.device.copies import (
+from ftcomm.engines.gpu_kernel.copies import (
     AHEAD,
     ALL,
     CHANNELS,

@@ -1,4 +1,4 @@
-"""What one is told where FTCOMM_ENGINE=cuda cannot work, and the pure parts of the CUDA device."""
+"""What one is told where FTCOMM_ENGINE=gpu-reduce and gpu-kernel cannot work, and the pure parts of the CUDA device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.device.layout import EXPORT_WORDS
-from ftcomm.device.probe import _driver, _extra, connections, require_cuda
+from ftcomm.engines.gpu.probe import _driver, _extra, connections, require_cuda
+from ftcomm.engines.gpu_kernel.layout import EXPORT_WORDS
 from ftcomm.errors import InitError, TransportError
 from ftcomm.kernels.device import words as w
 
 pytest.importorskip("cupy")  # an optional dependency; it imports without a driver
-from ftcomm.device import memory
-from ftcomm.device.memory import Export, Shared, staging_place
+from ftcomm.engines.gpu_kernel import memory
+from ftcomm.engines.gpu_kernel.memory import Export, Shared, staging_place
 
 no_driver = pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a driver")
 
@@ -54,14 +54,12 @@ def test_no_driver() -> None:
 
 @pytest.mark.parametrize("missing", ["cupy"])
 def test_not_installed(missing: str) -> None:
-    script = (
-        f"import sys; sys.modules[{missing!r}] = None; from ftcomm.device.probe import require_cuda; require_cuda()"
-    )
+    script = f"import sys; sys.modules[{missing!r}] = None; import ftcomm.engines.gpu.probe as p; p.require_cuda()"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
     last = ran.stderr.strip().splitlines()[-1]
     assert ran.returncode == 1
     assert last.startswith(
-        "ftcomm.errors.InitError: FTCOMM_ENGINE=cuda needs CuPy, which is not installed: pip install"
+        "ftcomm.errors.InitError: FTCOMM_ENGINE=gpu-... needs CuPy, which is not installed: pip install"
     )
     assert "ftcomm[cuda12]" in last or "ftcomm[cuda13]" in last
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ftcomm.arrays import DTYPES, Staged
-from ftcomm.device.arrays import stage_device
+from ftcomm.engines.gpu_kernel.arrays import stage_device
 from ftcomm.errors import ArgumentError
 
 CPU = torch.device("cpu")

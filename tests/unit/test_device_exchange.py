@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import FailedOp, Progress
-from ftcomm.device.copies import Copies
-from ftcomm.device.device import Launch
-from ftcomm.device.exchange import DeviceExchange
-from ftcomm.device.launch import lane_word
-from ftcomm.device.layout import INTERPRETED
+from ftcomm.engines.gpu_kernel.copies import Copies
+from ftcomm.engines.gpu_kernel.device import Launch
+from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
+from ftcomm.engines.gpu_kernel.launch import lane_word
+from ftcomm.engines.gpu_kernel.layout import INTERPRETED
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.device import INTERPRETED as INTERPRETING
 from ftcomm.kernels.device import allreduce, words
@@ -26,7 +26,7 @@ from ftcomm.transport.segment import Segment
 if not INTERPRETING:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
 
-from ftcomm.device.interpret import InterpretDevice
+from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
 
 LANE_WORDS = [lane_word(lane, word) for lane in range(INTERPRETED.lanes) for word in range(3)]
 
@@ -115,8 +115,8 @@ class Member:
     def resume(self, epoch: int, progress: Progress) -> None:
         self.exchange.resume(GroupView(epoch, 0, (0,), frozenset((0,))), {}, {0: progress})
 
-    def submit(self, value: float = 1.0, **how: bool) -> Operation:
-        op = Operation(np.full(100, value), "float64", "sum", INTERPRETED.chunk, on_device=True, **how)
+    def submit(self, value: float = 1.0, **how: bool) -> KernelOperation:
+        op = KernelOperation(np.full(100, value), "float64", "sum", INTERPRETED.chunk, **how)
         self.exchange.submit(op)
         return op
 
@@ -236,7 +236,7 @@ def until(what: str, condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def capture(member: Member, device: Played, **how: bool) -> Operation:
+def capture(member: Member, device: Played, **how: bool) -> KernelOperation:
     device.into_graph = True
     op = member.submit(**how)
     assert member.exchange.wait(op)

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, Task, all_reduce
-from ftcomm.device.device import Reached
-from ftcomm.device.launch import account, lane_word, missing, task_words, view_words
-from ftcomm.device.layout import INTERPRETED
+from ftcomm.engines.gpu_kernel.device import Reached
+from ftcomm.engines.gpu_kernel.launch import account, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.layout import INTERPRETED
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
 from ftcomm.kernels.epochs import COUNTER
 
@@ -29,8 +29,8 @@ def lanes(epoch: int, *counters: tuple[int, int, int]) -> memoryview:
     return memoryview(memory)
 
 
-def an_op(chunks: int) -> Operation:
-    return Operation(np.zeros(16 * chunks, np.float32), "float32", "sum", LAYOUT.chunk)
+def an_op(chunks: int) -> KernelOperation:
+    return KernelOperation(np.zeros(16 * chunks, np.float32), "float32", "sum", LAYOUT.chunk)
 
 
 def test_the_first_tasks_of_each_lane_are_final() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftcomm.device import driver
+from ftcomm.engines.gpu import driver
 
 _NOT_READY, _ILLEGAL_ADDRESS = 600, 700
 

@@ -14,8 +14,8 @@ from ftcomm.errors import InitError
 ONE_RANK = """
 import numpy as np
 from ftcomm.bench.gpu_ranks import Ranks
-from ftcomm.device.interpret import InterpretDevice
-from ftcomm.device.layout import INTERPRETED
+from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
+from ftcomm.engines.gpu_kernel.layout import INTERPRETED
 from ftcomm.kernels.device import words as w
 
 ranks = Ranks(1, INTERPRETED, InterpretDevice)

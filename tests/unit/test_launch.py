@@ -303,24 +303,13 @@ def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
     RunOptions(replicas=1, script=str(tmp_path)).check()
 
 
-@pytest.mark.parametrize(
-    ("engine", "changes", "transport"),
-    [
-        ("cuda", {}, "shm"),
-        ("cuda", {"transport": "tcp"}, "tcp"),
-        ("cuda", {"hosts": "netns"}, "auto"),
-        ("host", {}, "auto"),
-        (None, {}, "auto"),
-        ("host", {"env": {"FTCOMM_ENGINE": "interpret"}}, "shm"),
-    ],
-)
-def test_replicas_of_one_host_have_kernels_that_run_whole_ops(
-    monkeypatch: pytest.MonkeyPatch, engine: str | None, changes: dict[str, Any], transport: str
-) -> None:
+@pytest.mark.parametrize("engine", ["host", "gpu-kernel", None])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_the_engine_changes_no_transport(monkeypatch: pytest.MonkeyPatch, engine: str | None, transport: str) -> None:
     monkeypatch.delenv("FTCOMM_ENGINE", raising=False)
     if engine is not None:
         monkeypatch.setenv("FTCOMM_ENGINE", engine)
-    options = RunOptions(replicas=2, script="train.py", **changes)
+    options = RunOptions(replicas=2, script="train.py", transport=transport)
     assert rank_environment(options, "127.0.0.1:1", "token", "job")["FTCOMM_TRANSPORT"] == transport
 
 

@@ -50,8 +50,8 @@ def test_everything() -> None:
         ({"FTCOMM_COORDINATOR": None}, "ftcomm run --replicas 4"),
         ({"FTCOMM_ALGORITHM": "tree"}, "FTCOMM_ALGORITHM='tree'; expected one of auto, direct, ring"),
         (
-            {"FTCOMM_ALGORITHM": "ring", "FTCOMM_ENGINE": "interpret", "FTCOMM_TRANSPORT": "shm"},
-            "FTCOMM_ENGINE=interpret and FTCOMM_TRANSPORT=shm, with which kernels read",
+            {"FTCOMM_ALGORITHM": "ring", "FTCOMM_ENGINE": "gpu-kernel"},
+            "FTCOMM_ALGORITHM=ring with FTCOMM_ENGINE=gpu-kernel, whose kernels run whole ops and read",
         ),
         ({"FTCOMM_RACK": "r" * 257}, "FTCOMM_RACK has 257 characters, at most 256"),
         ({"FTCOMM_COORDINATOR": "nowhere"}, "FTCOMM_COORDINATOR='nowhere'; expected host:port"),
@@ -63,10 +63,24 @@ def test_everything() -> None:
         ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
         ({"FTCOMM_REPLICAS": "0"}, "at least one replica"),
         ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
-        ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of host, interpret, cuda"),
+        ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of auto, host, gpu-reduce, gpu-kernel"),
+        ({"FTCOMM_ENGINE": "cuda"}, "set FTCOMM_ENGINE=gpu-kernel for kernels that run whole ops on one host"),
+        ({"FTCOMM_ENGINE": "interpret"}, "else FTCOMM_ENGINE=interpreter-reduce"),
         (
-            {"FTCOMM_ENGINE": "interpret", "FTCOMM_VERIFY": "1", "FTCOMM_TRANSPORT": "shm"},
-            "do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_TRANSPORT=tcp",
+            {"FTCOMM_ENGINE": "interpreter-kernel", "FTCOMM_VERIFY": "1"},
+            "do not compare results yet; unset FTCOMM_VERIFY, or set FTCOMM_ENGINE=interpreter-reduce or host",
+        ),
+        *(
+            (
+                {"FTCOMM_ENGINE": "gpu-kernel", "FTCOMM_TRANSPORT": transport},
+                f"FTCOMM_TRANSPORT={transport} with FTCOMM_ENGINE=gpu-kernel, whose kernels run whole ops and need",
+            )
+            for transport in ("tcp", "nixl")
+        ),
+        ({"FTCOMM_STAGING": "host"}, "unset it, or set FTCOMM_ENGINE=gpu-kernel"),
+        (
+            {"FTCOMM_STAGING": "host", "FTCOMM_ENGINE": "gpu-reduce"},
+            "FTCOMM_STAGING=host with FTCOMM_ENGINE=gpu-reduce",
         ),
         ({"FTCOMM_DATA": "rot13"}, "FTCOMM_DATA='rot13'; expected one of none, mac, aes-gcm"),
         ({"FTCOMM_DATA": "mac", "FTCOMM_TRANSPORT": "nixl"}, "set FTCOMM_TRANSPORT=tcp, or unset FTCOMM_DATA"),

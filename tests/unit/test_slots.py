@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.device.layout import INTERPRETED as LAYOUT
-from ftcomm.device.slots import DeviceSlots
+from ftcomm.engines.gpu_kernel.layout import INTERPRETED as LAYOUT
+from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.messages import parcels
@@ -30,7 +30,7 @@ from tests.unit.test_post import expire
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
 
-from ftcomm.device.interpret import InterpretDevice
+from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
 
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
 

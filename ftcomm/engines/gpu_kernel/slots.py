@@ -1,8 +1,8 @@
 """The memory of a device through which messages go by copy engines: `send` and `recv` with `copy_engine=True`.
 
-The slots are those that channels of pairs have in the staging of the copies (`ftcomm.device.copies`), which a group
-does not use otherwise. They lie apart from the slots of the all-reduce, and have no words: what is in them is said on
-the connections of messages (`ftcomm.messages.slots`), which know nothing of epochs.
+The slots are those that channels of pairs have in the staging of the copies (`ftcomm.engines.gpu_kernel.copies`), which
+a group does not use otherwise. They lie apart from the slots of the all-reduce, and have no words: what is in them is
+said on the connections of messages (`ftcomm.messages.slots`), which know nothing of epochs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftcomm.device.copies import SLOTS, SLOTS_IN_ALL
-from ftcomm.device.device import Device
+from ftcomm.engines.gpu_kernel.copies import SLOTS, SLOTS_IN_ALL
+from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.dtypes import BYTES, CODES
 from ftcomm.messages.slots import Place

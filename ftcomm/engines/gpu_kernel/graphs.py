@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ftcomm.collective.operation import Operation
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device.words import CAPTURED
 
 
@@ -33,8 +33,8 @@ def captured(template: int) -> bool:
     return template >= CAPTURED
 
 
-def replay_of(op: Operation, chunk: int) -> Operation:
+def replay_of(op: KernelOperation, chunk: int) -> KernelOperation:
     """One replay of the captured `op`, to be numbered. `chunk` is that of the device."""
-    replay = Operation(op.array, op.dtype, op.op, chunk, atomic=op.atomic, on_device=True)
-    replay.max_sms, replay.template = op.max_sms, op.template
+    replay = KernelOperation(op.array, op.dtype, op.op, chunk, op.atomic, max_sms=op.max_sms)
+    replay.template = op.template
     return replay

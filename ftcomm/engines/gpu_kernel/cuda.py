@@ -37,13 +37,14 @@ from cupy.cuda import runtime
 from triton.errors import TritonError
 
 from ftcomm.arrays import Staged
-from ftcomm.device import copies
-from ftcomm.device.arrays import stage_device
-from ftcomm.device.blocks import programs, room
-from ftcomm.device.device import Launch, Reached
-from ftcomm.device.driver import event_ended, relaxed, stream_ended, until
-from ftcomm.device.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
-from ftcomm.device.memory import Export, Pinned, Shared, open_staging, staging_place, uuid_of, visible_peers
+from ftcomm.engines.gpu.driver import event_ended, relaxed, stream_ended, until
+from ftcomm.engines.gpu.pinned import Pinned
+from ftcomm.engines.gpu_kernel import copies
+from ftcomm.engines.gpu_kernel.arrays import stage_device
+from ftcomm.engines.gpu_kernel.blocks import programs, room
+from ftcomm.engines.gpu_kernel.device import Launch, Reached
+from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
+from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
@@ -96,10 +97,10 @@ class _Scratch(_Words):
 
 
 class CudaDevice:
-    """See `ftcomm.device.device.Device`. On the current GPU of PyTorch, which stays that of this rank.
+    """See `ftcomm.engines.gpu_kernel.device.Device`. On the current GPU of PyTorch, which stays that of this rank.
 
     `staging`: "device", "host", or "auto": on the device unless GPUs of this process cannot read each other's memory.
-    Raises `TransportError` if there is not enough memory. Call `ftcomm.device.probe.require_cuda` first.
+    Raises `TransportError` if there is not enough memory. Call `ftcomm.engines.gpu.probe.require_cuda` first.
     """
 
     layout = CUDA

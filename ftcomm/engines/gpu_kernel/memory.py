@@ -20,7 +20,6 @@ How another rank gets there stands in the words of the owner's segment, from EXP
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -32,11 +31,11 @@ import numpy as np
 from cupy.cuda import runtime
 
 from ftcomm.control.fork import apart, apart_memory
-from ftcomm.device.layout import EXPORT_WORDS
+from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED
+from ftcomm.engines.gpu_kernel.layout import EXPORT_WORDS
 from ftcomm.errors import TransportError
 
 _FORMAT = "<16sQQQQQQ16s64s"
-PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped; CuPy has no names for them
 _PEER_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 
 
@@ -84,19 +83,6 @@ def staging_place(setting: str, peers: Sequence[Sequence[bool]]) -> tuple[str, s
 def visible_peers() -> list[list[bool]]:
     gpus = range(runtime.getDeviceCount())
     return [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in gpus] for i in gpus]
-
-
-class Pinned:
-    """Page-locked host memory at one address for the host and for all GPUs; never freed before the process ends.
-
-    Freeing it waits for all that runs on the GPU, which may be waiting for us.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.address = runtime.hostAlloc(nbytes, runtime.hostAllocMapped | runtime.hostAllocPortable)
-        ctypes.memset(self.address, 0, nbytes)
-        self.buffer = memoryview((ctypes.c_uint8 * nbytes).from_address(self.address)).cast("B")
-        self.words = self.buffer[: nbytes // 8 * 8].cast("Q")
 
 
 class Shared:

@@ -1,4 +1,4 @@
-"""The engine of a shard group at one member, where a kernel runs the ops. Where the host drives them, be it that a
+"""The exchange of a group at one member, where a kernel runs the ops. Where the host drives them, be it that a
 device reduces: `ftcomm.collective.exchange`.
 
 Ops are launched when they are submitted, and run in that order on the op stream of the device, each followed by a gate.
@@ -11,7 +11,7 @@ What a view change does to them:
     resume    own words are raised to the epoch, the table of members is written, OPEN = epoch; what is left of the op
               is launched on the repair stream. Its gate has held the op stream all the while
 
-What is captured into a graph is launched when that is replayed: see `ftcomm.device.graphs`.
+What is captured into a graph is launched when that is replayed: see `ftcomm.engines.gpu_kernel.graphs`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.inflight import Resumed
-from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.roster import pass_boundary
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress, Roster
-from ftcomm.device.copies import Copies
-from ftcomm.device.graphs import captured
-from ftcomm.device.launch import account
-from ftcomm.device.monitor import Monitor
+from ftcomm.engines.gpu_kernel.copies import Copies
+from ftcomm.engines.gpu_kernel.graphs import captured
+from ftcomm.engines.gpu_kernel.launch import account
+from ftcomm.engines.gpu_kernel.monitor import Monitor
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
 from ftcomm.kernels.device.words import (
     BASE_OF,
@@ -57,7 +57,7 @@ class DeviceExchange(Monitor):
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
-    def submit(self, op: Operation) -> None:
+    def submit(self, op: KernelOperation) -> None:
         """Enqueue and launch, or capture. Does not block. If the engine has failed, `op.error` is set at once.
 
         Raises what an earlier op failed with whose caller did not wait for it.
@@ -93,7 +93,7 @@ class DeviceExchange(Monitor):
             self._fail(FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on"))
             raise
 
-    def _capture(self, op: Operation) -> None:
+    def _capture(self, op: KernelOperation) -> None:
         with self._launching:
             with self._mutex:
                 if self._error is not None:
@@ -114,13 +114,13 @@ class DeviceExchange(Monitor):
         if unheard is not None:
             raise unheard
 
-    def run(self, op: Operation) -> None:
+    def run(self, op: KernelOperation) -> None:
         """Enqueue, and return when the caller may use the array, as the device understands that: when `op.done`, or
         when its current stream waits for the op, or when the graph does into which it is captured."""
         self.submit(op)
         self.wait(op)
 
-    def wait(self, op: Operation, timeout: float | None = None) -> bool:
+    def wait(self, op: KernelOperation, timeout: float | None = None) -> bool:
         """Until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
         if op.done:
             return True

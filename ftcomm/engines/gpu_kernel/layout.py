@@ -9,7 +9,7 @@ A lane is an independent stream of chunk tasks, see ftcomm.kernels.device.allred
 
 from __future__ import annotations
 
-from ftcomm.device.copies import SLOTS_IN_ALL as COPY_SLOTS
+from ftcomm.engines.gpu_kernel.copies import SLOTS_IN_ALL as COPY_SLOTS
 from ftcomm.kernels.device.words import LANES_AT, LINE, SLOTS
 from ftcomm.transport.segment import Layout
 
@@ -37,5 +37,5 @@ def device_layout(kind: int, name: str, lanes: int, chunk: int, *, staged_here: 
     )
 
 
-INTERPRETED = device_layout(1, "interpret", 4, 64 << 10, staged_here=True)
-CUDA = device_layout(2, "cuda", 64, 256 << 10, staged_here=False)
+INTERPRETED = device_layout(1, "interpreter-kernel", 4, 64 << 10, staged_here=True)
+CUDA = device_layout(2, "gpu-kernel", 64, 256 << 10, staged_here=False)

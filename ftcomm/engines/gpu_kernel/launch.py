@@ -10,7 +10,7 @@ import triton.language as tl
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
-from ftcomm.device.device import Reached
+from ftcomm.engines.gpu_kernel.device import Reached
 from ftcomm.kernels.device import words
 from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS

@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ftcomm.collective.inflight import Inflight
-from ftcomm.collective.operation import Operation, mismatch
+from ftcomm.collective.operation import mismatch
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
 from ftcomm.collective.roster import RosterTracker
 from ftcomm.collective.watchdog import Due, Stall, Watchdog, gave_up, no_view
-from ftcomm.device.copies import Copies
-from ftcomm.device.device import Device, Launch, Reached
-from ftcomm.device.gather import detail_of
-from ftcomm.device.graphs import Running, captured, replay_of
-from ftcomm.device.launch import constants, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.copies import Copies
+from ftcomm.engines.gpu_kernel.device import Device, Launch, Reached
+from ftcomm.engines.gpu_kernel.gather import detail_of
+from ftcomm.engines.gpu_kernel.graphs import Running, captured, replay_of
+from ftcomm.engines.gpu_kernel.launch import constants, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.words import (
     BASE_OF,
@@ -90,8 +91,8 @@ class Monitor:
         self._rosters = RosterTracker()
         self._called = 0  # ops; the template of the next
         self._launched: dict[int, _Launched] = {}  # by template
-        self._captured: list[Operation] = []  # by template - CAPTURED
-        self._replay: Operation | None = None  # one that was broken off, first in flight until it has returned
+        self._captured: list[KernelOperation] = []  # by template - CAPTURED
+        self._replay: KernelOperation | None = None  # one that was broken off, first in flight until it has returned
         self._draining = False  # somebody waits for the end of replays
         self._copies: Copies | None = None  # of the last epoch in which there were any
         self._copying = False
@@ -104,7 +105,7 @@ class Monitor:
         self._since = 0.0  # when it was frozen, or began to end
         self._quiesced: list[Callable[[], None]] = []
         self._late = False  # ops wait to be launched by the monitor: at submission they had no number yet
-        self._repair: Operation | None = None  # to be launched by the monitor
+        self._repair: KernelOperation | None = None  # to be launched by the monitor
         self._repairing = False  # the monitor is at it
         self._dead = False  # a kernel has failed, and with it all that ran
         self._error: BaseException | None = None
@@ -136,11 +137,11 @@ class Monitor:
         running = Running(started - 1, ctl[TEMPLATE], ctl[BASE_OF])
         return running if ctl[RETURNED] < started else None
 
-    def _op(self, template: int) -> Operation | None:
+    def _op(self, template: int) -> KernelOperation | None:
         """The op in flight of that launch; None of a replay that was not broken off."""
         return next((op for op in self._flight.ops if op.template == template), None)
 
-    def _number(self) -> Operation | None:
+    def _number(self) -> KernelOperation | None:
         """Quiet: number what is in flight. The op that has begun and not returned is the first, a replay, too."""
         flight, running = self._flight, self._running()
         if running is not None and captured(running.template) and self._replay is None:
@@ -175,10 +176,10 @@ class Monitor:
             flight.return_first()
         self._forget()
 
-    def _has_returned(self, op: Operation) -> bool:
+    def _has_returned(self, op: KernelOperation) -> bool:
         return op.number < self._ctl[RETURNED] if op is self._replay else op.template < self._ctl[CALLED]
 
-    def _returned(self, op: Operation) -> None:
+    def _returned(self, op: KernelOperation) -> None:
         """It is in flight no more. What it failed with is for who waits for it, or else for the next who calls."""
         if isinstance(op.error, FtcommError) and (op is self._replay or op.template in self._trusted):
             self._unheard = op.error
@@ -354,7 +355,7 @@ class Monitor:
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, op: Operation, view: GroupView) -> None:
+    def _launch(self, op: KernelOperation, view: GroupView) -> None:
         """With `_launching`."""
         device = self._device
         kept = None
@@ -380,7 +381,7 @@ class Monitor:
                 self._launch(op, view)
             self._late = False
 
-    def _relaunch(self, op: Operation) -> None:
+    def _relaunch(self, op: KernelOperation) -> None:
         """What is left of an op that was broken off. By the monitor, in the epoch that `resume` has entered."""
         device, view = self._device, self._view
         launched = self._launched.get(op.template)

@@ -21,22 +21,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ftcomm.collective.operation import MOVES, Operation
+from ftcomm.collective.operation import MOVES
 from ftcomm.collective.schedule import KINDS
-from ftcomm.device.copies import Copies
-from ftcomm.device.slots import place
+from ftcomm.engines.gpu_kernel.copies import Copies
+from ftcomm.engines.gpu_kernel.device import Device
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
+from ftcomm.engines.gpu_kernel.slots import place
 from ftcomm.errors import ArgumentError, LostError
 from ftcomm.kernels.dtypes import BYTES, CODES
 from ftcomm.messages.slots import Place
 
 if TYPE_CHECKING:
     from ftcomm.calls import Calls
+    from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 
 
-def allgather(group: Calls, out: Any, x: Any) -> Any:
+def allgather(group: Calls, device: Device, exchange: DeviceExchange, out: Any, x: Any) -> None:
     """See `ftcomm.calls.Calls.allgather`. Blocks until all is there. One call at a time in a process."""
-    device, exchange, roster = group._device, group._exchange, group.roster
-    assert device is not None
+    roster = group.roster
     if device.capturing():
         raise ArgumentError("allgather(copy_engine=True) cannot be captured: the host drives the copy engines")
     mine, whole = memory(x, "x", device.memory), memory(out, "out", device.memory)
@@ -55,13 +57,13 @@ def allgather(group: Calls, out: Any, x: Any) -> Any:
     def body(copies: Copies) -> int:
         return copies.allgather(mine.address, to, [mine.nbytes] * len(roster), exchange.give_up)
 
-    _compare(group, mine.nbytes)
+    _compare(device, exchange, mine.nbytes)
     while True:
         epoch = exchange.copy(roster, body)
         group.allreduce(np.zeros(1, np.uint8), "max")
-        lost = _lost(group, roster, epoch)
+        lost = _lost(group, exchange, roster, epoch)
         if lost is None:
-            return out
+            return
         if lost:
             who = f"replica{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
             raise LostError(
@@ -69,12 +71,10 @@ def allgather(group: Calls, out: Any, x: Any) -> Any:
             )
 
 
-def _compare(group: Calls, nbytes: int) -> None:
+def _compare(device: Device, exchange: DeviceExchange, nbytes: int) -> None:
     """Raises `MismatchError` unless all members gather as many bytes."""
-    exchange, device = group._exchange, group._device
-    assert device is not None
     staged = device.stage(np.zeros(1, np.uint8))
-    op = Operation(staged.flat, staged.dtype, "max", device.layout.chunk, on_device=True)
+    op = KernelOperation(staged.flat, staged.dtype, "max", device.layout.chunk)
     op.call = nbytes << 16 | CODES[BYTES] << 8 | MOVES
     exchange.run(op)
     if not op.wait(exchange.give_up) or op.error is not None:
@@ -86,9 +86,9 @@ def detail_of(call: int) -> int:
     return KINDS.index("allgather") if call & 0xFF == MOVES else 0
 
 
-def _lost(group: Calls, roster: Sequence[int], epoch: int | None) -> list[int] | None:
+def _lost(group: Calls, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None) -> list[int] | None:
     """None if the copies of `epoch` are whole on all, else who of the roster is gone, if anybody. The same on all."""
-    view = group._exchange.view
+    view = exchange.view
     told = np.array([epoch == view.epoch, *(member in view.members for member in roster)], np.uint8)
     group.allreduce(told, "min")
     return None if told[0] else [member for member, here in zip(roster, told[1:], strict=True) if not here]

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.device.interpreter import interpreter, tl  # first: Triton is to interpret
+from ftcomm.engines.gpu.interpreter import interpreter, tl  # first: Triton is to interpret
 
 # isort: split
 from ftcomm.arrays import Staged, stage
-from ftcomm.device.copies import WORDS, Copies, HostMover, Mover, Port
-from ftcomm.device.device import Launch, Reached
-from ftcomm.device.layout import COPIES_AT
+from ftcomm.engines.gpu_kernel.copies import WORDS, Copies, HostMover, Mover, Port
+from ftcomm.engines.gpu_kernel.device import Launch, Reached
+from ftcomm.engines.gpu_kernel.layout import COPIES_AT
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.kernels.device.allreduce import allreduce
 from ftcomm.kernels.device.words import (
@@ -66,7 +66,7 @@ def _reached(peer: ShmPeer) -> Reached:
 
 
 class InterpretDevice:
-    """See `ftcomm.device.device.Device`; lanes and staging lie in the segment."""
+    """See `ftcomm.engines.gpu_kernel.device.Device`; lanes and staging lie in the segment."""
 
     blocking = True
     memory = "cpu"

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU that reduces memory of the host: see `ftcomm.device.reducer`, whose `Place` it is.
+"""An NVIDIA GPU that reduces memory of the host: see `ftcomm.engines.gpu_reduce.reducer`, whose `Place` it is.
 
 Mapped memory is page-locked, and the GPU reads and writes it over PCIe or NVLink-C2C: each source crosses once, and so
 does the result. An array on the GPU comes and goes through pinned memory (`ftcomm.arrays`), which kernels reach, too.
@@ -17,8 +17,8 @@ import torch
 from cupy.cuda import runtime
 from triton.errors import TritonError
 
-from ftcomm.device.driver import relaxed, until
-from ftcomm.device.memory import PORTABLE_MAPPED, Pinned
+from ftcomm.engines.gpu.driver import relaxed, until
+from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED, Pinned
 from ftcomm.errors import FtcommError, TransportError
 from ftcomm.kernels.check import Span
 from ftcomm.kernels.device.reduce import reduce_spans
@@ -28,7 +28,7 @@ _REACHABLE = (1, 2, 3)  # cudaMemoryTypeHost, Device, Managed
 
 
 class MappedPlace:
-    """On the current GPU of PyTorch, which stays that of this rank. Call `ftcomm.device.probe.require_cuda` first.
+    """On the current GPU of PyTorch, which stays that of this rank. Call `ftcomm.engines.gpu.probe.require_cuda` first.
 
     `sms`: programs of a kernel, at most; None: as many as pay.
     """

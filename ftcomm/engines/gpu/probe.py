@@ -1,4 +1,4 @@
-"""Whether FTCOMM_ENGINE=cuda can work in this process, asked before anybody is told of this rank.
+"""Whether FTCOMM_ENGINE=gpu-reduce and gpu-kernel can work in this process, asked before anybody is told of this rank.
 
 What it takes: a driver, a PyTorch that has CUDA, CuPy for the parts of the CUDA runtime that PyTorch does not offer
 (IPC handles, pinned and registered memory), and Triton. NVRTC is not needed: Triton brings its own compiler, and no
@@ -34,7 +34,7 @@ def require_cuda() -> None:
         os.environ.setdefault(name, value)
     extra = _extra(torch.version.cuda)
     if importlib.util.find_spec("cupy") is None:
-        raise InitError(f"FTCOMM_ENGINE=cuda needs CuPy, which is not installed: pip install '{extra}', {_HOST}")
+        raise InitError(f"FTCOMM_ENGINE=gpu-... needs CuPy, which is not installed: pip install '{extra}', {_HOST}")
     from cupy.cuda import runtime
 
     try:
@@ -43,19 +43,19 @@ def require_cuda() -> None:
         raise InitError(_driver(str(error), runtime.driverGetVersion(), runtime.runtimeGetVersion())) from None
     if count == 0:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise InitError(f"FTCOMM_ENGINE=cuda, and no GPU is visible (CUDA_VISIBLE_DEVICES={seen}); show one, {_HOST}")
+        raise InitError(f"FTCOMM_ENGINE=gpu-..., and none is visible (CUDA_VISIBLE_DEVICES={seen}); show one, {_HOST}")
     if torch.version.cuda is None:
         raise InitError(
-            f"FTCOMM_ENGINE=cuda needs a PyTorch with CUDA; torch {torch.__version__} has none. Install one from "
+            f"FTCOMM_ENGINE=gpu-... needs a PyTorch with CUDA; torch {torch.__version__} has none. Install one from "
             f"https://pytorch.org/get-started/locally, {_HOST}"
         )
     if importlib.util.find_spec("triton") is None:
-        raise InitError(f"FTCOMM_ENGINE=cuda needs Triton, which is not installed: pip install '{extra}', {_HOST}")
+        raise InitError(f"FTCOMM_ENGINE=gpu-... needs Triton, which is not installed: pip install '{extra}', {_HOST}")
     if torch.cuda.get_device_capability() < CAPABILITY:
         name, has = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
         raise InitError(
-            f"FTCOMM_ENGINE=cuda needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher; {name} "
-            f"has {has}. Choose another by torch.cuda.set_device() before ftcomm.init(), {_HOST}"
+            f"FTCOMM_ENGINE=gpu-... needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher; "
+            f"{name} has {has}. Choose another by torch.cuda.set_device() before ftcomm.init(), {_HOST}"
         )
     reason = connections(os.environ)
     if reason:
@@ -80,14 +80,16 @@ def connections(env: Mapping[str, str]) -> str | None:
 def _driver(error: str, driver: int, runtime: int) -> str:
     needed = f"{runtime // 1000}.{runtime % 1000 // 10}"
     if driver == 0:
-        return f"FTCOMM_ENGINE=cuda, and there is no NVIDIA driver here ({error}). Run on a machine with a GPU, {_HOST}"
+        return f"FTCOMM_ENGINE=gpu-..., and there is no NVIDIA driver here ({error}). Run where there is a GPU, {_HOST}"
     has = f"{driver // 1000}.{driver % 1000 // 10}"
     if driver // 1000 < runtime // 1000:
         return (
             f"the NVIDIA driver is too old: it serves CUDA {has}, and the installed CuPy needs {needed}. Update the "
             f"driver, or install CuPy for CUDA {driver // 1000}: pip install cupy-cuda{driver // 1000}x, {_HOST}"
         )
-    return f"FTCOMM_ENGINE=cuda, and the GPUs cannot be used: {error} (driver for CUDA {has}). See nvidia-smi, {_HOST}"
+    return (
+        f"FTCOMM_ENGINE=gpu-..., and the GPUs cannot be used: {error} (driver for CUDA {has}). See nvidia-smi, {_HOST}"
+    )
 
 
 def _extra(cuda: str | None) -> str:

@@ -22,7 +22,7 @@ from ftcomm.transport.segment import Layout
 from ftcomm.transport.shm import ShmPeer
 
 if TYPE_CHECKING:
-    from ftcomm.device.copies import Copies, Mover
+    from ftcomm.engines.gpu_kernel.copies import Copies, Mover
 
 
 class Reached(NamedTuple):
@@ -40,7 +40,7 @@ class Launch:
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
     count: int  # elements
     call: int  # what members compare
-    template: int  # by which the kernel says which launch it is; see ftcomm.device.graphs
+    template: int  # by which the kernel says which launch it is; see ftcomm.engines.gpu_kernel.graphs
     only: int  # the epoch in which a repair may run; 0: a first launch, in any
     ntasks: int
     tasks: tuple[int, ...] | None  # see ftcomm.kernels.device.words; None: chunks 0 .. ntasks - 1, to be reduced

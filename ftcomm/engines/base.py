@@ -1,0 +1,69 @@
+"""What a group asks of its engine, whichever FTCOMM_ENGINE has chosen: see `ftcomm.engines.registry`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.watchdog import Stall
+from ftcomm.messages.slots import Slots
+from ftcomm.transport.base import Lost, Peer
+from ftcomm.transport.segment import Segment
+
+if TYPE_CHECKING:
+    from ftcomm.calls import Calls
+
+Finish = Callable[[], Any]  # see `ftcomm.arrays.Staged`
+
+
+class CallEngine(Protocol):
+    """What the calls ask: which of them there are, and for the op of an all-reduce."""
+
+    by_stream: bool  # a stream of the caller's waits for an op, which may be in flight when it was waited for
+
+    def all_reduce(
+        self, x: Any, op: str, *, atomic: bool, compression: str, max_sms: int | None
+    ) -> tuple[Operation, Finish | None]:
+        """The op, to be submitted, and what is to be called behind it. Arguments are those of `Calls.allreduce`.
+        Raises `ArgumentError`."""
+
+    def may_move(self, call: str) -> None:
+        """Raises `ArgumentError`, with what to type, if there is no such call here; all-reduces are always there."""
+
+    def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
+        """Gather by copy engines, as `Calls.allgather` says; False where there are none. Blocks."""
+
+
+class Events(NamedTuple):
+    """Whom an exchange calls; `ftcomm.collective.exchange.Exchange` says when."""
+
+    on_stall: Callable[[Stall], None]
+    on_failed: Callable[[BaseException], None]
+    on_lost: Lost
+    on_divergence: Callable[[Divergence], None]
+
+
+class GroupEngine(CallEngine, Protocol):
+    """The engine of the group of a job. It has this rank's memory; `close` gives that back."""
+
+    segment: Segment
+    transport: str  # by which peers are reached, as FTCOMM_TRANSPORT says it
+    arithmetic: str  # equal at two members: they reduce to the same bits; "" is equal to nothing
+    slots: Slots | None  # through which messages go by copy engines
+
+    def exchange(self, events: Events) -> Any:
+        """What runs its ops, once; see `ftcomm.collective.exchange.Exchange`."""
+
+    def warm(self) -> None:
+        """Before the first op: prepare what any op needs. Blocks, for seconds maybe."""
+
+    def reach(self, peer: Peer) -> None:
+        """An epoch that is to come has this peer. Blocks. Raises `TransportError`."""
+
+    def leave(self, peer: Peer) -> None:
+        """No view needs it any more; idempotent."""
+
+    def close(self) -> None:
+        """Behind `fail` of the exchange. Blocks for two seconds at most."""

@@ -1,0 +1,1 @@
+"""What both GPU engines take of a GPU: driver, pinned memory; or, for tests, of Triton's interpreter in its place."""

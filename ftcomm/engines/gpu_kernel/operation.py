@@ -1,0 +1,39 @@
+"""An all-reduce that a kernel runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftcomm.collective.compression import COMPRESSIONS, FP8
+from ftcomm.collective.operation import Operation, call_of
+from ftcomm.errors import ArgumentError
+from ftcomm.kernels.dtypes import unsupported
+
+
+class KernelOperation(Operation):
+    """`array` is any flat array of a device, which has checked it and keeps the copy for an atomic op; chunks are of
+    `chunk` bytes of it. `max_sms`: programs that may run it at once; None: as many as pay."""
+
+    template = -1  # by which a device names its launch, see ftcomm.engines.gpu_kernel.graphs
+
+    def __init__(
+        self,
+        array: Any,
+        dtype: str,
+        op: str,
+        chunk: int,
+        atomic: bool = False,
+        compression: str = COMPRESSIONS[0],
+        max_sms: int | None = None,
+    ) -> None:
+        _, itemsize, _ = call_of(dtype, op, compression)
+        if reason := unsupported(dtype, op):
+            raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
+        if compression == FP8:
+            raise ArgumentError(
+                "compression='fp8' is coded where the host drives; kernels that run whole ops carry elements as they "
+                "are, in the memory of one host. Leave compression out, or set FTCOMM_ENGINE=host or gpu-reduce on "
+                "all ranks"
+            )
+        self.max_sms = max_sms
+        self._begin(array, dtype, op, compression, chunk // itemsize, atomic)
