@@ -27,7 +27,7 @@ class Experiments(LazyGroup):
         "gather": ("collective:GATHER", "Gather: the parts of all on rank 0."),
         "gpu-check": ("gpu_check_command:gpu_check", "All that needs a GPU, in stages."),
         "hsdp": ("research.hsdp", "Kill ranks of an FSDP2 training, and compare what is learned."),
-        "kernels": ("kernels", "Copy, reduce and quantise on one GPU."),
+        "kernels": ("kernels", "Copy and reduce on one GPU."),
         "nixl": ("nixl", "All-reduce over NIXL beside NIXL alone."),
         "overhead": ("overhead", "Time all-reduces without fault tolerance, and with it."),
         "page": ("report:page", "Make docs/performance.md from the results that are kept."),

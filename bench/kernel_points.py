@@ -12,17 +12,14 @@ from ftcomm.bench.data import item_size
 from ftcomm.bench.harness import INTS, SIZE, Several, option
 from ftcomm.bench.sizes import sweep
 from ftcomm.errors import SettingsError
-from ftcomm.kernels.check import MOST_SOURCES
 from ftcomm.kernels.dtypes import DTYPES, unsupported
+from ftcomm.kernels.spans import MOST_SOURCES
 
-KERNELS = ("copy", "copy_forward", "reduce", "reduce_copy", "quantise", "dequantise", "quantised_reduce")
-KINDS = ("fp8", "int8")
+KERNELS = ("copy", "reduce")  # a copy is the reduction of one source
 MEMCPY = "memcpy"  # the CUDA runtime's copy on the device
 INTERPRETED = "interpreted"
 
 COPIES = (MEMCPY, "copy")
-_QUANTISED = ("quantise", "dequantise", "quantised_reduce")
-_QUANTISABLE = ("float32", "float16", "bfloat16")
 
 
 def on_gpu() -> bool:
@@ -46,7 +43,7 @@ class MostBlocks(click.ParamType):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Copy, reduce and quantise on one GPU: time, bytes moved a second, and that beside a copy in the same run.
+    """Copy and reduce on one GPU: time, bytes moved a second, and that beside a copy in the same run.
 
     "% copy" is of the best copy of that size, the CUDA runtime's (memcpy) included; "% same blocks" of the copy with
     the same --sms. What is written is compared with the host's, bit for bit, at both ends and in the middle; #wrong
@@ -108,12 +105,9 @@ class Request:
                     yield base
                 # Copies are measured in any case: without them the figures of the others say little.
                 for kernel in dict.fromkeys(("copy", *self.kernels)):
-                    if kernel in _QUANTISED and dtype not in _QUANTISABLE:
-                        continue
-                    for kind in KINDS if kernel in _QUANTISED else (None,):
-                        for w in self.sources if "reduce" in kernel else (1,):
-                            for sms in self.sms:
-                                yield dataclasses.replace(base, kernel=kernel, kind=kind, sources=w, sms=sms)
+                    for w in self.sources if kernel == "reduce" else (1,):
+                        for sms in self.sms:
+                            yield dataclasses.replace(base, kernel=kernel, sources=w, sms=sms)
 
     def turns(self, size: int, *, interpreted: bool) -> tuple[int, int]:
         """-> (timed calls, calls before them) of one point."""
@@ -128,10 +122,9 @@ class Point:
 
     kernel: str
     dtype: str
-    size: int  # bytes of one array; of a quantised one, before it was
+    size: int  # bytes of one array
     sources: int = 1
     sms: int | None = None
-    kind: str | None = None  # of the quantised form
 
     @property
     def count(self) -> int:
@@ -140,16 +133,4 @@ class Point:
     @property
     def moved(self) -> int:
         """Bytes read and written."""
-        size = self.count * DTYPES[self.dtype].itemsize
-        blocks = -(-self.count // 256)
-        packed = blocks * (256 + 4)  # a byte an element, and a scale a block
-        return {
-            MEMCPY: 2 * size,
-            "copy": 2 * size,
-            "copy_forward": 3 * size,
-            "reduce": (self.sources + 1) * size,
-            "reduce_copy": (self.sources + 2) * size,
-            "quantise": size + packed,
-            "dequantise": packed + size,
-            "quantised_reduce": (self.sources + 1) * packed,
-        }[self.kernel]
+        return (self.sources + 1) * self.count * DTYPES[self.dtype].itemsize

@@ -26,7 +26,6 @@ class Row(msgspec.Struct, frozen=True):
     device: str  # "interpreted": no figure of this row says anything about a GPU
     l2: str  # "cold": flushed before each call; "hot"; "" without a GPU
     dtype: str
-    kind: str | None
     redop: str | None
     sources: int
     bytes: int
@@ -80,8 +79,7 @@ def row(request: Request, point: Point, timings: Timings, device: str) -> Row:
         device=device,
         l2="" if device == INTERPRETED else "hot" if request.hot else "cold",
         dtype=point.dtype,
-        kind=point.kind,
-        redop=request.redop if "reduce" in point.kernel else None,
+        redop=request.redop if point.kernel == "reduce" else None,
         sources=point.sources,
         bytes=point.size,
         count=point.count,
@@ -133,7 +131,6 @@ def _share(value: float | None) -> str:
 COLUMNS = (
     Column("kernel", "", 16, lambda row: row.kernel),
     Column("dtype", "", 8, lambda row: row.dtype),
-    Column("kind", "", 5, lambda row: row.kind or ""),
     Column("srcs", "", 4, lambda row: str(row.sources)),
     Column("size", "(B)", 11, lambda row: str(row.bytes)),
     Column("sms", "", 4, lambda row: str(row.sms or "all")),

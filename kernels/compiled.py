@@ -33,7 +33,6 @@ from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.ptx import WIDE, Graph, Loop, parse
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-_FIRST_THAT_CONVERTS = 89  # E4M3, by an instruction
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -192,8 +191,7 @@ def main(targets: tuple[str, ...], kernels: tuple[str, ...], as_json: bool) -> N
     for target in targets or TARGETS:
         if re.fullmatch(r"sm_\d+|gfx\w+", target) is None:
             raise click.UsageError(f"--target {target}: expected one like {', '.join(TARGETS)}.")
-        converts = target.startswith("sm_") and int(target[3:]) >= _FIRST_THAT_CONVERTS
-        for case in cases(converts):
+        for case in cases():
             if not kernels or case.kernel in kernels:
                 found.append(examine(case, target))
     if not found:

@@ -1,4 +1,4 @@
-"""What allreduce with compression="fp8" has to give: by the kernels' definition of the code, all of an op at once."""
+"""What allreduce with compression="fp8" has to give: by the definition of the code, all of an op at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host import quantise as definition
+from tests import fp8_definition as definition
 
 
 def coded(inputs: Sequence[np.ndarray], dtype: str, op: str) -> np.ndarray:
     """The result, as carriers like `inputs`, which begin where a block of 256 does and are in the order of members."""
-    sources = [definition.quantise(tensor(x, dtype), "fp8") for x in inputs]
-    reduced = definition.dequantise_reduce_requantise(sources, op)
-    out: np.ndarray = definition.dequantise(reduced).view(getattr(torch, str(np.dtype(inputs[0].dtype)))).numpy()
+    reduced = definition.reduce([definition.encode(tensor(x, dtype)) for x in inputs], op)
+    decoded = definition.decode(reduced, len(inputs[0]), dtype)
+    out: np.ndarray = decoded.view(getattr(torch, str(np.dtype(inputs[0].dtype)))).numpy()
     return out
 
 

@@ -8,7 +8,7 @@
 All sums of halves are made in float32 in any case. Where one member has all inputs of an element before it, which is
 so but in a ring, nothing else than inputs and results crosses, and the first two forms are the same bytes.
 
-Coded: a byte an element and a scale for each block of 256, `ftcomm.kernels.host.packed`. Blocks begin at each 256th
+Coded: a byte an element and a scale for each block of 256, `ftcomm.kernels.host.fp8`. Blocks begin at each 256th
 element of an op, wherever chunks and shards do. So a result depends on the inputs and on who contributes, and on
 nothing else: not on the transport, nor on the way that an op takes, nor on who is in the view. It is coded in any case,
 also where nothing crosses, and whoever has reduced a shard takes what the others decode. FINAL is a chunk of decoded
@@ -18,8 +18,8 @@ elements, which is what a member gets that lacks it after a view change: as they
 from __future__ import annotations
 
 from ftcomm.kernels.dtypes import HOST_DTYPES
-from ftcomm.kernels.host.quantise import DTYPES as CODED_DTYPES
-from ftcomm.kernels.host.quantise import OPS as CODED_OPS
+from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
+from ftcomm.kernels.host.fp8 import OPS as CODED_OPS
 
 # The place of a form is its number in the call that members compare; never reused.
 COMPRESSIONS = ("input", "fp32", "fp8")

@@ -98,7 +98,7 @@ def post(tasks, i, lane, index, view, array, count, T, BLOCK: tl.constexpr, ALIG
     if mine & (read(view + MEMBERS) > 1):
         start = chunk * (CHUNK // size)
         staging = read(view + STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
-        copy_span(array + start * size, staging, tl.minimum(count - start, CHUNK // size), T, BLOCK, ALIGNED, False)
+        copy_span(array + start * size, staging, tl.minimum(count - start, CHUNK // size), T, BLOCK, ALIGNED)
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def _reduce(
     w = read(view + SOURCES).to(tl.int32)
     at = posted // size + first
     if w == W:
-        reduce_span(view, SOURCE_STAGING, w, W, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+        reduce_span(view, SOURCE_STAGING, w, W, at, out, last - first, w, T, OP, BLOCK, ALIGNED)
     else:
-        reduce_span(view, SOURCE_STAGING, w, 0, at, out, last - first, w, T, OP, BLOCK, ALIGNED, False)
+        reduce_span(view, SOURCE_STAGING, w, 0, at, out, last - first, w, T, OP, BLOCK, ALIGNED)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED,
         first = _bound(member, members, n, _SHARD // size)
         last = _bound(member + 1, members, n, _SHARD // size)
         source = read(view + STAGING_OF + 8 * member) + at + first * size
-        copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED, False)
+        copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED)
         member += 1
 
 
@@ -178,7 +178,7 @@ def take(
     if holder > 0:
         if (holder != read(view + ME) + 1) & (skip == 0):
             source = read(view + STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
-            copy_span(source, array + start * size, n, T, BLOCK, ALIGNED, False)
+            copy_span(source, array + start * size, n, T, BLOCK, ALIGNED)
     else:
         _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)
         if two_shot:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from ftcomm.kernels.check import Span, aligned
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, OPS
+from ftcomm.kernels.spans import Span, aligned
 
 WARPS = 16
 SPECIALISED = (1, 2, 4, 8)  # numbers of sources with a kernel of their own; the others share one
@@ -84,6 +84,5 @@ def on(device: str) -> contextlib.AbstractContextManager[Any]:
 def work(grid: Any, metadata: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """For a profiler: the bytes that a kernel moves, which are its roofline. Triton's `launch_metadata`."""
     size = arguments["T"].primitive_bitwidth // 8
-    arrays = arguments["w"] + len(arguments["outs"])
     name = f"{metadata.name} [w={arguments['w']} n={arguments['n']} {arguments['T']} programs={grid[0]}]"
-    return {"name": name, "bytes": arrays * arguments["n"] * size}
+    return {"name": name, "bytes": (arguments["w"] + 1) * arguments["n"] * size}

@@ -1,9 +1,9 @@
 """Reduce of W sources in one pass.
 
-    sources[0..w-1] --read once, in order--> fp32 / own type --rounded once--> outs[*]
+    sources[0..w-1] --read once, in order--> fp32 / own type --rounded once--> out
 
 Program p of G computes tiles p, p + G, ... and nobody else reads or writes them, so that nothing is to be awaited and
-an output may be one of the sources. Where W is not a constant (0), each program first writes the addresses into a row
+the output may be one of the sources. Where W is not a constant (0), each program first writes the addresses into a row
 of `rows` of its own, for a loop to index.
 """
 
@@ -15,19 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.check import MOST_SOURCES, Span, check
 from ftcomm.kernels.device.launch import on, plan, work
 from ftcomm.kernels.device.tile import addresses_of, tiles, unspecialised
+from ftcomm.kernels.spans import MOST_SOURCES, Span
 
 _MOST = tl.constexpr(MOST_SOURCES)
 
 
-@triton.jit(launch_metadata=work, do_not_specialize=["rows", "w", "n", "divisor"])
+@triton.jit(launch_metadata=work, do_not_specialize=["rows", "w", "out", "n", "divisor"])
 def reduce_kernel(
     sources,  # tuple of W addresses, of 16 if W == 0; `unspecialised`
     rows: tl.int64,  # W == 0: address of 16 words for each program
     w: tl.int32,
-    outs,  # tuple of addresses, `unspecialised`
+    out: tl.int64,  # address
     n: tl.int64,  # elements
     divisor: tl.int32,  # of an average
     T: tl.constexpr,
@@ -35,13 +35,12 @@ def reduce_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STREAM: tl.constexpr,  # outs[0] is not read soon
 ):
-    """outs[*][i] = OP over the sources' [i], i < n."""
+    """out[i] = OP over the sources' [i], i < n."""
     begin = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
     sources = addresses_of(sources)
-    outs = addresses_of(outs)
+    out = tl.cast(out, tl.int64)
     table = tl.cast(rows, tl.int64).to(tl.pointer_type(tl.int64)) + begin * _MOST
     if W == 0:
         for i in tl.static_range(_MOST):
@@ -49,7 +48,31 @@ def reduce_kernel(
         tl.debug_barrier()
     n = tl.cast(n, tl.int64)
     ahead: tl.constexpr = W < 8  # more would take more registers than sm_80 has
-    tiles(sources, table, w, 0, outs, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, STREAM, ahead)
+    tiles(sources, table, w, 0, out, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, ahead)
+
+
+def reduce_spans(spans: list[Span], w: int, op: str, divisor: int | None, sms: int | None) -> None:
+    """On the current stream; does not wait. The first `w` spans, of one dtype, are the sources, the last is the output:
+    one of these exactly, or apart from them. `divisor` of an average; None: w. `sms`: programs at most; None: as many
+    as pay."""
+    n, device = spans[0].count, spans[0].device
+    if n == 0:
+        return
+    divides = w == 1 and divisor not in (None, 1)  # the kernel of one source only copies
+    launch = plan(spans, 0 if divides else w, op, sms)
+    *sources, out = (span.address for span in spans)
+    padded = sources if launch.W else sources + sources[:1] * (MOST_SOURCES - w)
+    with on(device):
+        rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=device)
+        reduce_kernel[(launch.programs,)](
+            unspecialised(padded),
+            rows.data_ptr(),
+            w,
+            out,
+            n,
+            divisor or w,
+            **launch.constants(),
+        )
 
 
 def reduce(
@@ -60,44 +83,6 @@ def reduce(
     divisor: int | None = None,
     sms: int | None = None,
 ) -> None:
-    """See `ftcomm.kernels.reduce`. On the current stream; does not wait."""
-    launch_reduce(sources, [out], op, divisor, sms, stream=True)
-
-
-def launch_reduce(
-    sources: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    op: str,
-    divisor: int | None,
-    sms: int | None,
-    *,
-    stream: bool,
-) -> None:
-    """Into all of `outs`; `stream` if outs[0] is not staging."""
-    reduce_spans(check(sources, outs, op, divisor, sms), len(sources), op, divisor, sms, stream=stream)
-
-
-def reduce_spans(
-    spans: list[Span], w: int, op: str, divisor: int | None, sms: int | None, *, stream: bool = False
-) -> None:
-    """Of memory that has passed `check`, or is known to: the first `w` spans are the sources, the others the outputs.
-    Their addresses are those by which kernels reach it, on the device that they name."""
-    n, device = spans[0].count, spans[0].device
-    if n == 0:
-        return
-    divides = w == 1 and divisor not in (None, 1)  # the kernel of one source only copies
-    launch = plan(spans, 0 if divides else w, op, sms)
-    addresses = [span.address for span in spans]
-    padded = addresses[:w] if launch.W else [*addresses[:w], *addresses[:1] * (MOST_SOURCES - w)]
-    with on(device):
-        rows = torch.empty(0 if launch.W else launch.programs * MOST_SOURCES, dtype=torch.int64, device=device)
-        reduce_kernel[(launch.programs,)](
-            unspecialised(padded),
-            rows.data_ptr(),
-            w,
-            unspecialised(addresses[w:]),
-            n,
-            divisor or w,
-            STREAM=stream,
-            **launch.constants(),
-        )
+    """`reduce_spans` of contiguous tensors."""
+    spans = [Span(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), str(x.device)) for x in (*sources, out)]
+    reduce_spans(spans, len(sources), op, divisor, sms)

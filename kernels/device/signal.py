@@ -24,14 +24,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.device import INTERPRETED, words
+from ftcomm.kernels.device import INTERPRETED
 
 OFTEN = tl.constexpr(4 if INTERPRETED else 16)  # polls of the flags for one look around
-
-_RUNNING = tl.constexpr(words.RUNNING)
-_OK = tl.constexpr(words.OK)
-_ABORTED = tl.constexpr(words.ABORTED)
-_TIMED_OUT = tl.constexpr(words.TIMED_OUT)
 
 
 @triton.jit
@@ -129,34 +124,3 @@ def behind(addresses, mask, low, high):
     """How many of the flags, one a thread, are not within low .. high - 1."""
     flags = tl.load(pointer(addresses), mask=mask, other=0, volatile=True)
     return tl.sum((mask & ((flags < low) | (flags >= high))).to(tl.int32), 0)
-
-
-@triton.jit
-def wait_kernel(flag, low, high, abort, expected, deadline_ns, status, THREADS: tl.constexpr):
-    """One program of THREADS threads: until low <= flag < high, or the word at `abort` is not `expected`, or
-    `deadline_ns` nanoseconds have passed (0: no deadline). Leaves OK, ABORTED or TIMED_OUT in the word at `status`."""
-    i = tl.arange(0, THREADS)
-    flags = tl.zeros((THREADS,), tl.int64) + flag
-    began = clock(THREADS)
-    found = _RUNNING
-    polls = 0
-    while found == _RUNNING:
-        if behind(flags, i == 0, low, high) == 0:
-            found = _OK
-        else:
-            rest()
-            polls += 1
-            if polls % OFTEN == 0:
-                if load(abort, THREADS) != expected:
-                    found = _ABORTED
-                elif deadline_ns > 0:
-                    if clock(THREADS) - began > deadline_ns:
-                        found = _TIMED_OUT
-    fence()
-    publish(status, found)
-
-
-@triton.jit
-def signal_kernel(flag, value):
-    """One program: `value` into the word at `flag`; whoever sees it sees what earlier kernels of the stream stored."""
-    publish(flag, value)

@@ -17,8 +17,7 @@ An address that comes as a number tells the compiler nothing about its alignment
 ALIGNED (all addresses, and all offsets in bytes, are multiples of 16) makes `tl.multiple_of` true and gives the vectors
 back.
 
-Sources are read once, so they leave the caches first. An output that nobody reads in the same op is stored past them
-(STREAM); staging never is.
+Sources are read once, so they leave the caches first.
 """
 
 from __future__ import annotations
@@ -191,13 +190,8 @@ def _gather(
 
 
 @triton.jit
-def _scatter(tile, outs, shift, offsets, mask, T: tl.constexpr, ALIGNED: tl.constexpr, STREAM: tl.constexpr):
-    for i in tl.static_range(len(outs)):
-        pointers = _pointer(outs[i] + shift, T, ALIGNED) + offsets
-        if STREAM and i == 0:
-            tl.store(pointers, tile, mask=mask, cache_modifier=".cs")
-        else:
-            tl.store(pointers, tile, mask=mask)
+def _store(tile, out, offsets, mask, T: tl.constexpr, ALIGNED: tl.constexpr):
+    tl.store(_pointer(out, T, ALIGNED) + offsets, tile, mask=mask)
 
 
 @triton.jit
@@ -208,15 +202,14 @@ def _all(offsets, tile, tiles):
 
 @triton.jit
 def tiles(
-    sources, table, w, offset, outs, n, divisor, begin, step,
-    W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-    STREAM: tl.constexpr, AHEAD: tl.constexpr,
+    sources, table, w, offset, out, n, divisor, begin, step,
+    W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `begin`, `begin + step`, ... of n elements: outs[*][i] = OP over the sources' [i].
+    """Tiles `begin`, `begin + step`, ... of n elements: out[i] = OP over the sources' [i].
 
     sources   W > 0: a tuple of W addresses.   table   W == 0: pointer to w addresses
     offset    bytes from all these addresses to where the sources begin
-    outs      a tuple of addresses; STREAM is about the first
+    out       an address
     AHEAD     W > 1: load the next tile while this one is reduced
     """
     SIZE: tl.constexpr = T.primitive_bitwidth // 8
@@ -234,43 +227,43 @@ def tiles(
                 sources, offset + following * (BLOCK * SIZE), offsets, _all(offsets, following, full), W, T, ALIGNED
             )
             result = _fold(loaded, divisor, W, T, OP)
-            _scatter(result, outs, tile * (BLOCK * SIZE), offsets, None, T, ALIGNED, STREAM)
+            _store(result, out + tile * (BLOCK * SIZE), offsets, None, T, ALIGNED)
     else:
         for tile in range(begin, full, step):
             shift = tile * (BLOCK * SIZE)
             result = _gather(sources, table, offset + shift, w, offsets, None, divisor, W, T, OP, ALIGNED)
-            _scatter(result, outs, shift, offsets, None, T, ALIGNED, STREAM)
+            _store(result, out + shift, offsets, None, T, ALIGNED)
     if full % step == begin:
         rest = (n % BLOCK).to(tl.int32)
         shift = full * (BLOCK * SIZE)
         if rest >= LINE:
             there = row < rest // LINE
             result = _gather(sources, table, offset + shift, w, offsets, there, divisor, W, T, OP, ALIGNED)
-            _scatter(result, outs, shift, offsets, there, T, ALIGNED, STREAM)
+            _store(result, out + shift, offsets, there, T, ALIGNED)
         if rest % LINE > 0:
             shift += (rest // LINE) * 16
             there = column < rest % LINE
             result = _gather(sources, table, offset + shift, w, column, there, divisor, W, T, OP, ALIGNED)
-            _scatter(result, outs, shift, column, there, T, ALIGNED, STREAM)
+            _store(result, out + shift, column, there, T, ALIGNED)
 
 
 # ---- spans, for one program ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def copy_span(src, dst, n, T: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STREAM: tl.constexpr):
+def copy_span(src, dst, n, T: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """dst[0:n] = src[0:n]."""
     src = tl.cast(src, tl.int64)
     dst = tl.cast(dst, tl.int64)
     n = tl.cast(n, tl.int64)
     zero = tl.zeros((), tl.int64)
-    tiles((src,), None, 1, 0, (dst,), n, None, zero, zero + 1, 1, T, _SUM, BLOCK, ALIGNED, STREAM, False)
+    tiles((src,), None, 1, 0, dst, n, None, zero, zero + 1, 1, T, _SUM, BLOCK, ALIGNED, False)
 
 
 @triton.jit
 def reduce_span(
     table, first, w, W: tl.constexpr, src_offset, dst, n, divisor,
-    T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, STREAM: tl.constexpr,
+    T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """dst[0:n] = OP over i < w of source i [src_offset : src_offset + n], which is at the address table[first + i].
 
@@ -286,4 +279,4 @@ def reduce_span(
     sources = ()
     for i in tl.static_range(W):
         sources = sources + (tl.load(first + i),)
-    tiles(sources, first, w, shift, (dst,), n, divisor, zero, zero + 1, W, T, OP, BLOCK, ALIGNED, STREAM, False)
+    tiles(sources, first, w, shift, dst, n, divisor, zero, zero + 1, W, T, OP, BLOCK, ALIGNED, False)

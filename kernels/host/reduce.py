@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.kernels.check import Span, check
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host import arithmetic
-from ftcomm.kernels.host.packed import Packer
+from ftcomm.kernels.host.fp8 import Packer
 from ftcomm.kernels.host.tensors import scratch, unlocked
 
 Array = Any  # a numpy array, or what `Dtype.operand` makes of one
@@ -171,32 +170,14 @@ def _float_average(divisor: int | None) -> Reduction:
     return reduce
 
 
-def reduce(
-    sources: Sequence[Array],
-    out: Array,
-    op: str = "sum",
-    *,
-    divisor: int | None = None,
-    sms: int | None = None,
-) -> None:
-    """See `ftcomm.kernels.reduce`. `sms` means nothing here."""
-    spans = check(sources, [out], op, divisor, sms)
-    *flat, result = [carrier(array, span) for array, span in zip([*sources, out], spans, strict=True)]
-    *inputs, output = spans
-    if any(output.same(span) for span in inputs[2:]):
-        flat = [array.copy() if span.same(output) else array for array, span in zip(flat, inputs, strict=True)]
-    dtype = output.dtype
+def reduce(sources: Sequence[Array], out: Array, op: str = "sum", *, divisor: int | None = None) -> None:
+    """Of contiguous tensors of the host, of which the output may be one: what kernels are compared with."""
+    import torch
+
+    dtype = str(out.dtype).removeprefix("torch.")
+    *flat, result = [
+        (x.view(torch.uint16) if dtype == "bfloat16" else x).detach().reshape(-1).numpy() for x in (*sources, out)
+    ]
+    flat = [x.copy() if x.ctypes.data == result.ctypes.data else x for x in flat]
     with np.errstate(all="ignore"):  # overflow and NaN are results like any other
-        Reducer().get(dtype, op, divisor)([operand(dtype, array) for array in flat], operand(dtype, result))
-
-
-def carrier(array: Array, span: Span) -> Array:
-    """The carrier of a NumPy array or a torch tensor: the same memory."""
-    if isinstance(array, np.ndarray):
-        return array.reshape(-1)
-    flat = array.detach().reshape(-1)
-    if span.dtype == "bfloat16":
-        import torch
-
-        flat = flat.view(torch.uint16)
-    return flat.numpy()
+        Reducer().get(dtype, op, divisor)([operand(dtype, x) for x in flat], operand(dtype, result))

@@ -55,7 +55,7 @@ def test_every_kernel(target: str, tmp_path: Path) -> None:
     assert not wrong
     assert done.returncode == 0, done.stderr
     kernels = {facts["kernel"] for facts in found}
-    assert kernels >= {"copy", "reduce", "quantise", "dequantise", "quantised reduce", "signal", "wait", "allreduce"}
+    assert kernels == {"reduce", "gate", "allreduce"}
     assert all(0 < facts["registers"] < 256 for facts in found)
 
 
@@ -104,7 +104,7 @@ def test_every_kernel_has_a_case() -> None:
     cases = (ROOT / "kernels/cases.py").read_text()
     sources = "".join(file.read_text() for file in (ROOT / "kernels/device").glob("*.py"))
     kernels = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel|allreduce|gate)\(", sources, re.MULTILINE)
-    assert len(kernels) >= 8
+    assert sorted(kernels) == ["allreduce", "gate", "reduce_kernel"]
     assert [name for name in kernels if not re.search(rf"\b{name}\b", cases)] == []
 
 

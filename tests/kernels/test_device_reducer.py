@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ftcomm.engines.gpu_reduce.reducer import DeviceReducer
-from ftcomm.kernels.check import Span
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, HOST_DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.kernels.spans import Span
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

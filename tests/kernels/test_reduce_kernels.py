@@ -38,7 +38,7 @@ def span_kernel(
     table, first, w, offset, dst, n, divisor,
     W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    reduce_span(table, first, w, W, offset, dst, n, divisor, T, OP, BLOCK, ALIGNED, False)
+    reduce_span(table, first, w, W, offset, dst, n, divisor, T, OP, BLOCK, ALIGNED)
 
 
 def reduce_by_span(sources: list[torch.Tensor], offset: int, out: torch.Tensor, op: str, w: int, aligned: bool) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ftcomm.collective.algorithms.base import Algorithm, Step
 from ftcomm.collective.plan import GroupView, shards
-from ftcomm.kernels.host.packed import RECORD, Packed
-from ftcomm.kernels.host.quantise import BLOCK
+from ftcomm.kernels.host.fp8 import BLOCK, RECORD, Packed
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
 

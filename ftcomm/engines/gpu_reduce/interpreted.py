@@ -10,8 +10,8 @@ from ftcomm.engines.gpu.interpreter import interpreter  # first: Triton is to in
 
 # isort: split
 from ftcomm.errors import FtcommError
-from ftcomm.kernels.check import Span
 from ftcomm.kernels.device.reduce import reduce_spans
+from ftcomm.kernels.spans import Span
 
 _one = threading.Lock()  # around a launch of one of several exchanges in a process; a launch waits for nobody
 

@@ -20,8 +20,8 @@ from triton.errors import TritonError
 from ftcomm.engines.gpu.driver import relaxed, until
 from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED, Pinned
 from ftcomm.errors import FtcommError, TransportError
-from ftcomm.kernels.check import Span
 from ftcomm.kernels.device.reduce import reduce_spans
+from ftcomm.kernels.spans import Span
 
 _PATIENCE = 60.0  # s that the kernels of others may hold up one of ours; the rank ends then
 _REACHABLE = (1, 2, 3)  # cudaMemoryTypeHost, Device, Managed

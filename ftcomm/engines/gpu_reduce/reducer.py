@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ftcomm.kernels.check import MOST_SOURCES, Span
 from ftcomm.kernels.dtypes import DTYPES, unsupported
 from ftcomm.kernels.host import arithmetic
 from ftcomm.kernels.host.reduce import Reducer, Reduction
+from ftcomm.kernels.spans import MOST_SOURCES, Span
 
 Array = Any
 
@@ -120,7 +120,7 @@ class DeviceReducer(Reducer):
             if i < w:
                 ctypes.memmove(host[i], where[i], nbytes)
         device = self._place.device
-        spans = [Span("", address, count, held, device) for address in there]
+        spans = [Span(address, count, held, device) for address in there]
         self._place.reduce(spans, w, op, divisor)
         if w in host:
             ctypes.memmove(where[w], host[w], nbytes)

@@ -1,9 +1,32 @@
-"""Quantised blocks as the host's engine stages them, each with its scale behind it: some of them are one run of bytes.
+"""Block-scaled fp8: a byte for each element and one scale for each block of 256. The format, and what codes in it.
 
-    RECORD    256 codes (E4M3), then the scale, float32: 260 bytes
+    RECORD    256 codes, E4M3 (torch.float8_e4m3fn), then the scale, float32: 260 bytes
 
-Codes, scales and decoded values are those of `ftcomm.kernels.host.quantise`, "fp8", bit for bit, which says what they
-are; here they are made in place, without an array for each step.
+A block and its scale lie together, so any stretch of blocks is one run of bytes. The last block is filled with zeros.
+
+**Scales are powers of two**: the smallest with which the block's largest magnitude (amax) does not exceed the largest
+code, 448, from 2^-126 up, as in the OCP's microscaling formats. They buy that nothing is divided by a scale and that
+every product of a code and a scale is exact. So
+ - every processor gives the same bytes, whether multiplication and addition are fused or not;
+ - a decoded value is one of float32 and bfloat16, unrounded but for bfloat16's subnormals, and of float16 in its range;
+ - what was decoded is encoded to the same values again: nothing drifts when data passes through twice.
+
+What they cost against amax / 448 (a million values, the blocks of magnitudes over four binades):
+
+    signal to noise, dB     Gaussian         Student's t, 3    uniform          largest error / amax
+                            31.6 for 31.7    31.5 for 32.3     31.5 for 31.9    1/16 for 1/28
+
+**Replicas stay equal** because all ranks decode the same bytes, a rank's own shard included. A rank that kept the
+float32 sums of the shard that it has reduced would be more exact there and differ from the others for ever.
+
+    NaN, infinity     the whole block becomes NaN: its scale is NaN (0x7FC00000), its codes 0x7F. So an overflow is
+                      never hidden. A lone code 0x7F or 0xFF, which only others write, is NaN. Decoded NaN have the bits
+                      0x7FC00000, 0x7E00 (fp16), 0x7FC0 (bf16)
+    -0                stays
+    underflow         to zero, at half a step: 2^-10 of the scale
+    subnormal input   is not flushed, but the scale ends at 2^-126; a block of zeros has that scale
+    largest           the scale ends where a decoded value could overflow; above 1.75 * 2^127 values saturate. So a
+                      finite block is decoded to finite values
 
 What PyTorch does between two float types is exact or rounded to nearest even, so its conversion to E4M3 gives the codes
 that are wanted for all that is not NaN. Its conversion from E4M3 is slow: the seven bits behind the sign, moved by
@@ -17,17 +40,25 @@ from typing import Any
 
 import numpy as np
 
-from ftcomm.kernels.host.quantise import BLOCK, FORMATS, OPS, scale_bits
 from ftcomm.kernels.host.tensors import lasting, scratch, unlocked
 
+BLOCK = 256
 RECORD = np.dtype([("codes", np.uint8, (BLOCK,)), ("scale", np.float32)])
+DTYPES = ("float32", "float16", "bfloat16")
+OPS = ("sum", "avg")
+
+# The scale of a block is 2^(s - 127), s = ((bits of amax + ROUND_UP) >> 23) - SHIFT, clamped.
+LARGEST = 448
+ROUND_UP = 0x7FFFFF - 0x600000  # carries a mantissa larger than that of `LARGEST` into the exponent
+SHIFT = 8  # exponent of `LARGEST`
+TOP = 127 + 119  # highest s with which LARGEST * 2^(s - 127) is finite
+NAN = 0x7F  # code of all elements of a block that is NaN
 
 Array = Any  # a NumPy array, of records or elements
 
-_FORM = FORMATS["fp8"]
 _ROWS = 127  # blocks at a time, which stay in the cache; from 32768 elements on PyTorch may use several threads
 _INFINITE = 0x7F800000
-_SATURATES = (_FORM.top + _FORM.shift) << 23  # bits of magnitudes that may exceed the largest code at the largest scale
+_SATURATES = (TOP + SHIFT) << 23  # bits of magnitudes that may exceed the largest code at the largest scale
 _NAN_SCALE = np.array(0x7FC00000, np.int32).view(np.float32)
 _NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 
@@ -136,19 +167,19 @@ class Packer:
         for first, last in _stretches(rows):
             torch.amax(torch.abs(values[first:last], out=self._part[: last - first]), dim=1, out=largest[first:last])
         amax = largest.numpy().view(np.int32)
-        exponent = scale_bits(amax, _FORM)
+        exponent = np.minimum(np.maximum(((amax + ROUND_UP) >> 23) - SHIFT, 1), TOP)
         inverse = torch.from_numpy(((254 - exponent) << 23).view(np.float32))[:, None]
         odd = amax.max() >= _SATURATES
         for first, last in _stretches(rows):
             scaled = torch.mul(values[first:last], inverse[first:last], out=self._part[: last - first])
             if odd:
-                scaled.clamp_(-_FORM.largest, _FORM.largest)
+                scaled.clamp_(-LARGEST, LARGEST)
             out.codes[first:last].copy_(scaled)
         out.scales[:] = (exponent << 23).view(np.float32)
         if odd:
             poisoned = np.flatnonzero(amax >= _INFINITE)
             out.scales[poisoned] = _NAN_SCALE
-            out.signed[torch.from_numpy(poisoned)] = _FORM.nan
+            out.signed[torch.from_numpy(poisoned)] = NAN
 
     def _load(self, source: Packed, first: int, last: int, into: Any) -> Any:
         """The blocks from `first` to `last` in float32, [rows, 256], in the memory of `into`."""

@@ -1,4 +1,4 @@
-"""Packed blocks against the form that says what they are: the same bytes, for every value and every length."""
+"""Coded blocks against their definition, byte for byte, and that against E4M3, as PyTorch has it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.kernels.host import quantise as definition
-from ftcomm.kernels.host.packed import RECORD, Packed, Packer, blocks
-from ftcomm.kernels.host.quantise import BLOCK, DTYPES, Quantised
+from ftcomm.kernels.host.fp8 import BLOCK, DTYPES, LARGEST, NAN, RECORD, TOP, Packed, Packer, blocks
+from tests import fp8_definition as definition
 
 CARRIER = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.uint16}
 PACKER = Packer()
@@ -33,17 +32,8 @@ def packed(x: torch.Tensor, dtype: str) -> np.ndarray:
     return records
 
 
-def as_defined(records: np.ndarray, count: int, dtype: str) -> Quantised:
-    codes, scales = (np.ascontiguousarray(records[name]).reshape(-1) for name in ("codes", "scale"))
-    room = np.empty(len(codes) + 16, np.uint8)
-    begin = -room.ctypes.data % 16
-    room[begin : begin + len(codes)] = codes
-    return Quantised("fp8", room[begin : begin + len(codes)], scales, count, dtype)
-
-
-def same(records: np.ndarray, quantised: Quantised) -> bool:
-    codes, scales = np.asarray(quantised.payload), np.asarray(quantised.scales)
-    return records["codes"].tobytes() == codes.tobytes() and records["scale"].tobytes() == scales.tobytes()
+def same(records: np.ndarray, wanted: np.ndarray) -> bool:
+    return records.tobytes() == wanted.tobytes()
 
 
 @st.composite
@@ -65,8 +55,8 @@ def test_codes_scales_and_values_are_those_of_the_definition(drawn: tuple[str, n
     dtype, bits = drawn
     x = tensor(bits, dtype)
     records = packed(x, dtype)
-    assert same(records, definition.quantise(x, "fp8"))
-    want = definition.dequantise(as_defined(records, len(x), dtype), out=torch.empty_like(x))
+    assert same(records, definition.encode(x))
+    want = definition.decode(records, len(x), dtype)
     got = torch.empty_like(x)
     PACKER.decode(Packed(records), dtype, carrier(got, dtype))
     assert carrier(got, dtype).tobytes() == carrier(want, dtype).tobytes()
@@ -79,7 +69,7 @@ def test_reductions_are_those_of_the_definition(drawn: tuple[str, np.ndarray], m
     inputs = [tensor(np.roll(bits, 7 * i), dtype) * 2.0 ** (far * (i % 3)) for i in range(members)]
     sources = [packed(x, dtype) for x in inputs]
     count = len(inputs[0])
-    want = definition.dequantise_reduce_requantise([as_defined(s, count, dtype) for s in sources], op)
+    want = definition.reduce(sources, op)
     out = np.zeros(blocks(count), RECORD)
     PACKER.reduce([Packed(source) for source in sources], op, Packed(out))
     assert same(out, want)
@@ -99,7 +89,7 @@ def test_every_rounding_of_a_code_is_to_nearest_even(sign: int) -> None:
         x = tensor(np.hstack([bits, np.full((len(bits), 1), 0x43E00000)]).reshape(-1), "float32")  # 448: scale 1
         records = packed(x, "float32")
         assert set(records["scale"].tolist()) == {1.0}
-        assert same(records, definition.quantise(x, "fp8"))
+        assert same(records, definition.encode(x))
 
 
 def test_all_codes_are_decoded() -> None:
@@ -110,6 +100,115 @@ def test_all_codes_are_decoded() -> None:
     PACKER.decode(Packed(records), "float32", out)
     want = definition.E4M3_VALUES[records["codes"]] * records["scale"][:, None]
     assert out.tobytes() == want.tobytes()
+
+
+# ---- the format ---------------------------------------------------------------------------------------------------
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # what torch takes the codes for
+
+
+def decoded(records: np.ndarray, count: int, dtype: str = "float32") -> torch.Tensor:
+    out = torch.empty(count, dtype=getattr(torch, dtype))
+    PACKER.decode(Packed(records), dtype, carrier(out, dtype))
+    return out
+
+
+def codes_of(x: torch.Tensor) -> torch.Tensor:
+    """With a scale of 1, that the largest code in every block makes."""
+    room = BLOCK - 1
+    rows = torch.zeros(-(-len(x) // room), BLOCK)
+    rows[:, 0] = LARGEST
+    rows[:, 1:] = torch.nn.functional.pad(x, (0, -len(x) % room)).reshape(-1, room)
+    records = packed(rows.reshape(-1), "float32")
+    assert (records["scale"] == 1).all()
+    return torch.from_numpy(records["codes"][:, 1:].reshape(-1)[: len(x)].copy())
+
+
+def nearest(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Indices in `grid`, ascending, of what is nearest to `x`; of two that are, the even index. In float64: exact."""
+    above = np.clip(np.searchsorted(grid, x), 1, len(grid) - 1)
+    down, up = x - grid[above - 1], grid[above] - x
+    return np.where((down < up) | ((down == up) & (above % 2 == 1)), above - 1, above)
+
+
+def test_e4m3_is_rounded_to_nearest_even_in_every_binade() -> None:
+    """All its values, the middle of each two neighbours, and the float32 beside each of these; with both signs."""
+    grid = E4M3[:0x7F].numpy()  # ascending: 0 to 448
+    exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
+    near = np.concatenate([exact, np.nextafter(exact, np.float32(1e9)), np.nextafter(exact, np.float32(-1e9))])
+    near = near[(near >= 0) & (near <= LARGEST)]
+    x = np.concatenate([near, -near])
+    want = nearest(np.abs(x).astype(np.float64), grid.astype(np.float64)) | (np.signbit(x).astype(int) << 7)
+    assert codes_of(torch.from_numpy(x)).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_halves_become_what_torch_makes_of_them(dtype: str) -> None:
+    x = torch.arange(1 << 16).to(torch.uint16).view(getattr(torch, dtype)).float()
+    x = x[x.abs() <= LARGEST]
+    assert torch.equal(codes_of(x), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("exponent", [-126, -100, 0, 119])
+def test_every_finite_value_of_e4m3_stays(exponent: int) -> None:
+    finite = E4M3.isfinite()
+    x = torch.where(finite, E4M3, 0.0) * 2.0**exponent
+    records = packed(x, "float32")
+    assert records["scale"].tolist() == [2.0**exponent]
+    assert torch.equal(torch.from_numpy(records["codes"][0])[finite], torch.arange(256, dtype=torch.uint8)[finite])
+    assert carrier(decoded(records, 256), "float32").tobytes() == carrier(x, "float32").tobytes()  # -0, too
+
+
+def test_scales_are_the_smallest_powers_of_two_that_hold() -> None:
+    """Every exponent, at the mantissas about which the scale changes."""
+    turn = int(np.float32(LARGEST).view(np.int32)) & 0x7FFFFF
+    mantissas = np.array([0, 1, turn - 1, turn, turn + 1, 0x7FFFFF], np.int32)
+    amax = ((np.arange(255, dtype=np.int32) << 23)[:, None] + mantissas).reshape(-1).view(np.float32)
+    x = np.zeros((len(amax), BLOCK), np.float32)
+    x[:, 17], x[:, 200] = -amax, amax / 2
+    records = packed(torch.from_numpy(x.reshape(-1)), "float32")
+    scales = records["scale"].astype(np.float64)
+    assert (np.frexp(scales)[0] == 0.5).all()
+    top = scales == 2.0 ** (TOP - 127)
+    assert (scales * LARGEST >= amax)[~top].all()
+    assert ((scales / 2 * LARGEST < amax) | (scales == 2.0**-126)).all()
+    values = decoded(records, x.size).reshape(-1, BLOCK)
+    assert values.isfinite().all()
+    error = np.abs(values[:, 17].double().numpy() + amax.astype(np.float64))
+    assert (error <= np.maximum(amax / 16, 2.0**-126 / 2))[~top].all()
+    assert (error <= amax / 8)[top].all()  # 2^128 saturates to 1.75 * 2^127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_with_a_nan_or_an_infinity_is_nan_and_makes_the_sum_so(dtype: str) -> None:
+    x = torch.linspace(-3, 3, 5 * BLOCK + 10).to(getattr(torch, dtype))
+    clean = packed(x, dtype)
+    x[5], x[BLOCK + 255], x[3 * BLOCK], x[5 * BLOCK + 9] = float("nan"), float("inf"), -float("inf"), -float("nan")
+    records = packed(x, dtype)
+    poisoned = [0, 1, 3, 5]
+    assert np.flatnonzero(np.isnan(records["scale"])).tolist() == poisoned
+    assert (records["codes"][poisoned] == NAN).all()
+    assert torch.unique(decoded(records, len(x), dtype).isnan().nonzero() // BLOCK).tolist() == poisoned
+    total = np.empty(len(records), RECORD)
+    PACKER.reduce([Packed(clean), Packed(records)], "sum", Packed(total))
+    assert np.flatnonzero(np.isnan(total["scale"])).tolist() == poisoned
+
+
+def test_a_sum_that_overflows_is_nan() -> None:
+    huge, total = packed(torch.full((BLOCK,), 3e38), "float32"), np.empty(1, RECORD)
+    PACKER.reduce([Packed(huge), Packed(huge)], "sum", Packed(total))
+    assert np.isnan(total["scale"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_decoded_stays_when_it_is_coded_again(dtype: str) -> None:
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(8)).to(getattr(torch, dtype))
+    once = decoded(packed(x, dtype), 4000, dtype)
+    again = decoded(packed(once, dtype), 4000, dtype)
+    assert carrier(again, dtype).tobytes() == carrier(once, dtype).tobytes()
+
+
+# ---- memory, and what users are told ------------------------------------------------------------------------------
 
 
 def test_memory_that_may_only_be_read_is_decoded_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
