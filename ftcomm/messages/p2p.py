@@ -1,6 +1,6 @@
 """Arrays from one member to another: `send` and `recv` by rank and tag, the same on every kind of group.
 
-What the two say to each other is in `ftcomm.messages.post`, which message a receive gets in `ftcomm.messages.mailbox`.
+What the two say to each other is in `ftcomm.messages.post`, which message a receive gets in `ftcomm.messages.matching`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, fresh
 from ftcomm.flat import Flat, to_read, to_write
-from ftcomm.messages.parcels import WHOLE, Message, Receive, Send
 from ftcomm.messages.post import Post
+from ftcomm.messages.protocol import EAGER, Message, Receive, Send
 from ftcomm.messages.slots import Place, Slots
 from ftcomm.own import own_process
 
 PURPOSE = "p2p"  # of connections between replicas
 
 
-class Sending:
+class MessageWork:
     """A send or a receive that was started. Methods may be called from any thread."""
 
     def __init__(self, message: Message, array: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]) -> None:
@@ -155,9 +155,9 @@ class Messages:
         tensor in its memory or in pinned memory, and of more than 64 KB. Else, as without it, it goes through memory of
         the host, which takes no multiprocessor either. The receiver need not say the same.
 
-        Returns None, or at once (`async_op`) a `Sending`; `x` must not be changed until it has ended. Up to 64 KB are
-        sent ahead, a megabyte at most that was not received yet; what is more waits until it is asked for. Messages to
-        one rank with one tag arrive in the order of the calls. Raises `ArgumentError`, `LostError`,
+        Returns None, or at once (`async_op`) a `MessageWork`; `x` must not be changed until it has ended. Up to 64 KB
+        are sent ahead, a megabyte at most that was not received yet; what is more waits until it is asked for. Messages
+        to one rank with one tag arrive in the order of the calls. Raises `ArgumentError`, `LostError`,
         `CollectiveTimeout` (after `timeout` seconds, or the op timeout), and `MismatchError` if the receiver has seen
         that it is another array.
         """
@@ -166,7 +166,7 @@ class Messages:
         flat = to_read(x) if place is None else None
         message = Send(target, *self._outline(flat, tag, timeout, place))
         self._post.send(message)
-        sending = Sending(message, x, None, self.roster)
+        sending = MessageWork(message, x, None, self.roster)
         return sending if async_op else sending.wait()
 
     def recv(
@@ -181,8 +181,8 @@ class Messages:
     ) -> Any:
         """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `copy_engine` as in `send`.
 
-        Returns the rank it came from, or at once (`async_op`) a `Sending`; `x` must not be touched until it has ended.
-        An immutable array (JAX) needs the latter, whose `array` is the new one.
+        Returns the rank it came from, or at once (`async_op`) a `MessageWork`; `x` must not be touched until it has
+        ended. An immutable array (JAX) needs the latter, whose `array` is the new one.
         Raises `ArgumentError`, `LostError` if the rank is lost before it has sent, `MismatchError` if it has sent
         another number of elements or another dtype (the message is gone then), and `CollectiveTimeout` after `timeout`
         seconds, or the op timeout.
@@ -198,13 +198,13 @@ class Messages:
         message = Receive(source, *self._outline(flat, tag, timeout, place))
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._post.receive(message)
-        sending = Sending(message, x, finish, self.roster)
+        sending = MessageWork(message, x, finish, self.roster)
         return sending if async_op else sending.wait()
 
     def _place(self, x: Any, copy_engine: bool) -> Place | None:
         """Where `x` lies if copy engines are to move it."""
         place = self._post.slots.place(x) if copy_engine and self._post.slots is not None else None
-        return place if place is not None and place.nbytes > WHOLE else None
+        return place if place is not None and place.nbytes > EAGER else None
 
     def _landing(self, message: Receive, x: Any) -> Callable[[], Any]:
         """The way into `x` for what has come to the host."""

@@ -3,19 +3,19 @@
 One connection for each sender and receiver, dialled by the sender when it first has something to send:
 
     sender                                     receiver
-      WHOLE(n, tag, dtype, bytes)       --->     kept until somebody receives it; small ones, a bounded amount of them
-                                        <---     GO(n)        somebody has; room for others
-      OFFER(n, tag, dtype, size)        --->     nothing is kept but that
-                                        <---     GO(n)        somebody receives it
+      EAGER(n, tag, dtype, bytes)       --->     kept until somebody receives it; small ones, a bounded amount of them
+                                        <---     CTS(n)       somebody has; room for others
+      RTS(n, tag, dtype, size)          --->     nothing is kept but that
+                                        <---     CTS(n)       somebody receives it
       DATA(n, bytes)                    --->     straight into the memory of the receive
-                                        <---     REFUSED(n)   in place of GO: the receive has another size or dtype
-      WITHDRAW(n)                       --->     the offer does not stand any more; the receive waits for the next
+                                        <---     NACK(n)      in place of CTS: the receive has another size or dtype
+      CANCEL(n)                         --->     the offer does not stand any more; the receive waits for the next
 
 So messages of one sender and tag arrive in their order, whatever the order of tags in which they are received, nobody
 waits behind a message that is not wanted yet, and what came unasked takes bounded memory.
 
-The thread alone touches memory of messages that are longer than a `WHOLE`, and it alone ends messages that it knows of:
-once a message has failed, nothing of it is read or written any more. Copy engines move bytes in place of DATA, see
+The thread alone touches memory of messages that are longer than `EAGER` bytes, and it alone ends messages that it knows
+of: once a message has failed, nothing of it is read or written any more. Copy engines move bytes in place of DATA, see
 `ftcomm.messages.slots`.
 """
 
@@ -40,21 +40,21 @@ from ftcomm.control.sealed import Connection as Socket
 from ftcomm.control.sealed import flush, pending, unsent
 from ftcomm.control.wire import for_bulk
 from ftcomm.errors import CollectiveTimeout, FtcommError, LostError, MismatchError
-from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS, Letter, Mailbox
-from ftcomm.messages.parcels import (
+from ftcomm.messages.matching import MAX_BYTES, MAX_UNEXPECTED, Matching, Unexpected
+from ftcomm.messages.protocol import (
     ANSWER,
+    EAGER,
     HEAD,
     MAGIC,
     MAX_MESSAGE,
-    WHOLE,
     Answer,
     Connection,
-    Inlet,
     Kind,
     Message,
-    Outlet,
     Receive,
+    RecvChannel,
     Send,
+    SendChannel,
     dtype_of,
     head,
     shorten,
@@ -84,9 +84,9 @@ class Post:
         self._copier = Copier()
         self._lock = threading.Lock()  # guards all that follows; never held across a wait
         self._error: BaseException | None = None
-        self._box: Mailbox[Receive] = Mailbox()
-        self._outlets: dict[int, Outlet] = {}
-        self._inlets: dict[int, Inlet] = {}
+        self._matching: Matching[Receive] = Matching()
+        self._outlets: dict[int, SendChannel] = {}
+        self._inlets: dict[int, RecvChannel] = {}
         self._lost: dict[int, str] = {}  # members that can be neither sent to nor received from, and why
         self._silent: dict[int, str] = {}  # members whose connection to us has ended, and why
         self._stale: list[tuple[Connection, str]] = []  # to be ended
@@ -109,7 +109,7 @@ class Post:
             outlet = self._outlets.get(message.target)
             fresh = outlet is None
             if outlet is None:
-                outlet = self._outlets[message.target] = Outlet(message.target)
+                outlet = self._outlets[message.target] = SendChannel(message.target)
             outlet.held.append(message)
             if not fresh:
                 self._pump(outlet)
@@ -121,9 +121,9 @@ class Post:
         with self._lock:
             if self._refuse(message, None):
                 return
-            letter = self._box.want(message)
-            if letter is not None:
-                self._match(letter, message)
+            arrival = self._matching.want(message)
+            if arrival is not None:
+                self._match(arrival, message)
             if not message.ended.is_set():
                 self._expect(message)
 
@@ -138,12 +138,12 @@ class Post:
             if self._error is not None:
                 sock.close()
                 return
-            inlet = Inlet(peer, sock, nonce)
+            inlet = RecvChannel(peer, sock, nonce)
             earlier, self._inlets[peer] = self._inlets.get(peer), inlet
             if earlier is not None:
                 self._stale.append((earlier, "it has connected again"))
-            for letter in self._box.letters(peer):  # of its earlier life
-                self._box.discard(letter)
+            for arrival in self._matching.arrivals(peer):  # of its earlier life
+                self._matching.discard(arrival)
             self._lost.pop(peer, None)
             self._silent.pop(peer, None)
             self._start()
@@ -217,27 +217,27 @@ class Post:
         self._ring()
 
     def _discard_offers(self, peer: int) -> None:
-        for letter in self._box.letters(peer):
-            if letter.data is None:
-                self._box.discard(letter)
+        for arrival in self._matching.arrivals(peer):
+            if arrival.data is None:
+                self._matching.discard(arrival)
 
     def _ring(self) -> None:
         if self._bell >= 0:
             os.eventfd_write(self._bell, 1)
 
-    def _pump(self, outlet: Outlet) -> None:
+    def _pump(self, outlet: SendChannel) -> None:
         """Send what may be sent of what is held back."""
-        while outlet.sock is not None and outlet.held and len(outlet.offers) + len(outlet.unasked) < MAX_LETTERS:
+        while outlet.sock is not None and outlet.held and len(outlet.offers) + len(outlet.unasked) < MAX_UNEXPECTED:
             message = outlet.held.popleft()
             message.number = next(outlet.numbers)
-            whole = message.nbytes <= WHOLE and outlet.nbytes + message.nbytes <= MAX_BYTES
+            whole = message.nbytes <= EAGER and outlet.nbytes + message.nbytes <= MAX_BYTES
             if whole:
                 outlet.unasked[message.number] = message.nbytes
                 outlet.nbytes += message.nbytes
-                self._write(outlet, head(Kind.WHOLE, message), message)
+                self._write(outlet, head(Kind.EAGER, message), message)
             else:
                 outlet.offers[message.number] = message
-                kind = Kind.OFFER if message.place is None else Kind.SLOTS
+                kind = Kind.RTS if message.place is None else Kind.SLOTS
                 self._write(outlet, head(kind, message), None)
 
     def _write(self, connection: Connection, frame: bytes, message: Send | None) -> None:
@@ -245,7 +245,7 @@ class Post:
         parts = [memoryview(frame)]
         if message is not None and message.memory.nbytes:
             parts.append(message.memory)
-        if not connection.queue and sum(part.nbytes for part in parts) <= WHOLE + HEAD.size:
+        if not connection.queue and sum(part.nbytes for part in parts) <= EAGER + HEAD.size:
             assert connection.sock is not None
             with contextlib.suppress(OSError):  # the thread meets it again
                 shorten(parts, connection.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL))
@@ -260,33 +260,33 @@ class Post:
         connection.queue.append((parts[-1], message))
         self._ring()
 
-    def _match(self, letter: Letter, receive: Receive) -> None:
+    def _match(self, arrival: Unexpected, receive: Receive) -> None:
         """They are for each other."""
-        inlet = self._inlets.get(letter.source)
-        fits = (letter.nbytes, letter.dtype) == (receive.nbytes, receive.dtype)
-        answer = Answer.GO if fits else Answer.REFUSED
-        if fits and letter.data is None:
+        inlet = self._inlets.get(arrival.source)
+        fits = (arrival.nbytes, arrival.dtype) == (receive.nbytes, receive.dtype)
+        answer = Answer.CTS if fits else Answer.NACK
+        if fits and arrival.data is None:
             assert inlet is not None  # the end of a connection discards its offers
-            receive.by_slots = letter.slots and self.slots is not None and self.slots.reaches(inlet.nonce)
-            if letter.slots and not receive.by_slots:
+            receive.by_slots = arrival.slots and self.slots is not None and self.slots.reaches(inlet.nonce)
+            if arrival.slots and not receive.by_slots:
                 answer = Answer.PLAIN
-            inlet.expected[letter.number] = receive
-            receive.found = letter.source
-            receive.number = letter.number
+            inlet.expected[arrival.number] = receive
+            receive.found = arrival.source
+            receive.number = arrival.number
         if inlet is not None:
-            self._write(inlet, ANSWER.pack(MAGIC, answer, letter.number), None)
+            self._write(inlet, ANSWER.pack(MAGIC, answer, arrival.number), None)
         if not fits:
             receive.end(
                 MismatchError(
-                    f"{self._owner}: {self._name(letter.source)} has sent {letter.nbytes} bytes of {letter.dtype} with "
-                    f"tag {letter.tag}, and this rank receives {receive.nbytes} bytes of {receive.dtype}. Send and "
-                    "receive the same number of elements of the same dtype"
+                    f"{self._owner}: {self._name(arrival.source)} has sent {arrival.nbytes} bytes of {arrival.dtype} "
+                    f"with tag {arrival.tag}, and this rank receives {receive.nbytes} bytes of {receive.dtype}. Send "
+                    "and receive the same number of elements of the same dtype"
                 )
             )
-        elif letter.data is not None:
+        elif arrival.data is not None:
             receive.land()
-            receive.memory[:] = letter.data
-            receive.found = letter.source
+            receive.memory[:] = arrival.data
+            receive.found = arrival.source
             receive.end()
 
     # -- the thread of copies ------------------------------------------------------------------------------------
@@ -307,21 +307,21 @@ class Post:
             message.let_go()
         return True
 
-    def _put(self, outlet: Outlet, send: Send, slot: int, at: int, nbytes: int) -> None:
+    def _put(self, outlet: SendChannel, send: Send, slot: int, at: int, nbytes: int) -> None:
         if self._copy(send, outlet, lambda slots: slots.put(slot, send.address() + at, nbytes)):
             with self._lock:
                 if self._outlets.get(outlet.peer) is outlet:
                     outlet.track.ready()
                     self._write(outlet, HEAD.pack(MAGIC, Kind.READY, send.number, slot, nbytes, b""), None)
 
-    def _take(self, inlet: Inlet, receive: Receive, slot: int, at: int, nbytes: int) -> None:
+    def _take(self, inlet: RecvChannel, receive: Receive, slot: int, at: int, nbytes: int) -> None:
         if self._copy(receive, inlet, lambda slots: slots.take(inlet.nonce, slot, receive.address() + at, nbytes)):
             with self._lock:
                 if self._inlets.get(inlet.peer) is inlet:
                     receive.copied += nbytes
                     self._write(inlet, ANSWER.pack(MAGIC, Answer.FREE, receive.number), None)
 
-    def _fetch(self, outlet: Outlet, send: Send) -> None:
+    def _fetch(self, outlet: SendChannel, send: Send) -> None:
         """For a receiver that gets the bytes."""
         host = np.empty(send.nbytes, np.uint8)
         if self._copy(send, outlet, lambda slots: slots.move(host.ctypes.data, send.address(), send.nbytes)):
@@ -333,7 +333,7 @@ class Post:
 
     # -- a thread for each dial ----------------------------------------------------------------------------------
 
-    def _open(self, outlet: Outlet) -> None:
+    def _open(self, outlet: SendChannel) -> None:
         why = ""
         try:
             sock = self._dial(outlet.peer)
@@ -436,7 +436,7 @@ class Post:
 
     def _read(self, connection: Connection) -> None:
         assert connection.sock is not None
-        size = ANSWER.size if isinstance(connection, Outlet) else HEAD.size
+        size = ANSWER.size if isinstance(connection, SendChannel) else HEAD.size
         left = _TURN
         while left > 0 or pending(connection.sock):
             if not connection.rest:
@@ -448,14 +448,14 @@ class Post:
             left -= received
             connection.rest = connection.rest[received:]
             while not connection.rest:
-                if isinstance(connection, Outlet):
+                if isinstance(connection, SendChannel):
                     self._answered(connection)
                     break
-                assert isinstance(connection, Inlet)
+                assert isinstance(connection, RecvChannel)
                 if not self._arrived(connection):
                     break
 
-    def _answered(self, outlet: Outlet) -> None:
+    def _answered(self, outlet: SendChannel) -> None:
         """The receiver has said something."""
         magic, kind, number = ANSWER.unpack(outlet.head)
         if magic != MAGIC or kind not in tuple(Answer):
@@ -466,10 +466,10 @@ class Post:
         with self._lock:
             outlet.nbytes -= outlet.unasked.pop(number, 0)
             message = outlet.offers.pop(number, None)  # None: whole, or withdrawn
-            if message is not None and kind != Answer.REFUSED:
+            if message is not None and kind != Answer.NACK:
                 self._go(outlet, message, plain=kind == Answer.PLAIN)
             self._pump(outlet)
-        if message is not None and kind == Answer.REFUSED:
+        if message is not None and kind == Answer.NACK:
             message.end(
                 MismatchError(
                     f"{self._owner}: {self._name(outlet.peer)} receives another number of elements, or another dtype, "
@@ -477,7 +477,7 @@ class Post:
                 )
             )
 
-    def _go(self, outlet: Outlet, message: Send, *, plain: bool) -> None:
+    def _go(self, outlet: SendChannel, message: Send, *, plain: bool) -> None:
         """Somebody receives it. With the lock."""
         track = outlet.track
         if track.pair is None and message.place is not None and not plain and self._pairs:
@@ -491,13 +491,13 @@ class Post:
             track.sends.append(message)
             self._fill(outlet)
 
-    def _fill(self, outlet: Outlet) -> None:
+    def _fill(self, outlet: SendChannel) -> None:
         """Copy into slots that are free. With the lock."""
         assert self.slots is not None
         while (piece := outlet.track.next(self.slots.chunk)) is not None:
             self._copier.do(functools.partial(self._put, outlet, *piece))
 
-    def _freed(self, outlet: Outlet, number: int) -> None:
+    def _freed(self, outlet: SendChannel, number: int) -> None:
         """The receiver has taken a piece."""
         with self._lock:
             whole = outlet.track.freed(number, self.slots.chunk if self.slots is not None else 0)
@@ -505,7 +505,7 @@ class Post:
                 self._write(outlet, head(Kind.DONE, whole), whole)
             self._fill(outlet)
 
-    def _ready(self, inlet: Inlet, number: int, slot: int, nbytes: int) -> None:
+    def _ready(self, inlet: RecvChannel, number: int, slot: int, nbytes: int) -> None:
         """The sender has put a piece into a slot."""
         slots = self.slots
         with self._lock:
@@ -518,7 +518,7 @@ class Post:
             receive.started += nbytes
             self._copier.do(functools.partial(self._take, inlet, receive, slot, at, nbytes))
 
-    def _done(self, inlet: Inlet, number: int) -> None:
+    def _done(self, inlet: RecvChannel, number: int) -> None:
         """What was copied from slots counts."""
         with self._lock:
             receive = inlet.expected.get(number)
@@ -527,15 +527,15 @@ class Post:
             del inlet.expected[number]
         receive.end()
 
-    def _arrived(self, inlet: Inlet) -> bool:
+    def _arrived(self, inlet: RecvChannel) -> bool:
         """A head, or what belongs to it, is there. True if more belongs to it and has no bytes."""
         if inlet.receive is not None:
             receive, inlet.receive = inlet.receive, None
             receive.end()
             return False
-        if inlet.letter is not None:
-            letter, inlet.letter = inlet.letter, None
-            self._deliver(inlet, letter)
+        if inlet.arrival is not None:
+            arrival, inlet.arrival = inlet.arrival, None
+            self._deliver(inlet, arrival)
             return False
         magic, kind, number, tag, nbytes, name = HEAD.unpack(inlet.head)
         if magic != MAGIC or nbytes > MAX_MESSAGE:
@@ -547,20 +547,20 @@ class Post:
                 raise ValueError(f"{nbytes} bytes of a message {number} that nobody has asked for")
             inlet.receive.land()
             inlet.rest = inlet.receive.memory
-        elif kind == Kind.WHOLE:
+        elif kind == Kind.EAGER:
             with self._lock:
-                full = self._box.full(inlet.peer, nbytes)
-            if nbytes > WHOLE or full:
+                full = self._matching.full(inlet.peer, nbytes)
+            if nbytes > EAGER or full:
                 raise ValueError(f"{nbytes} bytes more that nobody has asked for, at most {MAX_BYTES} are kept")
             data = bytearray(nbytes)
-            inlet.letter = Letter(inlet.peer, number, tag, dtype_of(name), nbytes, data)
+            inlet.arrival = Unexpected(inlet.peer, number, tag, dtype_of(name), nbytes, data)
             inlet.rest = memoryview(data)
-        elif kind in (Kind.OFFER, Kind.SLOTS):
+        elif kind in (Kind.RTS, Kind.SLOTS):
             with self._lock:
-                full = self._box.full(inlet.peer, 0)
+                full = self._matching.full(inlet.peer, 0)
             if full:
-                raise ValueError(f"an offer more, at most {MAX_LETTERS} are kept")
-            self._deliver(inlet, Letter(inlet.peer, number, tag, dtype_of(name), nbytes, None, kind == Kind.SLOTS))
+                raise ValueError(f"an offer more, at most {MAX_UNEXPECTED} are kept")
+            self._deliver(inlet, Unexpected(inlet.peer, number, tag, dtype_of(name), nbytes, None, kind == Kind.SLOTS))
             return False
         elif kind == Kind.READY:
             self._ready(inlet, number, tag, nbytes)
@@ -568,32 +568,32 @@ class Post:
         elif kind == Kind.DONE:
             self._done(inlet, number)
             return False
-        elif kind == Kind.WITHDRAW:
+        elif kind == Kind.CANCEL:
             self._withdrawn(inlet, number)
             return False
         else:
             raise ValueError(f"a frame of the unknown kind {kind}")
         return not inlet.rest
 
-    def _deliver(self, inlet: Inlet, letter: Letter) -> None:
+    def _deliver(self, inlet: RecvChannel, arrival: Unexpected) -> None:
         with self._lock:
             if self._inlets.get(inlet.peer) is inlet:
-                receive = self._box.arrive(letter)
+                receive = self._matching.arrive(arrival)
                 if receive is not None:
-                    self._match(letter, receive)
+                    self._match(arrival, receive)
 
-    def _withdrawn(self, inlet: Inlet, number: int) -> None:
+    def _withdrawn(self, inlet: RecvChannel, number: int) -> None:
         with self._lock:
             asked = inlet.expected.get(number)
             if asked is not None and asked.started:
                 raise ValueError(f"a message {number} is withdrawn of which {asked.started} bytes have come")
-            letter = self._box.offered(inlet.peer, number)
-            if letter is not None:
-                self._box.discard(letter)
+            arrival = self._matching.offered(inlet.peer, number)
+            if arrival is not None:
+                self._matching.discard(arrival)
             receive = inlet.expected.pop(number, None)
             if receive is not None:
                 receive.found = None
-                again = self._box.again(receive)
+                again = self._matching.again(receive)
                 if again is not None:
                     self._match(again, receive)
 
@@ -612,7 +612,7 @@ class Post:
         if isinstance(message, Receive):
             sent = "anybody" if message.source is None else self._name(message.source)
             text = f"nothing came from {sent} with tag {message.tag}. Did it send?"
-            if not self._box.cancel(message):  # it has begun to come
+            if not self._matching.cancel(message):  # it has begun to come
                 assert message.found is not None
                 inlet = self._inlets.get(message.found)
                 if inlet is not None:  # else it is over, and the message with it
@@ -627,7 +627,7 @@ class Post:
             if message in outlet.held:
                 outlet.held.remove(message)
             elif outlet.offers.pop(message.number, None) is not None:
-                self._write(outlet, head(Kind.WITHDRAW, message), None)
+                self._write(outlet, head(Kind.CANCEL, message), None)
             else:  # it is being written
                 self._stale.append((outlet, "it has stopped reading"))
                 self._ring()
@@ -637,9 +637,9 @@ class Post:
     def _fail_waiting(self) -> None:
         """Receives that nobody is left to serve."""
         with self._lock:
-            for receive in self._box.wants() if self._silent else ():
+            for receive in self._matching.wants() if self._silent else ():
                 if receive.source in self._silent:
-                    self._box.cancel(receive)
+                    self._matching.cancel(receive)
                     receive.end(self._lost_error(receive.source, self._silent[receive.source]))
 
     def _end(self, connection: Connection, why: str) -> None:
@@ -650,7 +650,7 @@ class Post:
             connection.interest = 0
         failed: list[Message] = []
         with self._lock:
-            if isinstance(connection, Outlet):
+            if isinstance(connection, SendChannel):
                 if self._outlets.get(connection.peer) is connection:
                     del self._outlets[connection.peer]
                 failed += connection.held
@@ -665,7 +665,7 @@ class Post:
                 if connection.track.pair is not None:
                     self._pairs.append(connection.track.pair)
                     connection.track.pair = None
-            elif isinstance(connection, Inlet):
+            elif isinstance(connection, RecvChannel):
                 failed += connection.expected.values()
                 failed += [connection.receive] if connection.receive is not None else []
                 connection.expected.clear()
@@ -681,7 +681,7 @@ class Post:
             message.end(error)
         self._fail_waiting()
 
-    def _end_all(self) -> list[Outlet]:
+    def _end_all(self) -> list[SendChannel]:
         """Every message fails; the outlets are left to be closed."""
         self._end_stale()
         with self._lock:
@@ -732,7 +732,7 @@ class Post:
             self._end(outlet, "")
 
     @staticmethod
-    def _say_no_more(outlet: Outlet) -> None:
+    def _say_no_more(outlet: SendChannel) -> None:
         """When all has gone out."""
         assert outlet.sock is not None
         if flush(outlet.sock):

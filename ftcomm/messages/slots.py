@@ -1,8 +1,8 @@
 """Messages by copy engines: their bytes go through a few slots of the sender's memory that the receiver reads.
 
     sender                                     receiver
-      SLOTS(n, tag, dtype, size)        --->     as an OFFER
-                                        <---     GO(n)        somebody receives it; PLAIN(n): send the bytes here
+      SLOTS(n, tag, dtype, size)        --->     as an RTS
+                                        <---     CTS(n)       somebody receives it; PLAIN(n): send the bytes here
       READY(n, slot, bytes)             --->     the next piece lies in that slot: copied to where it belongs
                                         <---     FREE(n)      and the slot may be filled again
       DONE(n)                           --->     all pieces were freed: the message is whole
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from ftcomm.messages.parcels import Send
+    from ftcomm.messages.protocol import Send
 
 AHEAD = 2  # slots that a receiver has, so that one is filled while the other is read
 

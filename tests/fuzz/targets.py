@@ -38,9 +38,9 @@ from ftcomm.lab.netns.relay import Change, Port, Relay
 from ftcomm.lab.netns.relay import Link as RelayLink
 from ftcomm.launch.admin import protocol as admin
 from ftcomm.launch.output import LineSplitter
-from ftcomm.messages.mailbox import MAX_BYTES, MAX_LETTERS
-from ftcomm.messages.parcels import WHOLE, Receive, Send
+from ftcomm.messages.matching import MAX_BYTES, MAX_UNEXPECTED
 from ftcomm.messages.post import Post
+from ftcomm.messages.protocol import EAGER, Receive, Send
 from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten
@@ -393,8 +393,8 @@ def _sender(near: socket.socket, far: socket.socket, data: bytes) -> None:
     for receive in waiting:
         assert receive.ended.wait(DEADLINE)
         assert not isinstance(receive.error, CollectiveTimeout)
-    letters = post._box.letters(1)
-    assert len(letters) <= MAX_LETTERS
+    letters = post._matching.arrivals(1)
+    assert len(letters) <= MAX_UNEXPECTED
     assert sum(len(letter.data or b"") for letter in letters) <= MAX_BYTES
     post.close(RuntimeError("the end"))
 
@@ -403,7 +403,7 @@ def _receiver(near: socket.socket, far: socket.socket, data: bytes) -> None:
     """The sends to it end."""
     post = Post("rank 0", lambda peer: near, str)
     until = time.monotonic() + DEADLINE
-    sent = [Send(1, 0, "uint8", memoryview(bytes(size)), until) for size in (8, WHOLE + 1, 8)]
+    sent = [Send(1, 0, "uint8", memoryview(bytes(size)), until) for size in (8, EAGER + 1, 8)]
     for send in sent:
         post.send(send)
     far.recv(16)

@@ -17,17 +17,17 @@ import torch
 
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, ExpelledError, FtcommError, LostError, MismatchError
-from ftcomm.messages import mailbox, parcels, post
-from ftcomm.messages.p2p import JobPost, Messages, Sending
-from ftcomm.messages.parcels import Answer, Kind
+from ftcomm.messages import matching, post, protocol
+from ftcomm.messages.p2p import JobPost, Messages, MessageWork
 from ftcomm.messages.post import Post
+from ftcomm.messages.protocol import Answer, Kind
 from tests.exchange_rig import DEADLINE, Caller, socket_pair
 from tests.fixed_rig import Ranks, nothing_left, together
 
 pytestmark = pytest.mark.protocol
 
 
-EDGE = parcels.WHOLE // 4  # float32 in the longest message that is sent unasked
+EDGE = protocol.EAGER // 4  # float32 in the longest message that is sent unasked
 
 
 class Rank(Messages):
@@ -69,7 +69,7 @@ def raw(members: list[Rank], sender: int, receiver: int) -> socket.socket:
 
 
 def head(kind: int, number: int, nbytes: int, tag: int = 0, dtype: str = "uint8") -> bytes:
-    return parcels.HEAD.pack(parcels.MAGIC, kind, number, tag, nbytes, dtype.encode())
+    return protocol.HEAD.pack(protocol.MAGIC, kind, number, tag, nbytes, dtype.encode())
 
 
 def until(true: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def expire(member: Messages, sending: Sending) -> None:
+def expire(member: Messages, sending: MessageWork) -> None:
     """Its deadline passes now."""
     post = member._post
     with post._lock:
@@ -89,7 +89,7 @@ def expire(member: Messages, sending: Sending) -> None:
 
 
 def until_letter(member: Messages, source: int) -> None:
-    until(lambda: member._post._box.letters(source))
+    until(lambda: member._post._matching.arrivals(source))
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, EDGE - 1, EDGE, EDGE + 1, 3_000_000])
@@ -161,12 +161,12 @@ def test_what_nobody_has_asked_for_takes_bounded_memory(members: list[Rank]) -> 
     count = 5_000
     sent = [members[0].send(np.full(100, i, np.int64), 1, i % 7, async_op=True) for i in range(count)]
     big = members[0].send(np.zeros(1_000_000), 1, 100, async_op=True)
-    box = members[1]._post._box
+    box = members[1]._post._matching
     until = time.monotonic() + DEADLINE
-    while len(letters := box.letters(0)) < count + 1 and time.monotonic() < until:
+    while len(arrivals := box.arrivals(0)) < count + 1 and time.monotonic() < until:
         time.sleep(0.01)
-    assert len(letters) == count + 1
-    assert sum(len(letter.data or b"") for letter in letters) <= mailbox.MAX_BYTES
+    assert len(arrivals) == count + 1
+    assert sum(len(arrival.data or b"") for arrival in arrivals) <= matching.MAX_BYTES
     assert sent[1].done()
     assert not sent[-1].done()
     got = np.zeros(100, np.int64)
@@ -178,7 +178,7 @@ def test_what_nobody_has_asked_for_takes_bounded_memory(members: list[Rank]) -> 
     members[1].recv(np.zeros(1_000_000), 0, 100)
     for sending in (*sent, big):
         sending.wait()
-    assert not box.letters(0)
+    assert not box.arrivals(0)
 
 
 def test_messages_that_have_ended_are_forgotten(members: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,15 +194,15 @@ def test_messages_that_have_ended_are_forgotten(members: list[Rank], monkeypatch
 def test_a_sender_holds_back_what_the_receiver_has_no_room_for(
     members: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(post, "MAX_LETTERS", 10)
-    monkeypatch.setattr(mailbox, "MAX_LETTERS", 10)
+    monkeypatch.setattr(post, "MAX_UNEXPECTED", 10)
+    monkeypatch.setattr(matching, "MAX_UNEXPECTED", 10)
     sent = [members[0].send(np.full(20_000 * (i % 2), i), 1, async_op=True) for i in range(100)]
     given_up = members[0].send(np.zeros(1), 1, async_op=True, timeout=0.01)
     with pytest.raises(CollectiveTimeout, match="rank 1 has not received the message with tag 0"):
         given_up.wait()
     members[0].send(np.zeros(1), 2)
     assert members[2].recv(np.zeros(1)) == 0  # another receiver does not wait for it
-    assert len(members[1]._post._box.letters(0)) <= 10
+    assert len(members[1]._post._matching.arrivals(0)) <= 10
     for i in range(100):
         out = np.zeros(20_000 * (i % 2), int)
         members[1].recv(out, 0)
@@ -224,7 +224,7 @@ def test_another_size_or_dtype_is_an_error(members: list[Rank], count: int) -> N
         with pytest.raises(MismatchError, match=f"rank 0 has sent {4 * count} bytes of float32 with tag 0"):
             members[1].recv(out, 0)
         assert not out.any()
-        if x.nbytes > parcels.WHOLE:
+        if x.nbytes > protocol.EAGER:
             with pytest.raises(MismatchError, match="rank 1 receives another number of elements"):
                 sent.wait()
         else:
@@ -255,18 +255,18 @@ def test_wrong_arguments(members: list[Rank]) -> None:
     [
         b"GET / HTTP/1.1\r\nHost: somewhere in the world\r\n\r\n",
         head(9, 0, 0),
-        head(Kind.WHOLE, 0, parcels.WHOLE + 1),
+        head(Kind.EAGER, 0, protocol.EAGER + 1),
         head(Kind.DATA, 0, 4) + b"1234",
-        head(Kind.OFFER, 0, 1 << 60),
-        b"".join(head(Kind.WHOLE, i, 1) + b"x" for i in range(101)),
-        b"".join(head(Kind.OFFER, i, 1 << 30) for i in range(101)),
-        b"".join(head(Kind.WHOLE, i, 60_000) + bytes(60_000) for i in range(mailbox.MAX_BYTES // 60_000 + 1)),
+        head(Kind.RTS, 0, 1 << 60),
+        b"".join(head(Kind.EAGER, i, 1) + b"x" for i in range(101)),
+        b"".join(head(Kind.RTS, i, 1 << 30) for i in range(101)),
+        b"".join(head(Kind.EAGER, i, 60_000) + bytes(60_000) for i in range(matching.MAX_BYTES // 60_000 + 1)),
     ],
 )
 def test_a_sender_that_says_what_cannot_be_is_dropped(
     members: list[Rank], said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "MAX_LETTERS", 100)
+    monkeypatch.setattr(matching, "MAX_UNEXPECTED", 100)
     with raw(members, 0, 1) as sock:
         waiting = members[1].recv(np.zeros(5), 0, 1, async_op=True)
         with pytest.raises((BrokenPipeError, ConnectionResetError, LostError)):  # noqa: PT012
@@ -316,13 +316,13 @@ def test_a_withdrawn_message_that_was_asked_for_makes_room_for_the_next(members:
     with raw(members, 0, 1) as sock:
         out, other = np.zeros(10, np.uint8), np.zeros(10, np.uint8)
         receiving = [members[1].recv(a, 0, async_op=True) for a in (out, other)]
-        sock.sendall(head(Kind.OFFER, 0, 10))
-        assert sock.recv(16, socket.MSG_WAITALL) == struct.pack("<IIQ", parcels.MAGIC, Answer.GO, 0)
-        sock.sendall(head(Kind.WITHDRAW, 0, 0) + head(Kind.WHOLE, 1, 10) + bytes([7] * 10))
+        sock.sendall(head(Kind.RTS, 0, 10))
+        assert sock.recv(16, socket.MSG_WAITALL) == struct.pack("<IIQ", protocol.MAGIC, Answer.CTS, 0)
+        sock.sendall(head(Kind.CANCEL, 0, 0) + head(Kind.EAGER, 1, 10) + bytes([7] * 10))
         receiving[0].wait()
         assert (out == 7).all()
         assert not receiving[1].done()
-        sock.sendall(head(Kind.WHOLE, 2, 10) + bytes([8] * 10))
+        sock.sendall(head(Kind.EAGER, 2, 10) + bytes([8] * 10))
         receiving[1].wait()
         assert (other == 8).all()
 
@@ -331,7 +331,7 @@ def test_a_sender_that_stops_in_the_middle_fails_the_receive(members: list[Rank]
     with raw(members, 0, 1) as sock:
         out = np.zeros(100_000, np.uint8)
         receiving = members[1].recv(out, 0, async_op=True)
-        sock.sendall(head(Kind.OFFER, 0, 100_000))
+        sock.sendall(head(Kind.RTS, 0, 100_000))
         sock.recv(16, socket.MSG_WAITALL)
         sock.sendall(head(Kind.DATA, 0, 100_000) + bytes([1] * 1000))
         until(lambda: out[999])
@@ -355,8 +355,8 @@ def test_a_receiver_that_stops_reading_fails_the_send(members: list[Rank]) -> No
     other = members[0].send(np.zeros(10), 1, async_op=True)
     with far:
         far.settimeout(DEADLINE)
-        assert far.recv(parcels.HEAD.size, socket.MSG_WAITALL)
-        far.sendall(struct.pack("<IIQ", parcels.MAGIC, Answer.GO, 0))
+        assert far.recv(protocol.HEAD.size, socket.MSG_WAITALL)
+        far.sendall(struct.pack("<IIQ", protocol.MAGIC, Answer.CTS, 0))
         until(lambda: members[0]._post._outlets[1].queue)  # what the connection does not take
         other.wait()
         expire(members[0], sent)
@@ -366,7 +366,7 @@ def test_a_receiver_that_stops_reading_fails_the_send(members: list[Rank]) -> No
 
 def test_an_offer_ends_with_its_connection(members: list[Rank]) -> None:
     with raw(members, 0, 1) as sock:
-        sock.sendall(head(Kind.OFFER, 0, 10))
+        sock.sendall(head(Kind.RTS, 0, 10))
         until_letter(members[1], 0)
     end = time.monotonic() + DEADLINE
     while members[1]._post._inlets:
@@ -381,9 +381,9 @@ def test_a_small_message_does_not_overtake_the_bytes_of_a_big_one(members: list[
     sent = [members[0].send(np.full(20_000_000, 7, np.uint8), 1, async_op=True)]
     with far:
         far.settimeout(DEADLINE)
-        assert far.recv(parcels.HEAD.size, socket.MSG_WAITALL) == head(Kind.OFFER, 0, 20_000_000)
-        far.sendall(struct.pack("<IIQ", parcels.MAGIC, Answer.GO, 0))
-        assert far.recv(parcels.HEAD.size, socket.MSG_WAITALL) == head(Kind.DATA, 0, 20_000_000)
+        assert far.recv(protocol.HEAD.size, socket.MSG_WAITALL) == head(Kind.RTS, 0, 20_000_000)
+        far.sendall(struct.pack("<IIQ", protocol.MAGIC, Answer.CTS, 0))
+        assert far.recv(protocol.HEAD.size, socket.MSG_WAITALL) == head(Kind.DATA, 0, 20_000_000)
         sent.append(members[0].send(np.full(10, 8, np.uint8), 1, async_op=True))  # the big one fills the connection
         left = 20_000_000
         while left:
@@ -391,7 +391,7 @@ def test_a_small_message_does_not_overtake_the_bytes_of_a_big_one(members: list[
             assert part
             assert part == b"\7" * len(part)
             left -= len(part)
-        assert far.recv(parcels.HEAD.size, socket.MSG_WAITALL) == head(Kind.WHOLE, 1, 10)
+        assert far.recv(protocol.HEAD.size, socket.MSG_WAITALL) == head(Kind.EAGER, 1, 10)
         for sending in sent:
             sending.wait()
 
@@ -435,7 +435,7 @@ def test_what_an_earlier_life_has_sent_is_gone_when_the_next_one_calls(members: 
     out = np.zeros(3)
     until_letter(members[0], 1)
     with raw(members, 1, 0) as again:
-        again.sendall(head(Kind.WHOLE, 0, 24, tag=1, dtype="float64") + np.full(3, 2.0).tobytes())
+        again.sendall(head(Kind.EAGER, 0, 24, tag=1, dtype="float64") + np.full(3, 2.0).tobytes())
         assert members[0].recv(out, 1, 1) == 1
         assert (out == 2.0).all()
 

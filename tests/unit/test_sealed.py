@@ -22,8 +22,8 @@ from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, BadRecord, Channel, Keys, Mac
 from ftcomm.fixed.pairs import FRAMES, Closing, Pairs
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.messages.parcels import Receive, Send
 from ftcomm.messages.post import Post
+from ftcomm.messages.protocol import Receive, Send
 from ftcomm.training import catchup_protocol
 from ftcomm.transport import secure
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED

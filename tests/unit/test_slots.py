@@ -17,10 +17,10 @@ from ftcomm.engines.gpu_kernel.layout import INTERPRETED as LAYOUT
 from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError
 from ftcomm.kernels.device import INTERPRETED
-from ftcomm.messages import parcels
+from ftcomm.messages import protocol
 from ftcomm.messages.p2p import Messages
-from ftcomm.messages.parcels import Answer, Kind
 from ftcomm.messages.post import Post
+from ftcomm.messages.protocol import Answer, Kind
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.shm import ShmPeer
 from tests.exchange_rig import DEADLINE, socket_pair
@@ -109,11 +109,11 @@ def raw(members: list[Rank], sender: int, receiver: int) -> socket.socket:
 
 
 def frame(kind: int, number: int, tag: int, nbytes: int) -> bytes:
-    return parcels.HEAD.pack(parcels.MAGIC, kind, number, tag, nbytes, b"uint8")
+    return protocol.HEAD.pack(protocol.MAGIC, kind, number, tag, nbytes, b"uint8")
 
 
 def answer(sock: socket.socket) -> tuple[int, int]:
-    _, kind, number = parcels.ANSWER.unpack(sock.recv(parcels.ANSWER.size, socket.MSG_WAITALL))
+    _, kind, number = protocol.ANSWER.unpack(sock.recv(protocol.ANSWER.size, socket.MSG_WAITALL))
     return kind, number
 
 
@@ -122,7 +122,7 @@ def passes(members: list[Rank], target: int, tag: int = 0, nbytes: int = SIZE) -
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
     sent = members[0].send(x, target, tag, copy_engine=True, async_op=True)
     end = time.monotonic() + DEADLINE
-    while not any(letter.tag == tag for letter in members[target]._post._box.letters(0)):
+    while not any(arrival.tag == tag for arrival in members[target]._post._matching.arrivals(0)):
         assert time.monotonic() < end
         time.sleep(0.001)
     members[target].recv(out, 0, tag, copy_engine=True)
@@ -130,7 +130,7 @@ def passes(members: list[Rank], target: int, tag: int = 0, nbytes: int = SIZE) -
     return bool((out == x).all())
 
 
-@pytest.mark.parametrize("nbytes", [1, parcels.WHOLE, parcels.WHOLE + 1, 2 * CHUNK, 3 * CHUNK, SIZE])
+@pytest.mark.parametrize("nbytes", [1, protocol.EAGER, protocol.EAGER + 1, 2 * CHUNK, 3 * CHUNK, SIZE])
 @pytest.mark.parametrize("receiver", [True, False])
 def test_every_size_whether_the_receiver_says_so_or_not(members: list[Rank], nbytes: int, receiver: bool) -> None:
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
@@ -140,7 +140,7 @@ def test_every_size_whether_the_receiver_says_so_or_not(members: list[Rank], nby
     assert receiving.array is out
     sent.wait()
     np.testing.assert_array_equal(out, x)
-    pieces = -(-nbytes // CHUNK) if nbytes > parcels.WHOLE else 0
+    pieces = -(-nbytes // CHUNK) if nbytes > protocol.EAGER else 0
     assert (members[0].slots.puts, members[1].slots.takes) == (pieces, pieces)
 
 
@@ -297,7 +297,7 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
         with raw(members, 1, 0) as sock:
             receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
             sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
-            assert answer(sock) == (Answer.GO, 0)
+            assert answer(sock) == (Answer.CTS, 0)
             for slot in (6, 7):
                 sock.sendall(frame(Kind.READY, 0, slot, CHUNK))
                 assert answer(sock) == (Answer.FREE, 0)
@@ -321,7 +321,7 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
         (Kind.READY, 0, 0, 1 << 40),
         (Kind.DONE, 0, 9, 2 * CHUNK),  # before all has come
         (Kind.DATA, 0, 9, 2 * CHUNK),
-        (Kind.WITHDRAW, 0, 9, 2 * CHUNK),
+        (Kind.CANCEL, 0, 9, 2 * CHUNK),
     ],
 )
 def test_senseless_frames_of_a_sender_end_its_connection(
@@ -330,7 +330,7 @@ def test_senseless_frames_of_a_sender_end_its_connection(
     receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
     with raw(members, 1, 0) as sock:
         sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
-        assert answer(sock) == (Answer.GO, 0)
+        assert answer(sock) == (Answer.CTS, 0)
         sock.sendall(frame(Kind.READY, 0, 0, CHUNK))
         assert answer(sock) == (Answer.FREE, 0)
         sock.sendall(frame(kind, number, tag, nbytes))
@@ -346,9 +346,9 @@ def test_a_piece_that_was_not_given_cannot_be_taken(members: list[Rank]) -> None
     members[0].slots.on_copy = lambda: stopped.wait(DEADLINE) and None
     sent = members[0].send(noise(SIZE), 1, copy_engine=True, async_op=True)
     with far:
-        far.recv(parcels.HEAD.size, socket.MSG_WAITALL)
+        far.recv(protocol.HEAD.size, socket.MSG_WAITALL)
         far.sendall(
-            parcels.ANSWER.pack(parcels.MAGIC, Answer.GO, 0) + parcels.ANSWER.pack(parcels.MAGIC, Answer.FREE, 0)
+            protocol.ANSWER.pack(protocol.MAGIC, Answer.CTS, 0) + protocol.ANSWER.pack(protocol.MAGIC, Answer.FREE, 0)
         )
         assert far.recv(1) == b""
         stopped.set()

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ftcomm.control.sealed import Connection as Socket
-from ftcomm.messages.mailbox import Letter
+from ftcomm.messages.matching import Unexpected
 from ftcomm.messages.slots import Place, Track
 
-WHOLE = 64 << 10  # bytes of the longest message that is sent unasked
+EAGER = 64 << 10  # bytes of the longest message that is sent unasked
 MAX_MESSAGE = 1 << 48  # bytes
 
 HEAD = struct.Struct("<IIQqQ16s")  # magic, kind, number, tag, bytes, dtype
@@ -29,10 +29,10 @@ MAGIC = 0x66747032
 class Kind(enum.IntEnum):
     """What a sender says; each begins with a `HEAD`."""
 
-    WHOLE = 1
-    OFFER = 2
+    EAGER = 1
+    RTS = 2
     DATA = 3
-    WITHDRAW = 4
+    CANCEL = 4
     SLOTS = 5  # an offer of what goes by copy engines; for this and what follows see `ftcomm.messages.slots`
     READY = 6
     DONE = 7
@@ -41,8 +41,8 @@ class Kind(enum.IntEnum):
 class Answer(enum.IntEnum):
     """What a receiver says; each is an `ANSWER`."""
 
-    GO = 1
-    REFUSED = 2
+    CTS = 1
+    NACK = 2
     PLAIN = 3
     FREE = 4
 
@@ -132,7 +132,7 @@ class Connection:
         self.rest = memoryview(b"")  # of what is being read: the head, or what belongs to it
 
 
-class Outlet(Connection):
+class SendChannel(Connection):
     """To a receiver. Without a socket while it is dialled."""
 
     def __init__(self, peer: int) -> None:
@@ -146,14 +146,14 @@ class Outlet(Connection):
         self.fetching: list[Send] = []  # copied to the host, to be sent as bytes
 
 
-class Inlet(Connection):
+class RecvChannel(Connection):
     """From a sender."""
 
     def __init__(self, peer: int, sock: Socket, nonce: str = "") -> None:
         super().__init__(peer, sock)
         self.nonce = nonce  # of the sender's memory
         self.expected: dict[int, Receive] = {}  # offers that were accepted
-        self.letter: Letter | None = None  # whose bytes are being read
+        self.arrival: Unexpected | None = None  # whose bytes are being read
         self.receive: Receive | None = None
 
 

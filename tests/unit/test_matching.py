@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.messages import mailbox
-from ftcomm.messages.mailbox import MAX_BYTES, Letter, Mailbox
+from ftcomm.messages import matching
+from ftcomm.messages.matching import MAX_BYTES, Matching, Unexpected
 
 pytestmark = pytest.mark.protocol
 
@@ -36,67 +36,67 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_the_oldest_of_a_sender_and_tag_goes_to_the_oldest_receive_that_takes_it(steps: list[tuple]) -> None:
-    box: Mailbox[Want] = Mailbox()
-    letters: list[Letter] = []  # waiting, by the rule, the oldest first
+    box: Matching[Want] = Matching()
+    arrivals: list[Unexpected] = []  # waiting, by the rule, the oldest first
     wants: list[Want] = []
-    matched: list[tuple[Want, Letter]] = []
+    matched: list[tuple[Want, Unexpected]] = []
 
-    def fits(want: Want, letter: Letter) -> bool:
-        return want.tag == letter.tag and want.source in (None, letter.source)
+    def fits(want: Want, arrival: Unexpected) -> bool:
+        return want.tag == arrival.tag and want.source in (None, arrival.source)
 
     def put(want: Want, first: bool) -> None:
-        expected = next((letter for letter in letters if fits(want, letter)), None)
+        expected = next((arrival for arrival in arrivals if fits(want, arrival)), None)
         got = box.again(want) if first else box.want(want)
         assert got is expected
         if expected is None:
             wants.insert(0 if first else len(wants), want)
         else:
-            letters.remove(expected)
+            arrivals.remove(expected)
             matched.append((want, expected))
 
     for number, (what, which, tag) in enumerate(steps):
         if what == "want":
             put(Want(which, tag), first=False)
         elif what == "arrive":
-            letter = Letter(which, number, tag, "uint8", 8, None if number % 2 else bytes(8))
-            taker = next((want for want in wants if fits(want, letter)), None)
-            assert box.arrive(letter) is taker
+            arrival = Unexpected(which, number, tag, "uint8", 8, None if number % 2 else bytes(8))
+            taker = next((want for want in wants if fits(want, arrival)), None)
+            assert box.arrive(arrival) is taker
             if taker is None:
-                letters.append(letter)
+                arrivals.append(arrival)
             else:
                 wants.remove(taker)
         elif what == "cancel" and wants:
             want = wants.pop(which % len(wants))
             assert box.cancel(want)
             assert not box.cancel(want)
-        elif what == "discard" and letters:
-            letter = letters.pop(which % len(letters))
-            assert box.discard(letter)
-            assert not box.discard(letter)
+        elif what == "discard" and arrivals:
+            arrival = arrivals.pop(which % len(arrivals))
+            assert box.discard(arrival)
+            assert not box.discard(arrival)
         elif what == "again" and matched:
             want, _ = matched.pop()
             put(want, first=True)
     assert [want for want in box.wants() if want.tag == 0] == [want for want in wants if want.tag == 0]
     assert [want for want in box.wants() if want.tag == 1] == [want for want in wants if want.tag == 1]
     for source in range(3):
-        mine = [letter for letter in letters if letter.source == source]
-        assert {letter.number for letter in box.letters(source)} == {letter.number for letter in mine}
-        for letter in mine:
-            offered = box.offered(source, letter.number)
-            assert offered is (letter if letter.data is None else None)
-        left = MAX_BYTES - 8 * sum(letter.data is not None for letter in mine)
+        mine = [arrival for arrival in arrivals if arrival.source == source]
+        assert {arrival.number for arrival in box.arrivals(source)} == {arrival.number for arrival in mine}
+        for arrival in mine:
+            offered = box.offered(source, arrival.number)
+            assert offered is (arrival if arrival.data is None else None)
+        left = MAX_BYTES - 8 * sum(arrival.data is not None for arrival in mine)
         assert not box.full(source, left)
         assert box.full(source, left + 1)
-    if not wants and not letters:
+    if not wants and not arrivals:
         assert not box._wants, "tags that were used once pile up"
-        assert not box._letters
+        assert not box._unexpected
 
 
 def test_a_sender_has_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "MAX_LETTERS", 10)
-    box: Mailbox[Want] = Mailbox()
+    monkeypatch.setattr(matching, "MAX_UNEXPECTED", 10)
+    box: Matching[Want] = Matching()
     for number in range(10):
         assert not box.full(0, 0)
-        box.arrive(Letter(0, number, number, "uint8", 0, b""))
+        box.arrive(Unexpected(0, number, number, "uint8", 0, b""))
     assert box.full(0, 0)
     assert not box.full(1, MAX_BYTES)
