@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
+from ftcomm import ending
 from ftcomm.address import own_address
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.settings import Settings, own
@@ -79,12 +80,13 @@ def joined() -> Group:
 
 def leave() -> None:
     """The end of the world's process group, and of our part in the job if it has begun with it. Unless the script is on
-    its way out with an error, this rank has done its work."""
+    its way out with an error, or has ended with one, this rank has done its work."""
     global _ours
     group, _ours = _ours, None
     import ftcomm.group
 
-    if group is not None and ftcomm.group._default is group and sys.exc_info()[0] is None:
+    well = sys.exc_info()[0] is None and not (ending.over() and ending.failure())
+    if group is not None and ftcomm.group._default is group and well:
         ftcomm.group.shutdown()
 
 

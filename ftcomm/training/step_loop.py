@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from ftcomm import ending
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, StateError, StepError
 from ftcomm.training.catchup import StateSource
 from ftcomm.training.dtensor import local
@@ -206,6 +207,7 @@ class StepLoop:
             self._pulse(paused_since)
             self._watch.lap("paused")
         self.close()
+        ending.complete()
         return None
 
     def commit(self, loss: Tensor | float | None = None) -> bool:

@@ -413,29 +413,52 @@ def test_a_job_that_failed_leaves_no_file_of_views(shell: Shell) -> None:
 
 
 EXITS = """
-import os, sys
+import atexit, os, sys
+from sys import exit as leave
 import numpy as np
 import ftcomm
-group = ftcomm.init()
+if "raise Val" in os.environ["HOW"]:
+    import torch.distributed as dist
+    dist.init_process_group("ftcomm")
+    atexit.register(dist.destroy_process_group)
+    group = ftcomm.default_group()
+else:
+    group = ftcomm.init()
 for step in ftcomm.steps(int(os.environ["STEPS"])):
     ftcomm.allreduce(np.ones(10, np.float32))
     if step == 5 and str(group.replica) in os.environ["GIVES_UP"]:
-        sys.exit(3)
+        exec(os.environ["HOW"])
     if step == 5 and os.environ["STEPS"] == "1000000" and not os.environ["GIVES_UP"]:
         break
 """
 
 
-@pytest.mark.parametrize(("gives_up", "steps"), [("01", 1000000), ("0", 50), ("", 1000000), ("", 50)])
-def test_a_script_that_gives_up_has_not_finished(shell: Shell, gives_up: str, steps: int) -> None:
-    """`sys.exit(3)` in the middle of a training by both replicas, by one, or `break` and a good end by both."""
+EXIT, RAISED = "exited with code 3", "raised SystemExit before the end of a step loop"
+
+
+@pytest.mark.parametrize(
+    ("gives_up", "steps", "how", "said", "code"),
+    [
+        ("01", 1000000, "sys.exit(3)", EXIT, 3),
+        ("0", 50, "sys.exit(3)", EXIT, 3),
+        ("01", 1000000, "leave(3)", RAISED, 3),
+        ("01", 1000000, "raise SystemExit(3)", RAISED, 3),
+        ("01", 1000000, "raise ValueError", "failed with ValueError", 1),
+        ("", 1000000, "", EXIT, 0),
+        ("", 50, "", EXIT, 0),
+    ],
+)
+def test_a_script_that_gives_up_has_not_finished(
+    shell: Shell, gives_up: str, steps: int, how: str, said: str, code: int
+) -> None:
+    """In the middle of a training both replicas give up, or one, or both end well, after `break` too."""
     shell.script(EXITS)
     argv = ("coordinator", "--replicas", "2", "--port", "0", "--store", "views", "--heartbeat-timeout", "5")
     command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
     assert command.stdout is not None
     endpoint = command.stdout.readline().split()[3].rstrip(",")
     place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "2", "FTCOMM_HEARTBEAT_TIMEOUT": "5"}
-    what = {"GIVES_UP": gives_up, "STEPS": str(steps), "FTCOMM_TOKEN": "a-secret-of-the-test"}
+    what = {"GIVES_UP": gives_up, "STEPS": str(steps), "FTCOMM_TOKEN": "a-secret-of-the-test", "HOW": how}
     ranks = [
         subprocess.Popen(
             [sys.executable, "script.py"],
@@ -446,8 +469,8 @@ def test_a_script_that_gives_up_has_not_finished(shell: Shell, gives_up: str, st
     ]
     codes = [rank.wait(DEADLINE) for rank in ranks]
     _, err = command.communicate(timeout=DEADLINE)
-    assert codes == [3 if str(replica) in gives_up else 0 for replica in range(2)]
+    assert codes == [code if str(replica) in gives_up else 0 for replica in range(2)]
     assert command.returncode == (1 if gives_up == "01" else 0), err
-    assert ("its script exited with code 3" in err) == bool(gives_up), err
+    assert (f"its script {said}" in err) == bool(gives_up), err
     assert ("no replica that holds the state" in err) == (gives_up == "01"), err
     assert ": finished" not in err  # nobody waits for one that has given up
