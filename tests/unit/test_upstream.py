@@ -24,7 +24,7 @@ REPORT = """<testsuites><testsuite>
 
 def told(gloo: dict[str, str], ftcomm: dict[str, str], version: str = "2.13.0+cpu") -> dict[str, Any]:
     suites = {"torch": {"gloo": gloo, "ftcomm": ftcomm}}
-    return {"date": "2026-01-02", "versions": {"torch": version}, "suites": suites}
+    return {"date": "2026-01-02", "versions": {"torch": version}, "suites": suites, "selected": {}}
 
 
 def test_a_report_is_read(tmp_path: Path) -> None:
@@ -58,6 +58,10 @@ def test_outcomes_are_added_to_those_of_the_same_versions(tmp_path: Path) -> Non
     again = outcomes.load(tmp_path / "some.json")
     outcomes.add(again, "torch", "gloo", {"T.a": "passed"})
     assert again["suites"]["torch"] == {"gloo": {"T.a": "passed", "T.b": "passed"}, "ftcomm": {}}
+    outcomes.add(again, "torch", "gloo", {}, "barrier")
+    assert outcomes.partial(again, "torch") == []  # since all had run before
+    outcomes.add(again, "torchft", "gloo", {}, "barrier")
+    assert "Of torchft only a part has run: `-k 'barrier'`." in tables(again)
     (tmp_path / "other.json").write_text(json.dumps(kept | {"versions": {"torch": "1.0"}}))
     with pytest.raises(SystemExit, match="take another file"):
         outcomes.load(tmp_path / "other.json")

@@ -60,7 +60,7 @@ def main() -> int:
     bad = []
     for suite in asked.suites.split(",") if asked.suites else there:
         for backend in BACKENDS:
-            add(told, suite, backend, run(suite, backend, asked.k, folder))
+            add(told, suite, backend, run(suite, backend, asked.k, folder), asked.k)
         if asked.json is not None:
             asked.json.parent.mkdir(parents=True, exist_ok=True)
             asked.json.write_text(json.dumps(told, indent=1, sort_keys=True))

@@ -40,11 +40,14 @@ def new() -> dict[str, Any]:
         versions["torchft-nightly"] = version("torchft-nightly")
     except ImportError:
         pass
-    return {"date": datetime.date.today().isoformat(), "versions": versions, "suites": {}}
+    return {"date": datetime.date.today().isoformat(), "versions": versions, "suites": {}, "selected": {}}
 
 
-def add(told: dict[str, Any], suite: str, backend: str, outcomes: Outcomes) -> None:
-    """Tests that ran before have their newest outcome."""
+def add(told: dict[str, Any], suite: str, backend: str, outcomes: Outcomes, selection: str = "") -> None:
+    """Tests that ran before have their newest outcome. Without a `selection` all of the suite have run."""
+    known: list[str] = told["selected"].setdefault(suite, [])
+    if selection not in known and "" not in known:
+        known.append(selection)
     told["suites"].setdefault(suite, {each: {} for each in BACKENDS})[backend].update(outcomes)
 
 
@@ -57,6 +60,12 @@ def load(path: Path) -> dict[str, Any]:
     if told["versions"] != fresh["versions"]:
         raise SystemExit(f"{path} is of {told['versions']}, and here are {fresh['versions']}: take another file")
     return told | {"date": fresh["date"]}
+
+
+def partial(told: dict[str, Any], suite: str) -> list[str]:
+    """Which tests of a suite have run, as expressions of pytest; none if all have."""
+    selected: list[str] = told["selected"].get(suite, [])
+    return [] if "" in selected else selected
 
 
 def rows(told: dict[str, Any], suite: str) -> list[tuple[str, str, str, str]]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tests.upstream.outcomes import BACKENDS, rows
+from tests.upstream.outcomes import BACKENDS, partial, rows
 
 SUITES = {
     "torch": "`torch.testing._internal.distributed.distributed_test`, three ranks",
@@ -46,6 +46,9 @@ def tables(told: dict[str, Any]) -> str:
         for backend in BACKENDS:
             count = Counter(each.split(":")[0] for each in told["suites"][suite][backend].values())
             text += f"| {SUITES[suite]} | {backend} | {count['passed']} | {count['failed']} | {count['skipped']} |\n"
+    for suite in told["suites"]:
+        if some := partial(told, suite):
+            text += f"\nOf {suite} only a part has run: {', '.join(f'`-k {each!r}`' for each in some)}.\n"
     for suite in told["suites"]:
         if not (found := rows(told, suite)):
             continue
