@@ -54,7 +54,7 @@ def gather_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
 
 @pytest.mark.parametrize("elements", [3, 3_000_001])
 def test_copy_engines_between_processes(tmp_path: Path, elements: int) -> None:
-    with Job(tmp_path, replicas=4, body=gather_on_gpu, engine="cuda", transport="shm", elements=elements) as job:
+    with Job(tmp_path, replicas=4, body=gather_on_gpu, engine="gpu-kernel", elements=elements) as job:
         for replica in range(4):
             assert job.join(replica, 120) == [0], job.errors()
         assert [note["right"] for _, _, note in job.notes() if note["kind"] == "gather"] == [True] * 8
@@ -74,7 +74,7 @@ def send_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
 
 
 def test_messages_by_copy_engines_between_processes(tmp_path: Path) -> None:
-    with Job(tmp_path, replicas=4, body=send_on_gpu, engine="cuda", transport="shm", elements=3_000_001) as job:
+    with Job(tmp_path, replicas=4, body=send_on_gpu, engine="gpu-kernel", elements=3_000_001) as job:
         for replica in range(4):
             assert job.join(replica, 120) == [0], job.errors()
         assert [note["right"] for _, _, note in job.notes() if note["kind"] == "ring"] == [True] * 8
@@ -107,9 +107,7 @@ def replay_on_gpu(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
 
 @pytest.mark.parametrize("elements", [1000, 1_000_003])
 def test_eight_processes_by_ipc(tmp_path: Path, elements: int) -> None:
-    with Job(
-        tmp_path, replicas=8, body=reduce_on_gpu, engine="cuda", transport="shm", elements=elements, steps=20
-    ) as job:
+    with Job(tmp_path, replicas=8, body=reduce_on_gpu, engine="gpu-kernel", elements=elements, steps=20) as job:
         for replica in range(8):
             assert job.join(replica, 120) == [0], job.errors()
         steps = check(job)
@@ -118,19 +116,20 @@ def test_eight_processes_by_ipc(tmp_path: Path, elements: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "transport", "elements"),
+    ("body", "engine", "transport", "elements"),
     [
-        *((reduce_on_gpu, "shm", elements) for elements in (1000, 4_000_003)),
-        (replay_on_gpu, "shm", 4_000_003),
-        *((reduce_on_gpu, transport, 1_000_003) for transport in ("tcp", "auto")),
+        *((reduce_on_gpu, "gpu-kernel", "auto", elements) for elements in (1000, 4_000_003)),
+        (replay_on_gpu, "gpu-kernel", "auto", 4_000_003),
+        *((reduce_on_gpu, "gpu-reduce", transport, 1_000_003) for transport in ("tcp", "auto")),
     ],
 )
-def test_one_of_eight_processes_is_killed_in_mid_op(tmp_path: Path, body: Any, transport: str, elements: int) -> None:
-    """By shm a kernel runs whole ops, else the host drives, and a kernel reduces."""
+def test_one_of_eight_processes_is_killed_in_mid_op(
+    tmp_path: Path, body: Any, engine: str, transport: str, elements: int
+) -> None:
     rng = random.Random(SEED)
     print(f"seed {SEED}")
     with Job(
-        tmp_path, replicas=8, body=body, engine="cuda", transport=transport, elements=elements, steps=ENDLESS
+        tmp_path, replicas=8, body=body, engine=engine, transport=transport, elements=elements, steps=ENDLESS
     ) as job:
         alive = set(range(8))
         job.wait_contributing(alive)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,13 @@ def test_arrows_point_down() -> None:
     assert {room for arrow in arrows for room in arrow} <= FLOOR.keys(), "give the new room a floor"
     wrong = {(a, b) for a, b in arrows if a != b and FLOOR[a] <= FLOOR[b]}
     assert wrong <= WRONG, "import what lies below, or move what is needed there"
+
+
+def test_nobody_but_the_registry_knows_which_engines_there_are() -> None:
+    """Who asks a group's engine asks the interface (`ftcomm.engines.base`). Bench looks at kernels themselves."""
+    inside = re.compile(r"ftcomm\.engines\.gpu")
+    knows = {name for name in MODULES for other in imports(name, lazy=True) if inside.match(other)}
+    assert {name for name in knows if not inside.match(name) and room(name) != "bench"} == {"ftcomm.engines.registry"}
 
 
 def test_no_modules_import_each_other() -> None:

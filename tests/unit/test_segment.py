@@ -65,7 +65,7 @@ def test_another_segment_is_told_from_the_right_one() -> None:
 
 def test_other_engines_and_layouts_are_told_apart() -> None:
     """By what the first words say, and before the size, which says little."""
-    other = dataclasses.replace(HOST, magic=HOST.magic + 0x100, engine="interpret", size=SIZE + 4096)
+    other = dataclasses.replace(HOST, magic=HOST.magic + 0x100, engine="gpu-kernel", size=SIZE + 4096)
     for mine, theirs in ((HOST, other), (other, HOST)):
         segment = Segment(theirs)
         with pytest.raises(OtherEngine, match=f"FTCOMM_ENGINE={mine.engine} .layout {mine.magic & 0xFFFF:#x}."):

@@ -6,8 +6,9 @@ import pytest
 
 from ftcomm import credentials
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.engines import registry
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.settings import Settings, split_endpoint
+from ftcomm.settings import ENGINES, INTERPRETERS, Settings, split_endpoint
 
 GOOD = {
     "FTCOMM_COORDINATOR": "127.0.0.1:29400",
@@ -21,6 +22,10 @@ def test_the_least_that_is_needed() -> None:
     settings = Settings.from_env(GOOD)
     assert settings == Settings(coordinator="127.0.0.1:29400", token="secret", replica=2, replicas=4, host="")
     assert (settings.shard, settings.ranks_per_replica, settings.leader_fd, settings.transport) == (0, 1, None, "auto")
+
+
+def test_there_is_an_engine_of_every_name() -> None:
+    assert {registry.AUTO, *registry.ENGINES} == {*ENGINES, *INTERPRETERS} - {"auto"}
 
 
 def test_everything() -> None:
