@@ -100,26 +100,27 @@ class ExchangeCore:
     # -- ops -----------------------------------------------------------------------------------------------------------
 
     def submit(self, op: Operation) -> None:
-        inflight = self.inflight
-        if not inflight.ops:
-            self.watch.began = self.watch.clock()
+        """Raises `ArgumentError` if there are too many."""
+        inflight, stream = self.inflight, self.stream
         inflight.add(op)
-        if self.stream is not None:
-            self.stream.pipeline.unposted.append(op)
+        if len(inflight.ops) == 1:
+            watch = self.watch
+            watch.began = watch.clock()
+        if stream is not None:
+            stream.pipeline.unposted.append(op)
 
     def at_once(self, op: Operation) -> bool:
-        """`op` is the only one in flight: True if it could be done in one go, and has returned. Else it is where it
-        is."""
+        """`op` was submitted a moment ago, as the only one in flight: True if it could be done in one go, and has
+        returned. Else it is where it is."""
         stream = self.stream
-        if stream is None or stream.fast_path is None:
+        if stream is None or (fast_path := stream.fast_path) is None or op.schedule is not None or stream.readers:
             return False
         pipeline = stream.pipeline
-        may = pipeline.posted == pipeline.taken < LAST and len(pipeline.unposted) == 1 and not stream.readers
-        if not may or op.next or op.schedule is not None or not stream.fast_path.run(op):
-            return False
-        self.watch.returns(op)
-        self.inflight.return_first()
-        return True
+        if pipeline.posted == pipeline.taken < LAST and len(pipeline.unposted) == 1 and fast_path.run(op):
+            self.watch.returns(op)
+            self.inflight.return_first()
+            return True
+        return False
 
     def step(self) -> Did:
         """One thing, while an op is in flight and nothing is frozen. Raises what `Interrupted` is for, and

@@ -18,7 +18,7 @@ from ftcomm.collective.core import MOVED, RETURNED, ExchangeCore, nothing
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.stream import Interrupted
 from ftcomm.collective.watchdog import Stall, no_view
-from ftcomm.errors import FtcommError
+from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.sync.futex import Waiter
 
 
@@ -90,12 +90,16 @@ class Driver:
             if core.error is not None:
                 op.finish(core.error)
                 return False
-            core.inflight.room()
             drive = self._by is None
             if drive:
                 self._by = op  # first: if an interrupt comes after this, the engine ends
                 self._parked = core.frozen  # it cannot touch the stream before it has looked around
-            core.submit(op)
+            try:
+                core.submit(op)
+            except ArgumentError:
+                if drive:
+                    self._by = None
+                raise
         if not drive:
             self._waiter.interrupt()
         return drive

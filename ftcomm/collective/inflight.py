@@ -37,18 +37,17 @@ class Inflight:
         # the next one comes, has this alone to hear of it.
         self._failed: dict[int, FailedOp] = {}
 
-    def room(self) -> None:
-        """For one more. Raises `ArgumentError` where no account could tell of it: a change of view would never end."""
-        if len(self.ops) >= IN_FLIGHT:
+    def add(self, op: Operation) -> None:
+        """Raises `ArgumentError` where no account could tell of it: a change of view would never end."""
+        ops = self.ops
+        if len(ops) >= IN_FLIGHT:
             raise ArgumentError(
                 f"op {self.issued}: {IN_FLIGHT} ops of this group are in flight, and there can be no more. Wait for "
                 "some (Work.wait) before you start the next"
             )
-
-    def add(self, op: Operation) -> None:
         op.number = self.issued
         self.issued += 1
-        self.ops.append(op)
+        ops.append(op)
 
     def drain(self, mutex: AbstractContextManager[object], timeout: float | None) -> None:
         """Block until what is in flight now is done. Raises `CollectiveTimeout`; not the ops' errors."""

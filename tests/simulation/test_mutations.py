@@ -13,9 +13,12 @@ import pytest
 import ftcomm.collective.inflight
 import ftcomm.collective.operation
 from ftcomm.collective.algorithms.direct import OneShot
+from ftcomm.collective.core import ExchangeCore
+from ftcomm.collective.pending import PendingReaders
 from ftcomm.collective.pipeline import Gate, Pipeline
 from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import all_reduce
+from ftcomm.collective.stream import Stream
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
@@ -23,11 +26,13 @@ from ftcomm.control.leader import Leader
 from ftcomm.control.member import Machine
 from ftcomm.control.node import Node
 from ftcomm.control.reconfiguration import Proposal, contributing
-from ftcomm.kernels.epochs import COUNTS
+from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
 from ftcomm.simulation.history import run
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.script import Joiner
+from ftcomm.transport.tcp.mirror import TcpMirror
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
 pytestmark = pytest.mark.protocol
 
@@ -272,6 +277,116 @@ def one_that_is_divided_goes(patch: Patch) -> None:
     patch.setattr(c.Coordinator, "tick", hasty)
 
 
+def words_before_bytes(patch: Patch) -> None:
+    """A mirror raises a word when the header of its frame is there, and the payload still comes."""
+    opened, raised = TcpMirror._open, TcpMirror._raise
+
+    def hasty(self: TcpMirror) -> None:
+        opened(self)
+        if self._missing:
+            raised(self)
+
+    def once(self: TcpMirror) -> None:
+        if self._frame[2] > self.words[self._frame[1]]:
+            raised(self)
+
+    patch.setattr(TcpMirror, "_open", hasty)
+    patch.setattr(TcpMirror, "_raise", once)
+
+
+def frames_of_any_epoch(patch: Patch) -> None:
+    """What a mirror is sent counts in the epoch that it is in, whatever it was sent for."""
+    raised = TcpMirror._raise
+
+    def believe(self: TcpMirror) -> None:
+        magic, word, value, *more = self._frame
+        self._frame = magic, word, self._newest << COUNTER | value & (COUNTS - 1), *more
+        raised(self)
+
+    patch.setattr(TcpMirror, "_raise", believe)
+
+
+def late_words_of_mirrors(patch: Patch) -> None:
+    """A mirror enters an epoch without raising its words first."""
+    begin = TcpMirror._begin_epoch
+
+    def lazy(self: TcpMirror, epoch: int) -> None:
+        if self._newest:
+            self._newest = max(self._newest, epoch)
+        else:
+            begin(self, epoch)
+
+    patch.setattr(TcpMirror, "_begin_epoch", lazy)
+
+
+def half_a_frame(patch: Patch) -> None:
+    """A writer that enters an epoch drops the frame that it has begun to send, too."""
+    turn = TcpMirrorWriter.turn
+
+    def cut(self: TcpMirrorWriter) -> bool:
+        self._begun = False
+        return turn(self)
+
+    patch.setattr(TcpMirrorWriter, "turn", cut)
+
+
+def told_at_once(patch: Patch) -> None:
+    """An op returns while the word that others wait for is left to be sent."""
+    patch.setattr(TcpMirrorWriter, "told", lambda self, word, value: True)
+
+
+def forgets_what_is_left(patch: Patch) -> None:
+    """What a socket has no room for is never sent."""
+    flush = TcpMirrorWriter.flush
+
+    def lossy(self: TcpMirrorWriter) -> bool:
+        done = flush(self)
+        if not self._begun:
+            self._queue.clear()
+        return done
+
+    patch.setattr(TcpMirrorWriter, "flush", lossy)
+
+
+def late_readers_miss(patch: Patch) -> None:
+    """Who attaches late is not sent what it has missed."""
+    patch.setattr(Publisher, "welcome", lambda self, reader: self._readers.append(reader))
+
+
+def first_reader_counts(patch: Patch) -> None:
+    """A reader that dials again is turned away while one of that replica is pending."""
+
+    def add(self: PendingReaders, reader: Any) -> None:
+        if any(known.replica == reader.replica for known in self._readers):
+            reader.close()
+        else:
+            self._readers.append(reader)
+
+    patch.setattr(PendingReaders, "add", add)
+
+
+def readers_of_one_epoch(patch: Patch) -> None:
+    """A core that enters an epoch closes the connections of all readers."""
+    close = Stream.close
+
+    def all_of_them(self: Stream, lives: Any = None) -> list[Any]:
+        for reader in close(self, lives):
+            reader.close()
+        return []
+
+    patch.setattr(Stream, "close", all_of_them)
+
+
+def slots_not_waited_for(patch: Patch) -> None:
+    """Between hosts a slot is used again before all have taken what lies in it."""
+    patch.setattr(Pipeline, "_gate_of_slot", lambda self: self.posted_by_all)
+
+
+def steps_while_frozen(patch: Patch) -> None:
+    """A core that is frozen takes in readers and goes on as if nothing were."""
+    patch.setattr(ExchangeCore, "freeze", lambda self: None)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
@@ -298,6 +413,17 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "silence-of-a-rank-is-death": (silence_of_a_rank_is_death, "divided", 50),
     "no-leader-is-the-end": (no_leader_is_the_end, "divided", 50),
     "one-that-is-divided-goes": (one_that_is_divided_goes, "divided", 50),
+    "words-before-bytes": (words_before_bytes, "kills", 100),
+    "frames-of-any-epoch": (frames_of_any_epoch, "kills", 200),
+    "late-words-of-mirrors": (late_words_of_mirrors, "kills", 100),
+    "half-a-frame": (half_a_frame, "kills", 400),
+    "told-at-once": (told_at_once, "storm", 600),
+    "forgets-what-is-left": (forgets_what_is_left, "calm", 100),
+    "late-readers-miss": (late_readers_miss, "kills", 100),
+    "first-reader-counts": (first_reader_counts, "storm", 800),
+    "readers-of-one-epoch": (readers_of_one_epoch, "kills", 100),
+    "slots-not-waited-for": (slots_not_waited_for, "calm", 800),
+    "steps-while-frozen": (steps_while_frozen, "kills", 400),
     "takes-back-what-is-in-force": (takes_back_what_is_in_force, "kills", 1000),
 }
 

@@ -73,7 +73,6 @@ class DeviceExchange(Monitor):
                     if self._error is not None:
                         op.finish(self._error)
                         return
-                    self._flight.room()
                     if not self._flight.ops:
                         self._watch.began = time.monotonic()
                     self._flight.add(op)
