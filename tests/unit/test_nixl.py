@@ -8,6 +8,7 @@ import itertools
 import mmap
 import os
 import random
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -323,8 +324,12 @@ def test_members_that_differ_are_told_both_values(other: dict[str, int], said: s
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa5other", b"\xff" * 40])
 def test_what_is_no_hello(data: bytes) -> None:
-    with pytest.raises(ConnectionError, match="no message of the NIXL transport"):
-        hello.decode(data)
+    for said in (len(data).to_bytes(4, "big") + data, b"\xff" * 4 + data):
+        near, far = socket.socketpair()
+        with near, far:
+            far.sendall(said)
+            with pytest.raises(ConnectionError, match="no message of the NIXL transport"):
+                hello.receive(near)
 
 
 SAID = """\
