@@ -1,8 +1,8 @@
 """Every interleaving of a small group and its faults, on the state machines of the product. Breadth first, so that the
 history of a violation is one of the shortest.
 
-What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `Stream`, `Inflight`, `Operation` and the resume
-plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all else:
+What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `ExchangeCore` with all that it is made of and the
+resume plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all else:
 
     calls op N        the caller calls its next op; it may call all before the first returns
     reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its shard (`step`)
@@ -39,13 +39,11 @@ compares the two):
 Words are read in program order and at once seen by all, as on the processors on which memory is shared; a reader over
 TCP sees a prefix of that, later.
 
-Three members, two faults, `ftcomm check --ops K --chunks C --faults 2`; seconds of one core of a busy machine:
+States of three members with two faults, by `ftcomm check --ops 1 --chunks C --faults 2`:
 
-    ops x chunks      states    seconds             ops x chunks              states    seconds
-    1 x 1             15,090          1             1 x 2, --two-shot        135,326          5
-    1 x 2             52,513          3             1 x 2, --atomic          156,203          5
-    1 x 3            120,678          6             1 x 1, --forming         196,370          4
-    2 x 1            835,217         22             2 x 2                  7,078,050        162
+    chunks    states              chunks               states
+    1         15,534              2, --two-shot       128,873
+    2         54,039              2, --atomic          72,736
 
 Not explored: a coordinator that dies, joiners, links that break and come back, and
 what runs in threads; that is what the random simulation and the tests with real processes are for.
