@@ -2,7 +2,8 @@
 history of a violation is one of the shortest.
 
 What runs: `Coordinator`, `Node` (machine and leader) in `control/`, `ExchangeCore` with all that it is made of and the
-resume plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all else:
+resume plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is explored, each in any order with all
+else:
 
     calls op N        the caller calls its next op; it may call all before the first returns
     reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its shard (`step`)
