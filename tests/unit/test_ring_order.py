@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftcomm.collective.placement import order
 from ftcomm.collective.ring_order import ALIKE, fastest_ring, ring_order
 from ftcomm.control.views import Address
-from ftcomm.engine import order
 from ftcomm.tuning import BUILT_IN, Tuning
 from ftcomm.tuning_file import load
 
