@@ -24,7 +24,7 @@ from ftcomm.control import wire
 from ftcomm.control.dropped import drop
 from ftcomm.control.engine import Engine, Unreachable
 from ftcomm.control.links import Link, Listener, event_loop, hand_over, serve_messages
-from ftcomm.control.liveness import Knock, state_of
+from ftcomm.control.liveness import Knock, ports, state_of
 from ftcomm.control.member import Phase
 from ftcomm.control.peers import Peers
 from ftcomm.control.sealed import Channel
@@ -346,7 +346,8 @@ class Agent:
         elif isinstance(error, wire.HandshakeError) and str(error) != self._warned:
             self._warned = str(error)
             log.warning("replica %d rank %d: %s", self.replica, self.rank, news)
-        self._do(self._node.up_lost, f"the {what} is lost: {error}", isinstance(error, ConnectionRefusedError))
+        refused = isinstance(error, ConnectionRefusedError)
+        self._do(self._node.up_lost, f"the {what} is lost: {error}", refused, address[0] == self.address.host)
 
     def _up_mute(self, what: str) -> None:
         address = self._up.address if self._up is not None else self._coordinator
@@ -412,8 +413,9 @@ class Agent:
             self._spawn(self._seek(rank, why))
 
     async def _seek(self, rank: int, why: str) -> None:
-        """The connection of a rank has ended. So has its process if nobody listens at its port any more; else it makes
-        another one as soon as it runs. Where no kernel answers, its silence will tell."""
+        """The connection of a rank has ended. So has its process if our own kernel says that nobody listens at its port
+        any more; what another host says is told. Else it makes another one as soon as it runs. Where no kernel answers,
+        its silence will tell."""
         there = self._node.leader.addresses.get(rank) if self._node.leader is not None else None
         while rank not in self._ranks and self._up is not None:
             try:
@@ -421,8 +423,12 @@ class Agent:
                     raise ConnectionRefusedError
                 knock = await Knock.at((there.host, there.port), self._timeouts.heartbeat)
             except ConnectionRefusedError:
-                self._do(self._node.rank_lost, rank, why)
-                return
+                if there is None or there.ports == ports():
+                    self._do(self._node.rank_lost, rank, why)
+                    return
+                self._do(self._node.rank_refused, rank, why)
+                await asyncio.sleep(self._timeouts.beat)
+                continue
             except OSError:
                 await asyncio.sleep(self._timeouts.beat)
                 continue

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection
 
 from ftcomm.control import messages as m
 from ftcomm.control.admission import MESSAGE, Room, other_job, too_large
-from ftcomm.control.blame import Blame
+from ftcomm.control.blame import FRESH, Blame
 from ftcomm.control.detector import Detector
 from ftcomm.control.dials import Dials, Life, Outcome
 from ftcomm.control.joiners import Joiners
@@ -48,6 +48,7 @@ FINISHED = m.Expelled("the job has finished", m.Ending.TOO_LATE)
 OVER = m.Expelled("the job has ended or is being drained", m.Ending.TOO_LATE)
 DRAINED = "the job is being drained"
 EARLY = 100  # ticks, in each of which who has come is heard: those of ten heartbeat timeouts, where they are in time
+WITNESSES = 4  # hosts that are dialled when another one refuses
 LINGER = 2.0  # s that a finished member stays in the view, so that a job's end is not a cascade of views
 
 
@@ -92,6 +93,18 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
+class Probe:
+    """Connect anew to an address, and tell the outcome by `probed`. Another host refuses rank `rank` of that life: is
+    it refused whomever we want, and does it still refuse us (`itself`)?"""
+
+    replica: int
+    incarnation: str
+    rank: int
+    itself: bool
+    address: Address
+
+
+@dataclasses.dataclass(frozen=True)
 class Log:
     """For the event log."""
 
@@ -113,7 +126,7 @@ class Unfit:
     reason: str
 
 
-Action = Send | Close | Persist | Dial | Ask | Log | Done | Unfit
+Action = Send | Close | Persist | Dial | Ask | Probe | Log | Done | Unfit
 
 
 @dataclasses.dataclass
@@ -125,6 +138,15 @@ class _Link:
     mute: str = ""  # what those of its ranks do that live and do not speak
     divided: str = ""  # which of its ranks its leader does not reach
     since: float = 0.0  # when it began to say so
+
+
+@dataclasses.dataclass
+class _Refused:
+    """That another host refuses a rank."""
+
+    since: float
+    last: float
+    why: str
 
 
 class Coordinator:
@@ -140,12 +162,13 @@ class Coordinator:
         lifetime: int,
         state: Callable[[Address], str] = lambda there: "",
         room: Room = MESSAGE,
+        boot: str = "",
     ) -> None:
         """`views`: the last two that were persisted. `lifetime`: a number that no earlier run of this job's
         coordinator had, so that a proposal of a dead one is never taken for one of ours. `state`: what the process at
         an address does, as far as it can be known here (`ftcomm.control.liveness.state_of`). `room`: for a view, where
-        the views are persisted."""
-        self._state, self._room = state, room
+        the views are persisted. `boot`: of our kernel."""
+        self._state, self._room, self._boot = state, room, boot
         self.expected = replicas
         self.ranks_per_replica = ranks_per_replica
         self.view: View | None = views[-1] if views else None
@@ -167,10 +190,11 @@ class Coordinator:
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the life that was refused last, and why
         self._blame = Blame(timeouts.patience, timeouts.grace, timeouts.ceiling)
         self._dials = Dials(timeouts.op)
+        self._refused: dict[tuple[Life, int], _Refused] = {}  # by life and rank
         self._accused: dict[tuple[Life, int], tuple[Conn, int, m.Suspect]] = {}  # who, and which rank; by whom
         self.done = False
         self._unfit = False
-        self._alone = bool(views)  # no contributing member can be heard
+        self.alone = bool(views)  # no contributing member can be heard
         self._begun = now
         self._met = not views  # all that we know of have come, or had the time to, see `_early`
         self._ticks = 0  # for as long as not
@@ -210,9 +234,10 @@ class Coordinator:
         """Who was cut off gives the members a heartbeat timeout to show up, from when the first one does."""
         self.detector.heard(link.replica, now)
         self._dials.found((link.replica, link.incarnation))
-        if not self._alone or not self._contributes(link.replica, link.incarnation):
+        self._refused.pop(((link.replica, link.incarnation), 0), None)
+        if not self.alone or not self._contributes(link.replica, link.incarnation):
             return []
-        self._alone = False
+        self.alone = False
         self.detector.pardon(now)
         return self._tell_all_joiners(WAITS)
 
@@ -362,14 +387,18 @@ class Coordinator:
         if finished:
             return actions + self._lose(finished, proved=True)
         divided = self._divided()
+        refused = {
+            life[0]: x for (life, _), x in self._refused.items() if now - x.last <= FRESH and self._counts(*life)
+        }
+        ripe = {replica: why for replica, (why, since) in divided.items() if now - since > self.timeouts.patience}
+        ripe |= {replica: x.why for replica, x in refused.items() if now - x.since > self.timeouts.heartbeat}
         holders = self._holders() - set(self.finished)
-        whole = holders - set(silent) - set(divided)
+        whole = holders - set(silent) - set(divided) - set(refused)
         if holders and not whole:
             self._doubted = now  # the network may be cut, and those that only catch up be cut off with us
-            return actions + self._spare({**{replica: why for replica, (why, _) in divided.items()}, **lost})
-        for replica, (why, since) in divided.items():
-            if now - since > self.timeouts.patience and now - self._doubted > self.timeouts.heartbeat:
-                lost.setdefault(replica, why)
+            return actions + self._spare({**ripe, **lost})
+        if now - self._doubted > self.timeouts.heartbeat:
+            lost = {**ripe, **lost}
         if not lost and whole:
             lost = self._culprit(now)
         if not lost:
@@ -392,8 +421,8 @@ class Coordinator:
             if quiet or self._conn(member.replica) is None:
                 actions += self._dial(member.replica, member.incarnation, now)
         holders = self.view.contributing - set(self.finished) if self.view is not None else frozenset()
-        if holders and holders <= set(silent) and not self._alone:
-            self._alone = True
+        if holders and holders <= set(silent) and not self.alone:
+            self.alone = True
             reason = (
                 "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
             )
@@ -429,7 +458,9 @@ class Coordinator:
     def dialled(self, replica: int, incarnation: str, outcome: Outcome, now: float) -> list[Action]:
         """What became of a `Dial`."""
         life = replica, incarnation
-        ended = self._dials.ended(life, outcome, now)
+        verdict = self._dials.judged(life, outcome, now)
+        if outcome != "refused":
+            self._refused.pop((life, 0), None)
         member = self._life(replica, incarnation)
         if member is None:
             self._dials.forget(life)  # it has gone meanwhile
@@ -441,13 +472,44 @@ class Coordinator:
         if conn is not None and self.detector.within(replica, self.timeouts.presence, now):
             self._dials.found(life)  # it speaks
             return []
-        if not ended or replica in self.finished or self._early(now):
+        if not verdict or replica in self.finished or self._early(now):
             return []
         if conn is not None and self.detector.answers(replica, self.timeouts.presence, now):
             return []  # its connection stands: what refuses is in between, or we are about to see that end
         if self._counts(replica, incarnation):
-            return self._lose({replica: "its process has ended"}, proved=True)
+            why = "its process has ended"
+            return self._lose({replica: why}, proved=True) if verdict == "ended" else self._refuses(life, 0, why, now)
         return [Close(conn), *self.disconnected(conn, now)] if conn is not None else self._forget(replica)
+
+    def _refuses(self, life: Life, rank: int, why: str, now: float) -> list[Action]:
+        """Another host refuses that rank. So does what is in between when it restarts, for all who are behind it. So
+        the rank is lost as soon as another host takes a connection and this one still refuses; else after a heartbeat
+        timeout, if anybody is whole. The last holder of the state never is."""
+        known = self._refused.get((life, rank))
+        if known is None or now - known.last > FRESH:
+            self._refused[life, rank] = known = _Refused(now, now, why)
+        known.last = now
+        others = (x for x in self._running() if x.replica != life[0] and x.replica in self._holders())
+        hosts = {x.ranks[rank].boot: x.ranks[rank] for x in others if x.ranks[rank].boot != self._boot}
+        probes: list[Action] = [Probe(*life, rank, False, there) for there in list(hosts.values())[:WITNESSES]]
+        return probes or self._probe(life, rank)
+
+    def _probe(self, life: Life, rank: int) -> list[Action]:
+        member = self._life(*life)
+        return [] if member is None else [Probe(*life, rank, True, member.ranks[rank])]
+
+    def probed(self, replica: int, incarnation: str, rank: int, itself: bool, outcome: Outcome) -> list[Action]:
+        """What became of a `Probe`."""
+        life = replica, incarnation
+        if (life, rank) not in self._refused or self.done or self._unfit or replica in self.finished:
+            return []
+        if not itself:
+            return self._probe(life, rank) if outcome == "answered" else []
+        return self._believe(life, rank) if outcome in ("ended", "refused") else []
+
+    def _believe(self, life: Life, rank: int) -> list[Action]:
+        refused = self._refused.pop((life, rank))
+        return self._lose({life[0]: refused.why}, proved=False) if self._counts(*life) else []
 
     def _culprit(self, now: float) -> dict[int, str]:
         if self.view is None:
@@ -551,7 +613,7 @@ class Coordinator:
             f"epoch {max(join.epoch, join.heard)}. The job goes on without a coordinator; start one with the store "
             "that it had"
         )
-        if not self._counts(join.replica, join.incarnation) and not self._early(now) and not self._alone:
+        if not self._counts(join.replica, join.incarnation) and not self._early(now) and not self.alone:
             # Nobody that we know, and those that we know have come: it may be of another job.
             return [*self._refuse(join, reason), Close(conn)]
         self._unfit = True
@@ -567,9 +629,9 @@ class Coordinator:
         if join.leaving:
             return self._dismiss(conn, replica)
         if join.ready:
-            news = ALONE if self._alone else WAITS
+            news = ALONE if self.alone else WAITS
             return [Log("ready", {"replica": replica}), Send(conn, news), *self._propose()]
-        if self._alone:
+        if self.alone:
             return [Send(conn, ALONE)]
         reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
         return self._tell_joiners() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
@@ -662,7 +724,7 @@ class Coordinator:
             asked = self.proposal is not None and join.replica not in self.proposal.promised
             again = self._cancel() if asked else []  # what it was asked, or has answered, may have been lost
             return [*again, *self._installed(join.replica, join.epoch), *self._tell_joiners()]
-        alone = [Send(conn, ALONE)] if self._alone and join.epoch == 0 else []  # nobody may come to run in that view
+        alone = [Send(conn, ALONE)] if self.alone and join.epoch == 0 else []  # nobody may come to run in that view
         return [Send(conn, m.NewView(self.view)), *alone, *self._tell_joiners()]
 
     # -- losses --------------------------------------------------------------------------------------------------
@@ -671,8 +733,13 @@ class Coordinator:
         if not self._counts(suspect.replica, suspect.incarnation) or suspect.replica in self.finished:
             return []
         fields = {"replica": suspect.replica, "reason": suspect.reason, "by": by}
-        if by == suspect.replica:
+        if by == suspect.replica and suspect.proof:
             return [Log("suspect", fields), *self._lose({suspect.replica: suspect.reason}, proved=True)]
+        if by == suspect.replica:
+            member = self._life(suspect.replica, suspect.incarnation)
+            known = member is not None and suspect.rank < len(member.ranks)
+            life = suspect.replica, suspect.incarnation
+            return self._refuses(life, suspect.rank, suspect.reason, now) if known else []
         if suspect.proof:
             return self._ask(conn, by, suspect, fields)
         self._blame.complaint(by, suspect.replica, now, suspect.reason)
@@ -860,7 +927,9 @@ class Coordinator:
         self.view = View(self._epoch, step, members, why, proposal)
         self.installed = set()
         self._blame.clear()
-        self._dials.keep({(x.replica, x.incarnation) for x in (*self._running(), *self.joiners)})
+        here = {(x.replica, x.incarnation) for x in (*self._running(), *self.joiners)}
+        self._dials.keep(here)
+        self._refused = {key: refused for key, refused in self._refused.items() if key[0] in here}
         conns = [self._conn(replica) for replica in sorted(hearers)]
         described = [{"replica": member.replica, "contributing": member.contributing} for member in members]
         begins = step if proposal or self._before is None else None  # a loss has none

@@ -6,8 +6,9 @@ while the interpreter is held, or the process is stopped. So
     answered      it lives; it may be held up, or make its connection again in a moment
     ended         refused by our own kernel, so nobody listens there any more; or taken by a process of the job that
                   proves to be another one
-    refused       by another host: the same if that port has taken a connection of ours before, or refuses for so long
-                  that a firewall between two that need each other would have been noticed
+    refused       by another host: it seems so if that port has taken a connection of ours before, or refuses for so
+                  long that a firewall between two that need each other would have been noticed. It is no proof: what is
+                  in between, a firewall or a proxy that restarts, says the same for all who are behind it
     unreachable   silence, which proves nothing
 """
 
@@ -17,6 +18,7 @@ import dataclasses
 from typing import Literal
 
 Outcome = Literal["answered", "ended", "refused", "unreachable"]
+Verdict = Literal["", "seems ended", "ended"]  # "": it lives, or nothing is known of it
 Life = tuple[int, str]  # (replica, incarnation)
 
 PAUSE = 1.0  # s between two dials of one that stays away; less in the beginning
@@ -42,7 +44,7 @@ class Dials:
         self._answered: set[Life] = set()
 
     def due(self, life: Life, now: float) -> bool:
-        """Whether to dial it now; if so, call `ended` with the outcome."""
+        """Whether to dial it now; if so, call `judged` with the outcome."""
         search = self._searches.get(life)
         if search is None:
             self._searches[life] = _Search(now, now)
@@ -57,19 +59,20 @@ class Dials:
         search = self._searches.get(life)
         return search is not None and search.last - search.begun >= PAUSE
 
-    def ended(self, life: Life, outcome: Outcome, now: float) -> bool:
-        """Whether `outcome`, that of a dial, proves that its process has ended."""
+    def judged(self, life: Life, outcome: Outcome, now: float) -> Verdict:
+        """What `outcome`, that of a dial, says of its process."""
         search = self._searches.get(life)
         if outcome == "answered":
             self._answered.add(life)
         if search is None:
-            return False
+            return ""
         search.dialling = False
         if outcome != "refused":
             search.refused = None
-            return outcome == "ended"
+            return "ended" if outcome == "ended" else ""
         search.refused = now if search.refused is None else search.refused
-        return life in self._answered or now - search.refused >= self._patience
+        long = now - search.refused >= self._patience
+        return "seems ended" if life in self._answered or long else ""
 
     def known(self, life: Life) -> bool:
         """Whether its port has answered us, so that a refusal means something."""

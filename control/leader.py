@@ -274,6 +274,14 @@ class Leader:
             *self._to_ranks(m.Expelled(f"replica {self.replica} cannot go on: {text}")),
         ]
 
+    def rank_refused(self, rank: int, reason: str) -> list[Action]:
+        """Another host refuses it. So it does when its process has ended, and so does what may be in between: the
+        coordinator, who sees more of the network, decides."""
+        if self.finished or rank in self._told["Finished"]:
+            return []
+        text = f"its rank {rank} is lost: {reason}"
+        return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, rank))]
+
     def _promised(self, rank: int, promise: m.Promise) -> list[Action]:
         self.steps[rank] = max(promise.step, self.steps.get(rank, -1))
         change = self.change

@@ -82,6 +82,7 @@ class Node:
         self._silent: dict[tuple[int, str], float] = {}  # when we complained of it last
         self._above: Detector[str] = Detector(timeouts.unheard)  # of the leader, by its other ranks
         self._from_above = False  # it has spoken since the last tick
+        self._up_refused = False  # whoever answers for it refuses
         self._leaderless = False  # neither its process nor its kernel is heard, which proves no end of it
         self._lasting: dict[str, m.Message] = {}  # what this rank has said to its leader once and for all
         self._unreachable: set[int] = set()  # whose memory we fail to reach
@@ -97,7 +98,7 @@ class Node:
 
     def up_opened(self) -> list[Action]:
         """The connection upwards is there, for the first time or again."""
-        self._up = True
+        self._up, self._up_refused = True, False
         if self.leader is None:
             return [Up(self._hello), *self._said_again(), *self._said_late()]
         join = self.leader.join()
@@ -119,11 +120,12 @@ class Node:
         self._unsaid.clear()
         return [Up(message) for message in late]
 
-    def up_lost(self, reason: str, refused: bool = False) -> list[Action]:
-        """It is down, or cannot be made again, as (`refused`) nobody listens there any more. The coordinator may be
-        away, but the replica lives and dies as one."""
+    def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
+        """It is down, or cannot be made again, as (`refused`) nobody listens there any more: so it is if our own kernel
+        (`here`) says so, and not another host. The coordinator may be away, but the replica lives and dies as one."""
         self._up = False
-        return self._orphaned(reason) if refused else []
+        self._up_refused = refused
+        return self._orphaned(reason) if refused and here else []
 
     def _orphaned(self, reason: str) -> list[Action]:
         if self.leader is None and (self.view is not None or self.machine.preview is not None):
@@ -167,6 +169,10 @@ class Node:
         if isinstance(message, m.Boundary) and self.leader is not None:
             return self._do_leader(self.leader.from_leader(message))
         return []
+
+    def rank_refused(self, rank: int, reason: str) -> list[Action]:
+        """In rank 0: another host refuses another rank, which was connected."""
+        return self._do_leader(self.leader.rank_refused(rank, reason)) if self.leader is not None else []
 
     def peer_opened(self, replica: int) -> list[Action]:
         """The link to it is there, for the first time or again: say what may have been lost."""
@@ -322,7 +328,7 @@ class Node:
             self._from_above = False
             self._above.heard("leader", now)
         silent = self._above.silent(now)
-        self._leaderless = bool(silent)
+        self._leaderless = bool(silent) or self._up_refused
         for leader, seconds in silent.items():
             if seconds > self._timeouts.give_up:
                 self._above.forget(leader)
@@ -338,7 +344,7 @@ class Node:
 
     def from_beside(self, message: m.Message) -> list[Action]:
         """What a member of our view has answered: a later one, perhaps, in which we are not."""
-        if not self._leaderless or not isinstance(message, m.NewView):
+        if not (self._leaderless or self._up_refused) or not isinstance(message, m.NewView):
             return []
         known, later = self.machine.view, message.view
         me = self.machine

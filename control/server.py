@@ -19,7 +19,7 @@ from ftcomm.control import wire
 from ftcomm.control.dials import Outcome
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
-from ftcomm.control.liveness import Knock, ports, state_of
+from ftcomm.control.liveness import Knock, boot, ports, state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -130,6 +130,7 @@ class CoordinatorServer:
             lifetime=secrets.randbits(32),
             state=state_of,
             room=self._store.room,
+            boot=boot(),
         )
         self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
@@ -267,6 +268,18 @@ class CoordinatorServer:
         if machine is not None and machine is self._machine:
             self._do(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
 
+    async def _probed(self, probe: c.Probe) -> None:
+        machine = self._machine
+        outcome: Outcome = "answered"
+        try:
+            (await Knock.at((probe.address.host, probe.address.port), CALL_TIMEOUT)).close()
+        except ConnectionRefusedError:
+            outcome = "refused"
+        except (OSError, ValueError, OverflowError):
+            outcome = "unreachable"
+        if machine is not None and machine is self._machine:
+            self._do(machine.probed(probe.replica, probe.incarnation, probe.rank, probe.itself, outcome))
+
     async def _knock(self, life: tuple[int, str], there: Address) -> Outcome:
         """What listens there. The connection is kept as long as the process does not take it and close it, so that one
         that is held up for long does not find a thousand of them."""
@@ -346,6 +359,8 @@ class CoordinatorServer:
             self._spawn(self._dialled(action))
         elif isinstance(action, c.Ask):
             self._spawn(self._asked(action))
+        elif isinstance(action, c.Probe):
+            self._spawn(self._probed(action))
         elif isinstance(action, c.Log):
             self._log(action.kind, action.fields)
         elif isinstance(action, c.Unfit):

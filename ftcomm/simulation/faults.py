@@ -6,6 +6,7 @@ import functools
 
 from ftcomm.control import messages as m
 from ftcomm.simulation.job import Job, Replica
+from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import Scenario
 
 _STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
@@ -25,6 +26,7 @@ _OF_KIND = {
     "together": ("together", "together", "together", "kill", "flap"),
     "forks": ("orphan", "orphan", "hold", "coordinator"),
     "accused": ("accuse", "accuse", "accuse", "kill", "coordinator"),
+    "rejected": ("reject", "reject", "reject", "kill", "coordinator"),
     "divided": ("divide", "divide", "divide", "kill", "coordinator", "cut"),
 }
 
@@ -141,6 +143,8 @@ class Faults:
             self._hold(kind, running)
         elif kind == "cut-off":
             self._cut_off()
+        elif kind == "reject":
+            self._reject()
         elif kind == "divide":
             self._divide()
         elif kind == "slow":
@@ -230,6 +234,17 @@ class Faults:
         back = [(b, a) for a, b in out]
         self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
 
+    def _reject(self) -> None:
+        """Before the host of the coordinator: it is refused by all alike."""
+        coordinator = self.job.coordinator
+        if coordinator is not None:
+            seconds = self.random.choice((0.01, 0.3, 3.0))
+            self.world.say("chance", "resets and refuses the coordinator's connections for %s s", seconds)
+            self.network.reject([self.scenario.coordinator_host], [*self._everybody(), coordinator], seconds)
+
+    def _everybody(self) -> list[Rank]:
+        return [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
+
     def _hosts(self) -> list[int]:
         """Of all ranks."""
         return sorted({host for hosts in self.scenario.hosts for host in hosts})
@@ -302,8 +317,9 @@ class Faults:
     def _block(self, ways: list[tuple[int, int]], seconds: float) -> None:
         ways = [way for way in ways if way[0] != way[1]]
         self.world.say("chance", "blocks the paths %s for %s s", ways, seconds)
-        everybody = [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
-        number = self.network.partition(ways, [*everybody, *([self.job.coordinator] if self.job.coordinator else [])])
+        number = self.network.partition(
+            ways, [*self._everybody(), *([self.job.coordinator] if self.job.coordinator else [])]
+        )
         self.world.after(seconds, None, self._heal, number)
 
     def _heal(self, number: int) -> None:

@@ -50,7 +50,7 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
         job.start()
         faults = Faults(job)
         world.run(until=faults.end + CALM)
-        if not world.over:
+        if not world.over and not job.is_waiting_for_the_lost:
             broken = f"the job has not ended {CALM:g} s after the last fault:\n{job.describe()}"
         elif scenario.kind in ("calm", "quiet", "frozen", "stuck") and not scenario.weather.loss and job.ended:
             broken = f"the job did not end well: {job.ended}"

@@ -31,7 +31,13 @@ class Coordinator(Process):
         self._conns: dict[int, Connection] = {}
         self._count = 0
         self.machine = job.machine(
-            job.scenario.replicas, job.scenario.ranks, job.timeouts, known[-2:], self.clock(), lifetime
+            job.scenario.replicas,
+            job.scenario.ranks,
+            job.timeouts,
+            known[-2:],
+            self.clock(),
+            lifetime,
+            boot=f"boot{self.host}",
         )
         self._tick()
 
@@ -58,6 +64,9 @@ class Coordinator(Process):
 
     def _dialled(self, dial: c.Dial, outcome: Outcome) -> None:
         self.do(self.machine.dialled(dial.replica, dial.incarnation, outcome, self.clock()))
+
+    def _probed(self, probe: c.Probe, outcome: Outcome) -> None:
+        self.do(self.machine.probed(probe.replica, probe.incarnation, probe.rank, probe.itself, outcome))
 
     def _asked(self, ask: c.Ask, here: bool) -> None:
         self.do(self.machine.asked(ask.replica, ask.incarnation, ask.rank, here))
@@ -95,6 +104,9 @@ class Coordinator(Process):
             elif kind is c.Ask:
                 port = action.address.pid  # type: ignore[union-attr]
                 self._job.network.ask(self, port, functools.partial(self._asked, action))  # type: ignore[arg-type]
+            elif kind is c.Probe:
+                port = action.address.pid  # type: ignore[union-attr]
+                self._job.network.knock(self, port, functools.partial(self._probed, action))  # type: ignore[arg-type]
             elif kind is c.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()
@@ -193,6 +205,12 @@ class Job:
             and all(rank.alive and rank.holds_state and not rank.gone and not rank.left for rank in replica.ranks)
             and any(view.has(replica.number, replica.ranks[0].incarnation) for view in newest)
         ]
+
+    @property
+    def is_waiting_for_the_lost(self) -> bool:
+        """No holder lives, which nobody can prove to the coordinator, and joiners have been told that they wait for
+        one: the product's give up after a time."""
+        return self.coordinator is not None and self.coordinator.machine.alone and not self.holders()
 
     def start_replica(self, replica: Replica) -> None:
         if replica.over or replica.running or self.ended is not None or (self.draining and replica.lives):

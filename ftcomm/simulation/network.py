@@ -171,6 +171,7 @@ class Network:
         self.random = world.random.random
         self.blocked: dict[tuple[int, int], int] = {}  # (from, to) -> which partition did it
         self.since: dict[tuple[int, int], float] = {}  # when
+        self.rejecting: dict[int, int] = {}  # hosts whose connections to others are reset and refused: how often
         self.holding: dict[Connection, None] = {}
         self.listeners: dict[int, Process] = {}  # by port
         self.dark: dict[Process, None] = {}  # those that lost power, and answer nothing
@@ -205,6 +206,9 @@ class Network:
         may take as long as it likes, while its kernel answers."""
         target = self.listeners.get(port)
         way = None if target is None else (dialler.host, target.host)
+        if way is not None and self._rejected(way):
+            self.world.after(0.0001, dialler, on_fail, REFUSED)
+            return
         if way is not None and (way in self.blocked or way[::-1] in self.blocked):
             if waited >= self.weather.dial_timeout:
                 self.world.after(0.0, dialler, on_fail, "no connection in time")
@@ -278,7 +282,9 @@ class Network:
         """`tell` what the kernel at that port says, whatever the process there does."""
         target = self.listeners[port]
         way = (dialler.host, target.host)
-        if way in self.blocked or way[::-1] in self.blocked or target in self.dark:
+        if self._rejected(way):
+            self.world.after(2 * self.weather.latency, dialler, tell, "refused")
+        elif way in self.blocked or way[::-1] in self.blocked or target in self.dark:
             self.world.after(self.weather.knock_timeout, dialler, tell, "unreachable")
         elif target.alive or target in self._survived:
             self.world.after(2 * self.weather.latency, dialler, tell, "answered")
@@ -295,6 +301,9 @@ class Network:
                 tell(here)
 
         target = self.listeners[port]
+        if self._rejected((dialler.host, target.host)):
+            self.world.after(2 * self.weather.latency, dialler, said, False)
+            return
         if not target.alive and target not in self._survived and target not in self.dark:
             self.world.after(2 * self.weather.latency, dialler, said, False)
             return
@@ -335,6 +344,28 @@ class Network:
     def _expire(self, connection: Connection, end: int) -> None:
         if connection.way[0] in self.blocked or connection.way[1] in self.blocked:
             connection.close(end, "timed out")
+
+    def _rejected(self, way: tuple[int, int]) -> bool:
+        return way[0] != way[1] and not self.rejecting.keys().isdisjoint(way)
+
+    def reject(self, hosts: list[int], processes: list[Process], seconds: float) -> None:
+        """What stands before these hosts restarts: it resets their connections to others, and refuses new ones."""
+        for host in hosts:
+            self.rejecting[host] = self.rejecting.get(host, 0) + 1
+        for process in processes:
+            for connection, end in list(process.connections.items()):
+                if self._rejected(connection.way[0]) and end == 0:
+                    for side in (0, 1):
+                        when = 0.01 * self.random()
+                        self.world.after(when, connection.processes[side], connection.close, side, "reset")
+
+        def over() -> None:
+            for host in hosts:
+                self.rejecting[host] -= 1
+                if not self.rejecting[host]:
+                    del self.rejecting[host]
+
+        self.world.after(seconds, None, over)
 
     def heal(self, partition: int | None = None) -> None:
         """Free the paths of one partition, or all of them."""

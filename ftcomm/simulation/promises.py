@@ -24,6 +24,8 @@ Which fault may take a member out, and which may end the job, and why there is n
       replica blocked
     the same of all replicas alike     nobody: none is better off                never
     path to the coordinator blocked    nobody                                    never: training needs no coordinator
+    all connections to the coordina-   nobody                                    never
+      tor reset, and new ones refused
     connections reset, links broken    nobody: they are made again               never
     a proof of an end that is none     nobody: who is asked answers              never
     packets lost, late, twice          nobody                                    never

@@ -134,7 +134,11 @@ class Rank(Process):
             on_open=lambda: self._do(self.node.up_opened()),
             on_message=lambda message: self._do(self.node.from_up(message)),
             on_down=lambda reason, ended: self._do(
-                self.node.up_lost(f"the way up is lost: {reason}", not ended and reason == REFUSED)
+                self.node.up_lost(
+                    f"the way up is lost: {reason}",
+                    not ended and reason == REFUSED,
+                    self.network.listeners[port].host == self.host,
+                )
             ),
         )
 
@@ -184,9 +188,11 @@ class Rank(Process):
         def told(outcome: str) -> None:
             if rank in self._ranks or self._up is None:
                 return
-            if outcome in ("ended", "refused"):
+            if outcome == "ended":
                 self._do(self.node.rank_lost(rank, why))
                 return
+            if outcome == "refused":
+                self._do(self.node.rank_refused(rank, why))
             if outcome == "answered":
                 self._do(self.node.rank_acknowledged(rank, self.clock()))
             self.after(self.timeouts.beat, self._seek, rank, why)

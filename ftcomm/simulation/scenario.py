@@ -33,12 +33,20 @@ KINDS = {
     "together": 2,  # the coordinator dies with replicas, as on one host
     "forks": 2,  # who dies leaves a child that holds its connections open
     "accused": 2,  # members take for proved that another one has ended, and it lives
+    "rejected": 2,  # what stands before the coordinator's host resets and refuses all connections, and so for others
     "divided": 2,  # the hosts of the ranks of every replica hear nothing of each other, for up to twelve heartbeats
 }
 
 
 _LONG = ("storm", "partitions", "coordinator", "together", "forks", "accused")
-_LONGER = ("cut-off", "resets", "held", "rolled-back", "divided")  # for silences that are longer than a heartbeat
+_LONGER = (
+    "cut-off",
+    "resets",
+    "held",
+    "rolled-back",
+    "divided",
+    "rejected",
+)  # for silences that are longer than a heartbeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,8 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     replicas = _members(rng, least, most)
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
     topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
+    if kind == "rejected" and topology == "one":
+        topology = "each"
     if kind == "divided":
         replicas, ranks, topology = min(replicas, 6), 2, "one"
     spread = replicas if kind == "divided" or (ranks > 1 and rng.random() < 0.5) else 0  # a host for each rank
@@ -113,7 +123,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         replicas=replicas,
         ranks=ranks,
         hosts=hosts,
-        coordinator_host=rng.choice((0, 99)) if kind != "cut-off" else 99,
+        coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected") else 99,
         work=work,
         weather=weather,
         timeouts=TIMEOUTS,

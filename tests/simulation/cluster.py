@@ -287,6 +287,8 @@ class Cluster:
                 self._post("dial", action.incarnation, lambda a=action, by=self.coordinator: self._dialled(by, a))
             elif isinstance(action, c.Ask):
                 self._post("ask", action.incarnation, lambda a=action, by=self.coordinator: self._asked(by, a))
+            elif isinstance(action, c.Probe):
+                raise AssertionError("no other host refuses here")
             elif isinstance(action, c.Done):
                 self.done = action.failed or "finished"
 

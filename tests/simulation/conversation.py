@@ -62,6 +62,7 @@ class Rank:
     def __init__(self, replica: int, index: int, ranks: int, life: str, address: Address) -> None:
         self.replica, self.index, self.life = replica, index, life
         self.name = f"{life}.{index}" if ranks > 1 else life
+        self.address = address
         self.node = n.Node(replica, index, ranks, life, address, TIMEOUTS)
         self.alive, self.stopped = True, False
         self.state = "joining"  # preparing, computing, boundary, op, finished, left, failed
@@ -431,6 +432,24 @@ class Conversation:
         else:
             self._later.append((self.now + DIAL, told))
 
+    def _probe(self, probe: c.Probe) -> None:
+        """The coordinator looks whether another host refuses it, too, or whomever it wants."""
+        machine = self.coordinator
+        rank = next(x for x in self._all() if x.address == probe.address and x.index == probe.rank)
+        outcome: Outcome = "unreachable"
+        if self._open(self._place(rank), self.at):
+            outcome = "answered" if rank.alive else "refused"
+
+        def told() -> None:
+            if machine is not None and machine is self.coordinator:
+                accused = probe.replica, probe.incarnation, probe.rank
+                self._do_coordinator(machine.probed(*accused, probe.itself, outcome))
+
+        if outcome == "unreachable":
+            self._later.append((self.now + DIAL, told))
+        else:
+            self._post(self.at, self.at, told)
+
     def _dial(self, dial: c.Dial) -> None:
         """What the coordinator finds at the port of a leader."""
         machine, leader = self.coordinator, self.lives[dial.incarnation][0]
@@ -508,6 +527,8 @@ class Conversation:
                     self.say(self.at, f"closes the connection of {leader.name}")
             elif isinstance(action, c.Dial):
                 self._dial(action)
+            elif isinstance(action, c.Probe):
+                self._probe(action)
             elif isinstance(action, c.Ask):
                 self._ask(action)
             elif isinstance(action, c.Log):

@@ -387,6 +387,24 @@ def steps_while_frozen(patch: Patch) -> None:
     patch.setattr(ExchangeCore, "freeze", lambda self: None)
 
 
+def believes_any_refusal(patch: Patch) -> None:
+    """Whose port refuses is dead, though all ports do."""
+
+    def believe(self: c.Coordinator, life: Any, rank: int, why: str, now: float) -> list[c.Action]:
+        return self._lose({life[0]: why}, proved=False)
+
+    patch.setattr(c.Coordinator, "_refuses", believe)
+
+
+def refusal_ends_the_job(patch: Patch) -> None:
+    """The last holder goes by a refusal, and the job with it."""
+
+    def believe(self: c.Coordinator, life: Any, rank: int, why: str, now: float) -> list[c.Action]:
+        return self._lose({life[0]: why}, proved=True)
+
+    patch.setattr(c.Coordinator, "_refuses", believe)
+
+
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
@@ -412,6 +430,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "believes-any-store": (believes_any_store, "rolled-back", 200),
     "silence-of-a-rank-is-death": (silence_of_a_rank_is_death, "divided", 50),
     "no-leader-is-the-end": (no_leader_is_the_end, "divided", 50),
+    "believes-any-refusal": (believes_any_refusal, "rejected", 50),
+    "refusal-ends-the-job": (refusal_ends_the_job, "rejected", 50),
     "one-that-is-divided-goes": (one_that_is_divided_goes, "divided", 50),
     "words-before-bytes": (words_before_bytes, "kills", 100),
     "frames-of-any-epoch": (frames_of_any_epoch, "kills", 200),

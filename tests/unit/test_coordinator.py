@@ -21,6 +21,7 @@ from ftcomm.control.coordinator import (
     Done,
     Log,
     Persist,
+    Probe,
     Send,
     Unfit,
 )
@@ -62,9 +63,18 @@ class Script:
                 self.dialled.append(action)
                 outcome = self.outcomes.get(action.incarnation, "answered")
                 self.do(self.coordinator.dialled(action.replica, action.incarnation, outcome, self.now))
+            elif isinstance(action, Probe):
+                life = action.incarnation if action.itself else self.at(action.address)
+                outcome = self.outcomes.get(life, "answered")
+                accused = action.replica, action.incarnation, action.rank
+                self.do(self.coordinator.probed(*accused, action.itself, outcome))
             elif isinstance(action, Ask):
                 here = action.incarnation in self.answers
                 self.do(self.coordinator.asked(action.replica, action.incarnation, action.rank, here))
+
+    def at(self, address: Address) -> str:
+        """Whose life has that address."""
+        return next(x.incarnation for x in self.views[-1].members if address in x.ranks)
 
     def tell(self, conn: int, message: m.Message) -> None:
         self.do(self.coordinator.receive(conn, message, now=1.0))
@@ -87,9 +97,9 @@ class Script:
             prepare = next(message for message in reversed(self.sent[conn]) if isinstance(message, m.Prepare))
             self.tell(conn, m.Promise(prepare.proposal, True, step=0))
 
-    def lose(self, conn: int) -> None:
-        """Its process ends: nobody listens there any more."""
-        self.outcomes[f"life-{conn}"] = "refused"
+    def lose(self, conn: int, outcome: Outcome = "refused") -> None:
+        """Its process ends: nobody listens there any more, as its host says, or ("ended") our own kernel."""
+        self.outcomes[f"life-{conn}"] = outcome
         self.do(self.coordinator.disconnected(conn, now=1.0))
 
     def wait(self, *conns: int) -> None:
@@ -320,7 +330,7 @@ def test_without_anybody_who_holds_the_state_the_job_has_failed() -> None:
     script.lose(1)
     script.install(0)
     script.rejoin(1, [0])
-    script.lose(0)
+    script.lose(0, "ended")
     assert "no replica that holds the state" in script.done[0]
 
 
@@ -915,7 +925,7 @@ def test_another_life_does_not_end_the_job_of_the_last_that_holds_the_state_and_
         script.do(script.coordinator.receive(10, join, now))
         script.do(script.coordinator.tick(now))
     assert (len(script.views), script.done) == (views, [])
-    script.lose(0)
+    script.lose(0, "ended")
     assert script.done != []
 
 
@@ -1042,3 +1052,71 @@ def test_who_holds_its_interpreter_has_as_long_as_the_user_says() -> None:
         assert script.newest[0] == (0, 1)
         assert (script.now > TIMEOUTS.op) == held
         assert script.now < TIMEOUTS.give_up
+
+
+def spread(replicas: int) -> Script:
+    """All on hosts of their own."""
+    script = Script(0)
+    script.coordinator = Coordinator(replicas, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    for replica in range(replicas):
+        there = (Address(f"host{replica}", 1, f"boot{replica}", replica, 3, "n"),)
+        script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
+    script.install(*range(replicas))
+    return script
+
+
+def test_who_is_refused_whomever_it_wants_takes_nobody_for_dead() -> None:
+    """A firewall or a proxy that restarts resets all connections, and refuses new ones for a while."""
+    script = spread(3)
+    for replica in range(3):
+        script.outcomes[f"life-{replica}"] = "refused"
+    for replica in range(3):
+        script.do(script.coordinator.disconnected(replica, script.now))
+    for _ in range(4 * int(TIMEOUTS.op)):
+        script.now += 0.5
+        script.do(script.coordinator.tick(script.now))
+    assert (len(script.views), script.done) == (1, [])
+    script.outcomes["life-2"] = "answered"  # it is over, and the two others have really ended
+    script.now += 1.0
+    script.do(script.coordinator.tick(script.now))
+    script.do(script.coordinator.tick(script.now + 0.1))
+    assert script.newest[0] == (2,)
+    script.lose(2)
+    assert script.done == []
+
+
+def test_who_is_refused_by_one_host_and_taken_by_another_knows_at_once() -> None:
+    script = spread(3)
+    script.lose(1)
+    assert script.newest[0] == (0, 2)
+
+
+def test_a_refusal_that_ended_with_the_cause_of_all_costs_nobody() -> None:
+    """The first dial is refused; when another host is dialled, whatever refused has started again."""
+    script = spread(2)
+    script.do(
+        [
+            action
+            for action in script.coordinator.disconnected(1, script.now)
+            if not isinstance(action, Dial)  # it is carried out here
+        ]
+    )
+    script.do(script.coordinator.dialled(1, "life-1", "refused", script.now))
+    assert len(script.views) == 1
+
+
+@pytest.mark.parametrize("refuses", ["one", "all"])
+def test_a_rank_that_its_leader_finds_refused_is_lost_if_another_host_takes_a_connection(refuses: str) -> None:
+    script = Script(0)
+    script.coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    for replica in range(2):
+        there = tuple(Address(f"h{replica}.{rank}", 1, f"b{replica}.{rank}", 7, 3, "n") for rank in range(2))
+        script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
+    script.install(0, 1)
+    script.outcomes["life-1"] = "refused"
+    if refuses == "all":
+        script.outcomes["life-0"] = "refused"
+        script.tell(0, m.Suspect(0, "life-0", "its rank 1 is lost: refused", False, 1))
+    script.tell(1, m.Suspect(1, "life-1", "its rank 1 is lost: refused", False, 1))
+    assert script.newest[0] == ((0, 1) if refuses == "all" else (0,))
+    assert script.done == []

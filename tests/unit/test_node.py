@@ -180,7 +180,7 @@ def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_f
 
 def test_a_rank_without_its_leader_is_expelled() -> None:
     node = running(ranks=2, rank=1)
-    assert node.up_lost("the leader of the replica is lost: refused", refused=True) == [
+    assert node.up_lost("the leader of the replica is lost: refused", refused=True, here=True) == [
         act.Failed("the leader of the replica is lost: refused")
     ]
 
@@ -361,7 +361,7 @@ def test_a_rank_hears_for_what_it_waits_and_why_it_ends() -> None:
 
 
 def test_a_rank_that_prepares_without_its_leader_is_expelled() -> None:
-    assert registered(ranks=2, rank=1).up_lost("gone", refused=True) == [act.Failed("gone")]
+    assert registered(ranks=2, rank=1).up_lost("gone", refused=True, here=True) == [act.Failed("gone")]
 
 
 def test_the_first_boundary_is_told_to_the_coordinator_at_once() -> None:
@@ -407,3 +407,11 @@ def test_the_end_of_a_member_is_said_again_to_a_coordinator_that_was_away() -> N
     change(node, view(2, (0, 1), step=None))
     node.up_lost("gone again")
     assert node.up_opened()[1:] == []
+
+
+def test_a_leader_that_another_host_refuses_may_live() -> None:
+    node = running((0, 1), ranks=2, rank=1)
+    assert node.up_lost("refused", refused=True) == []
+    assert node.from_beside(m.NewView(view(2, (1,), 2)))  # until a member says that the job goes on without it
+    leader = running((0, 1), ranks=2)
+    assert [x.proof for x in said(leader.rank_refused(1, "refused"), m.Suspect)] == [False]  # type: ignore[attr-defined]
