@@ -35,3 +35,31 @@ def test_ranks_that_are_cut_from_their_leaders_wait_for_them(cables: Network, tm
         for replica in watch.everybody:
             assert job.join(replica) == [0, 0], job.errors()
         check(job)
+
+
+def test_a_rank_that_is_killed_on_another_host_than_its_leader_is_missed(cables: Network, tmp_path: Path) -> None:  # noqa: F811
+    """Its host goes on, and refuses its leader. So it does the coordinator, while the rank of another replica there
+    takes a connection."""
+    with HostJob(tmp_path, cables, replicas=2, ranks=2, elements=1000, **{**SETTINGS, "body": columns}) as job:
+        job.wait_contributing({0, 1})
+        watch = Watch(job)
+        watch.goes_on({0, 1})
+        job.processes[1, 1].kill()
+        assert watch.without(0, 1) == 1
+        assert job.join(1) == [1, -9]
+        watch.goes_on({0})
+        job.drain()
+        assert job.join(0) == [0, 0], job.errors()
+        check(job)
+
+
+def test_the_last_replica_is_not_lost_by_what_another_host_refuses(cables: Network, tmp_path: Path) -> None:  # noqa: F811
+    """Nobody else holds the state, and a firewall would say the same."""
+    with HostJob(tmp_path, cables, replicas=1, elements=1000, **{**SETTINGS, "body": columns}) as job:
+        job.wait_contributing({0})
+        watch = Watch(job)
+        job.kill(0)
+        job.wait_event("spared", lambda events: any(event["kind"] in ("spared", "failed") for event in events))
+        watch.no_view()
+        job.start(0)  # that it comes with another life is a proof
+        job.wait_event("end", lambda events: any(event["kind"] == "failed" for event in events))
