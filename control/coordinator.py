@@ -396,7 +396,9 @@ class Coordinator:
         whole = holders - set(silent) - set(divided) - set(refused)
         if holders and not whole:
             self._doubted = now  # the network may be cut, and those that only catch up be cut off with us
-            return actions + self._spare({**ripe, **lost})
+            doubtful = {replica: why for replica, (why, _) in divided.items()}
+            doubtful |= {replica: x.why for replica, x in refused.items()}
+            return actions + (self._spare({**doubtful, **lost}) if ripe or lost else [])
         if now - self._doubted > self.timeouts.heartbeat:
             lost = {**ripe, **lost}
         if not lost and whole:
