@@ -35,12 +35,16 @@ class Blame:
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since, what it says
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> when it complained last
+        self._heard: set[tuple[int, int]] = set()  # (by, accused) that have complained in this view
         self._asked = float("-inf")
 
-    def complaint(self, by: int, accused: int, now: float, why: str = "") -> None:
-        """`by` cannot reach `accused`."""
+    def complaint(self, by: int, accused: int, now: float, why: str = "") -> bool:
+        """`by` cannot reach `accused`. True if it has not said so in this view before, withdrawn or not."""
         self._complaints.setdefault((by, accused), (now, why[:WORDS]))
         self._said[by, accused] = now
+        first = (by, accused) not in self._heard
+        self._heard.add((by, accused))
+        return first
 
     def accusers(self, accused: int, now: float) -> set[int]:
         """Who still complains of it; a complaint that lasts is said again every second."""
@@ -73,6 +77,7 @@ class Blame:
         """A new view: all of it is of the past."""
         self._complaints.clear()
         self._said.clear()
+        self._heard.clear()
         self._stalls.clear()
 
     def culprit(

@@ -744,8 +744,8 @@ class Coordinator:
             return self._refuses(life, suspect.rank, suspect.reason, now) if known else []
         if suspect.proof:
             return self._ask(conn, by, suspect, fields)
-        self._blame.complaint(by, suspect.replica, now, suspect.reason)
-        return [Log("suspect", fields)]
+        first = self._blame.complaint(by, suspect.replica, now, suspect.reason)
+        return [Log("suspect", fields)] if first else []
 
     def _ask(self, conn: Conn, by: int, suspect: m.Suspect, fields: dict[str, object]) -> list[Action]:
         """A member was proved by another one to have ended: that holds unless it answers us."""

@@ -565,6 +565,23 @@ def test_a_refusal_is_logged_once_for_each_life_and_reason() -> None:
     assert [action.kind for action in logged] == ["refused"] * 2
 
 
+def test_a_complaint_is_logged_once_in_each_view() -> None:
+    """As long as it lasts it is said again every second, and when it comes back."""
+    script = Script(4)
+
+    def logged() -> list[tuple[object, object]]:
+        said: list[m.Message] = [m.Suspect(2, "life-2", "silent for 5.0 s", False)] * 3
+        said += [m.Reachable(2), *said, m.Suspect(1, "life-1", "silent for 5.0 s", False)]
+        actions = [action for message in said for action in script.coordinator.receive(0, message, 1.0)]
+        actions += script.coordinator.receive(1, said[0], 1.0)
+        return [(log.fields["by"], log.fields["replica"]) for log in actions if isinstance(log, Log)]
+
+    assert logged() == [(0, 2), (0, 1), (1, 2)]
+    assert logged() == []
+    script.lose(3)
+    assert logged() == [(0, 2), (0, 1), (1, 2)]
+
+
 @pytest.mark.parametrize("outcome", ["answered", "refused", "unreachable"])
 def test_a_restarted_one_knows_no_port_so_that_a_refusal_proves_nothing(outcome: Outcome) -> None:
     script = Script(3)
