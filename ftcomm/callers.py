@@ -10,6 +10,10 @@ import sys
 import threading
 from types import FrameType
 
+# .value: this thread gives a future its value, and runs what the script has chained on that. Whether it is this thread
+# or the script's own, which has found the future done, is a matter of time.
+chained = threading.local()
+
 _BACKWARD = "torch.autograd.graph", "_engine_run_backward"
 
 

@@ -203,6 +203,8 @@ class Group(Calls):
     def _of_another_thread(self) -> int:
         """Than that of the step loop. It passes no boundary while it stands in a backward, so what autograd calls for
         that, in threads of its own on a GPU, is of its step."""
+        if getattr(callers.chained, "value", False):
+            return UNKNOWN
         by_loop = callers.in_backward_of(self._loop)
         if by_loop is None:
             return UNKNOWN

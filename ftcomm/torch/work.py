@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 
+from ftcomm import callers
 from ftcomm.errors import CollectiveTimeout
 from ftcomm.own import own_process
 
@@ -187,9 +188,6 @@ class FtWork(dist._Work):  # type: ignore[misc]
         raise self._error
 
 
-_giving = threading.local()  # .value: this thread gives a future its value, and runs what was chained on that
-
-
 class Futures:
     """The thread of a process group that gives futures their values, in the order in which their ops were called. An op
     that is called by what was chained on a future gets its value in a thread of its own.
@@ -206,7 +204,9 @@ class Futures:
         self._closed = False
 
     def later(self, work: FtWork) -> None:
-        if getattr(_giving, "value", False):  # what is called on a value may wait for this one, so not in its thread
+        if getattr(
+            callers.chained, "value", False
+        ):  # what is called on a value may wait for this one, so not in its thread
             threading.Thread(target=self._end, args=(work,), name="ftcomm-futures-inner", daemon=True).start()
             return
         with self._lock:
@@ -239,8 +239,8 @@ class Futures:
             if not all(part.done() for part in work._parts):
                 self.cut_off = work._name
             work._settle(error)  # a timeout of the call: nobody else will
-        _giving.value = True
+        callers.chained.value = True
         try:
             work._fulfil()
         finally:
-            _giving.value = False
+            callers.chained.value = False

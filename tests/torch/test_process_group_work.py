@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import types
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from ftcomm.collective.operation import ELSEWHERE, UNKNOWN
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
+from ftcomm.group import Group
 from ftcomm.torch.work import FtWork, Futures
 
 
@@ -155,3 +158,16 @@ def test_futures_of_what_is_asked_for_after_the_end(futures: Futures) -> None:
     work = FtWork("op", [op], [torch.ones(1)], futures)
     futures.close()
     assert work.get_future().wait()[0].tolist() == [1.0]
+
+
+def test_what_is_chained_on_a_future_is_of_no_known_step(futures: Futures) -> None:
+    """It runs in the thread of the step loop on one member and in that of the futures on another, as it happens; the
+    two must not be taken for different calls."""
+    op, stamps = Op(), []
+    group = types.SimpleNamespace(_loop=threading.get_ident(), _step=8)
+    work = FtWork("all_reduce of group 'x'", [op], [torch.ones(1)], futures)
+    chained = work.get_future().then(lambda done: stamps.append(Group._of_another_thread(group)))  # type: ignore[arg-type]
+    assert Group._of_another_thread(group) == ELSEWHERE  # type: ignore[arg-type]
+    op.over.set()
+    chained.wait()
+    assert stamps == [UNKNOWN]
