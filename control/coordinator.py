@@ -21,7 +21,7 @@ ends when all who hold its state are proved to have ended.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 
 from ftcomm.control import messages as m
 from ftcomm.control.admission import MESSAGE, Room, other_job, too_large
@@ -402,7 +402,7 @@ class Coordinator:
         if now - self._doubted > self.timeouts.heartbeat:
             lost = {**ripe, **lost}
         if not lost and whole:
-            lost = self._culprit(now)
+            lost = self._culprit(now, divided.keys() | refused.keys())
         if not lost:
             return actions
         decided = self._lose(lost, proved=False)
@@ -513,14 +513,16 @@ class Coordinator:
         refused = self._refused.pop((life, rank))
         return self._lose({life[0]: refused.why}, proved=False) if self._counts(*life) else []
 
-    def _culprit(self, now: float) -> dict[int, str]:
+    def _culprit(self, now: float, doubtful: Set[int]) -> dict[int, str]:
+        """Who has to go by what members complain of. Between two that do not reach each other it is the `doubtful` one:
+        a rank of it is missed by others, too."""
         if self.view is None:
             return {}
         present = {  # after a restart all count as heard, so ask for a connection, too
             replica
             for replica in self.view.replicas
             if self._conn(replica) is not None and self.detector.within(replica, self.timeouts.presence, now)
-        }
+        } - doubtful
         mute = {link.replica: link.mute for link in self.links.values() if link.mute}
         for replica, seconds in self.detector.mute(now).items():
             member = self.view.member(replica)
@@ -553,6 +555,9 @@ class Coordinator:
             return [*self.disconnected(conn, now), Close(conn)]  # it speaks for one life of one replica, or for none
         if join.epoch > 0 and not self._counts(replica, join.incarnation):
             return self._outlived(conn, join, now)
+        if join.heard > 0 and self.view is None:  # it may enter that view at any moment, or have entered it
+            reason = f"it was told of epoch {join.heard} of a job that this coordinator has no file of views of"
+            return [*self._refuse(join, reason), Close(conn)]  # it comes again
         old = self._conn(replica)
         if old is not None and old != conn:
             if self.links[old].incarnation == join.incarnation:

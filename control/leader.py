@@ -87,6 +87,7 @@ class Leader:
         self.incarnation = incarnation
         self.ranks = ranks
         self.addresses: dict[int, Address] = {}
+        self._foreign: set[int] = set()  # ranks of an earlier life of the replica
         self.view: View | None = None  # the newest view that this replica runs in
         self.steps: dict[int, int] = {}
         self._deaf: dict[int, str] = {}  # who does not hear us, though we hear it
@@ -206,13 +207,9 @@ class Leader:
 
     def from_rank(self, rank: int, message: m.Message) -> list[Action]:
         if isinstance(message, m.Hello):
-            known = self.addresses.get(rank) == message.address
-            self.addresses[rank] = message.address
-            welcome: list[Action] = [ToRank(rank, m.Welcome(self.incarnation))]
-            if known:
-                return [*welcome, *self._again(rank)]
-            join = self.join()
-            return [*welcome, ToCoordinator(join)] if join is not None else welcome
+            return self._hello(rank, message)
+        if rank in self._foreign:
+            return []
         if isinstance(message, m.Heartbeat):
             first = self.step < 0 <= message.step
             self.steps[rank] = max(message.step, self.steps.get(rank, -1))
@@ -250,6 +247,22 @@ class Leader:
         if isinstance(message, m.Suspect | m.Reachable | m.Stalled | m.Report):
             return [ToCoordinator(message)]
         return []
+
+    def _hello(self, rank: int, hello: m.Hello) -> list[Action]:
+        """The ranks of a replica live and die as one: none goes on with the next life of another."""
+        welcome: list[Action] = [ToRank(rank, m.Welcome(self.incarnation))]
+        if hello.incarnation not in ("", self.incarnation):
+            self._foreign.add(rank)
+            return welcome  # by which it ends
+        self._foreign.discard(rank)
+        known = self.addresses.get(rank)
+        if known == hello.address:
+            return [*welcome, *self._again(rank)]
+        if known is not None and len(self.addresses) == self.ranks:
+            return self.rank_lost(rank, "it was started again, and its replica was not")
+        self.addresses[rank] = hello.address
+        join = self.join()
+        return [*welcome, ToCoordinator(join)] if join is not None else welcome
 
     def _again(self, rank: int) -> list[Action]:
         """Its connection was made anew: say once more what may have been lost. It says its own part again, too."""

@@ -84,8 +84,11 @@ class Machine:
         if self.phase in (Phase.LEFT, Phase.FAILED):
             return []
         if isinstance(message, m.Welcome):
-            self.incarnation = message.incarnation
-            return []
+            if self.incarnation in ("", message.incarnation):
+                self.incarnation = message.incarnation
+                return []
+            self.phase = Phase.FAILED
+            return [Failed(f"the leader of replica {self.replica} was started again, and this rank was not")]
         if isinstance(message, m.NewView):
             return self._install(message.view)
         if isinstance(message, m.Prepare):

@@ -53,10 +53,12 @@ class Ending(enum.Enum):
 
 
 class Hello(Message, frozen=True):
-    """First message of a rank to its leader: where it is reached, and where it stands (after a reconnection)."""
+    """First message of a rank to its leader: where it is reached, and of which life of the replica it is, if it has
+    been told before."""
 
     rank: t.Rank
     address: Address
+    incarnation: t.Name = ""
 
 
 class Join(Message, frozen=True):

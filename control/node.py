@@ -12,6 +12,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
@@ -100,7 +102,8 @@ class Node:
         """The connection upwards is there, for the first time or again."""
         self._up, self._up_refused = True, False
         if self.leader is None:
-            return [Up(self._hello), *self._said_again(), *self._said_late()]
+            hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
+            return [Up(hello), *self._said_again(), *self._said_late()]
         join = self.leader.join()
         if join is not None:  # and what it may not have heard, having been away
             return [Up(join), *([Up(m.Finished(True))] if self.leader.finished else []), *self._said_late()]

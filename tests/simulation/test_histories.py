@@ -66,5 +66,5 @@ def test_the_command_counts_and_replays() -> None:
     assert wrong.exit_code == 2
     unknown = CliRunner().invoke(simulate, ["--kinds", "kills,floods"])
     assert unknown.exit_code == 2
-    assert "'floods': expected some of calm,coordinator," in " ".join(unknown.output.replace("│", " ").split())
+    assert "'floods': expected some of accused,calm," in " ".join(unknown.output.replace("│", " ").split())
     assert "expected 1 <= first <= last <= 16" in wrong.output

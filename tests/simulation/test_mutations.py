@@ -444,7 +444,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "readers-of-one-epoch": (readers_of_one_epoch, "kills", 100),
     "slots-not-waited-for": (slots_not_waited_for, "calm", 800),
     "steps-while-frozen": (steps_while_frozen, "kills", 400),
-    "takes-back-what-is-in-force": (takes_back_what_is_in_force, "kills", 1000),
+    "takes-back-what-is-in-force": (takes_back_what_is_in_force, "coordinator", 1000),
 }
 
 

@@ -1053,6 +1053,14 @@ def test_a_leader_that_does_not_hear_its_rank_takes_its_replica_out_and_not_the_
     assert script.newest[0] == (1, 2)
 
 
+def test_of_two_the_one_goes_whose_rank_nobody_hears() -> None:
+    """A rank of the other replica misses it as well, and may say so before its leader does."""
+    script = Script(2)
+    script.do(script.coordinator.receive(1, m.Suspect(0, "life-0", "silent for 3.0 s", False, 1), script.now))
+    beats(script, 2 * TIMEOUTS.heartbeat, {0: "its rank 1 has been silent for 3.0 s"})
+    assert script.newest[0] == (1,)
+
+
 def test_who_holds_its_interpreter_has_as_long_as_the_user_says() -> None:
     """Though ops took less until then, so that the others report it at the floor. A word in between changes nothing."""
     for held in (True, False):

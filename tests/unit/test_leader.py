@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.leader import Leader, ToLeader
+from ftcomm.control.leader import Leader, ToCoordinator, ToLeader, ToRank
 from ftcomm.control.timeouts import Timeouts
 from tests.unit.test_node import address, view
 
@@ -56,3 +56,33 @@ def test_a_commit_that_is_in_force_is_not_denied_when_a_link_comes_back() -> Non
     assert other.again(0) == [ToLeader(0, m.Boundary(1, 1, P, commit))]
     other.from_coordinator(m.Prepare(P + 1, 2, 9))
     assert other.again(0) == []
+
+
+def of_two() -> Leader:
+    made = Leader(0, "life", 2, Timeouts.derive(120.0, 10.0))
+    for rank in range(2):
+        made.from_rank(rank, m.Hello(rank, address(0, rank)))
+    return made
+
+
+def test_a_rank_that_is_started_again_alone_ends_its_replica() -> None:
+    made = of_two()
+    assert made.join() is not None
+    lost = [x.message for x in made.from_rank(1, m.Hello(1, address(5, 1))) if isinstance(x, ToCoordinator)]
+    assert lost == [m.Suspect(0, "life", "its rank 1 is lost: it was started again, and its replica was not", True)]
+
+
+def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
+    made = Leader(0, "life-2", 2, Timeouts.derive(120.0, 10.0))
+    made.from_rank(0, m.Hello(0, address(0, 0)))
+    for said in (m.Hello(1, address(0, 1), "life-1"), m.Ready(), m.CaughtUp(3), m.Installed(4)):
+        answers = made.from_rank(1, said)
+        assert [x.message for x in answers if isinstance(x, ToRank)] == [m.Welcome("life-2")] * isinstance(
+            said, m.Hello
+        )
+        assert not any(isinstance(x, ToCoordinator) for x in answers)
+    assert made.join() is None
+    made.from_rank(1, m.Hello(1, address(7, 1)))
+    assert made.join() is not None
+    assert made.from_rank(0, m.CaughtUp(9)) == []
+    assert made.from_rank(1, m.CaughtUp(9)) == [ToCoordinator(m.CaughtUp(9))]

@@ -286,6 +286,7 @@ def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(mem
             0,
             CREDENTIALS,
             on_open=lambda replica: opened.set(),
+            on_message=lambda message: None,
             on_lost=lambda view, replica, reason, proof: lost.append((replica, reason, proof)),
             on_back=lambda replica: back.set(),
         )
@@ -327,7 +328,8 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
             lost.append((replica, proof))
             told.set()
 
-        peers = Peers(0, 0, CREDENTIALS, on_open=lambda replica: None, on_lost=on_lost, on_back=lambda replica: None)
+        ignore: Any = lambda told: None  # noqa: E731
+        peers = Peers(0, 0, CREDENTIALS, on_open=ignore, on_message=ignore, on_lost=on_lost, on_back=ignore)
         before = one_of_this_host(member.address)
         peers.connect(View(1, None, (Member(0, "a", (before,), True), Member(1, "b", (before,), True))))
         await told.wait()
@@ -376,6 +378,7 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
             0,
             CREDENTIALS,
             on_open=lambda replica: None,
+            on_message=lambda message: None,
             on_lost=lambda view, replica, reason, proof: lost.append(proof),
             on_back=lambda replica: None,
         )

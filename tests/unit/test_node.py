@@ -193,7 +193,7 @@ def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_agai
     node.boundary(5)
     assert node.up_lost("the leader of the replica is lost: reset by peer") == []
     again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
-    assert again == [m.Hello(1, address(0, 1)), m.Leave(), m.Installed(1), m.AtBoundary(7)]
+    assert again == [m.Hello(1, address(0, 1), "life-0"), m.Leave(), m.Installed(1), m.AtBoundary(7)]
 
     leader = running(ranks=2)
     leader.from_up(m.Prepare(7, 1, 5))
@@ -415,3 +415,13 @@ def test_a_leader_that_another_host_refuses_may_live() -> None:
     assert node.from_beside(m.NewView(view(2, (1,), 2)))  # until a member says that the job goes on without it
     leader = running((0, 1), ranks=2)
     assert [x.proof for x in said(leader.rank_refused(1, "refused"), m.Suspect)] == [False]  # type: ignore[attr-defined]
+
+
+def test_a_rank_ends_when_its_leader_is_started_again() -> None:
+    node = running(rank=1, ranks=2)
+    node.up_lost("refused", refused=True)
+    (hello,) = said(node.up_opened(), m.Hello)
+    assert hello == m.Hello(1, address(0, 1), "life-0")
+    ended = [action for action in node.from_up(m.Welcome("another life")) if isinstance(action, act.Failed)]
+    assert [end.reason for end in ended] == ["the leader of replica 0 was started again, and this rank was not"]
+    assert not any(isinstance(action, act.Freeze) for action in node.from_up(m.NewView(view(9, (0, 1), 2))))
