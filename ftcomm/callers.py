@@ -25,8 +25,9 @@ def foreign() -> bool:
 def in_backward_of(thread: int) -> bool | None:
     """Whether the thread that calls is one of autograd's own, in a backward of `thread`; None if it may be in that of
     another one. Looks at the stacks of all threads, which takes tens of microseconds, if it is one of autograd's."""
-    torch = sys.modules.get("torch")
-    if torch is None or torch._C._current_graph_task_id() == -1 or not foreign():
+    core = sys.modules.get("torch._C")
+    in_backward = getattr(core, "_current_graph_task_id", None)  # another thread may be about to import torch
+    if in_backward is None or in_backward() == -1 or not foreign():
         return False
     standing = {ident for ident, frame in sys._current_frames().items() if _stands(frame)}
     return (True if len(standing) == 1 else None) if thread in standing else False

@@ -11,8 +11,12 @@ E = TypeVar("E", bound=BaseException)
 def fresh(error: E) -> E:
     """The same error, to be raised in one place of several: one that was raised keeps alive all that ran there, and so
     itself and the memory of its group if that knows it."""
-    made = copy.copy(error)
-    made.__cause__ = error.__cause__
+    try:
+        made = copy.copy(error)
+    except TypeError:  # it is made of other arguments than it keeps
+        return error
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
     return made
 
 

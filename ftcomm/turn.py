@@ -114,9 +114,9 @@ class Turn(Generic[Op]):
         return op is not None and not self._ended(op)
 
     def _cross(self, here: str) -> None:
-        """Tell the thread that has started what is in flight. What it starts from now on is not concerned."""
+        """Tell the other thread that has started what is in flight. What it starts from now on is not concerned."""
         series = self._series
-        if series is not None and self._in_flight():
+        if series is not None and series.thread != _thread.get_ident() and self._in_flight():
             series.crossed = here
             self._series = Series(series.thread)
 

@@ -239,7 +239,7 @@ class Driver:
             except Interrupted:
                 continue
             except FtcommError as error:
-                self.fail(error, tell=True)
+                self.fail(error.with_traceback(None), tell=True)  # with one it would keep the op and the stream
 
     def _look_around(self) -> bool:
         """Somebody has interrupted the driver: new ops, a TCP reader, a freeze, or the end.

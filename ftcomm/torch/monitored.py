@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ftcomm.errors import CollectiveTimeout, LostError
+from ftcomm.errors import CollectiveTimeout, FtcommError, LostError
 
 _TAG = -(1 << 62)  # less the number of the op, which is the same on all ranks and never used again
 
@@ -37,8 +37,19 @@ def barrier(calls: Any, seconds: float, wait_all_ranks: bool) -> None:
     try:
         op.wait(seconds)
     except CollectiveTimeout as error:
-        missing = [str(rank) for rank, message in coming.items() if not message.done()]
+        missing = [str(rank) for rank, message in coming.items() if not _has_come(message)]
         raise CollectiveTimeout(f"{_said(me, missing, wait_all_ranks)} within {seconds:g} s ({error})") from error
+
+
+def _has_come(message: Any) -> bool:
+    """Its receive may have ended by a timeout of its own."""
+    if not message.done():
+        return False
+    try:
+        message.wait(0)
+    except FtcommError:
+        return False
+    return True
 
 
 def _said(me: int, missing: list[str], wait_all_ranks: bool) -> str:
