@@ -209,8 +209,10 @@ class Job:
     @property
     def is_waiting_for_the_lost(self) -> bool:
         """No holder lives, which nobody can prove to the coordinator, and joiners have been told that they wait for
-        one: the product's give up after a time."""
-        return self.coordinator is not None and self.coordinator.machine.alone and not self.holders()
+        one: the product's give up after a time. Whoever has a view must not wait: that is a hang."""
+        live = [rank for replica in self.replicas for rank in replica.ranks if rank.alive and not rank.gone]
+        waiting = all(rank.node.view is None for rank in live)
+        return self.coordinator is not None and self.coordinator.machine.alone and not self.holders() and waiting
 
     def start_replica(self, replica: Replica) -> None:
         if replica.over or replica.running or self.ended is not None or (self.draining and replica.lives):
