@@ -32,7 +32,7 @@ from ftcomm.control.joiners import Joiners
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.liveness import described
 from ftcomm.control.reconfiguration import Proposal, contributing, given_up, wanted
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
@@ -528,7 +528,9 @@ class Coordinator:
             member = self.view.member(replica)
             mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
         self._held_up.update(dict.fromkeys(mute, now))  # one word between two compilations makes nobody slow
-        held = {replica for replica, last in self._held_up.items() if now - last <= self.timeouts.op_floor}
+        # Longer than reports are good for: who reported it may fall mute before it can say that the op goes on.
+        lately = max(self.timeouts.op_floor, FRESH + REPORT)
+        held = {replica for replica, last in self._held_up.items() if now - last <= lately}
         return self._blame.culprit(now, self.view.contributing, present, mute, held)
 
     # -- joining -------------------------------------------------------------------------------------------------

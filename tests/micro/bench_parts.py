@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm import kernels
 from ftcomm.collective import schedule
 from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Action, Coordinator, Persist, Send
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
+from ftcomm.kernels.host.reduce import reduce
 from ftcomm.sync.futex import Waiter, wake
 
 MEMBERS = 16
@@ -130,15 +130,5 @@ def test_wait_asleep(benchmark: Any) -> None:
 def test_reduce_on_the_host(benchmark: Any, elements: int) -> None:
     sources = [torch.ones(elements) for _ in range(2)]
     out = torch.empty(elements)
-    benchmark(kernels.reduce, sources, out)
+    benchmark(reduce, sources, out)
     assert np.all(out.numpy() == 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a launch needs a CUDA device")
-def test_kernel_launch(benchmark: Any) -> None:
-    """Until the launch has returned; the GPU is waited for outside of it."""
-    source, out = torch.ones(256, device="cuda"), torch.empty(256, device="cuda")
-    benchmark.pedantic(
-        kernels.copy, (source, out), rounds=500, warmup_rounds=20, setup=lambda: torch.cuda.synchronize()
-    )

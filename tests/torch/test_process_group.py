@@ -156,7 +156,7 @@ import torch.distributed as dist, ftcomm
 dist.init_process_group("ftcomm")
 s = ftcomm.default_group().settings
 t = s.timeouts
-print(t.op, t.heartbeat, t.op_floor, s.init_timeout, s.verify, s.algorithm, s.rack, s.max_sms, s.staging, flush=True)
+print(t.op, t.heartbeat, t.op_floor, s.init_timeout, s.verify, s.algorithm, s.rack, s.max_sms, flush=True)
 dist.destroy_process_group()
 """
 
@@ -182,10 +182,10 @@ def test_found_by_name_in_a_program_of_another_launcher(tmp_path: Path) -> None:
 def test_the_environment_counts_in_a_program_of_another_launcher(tmp_path: Path) -> None:
     """The coordinator that it starts has the same timeouts, or it would refuse it."""
     asked = {"OP_TIMEOUT": "20", "HEARTBEAT_TIMEOUT": "0.5", "OP_TIMEOUT_FLOOR": "4", "INIT_TIMEOUT": "33"}
-    asked |= {"VERIFY": "1", "ALGORITHM": "ring", "RACK": "r1", "SMS": "3", "STAGING": "host"}
+    asked |= {"VERIFY": "1", "ALGORITHM": "ring", "RACK": "r1", "SMS": "3"}
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     said = run(tmp_path, world | {f"FTCOMM_{name}": value for name, value in asked.items()}, SETTINGS)
-    assert said.split() == ["20.0", "0.5", "4.0", "33.0", "True", "ring", "r1", "3", "host"]
+    assert said.split() == ["20.0", "0.5", "4.0", "33.0", "True", "ring", "r1", "3"]
     wrong = run(tmp_path, world | {"FTCOMM_VERIFY": "yes"}, SETTINGS)
     assert "FTCOMM_VERIFY='yes'; expected 1 (on) or 0 (off)" in wrong
 
