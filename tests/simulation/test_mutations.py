@@ -216,7 +216,8 @@ def believes_any_store(patch: Patch) -> None:
 
     def believe(self: c.Coordinator, conn: int, message: m.Message, now: float) -> list[c.Action]:
         if isinstance(message, m.Join):
-            message = msgspec.structs.replace(message, epoch=min(message.epoch, self._epoch))
+            epoch, heard = min(message.epoch, self._epoch), min(message.heard, self._epoch)
+            message = msgspec.structs.replace(message, epoch=epoch, heard=heard)
         return receive(self, conn, message, now)
 
     patch.setattr(c.Coordinator, "receive", believe)

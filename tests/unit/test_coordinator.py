@@ -730,6 +730,17 @@ def test_the_last_holder_of_the_state_is_no_stall_for_who_catches_up() -> None:
     assert (len(script.views), script.done) == (views, [])
 
 
+def test_without_a_store_nobody_counts_who_was_told_of_a_view() -> None:
+    """It may enter that at any moment: what we decided would have the same number."""
+    coordinator = Coordinator(1, 1, TIMEOUTS, views=[], now=0.0, lifetime=2)
+    address = Address("h", 1, "b", 2, 3, "n")
+    actions = coordinator.receive(0, m.Join(0, "life-0", (address,), 0, -1, CHAIN, heard=1), 1.0)
+    assert not any(isinstance(action, Persist) for action in actions)
+    assert any(isinstance(action, Close) for action in actions)
+    (log,) = [action for action in actions if isinstance(action, Log)]
+    assert "was told of epoch 1 of a job that this coordinator has no file of views of" in str(log.fields["reason"])
+
+
 def test_a_store_that_is_older_than_the_job_is_of_no_use() -> None:
     """What it would decide has the number of a view that there was."""
     script = Script(3)
