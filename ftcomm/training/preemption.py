@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -19,6 +20,7 @@ class PreemptionHandler:
         self._group = group
         self._asked = False
         self._ours = False
+        self._process = os.getpid()
 
     def __enter__(self) -> PreemptionHandler:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -39,5 +41,8 @@ class PreemptionHandler:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != self._process:  # a forked child, as the workers of a pool that is closed: it just ends
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         self._asked = True
         self._group.leave()  # at once: this step may be long, and the boundary after it is agreed on meanwhile
