@@ -106,6 +106,18 @@ def state(pid: int) -> str:
     return ""
 
 
+def is_ending(there: Address) -> bool:
+    """Whether the kernel of this host ends the process at an address, whose port answers until its memory is freed."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        if there.boot == boot():
+            fields = Path(f"/proc/{there.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+    return False
+
+
+_EXITING = 0x4  # PF_EXITING, among the flags in proc_pid_stat(5)
+
+
 @cache
 def boot() -> str:
     """The boot id of this kernel: `Address.boot` of what runs on it."""

@@ -19,7 +19,7 @@ from ftcomm.control import wire
 from ftcomm.control.dials import Outcome
 from ftcomm.control.dropped import drop
 from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
-from ftcomm.control.liveness import Knock, boot, ports, state_of
+from ftcomm.control.liveness import Knock, boot, is_ending, ports, state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
@@ -264,7 +264,11 @@ class CoordinatorServer:
 
     async def _asked(self, ask: c.Ask) -> None:
         machine = self._machine
-        here = await self._call(ask.address, "asked", {}) == "answered"
+        ending = is_ending(ask.address)
+        if not ending:
+            await asyncio.sleep(0.002)  # its threads end one after the other
+            ending = is_ending(ask.address)
+        here = not ending and await self._call(ask.address, "asked", {}) == "answered"
         if machine is not None and machine is self._machine:
             self._do(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
 

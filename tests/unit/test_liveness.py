@@ -644,3 +644,19 @@ def test_a_link_on_its_way_to_who_calls_it_is_not_broken_off() -> None:
         sock.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_process_that_ends_is_seen_by_its_kernel() -> None:
+    """Its port may answer still: it was asked for 40 ms, for as long as its memory was being freed."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    here = liveness.boot()
+    assert liveness.is_ending(Address("h", 1, here, child, 3, "0" * 32))
+    assert not liveness.is_ending(Address("h", 1, "another kernel", child, 3, "0" * 32))
+    os.waitpid(child, 0)
+    assert not liveness.is_ending(Address("h", 1, here, child, 3, "0" * 32)), (
+        "nobody is there: it may be another's number"
+    )
+    assert not liveness.is_ending(Address("h", 1, here, os.getpid(), 3, "0" * 32))
