@@ -9,6 +9,9 @@ EXTRAS := dev,jax,docs
 ROUNDS := 20
 ARGS   ?=
 
+# Some containers set it: each of hundreds of interpreters would then compile ftcomm, and each worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
@@ -22,7 +25,7 @@ demo: setup ## train four replicas, kill one inside an all-reduce, watch the oth
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
 # First those that start no processes of a job, two at a time, so that the kernels' tests fork from one that has no
-# threads of them, then those that do, which wait for a third of their time: four. Whoever is free takes the next one,
+# threads of them, then those that do, which wait for most of their time: six. Whoever is free takes the next one,
 # the longest first (tests/conftest.py). A selection may be empty (pytest's exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
 NEXT := --dist load --maxschedchunk 1
@@ -30,7 +33,7 @@ define RUN_TESTS
 	@echo "==> $(1): functions, kernels and histories"
 	@$(1)/bin/python -m pytest $(PURE) -q -n 2 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 	@echo "==> $(1): jobs of real processes"
-	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 4 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
+	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 6 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
@@ -86,9 +89,10 @@ tree:
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/ftcomm
 	@ln -s $(addprefix ../../../,$(wildcard ftcomm/*) bench control kernels) $(TYPES)/ftcomm/
 
-types: setup tree ## mypy, strict, on all packages that pass it
+STRICT := control kernels $(patsubst ftcomm/%/__init__.py,%,$(wildcard ftcomm/*/__init__.py))
+types: setup tree ## mypy, strict, on all packages but bench
 	cd $(TYPES) && "$(abspath $(VENV))/bin/mypy" --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		-p ftcomm.control -p ftcomm.collective -p ftcomm.sync -p ftcomm.transport -p ftcomm.launch -p ftcomm.training -p ftcomm.lab
+		-m ftcomm $(patsubst ftcomm/%.py,-m ftcomm.%,$(filter-out %/__init__.py,$(wildcard ftcomm/*.py))) $(STRICT:%=-p ftcomm.%)
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .venv-latest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
@@ -116,6 +120,30 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
+# pip writes its log. One line says how far it is: again and again on a terminal, once a phase elsewhere. To compile
+# every module would take longer than all the rest; those that each rank imports are compiled by importing them.
+define INSTALL
+log=$(@D)/install.log; began=$$(date +%s); before=; \
+$(@D)/bin/python -m pip install --no-compile --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]" > $$log 2>&1 & pip=$$!; \
+trap "kill $$pip 2>/dev/null" EXIT; trap "exit 130" INT TERM; \
+there() { ls -d $(@D)/lib/python3*/site-packages/*.dist-info 2>/dev/null | wc -l; }; \
+while kill -0 $$pip 2>/dev/null; do \
+	wanted=$$(sed -n 's/^Installing collected packages: //p' $$log | tr , '\n' | wc -l); \
+	phase="installing packages: $$wanted" now="$$(there) are there"; \
+	if [ $$wanted -eq 0 ]; then \
+		phase="collecting packages" now=$$(sed -n 's/^ *Collecting \([^ ]*\).*/\1/p' $$log | tail -n 1); \
+		now="$$(grep -c '^ *Collecting ' $$log) so far$${now:+, now $$now}"; \
+	fi; \
+	if [ -t 1 ]; then printf '\r\033[K%.79s' "==> $(@D): $$(($$(date +%s) - began)) s, $$phase, $$now"; \
+	elif [ "$$phase" != "$$before" ]; then echo "==> $(@D): $$phase"; before=$$phase; fi; \
+	sleep 0.5; \
+done; \
+if [ -t 1 ]; then printf '\r\033[K'; fi; \
+wait $$pip || { cat $$log; echo "==> $(@D): the installation failed, as said above"; exit 1; }; \
+$(@D)/bin/python -c "import torch._dynamo, torch.distributed.fsdp, ftcomm.cli" 2>> $$log || true; \
+echo "==> $(@D): installed $$(there) packages in $$(($$(date +%s) - began)) s"
+endef
+
 %/.made:
 	@$(FIND_PYTHON); \
 	echo "==> $(@D): made with $$($$found --version)"; \
@@ -124,10 +152,8 @@ endef
 
 $(VENV)/.ready: WANTED = $(TORCH)
 $(LATEST)/.ready: WANTED = $(TORCH_LATEST)
-$(LATEST)/.ready: EXTRAS := $(EXTRAS),torchft
+$(LATEST)/.ready: EXTRAS := $(EXTRAS),torchft,hf,lightning
 %/.ready: %/.made pyproject.toml Makefile
-	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once (tail -f $(@D)/install.log)"
-	@$(@D)/bin/python -m pip install --disable-pip-version-check "$(WANTED)" -e ".[$(EXTRAS)]" > $(@D)/install.log 2>&1 \
-		|| { cat $(@D)/install.log; echo "==> $(@D): the installation failed, as said above"; exit 1; }
-	@echo "==> $(@D): installed $$($(@D)/bin/python -m pip list --disable-pip-version-check | tail -n +3 | wc -l) packages"
+	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once (log: $(@D)/install.log)"
+	@$(INSTALL)
 	@touch $@

@@ -50,8 +50,8 @@ class Links(msgspec.Struct, frozen=True):
 
 
 def hosts(members: Mapping[int, Any]) -> list[Host]:
-    """Of a group, from the address of each member (`ftcomm.control.views.Address`), by address. Fewer than there are if
-    two have the same one: then nobody could tell them apart."""
+    """Returns the hosts of a group by address, from the address of each member (`ftcomm.control.views.Address`). Fewer
+    than there are if two have the same one: then nobody could tell them apart."""
     by_boot: dict[str, Host] = {}
     for member, there in sorted(members.items()):
         by_boot.setdefault(there.boot, Host(there.host, there.rack, member))
@@ -59,7 +59,8 @@ def hosts(members: Mapping[int, Any]) -> list[Host]:
 
 
 def measure(group: Any, told: Callable[[str], object] = lambda text: None, *, nbytes: int = NBYTES) -> Links | None:
-    """On all members alike; None where there is nothing to choose. Raises what a collective raises."""
+    """Measure the links, on all members alike; None where there is nothing to choose. Raises what a collective
+    raises."""
     found = hosts({one.replica: one.ranks[group.settings.shard] for one in group.view.members})
     if len(found) < FEWEST:
         return None

@@ -19,11 +19,10 @@ from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, slowest
 from ftcomm.errors import SettingsError
 
-RANK_MEMORY = 400 << 20  # bytes of a rank before any array
 DEADLINE = 60.0  # seconds that a connection, or a neighbour that stands still, may take
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class BaselineTask(msgspec.Struct, frozen=True, kw_only=True):
     """Written by the command, read by each rank."""
 
     ranks: int
@@ -34,7 +33,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
 
 
-class Block(msgspec.Struct, frozen=True, tag=True):
+class BaselineBlock(msgspec.Struct, frozen=True, tag=True):
     rank: int
     bytes: int
     round: int
@@ -54,19 +53,19 @@ def check(
         raise SettingsError(f"--sizes {min(sizes)}: expected multiples of 4 bytes from {format_size(least)} on.")
     for count in ranks:
         check_replicas(count)
-        need = count * (RANK_MEMORY + arrays * max(sizes))
-        check_memory(f"{count} ranks with arrays of {format_size(max(sizes))}", need, "--ranks or --sizes")
+        what = f"{count} ranks with arrays of {format_size(max(sizes))}"
+        check_memory(what, count, arrays * max(sizes), "--ranks or --sizes")
 
 
 def run(
-    task: Task,
+    task: BaselineTask,
     group: Any,
     ops: Callable[[int], Mapping[str, Callable[[], Any]]],
     *,
     turn: Callable[[str], object] = lambda library: None,
     count: Callable[[], int] = lambda: 0,
 ) -> None:
-    """In a rank: time the `ops` of each size, by library, and write blocks. Each begins with one that is not timed.
+    """Time the `ops` of each size in a rank, by library, and write blocks. Each begins with one that is not timed.
     `turn` is called before that, alike on all ranks; `count` tells how many bytes have left this host so far."""
     token = np.zeros(1, np.float32)
     records = Records(task.folder, group.replica)
@@ -86,15 +85,31 @@ def run(
                 group.allreduce(token)  # what ranks of one host send is counted together: all have ended,
                 sent = count() - before
                 group.allreduce(token)  # and none begins with the next before all have counted
-                records.write(Block(group.replica, size, number, library, times, sent))
+                records.write(BaselineBlock(group.replica, size, number, library, times, sent))
 
 
-def whole(blocks: Iterable[Block], task: Task, size: int) -> bool:
+def whole(blocks: Iterable[BaselineBlock], task: BaselineTask, size: int) -> bool:
     """Whether all ranks have measured all libraries at this size in all rounds."""
     return sum(block.bytes == size for block in blocks) >= task.ranks * task.rounds * len(task.libraries)
 
 
-def rounds_us(blocks: Iterable[Block], task: Task, size: int) -> dict[str, list[float]]:
+def reporter(
+    task: BaselineTask, rows: Callable[[list[BaselineBlock], int], Sequence[Any]], add: Callable[[Any], object]
+) -> Callable[[Iterable[Any]], None]:
+    """Returns what is called with all records so far, again and again, and adds the `rows` of each size, made of its
+    blocks, as soon as all ranks have measured it."""
+    left = list(task.sizes)
+
+    def look(records: Iterable[Any]) -> None:
+        blocks = [record for record in records if isinstance(record, BaselineBlock)]
+        while left and whole(blocks, task, left[0]):
+            for row in rows(blocks, left.pop(0)):
+                add(row)
+
+    return look
+
+
+def rounds_us(blocks: Iterable[BaselineBlock], task: BaselineTask, size: int) -> dict[str, list[float]]:
     """All ranks' blocks -> by library, for each round the median time (us) of the slowest rank."""
     mine = [block for block in blocks if block.bytes == size]
     return {

@@ -6,6 +6,7 @@ from ftcomm.bench.header import available_memory
 from ftcomm.errors import SettingsError
 
 MAX_REPLICAS = 16
+RANK_MEMORY = 400 << 20  # bytes of a rank before any array or model: torch, and ftcomm's staging
 
 
 def check_replicas(replicas: int) -> None:
@@ -18,8 +19,8 @@ def check_at_least_one(option: str, value: int) -> None:
         raise SettingsError(f"{option} {value}: expected at least 1.")
 
 
-def check_memory(what: str, need: int, lower: str) -> None:
-    """`need` bytes by `what`, in words; `lower` are the options that it follows from."""
-    free = available_memory()
+def check_memory(what: str, ranks: int, arrays: int, lower: str) -> None:
+    """Each of `ranks` has so many bytes of `arrays`; `what` they are in words; options to `lower`."""
+    need, free = ranks * (RANK_MEMORY + arrays), available_memory()
     if need > free:
         raise SettingsError(f"{what} need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; lower {lower}.")

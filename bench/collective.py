@@ -30,8 +30,8 @@ import torch
 from ftcomm.bench.checks import check_memory
 from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, ROOT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, REDOPS, Pattern, item_size
-from ftcomm.bench.harness import INTS, SIZE, SIZES, Experiment, Report, Table, choices, figure_text, option
-from ftcomm.bench.interleave import Block, Gone, Interleaver, Refused, Seat, Turn
+from ftcomm.bench.harness import INTS, SIZE, SIZES, BenchReport, Experiment, Table, figure_text, option
+from ftcomm.bench.interleave import BenchTurn, Interleaver, OpDeclined, RankChannel, RanksGone, TimedBlock
 from ftcomm.bench.job import Progress, part, rank_arguments, written_task
 from ftcomm.bench.libraries import Library, Mpi, Op, Ours, open_library, rank_of_environment
 from ftcomm.bench.peers import TRANSPORT, missing, ours, theirs
@@ -40,12 +40,12 @@ from ftcomm.bench.sizes import format_size, sweep
 from ftcomm.bench.stats import algbw, median, percentile, slowest
 from ftcomm.collective.compression import COMPRESSIONS, FP8, unsupported_compression
 from ftcomm.errors import SettingsError
+from ftcomm.launch.option_types import choices
 from ftcomm.settings import TRANSPORTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RANK_MEMORY = 400 << 20  # bytes of a rank before any message: torch, and ftcomm's staging
 MAX_RANKS = 16
 GLOO_REDOPS = ("sum", "min", "max", "product")
 GLOO_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
@@ -77,7 +77,7 @@ class Contestant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CollectiveRequest:
     """Flags and columns are those of nccl-tests, with a line for each library. Each library runs in processes of its
     own, which take turns within each round: so the ratio ("x": time over ftcomm's, the median of the rounds' ratios) is
     of what ran in the same second, and a machine that changes its speed for minutes does not change it. Time is of the
@@ -122,7 +122,7 @@ class Request:
     rounds: int = option(5, help="So many times one after the other.")
     collective: str = "allreduce"
 
-    def smoke(self) -> Request:
+    def smoke(self) -> CollectiveRequest:
         """A few ops at 1K and 1M, to see that it runs."""
         return dataclasses.replace(self, sizes=(1 << 10, 1 << 20), rounds=1, iterations=5)
 
@@ -179,8 +179,9 @@ class Request:
                     + "; raise -b."
                 )
             jobs = len({one.job for one in self.contestants()})
-            need = ranks * (jobs * RANK_MEMORY + (3 + ("atomic" in self.compare)) * max(self.swept))
-            check_memory(f"{ranks} ranks with messages of {format_size(max(self.swept))}", need, "--ranks or -e")
+            what = f"{ranks} ranks of {jobs} libraries with messages of {format_size(max(self.swept))}"
+            arrays = (3 + ("atomic" in self.compare)) * max(self.swept)  # the one in its turn has some
+            check_memory(what, ranks * jobs, arrays // jobs, "--ranks or -e")
 
     def contestants(self) -> list[Contestant]:
         """The bound first, then ours, the one that others are compared with first of these."""
@@ -201,7 +202,7 @@ class Request:
         found[0] = dataclasses.replace(found[0], env=found[1].env)
         return found + [Contestant(peer, TRANSPORT[peer], peer) for peer in self.compare if peer in TRANSPORT]
 
-    def task(self, ranks: int, folder: str = "") -> Task:
+    def task(self, ranks: int, folder: str = "") -> CollectiveTask:
         most = Pattern(ranks, self.dtype, self.redop).max_ops()
         whole = item_size(self.dtype) * (ranks if COLLECTIVES[self.collective].parts else 1)
         sizes = []
@@ -210,7 +211,7 @@ class Request:
             warmup = min(warmup if self.warmup is None else self.warmup, most - 2)
             count = size // whole * whole // item_size(self.dtype)
             sizes.append(Size(count * item_size(self.dtype), count, self.iterations or iterations, warmup))
-        return Task(
+        return CollectiveTask(
             self.collective,
             ranks,
             self.dtype,
@@ -230,7 +231,7 @@ class Size(msgspec.Struct, frozen=True):
     warmup: int
 
 
-class Task(msgspec.Struct, frozen=True):
+class CollectiveTask(msgspec.Struct, frozen=True):
     """What the ranks of all libraries measure; written by the command, read by each rank."""
 
     collective: str
@@ -248,7 +249,7 @@ class Task(msgspec.Struct, frozen=True):
         return f"{self.folder}/turns"
 
 
-class Row(msgspec.Struct, frozen=True):
+class CollectiveRow(msgspec.Struct, frozen=True):
     """One library at one size. Times are of the slowest rank of each op; p50 is the median over rounds of medians.
 
     With an `error` there are no times.
@@ -265,31 +266,31 @@ class Row(msgspec.Struct, frozen=True):
     in_place: bool
     bytes: int
     count: int
-    rounds: int
-    iterations: int  # in all rounds together
-    time_us_p50: float | None
-    time_us_p99: float | None
-    time_us_mean: float | None  # of the whole loop, as nccl-tests has it
-    algbw_gbps: float | None
-    busbw_gbps: float | None
-    limit_pct: float | None  # of the time: what the bytes that have to move take at the rate of a copy of this size
-    wrong: int  # elements, over all ranks and checks
-    round_us: list[float]  # median of each round
-    ratio: float | None  # time over the first ftcomm's, median over rounds; None for that one
-    round_ratio: list[float]
+    rounds: int = 0
+    iterations: int = 0  # in all rounds together
+    time_us_p50: float | None = None
+    time_us_p99: float | None = None
+    time_us_mean: float | None = None  # of the whole loop, as nccl-tests has it
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    limit_pct: float | None = None  # of the time: what the bytes to be moved take at the rate of a copy of this size
+    wrong: int = 0  # elements, over all ranks and checks
+    round_us: list[float] = []  # median of each round
+    ratio: float | None = None  # time over the first ftcomm's, median over rounds; None for that one
+    round_ratio: list[float] = []
     sms: int | None = None
     wire: str | None = None
     error: str = ""
 
 
 def rows(
-    blocks: Mapping[Contestant, Sequence[Sequence[Block]]],
+    blocks: Mapping[Contestant, Sequence[Sequence[TimedBlock]]],
     errors: Mapping[Contestant, str],
-    task: Task,
+    task: CollectiveTask,
     size: Size,
     place: str,
-) -> list[Row]:
-    """Of one size and place: contestant -> for each round the ranks' blocks; a row each but for the bound."""
+) -> list[CollectiveRow]:
+    """Returns a row for each contestant but the bound, of one size and place, from the ranks' blocks of each round."""
     kind = COLLECTIVES[task.collective]
     slow = {who: [slowest([b.times for b in ranks]) for ranks in by_round] for who, by_round in blocks.items()}
     medians = {who: [median(times) / 1e3 for times in by_round] for who, by_round in slow.items()}
@@ -315,31 +316,14 @@ def rows(
             "wire": who.wire,
         }
         if who in errors or not medians[who]:
-            found.append(
-                Row(
-                    **fields,
-                    rounds=0,
-                    iterations=0,
-                    time_us_p50=None,
-                    time_us_p99=None,
-                    time_us_mean=None,
-                    algbw_gbps=None,
-                    busbw_gbps=None,
-                    limit_pct=None,
-                    wrong=0,
-                    round_us=[],
-                    ratio=None,
-                    round_ratio=[],
-                    error=errors.get(who, "not measured"),
-                )
-            )
+            found.append(CollectiveRow(**fields, error=errors.get(who, "not measured")))
             continue
         p50 = median(medians[who])
         ratios = [a / b for a, b in zip(medians[who], medians.get(first, []), strict=False)] if who != first else []
         limits = [100 * share * a / b for a, b in zip(bound, medians[who], strict=False)]
         bandwidth = algbw(size.bytes, p50 / 1e6)
         found.append(
-            Row(
+            CollectiveRow(
                 **fields,
                 rounds=len(medians[who]),
                 iterations=sum(map(len, slow[who])),
@@ -358,12 +342,12 @@ def rows(
     return found
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: CollectiveRequest, report: BenchReport) -> None:
     """Each row when it is measured; the terminal has a line when a library is measured in all places."""
     places = [place == IN for place in COLLECTIVES[request.collective].places]
-    held: list[Row] = []
+    held: list[CollectiveRow] = []
 
-    def on_rows(new: list[Row]) -> None:
+    def on_rows(new: list[CollectiveRow]) -> None:
         for row in new:
             report.add(row)
         held.extend(new)
@@ -375,9 +359,9 @@ async def measure(request: Request, report: Report) -> None:
 
 
 async def measure_sizes(
-    request: Request,
+    request: CollectiveRequest,
     function: Callable[..., None],
-    on_rows: Callable[[list[Row]], None],
+    on_rows: Callable[[list[CollectiveRow]], None],
     progress: Progress,
     say: Callable[[str], None],
 ) -> None:
@@ -404,7 +388,7 @@ async def measure_sizes(
 class _Contest:
     """All libraries with one number of ranks."""
 
-    def __init__(self, turns: Interleaver, task: Task) -> None:
+    def __init__(self, turns: Interleaver, task: CollectiveTask) -> None:
         self._turns, self._task = turns, task
         self._jobs: dict[str, asyncio.Future[str]] = {}
         self._stacks: dict[str, contextlib.AsyncExitStack] = {}
@@ -433,14 +417,14 @@ class _Contest:
         for name, job in self._jobs.items():
             try:
                 await self._turns.expect(name, task.ranks, job)
-            except Gone as gone:
+            except RanksGone as gone:
                 await self._lose(name, str(gone))
 
-    async def run(self, rounds: int, on_rows: Callable[[list[Row]], None], progress: Progress) -> None:
+    async def run(self, rounds: int, on_rows: Callable[[list[CollectiveRow]], None], progress: Progress) -> None:
         task = self._task
         for index, size in enumerate(task.sizes):
             for place in COLLECTIVES[task.collective].places:
-                blocks: dict[Contestant, list[list[Block]]] = {who: [] for who in self._contestants}
+                blocks: dict[Contestant, list[list[TimedBlock]]] = {who: [] for who in self._contestants}
                 errors = dict(self._errors)  # and those that do not have this op, but others
                 for number in range(rounds):
                     progress(
@@ -448,19 +432,19 @@ class _Contest:
                     )
                     for who in self._contestants:
                         if who not in errors:
-                            await self._turn(who, Turn(who.op, index, place), size, blocks[who], errors)
+                            await self._turn(who, BenchTurn(who.op, index, place), size, blocks[who], errors)
                 on_rows(rows({who: b for who, b in blocks.items() if who not in errors}, errors, task, size, place))
 
     async def _turn(
-        self, who: Contestant, turn: Turn, size: Size, into: list[list[Block]], errors: dict[Contestant, str]
+        self, who: Contestant, turn: BenchTurn, size: Size, into: list[list[TimedBlock]], errors: dict[Contestant, str]
     ) -> None:
         ops = size.iterations + size.warmup + 2
         patience = PATIENCE + math.ceil(ops * size.bytes * self._task.ranks / SLOWEST)
         try:
             into.append(await self._turns.turn(who.job, turn, patience, self._jobs[who.job]))
-        except Refused as refused:
+        except OpDeclined as refused:
             errors[who] = str(refused)
-        except Gone as gone:
+        except RanksGone as gone:
             await self._lose(who.job, str(gone))
             errors.update(self._errors)
 
@@ -497,7 +481,7 @@ def heading(places: Sequence[bool]) -> list[str]:
     return [first, left, units.rstrip()]
 
 
-def lines(rows: Sequence[Row], places: Sequence[bool]) -> list[str]:
+def lines(rows: Sequence[CollectiveRow], places: Sequence[bool]) -> list[str]:
     """The rows of one size and number of ranks: all libraries, in one place or both."""
     found = []
     for who in dict.fromkeys(label(row) for row in rows):
@@ -518,7 +502,7 @@ def lines(rows: Sequence[Row], places: Sequence[bool]) -> list[str]:
     return found
 
 
-def label(row: Row) -> str:
+def label(row: CollectiveRow) -> str:
     """A library with what distinguishes it from itself."""
     own = row.library in ("ftcomm", "atomic")
     via = f":{row.transport}" if own and row.transport != "auto" else ""
@@ -529,7 +513,7 @@ def footer(wrong: int) -> str:
     return f"# Wrong elements: {wrong} {'OK' if wrong == 0 else 'FAILED'}"
 
 
-def draw(rows: Sequence[Row], header: Mapping[str, str | int | float], path: Path) -> None:
+def draw(rows: Sequence[CollectiveRow], header: Mapping[str, str | int | float], path: Path) -> None:
     """Write `path` in both formats. In place where the collective has that, else out of place."""
     if all(row.time_us_p50 is None for row in rows):
         return
@@ -560,7 +544,7 @@ def draw(rows: Sequence[Row], header: Mapping[str, str | int | float], path: Pat
             left.legend(loc="upper left")
 
 
-def _line(axes: Axes, rows: Sequence[Row], name: str, style: str, value) -> None:  # type: ignore[no-untyped-def]
+def _line(axes: Axes, rows: Sequence[CollectiveRow], name: str, style: str, value) -> None:  # type: ignore[no-untyped-def]
     x = [row.bytes for row in rows]
     y = [value(row.time_us_p50, row) for row in rows]
     ends = [sorted((value(min(row.round_us), row), value(max(row.round_us), row))) for row in rows]
@@ -572,7 +556,7 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, style: str, value) -> None
     )
 
 
-def _axes(axes: Axes, title: str, unit: str, rows: Sequence[Row]) -> None:
+def _axes(axes: Axes, title: str, unit: str, rows: Sequence[CollectiveRow]) -> None:
     sizes = sorted({row.bytes for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -583,7 +567,7 @@ def _axes(axes: Axes, title: str, unit: str, rows: Sequence[Row]) -> None:
     axes.set_xlabel("size of the array", color=MUTED)
 
 
-def _footer(report: Report) -> list[str]:
+def _footer(report: BenchReport) -> list[str]:
     rows = report["rows"]
     failed = dict.fromkeys(f"# {row.library}: {row.error}" for row in rows if row.error)
     return [*failed, footer(sum(row.wrong for row in rows))]
@@ -591,14 +575,18 @@ def _footer(report: Report) -> list[str]:
 
 def _experiment(name: str, said: str) -> Experiment:
     request = dataclasses.make_dataclass(
-        "Request", [("collective", str, name)], bases=(Request,), frozen=True, namespace={"__module__": __name__}
+        "Request",
+        [("collective", str, name)],
+        bases=(CollectiveRequest,),
+        frozen=True,
+        namespace={"__module__": __name__},
     )
-    request.__doc__ = f"{said}\n\n{inspect.getdoc(Request)}"
+    request.__doc__ = f"{said}\n\n{inspect.getdoc(CollectiveRequest)}"
     return Experiment(
         name,
         request,
         measure,
-        [Table("rows", Row)],
+        [Table("rows", CollectiveRow)],
         csv="rows",
         heading=lambda request: heading([place == IN for place in COLLECTIVES[name].places]),
         footer=_footer,
@@ -621,11 +609,11 @@ SCATTER = _experiment("scatter", "Scatter: from rank 0 a part to each.")
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def rank(task: Task, job: str) -> None:
+def rank(task: CollectiveTask, job: str) -> None:
     run(task, job)
 
 
-def run(task: Task, job: str, before_op: Callable[[Any, str], None] | None = None) -> None:
+def run(task: CollectiveTask, job: str, before_op: Callable[[Any, str], None] | None = None) -> None:
     """`before_op(group, name)` is called before the ops of a turn of ftcomm, alike on all ranks."""
     rank = rank_of_environment()
     torch.set_num_threads(1)
@@ -643,15 +631,15 @@ def run(task: Task, job: str, before_op: Callable[[Any, str], None] | None = Non
         if isinstance(library, Ours):
             library.before_op = before_op
     except Exception as error:
-        Seat(task.socket, job, rank, f"{type(error).__name__}: {error}")
+        RankChannel(task.socket, job, rank, f"{type(error).__name__}: {error}")
         raise
-    seat = Seat(task.socket, job, rank)
-    for turn in seat.turns():
-        seat.answer(_answer(library, turn, task, rank, device))
+    channel = RankChannel(task.socket, job, rank)
+    for turn in channel.turns():
+        channel.answer(_answer(library, turn, task, rank, device))
     library.close()
 
 
-def _answer(library: Library, turn: Turn, task: Task, rank: int, device: str) -> Block:
+def _answer(library: Library, turn: BenchTurn, task: CollectiveTask, rank: int, device: str) -> TimedBlock:
     size = task.sizes[turn.size]
     name, _, wire = turn.library.partition(" ")
     pattern = Pattern(task.ranks, task.dtype, task.redop, coded=wire == FP8)
@@ -659,14 +647,14 @@ def _answer(library: Library, turn: Turn, task: Task, rank: int, device: str) ->
     try:
         op = library.op(name, case, wire or None)
     except NotImplementedError as error:
-        return Block(rank, error=str(error), refused=True)
+        return TimedBlock(rank, error=str(error), refused=True)
     try:
         return _block(library, op, case, size, task, turn.library == "copy")
     except Exception as error:
-        return Block(rank, error=f"rank {rank}: {type(error).__name__}: {error}"[:500])
+        return TimedBlock(rank, error=f"rank {rank}: {type(error).__name__}: {error}"[:500])
 
 
-def _block(library: Library, op: Op, case: Case, size: Size, task: Task, bare: bool) -> Block:
+def _block(library: Library, op: Op, case: Case, size: Size, task: CollectiveTask, bare: bool) -> TimedBlock:
     times: list[int] = []
     elapsed = wrong = 0
     check = task.check and not bare
@@ -694,7 +682,7 @@ def _block(library: Library, op: Op, case: Case, size: Size, task: Task, bare: b
             library.end()
     finally:
         gc.enable()
-    return Block(case.rank, times, elapsed, wrong)
+    return TimedBlock(case.rank, times, elapsed, wrong)
 
 
 def _time(op: Op, timed: int) -> tuple[list[int], int]:

@@ -33,7 +33,7 @@ class Collective:
     places: tuple[str, ...] = (OUT, IN)
 
     def bytes_moved(self, ranks: int, place: str) -> float:
-        """In place a rank need not write what is where it belongs."""
+        """The bytes that a rank moves. In place it need not write what is where it belongs."""
         own = {"allgather": 1.0, "broadcast": 1.0}.get(self.name, 0.0) if place == IN else 0.0
         return self.moved(ranks) - own
 
@@ -119,7 +119,7 @@ class Case:
         return sum(self._differs(part, rank, start) for rank, part in enumerate(out.split(self.part)))
 
     def _differs(self, found: torch.Tensor, rank: int, start: int) -> int:
-        """From elements `start` on of the input of `rank`."""
+        """Counts the elements that differ from those of the input of `rank`, from `start` on."""
         row = self.pattern.tensor(self.pattern.row(rank)).to(found.device).roll(-(start % PERIOD))
         whole = found.numel() // PERIOD * PERIOD
         bad = int((found[:whole].view(-1, PERIOD) != row).sum())

@@ -20,10 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
+from ftcomm.bench.harness import BenchReport, Experiment, Table, option
+from ftcomm.errors import SettingsError
+from ftcomm.launch.option_types import Several
+
 IN_ALL = 540.0  # seconds
-_GRACE = 5.0  # for a process that is told to end; then it is killed
+_GRACE = 5.0  # for a process that is told to end, and again for one that is killed
 _TAIL = 60  # lines of what it wrote
 _JSON = ("{", "[{")  # a line that begins so is a result
 _TESTS = Path(__file__).parents[1] / "tests"  # only in a source tree
@@ -32,7 +37,7 @@ OK, FAILED, ABSENT, TIMED_OUT, INTERRUPTED = "ok", "failed", "absent", "timed ou
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class GpuStage:
     """`{json}` in the command stands for a file into which it writes its result."""
 
     name: str
@@ -46,7 +51,7 @@ class Stage:
         return next((need for need in self.needs if not _there(need)), None)
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class StageOutcome(msgspec.Struct, frozen=True):
     stage: str
     outcome: str
     seconds: float
@@ -55,16 +60,64 @@ class Outcome(msgspec.Struct, frozen=True):
     result: Any = None  # its own JSON
 
 
-def stages() -> list[Stage]:
-    """In order of worth: what comes last may find no time left, and is begun by its name the next time."""
+@dataclasses.dataclass(frozen=True)
+class GpuCheckRequest:
+    """All that needs a GPU, in stages: tests, sanitizer, benches, each with a deadline.
+
+    Run it on a machine with a GPU, from the source tree, whose tests it runs. It goes on when a stage fails; the exit
+    code is 1 if any did, and the JSON, which is written after each stage, says how. Stages for which no time is left
+    are named at the end, to be given to --stages.
+    """
+
+    names: Sequence[str] = option(
+        (),
+        "--stages",
+        kind=Several(click.STRING, "NAME,..."),
+        help="These alone, in this order; --stages list names all.",
+    )
+    seconds: float = option(IN_ALL, "--for", kind=click.FloatRange(1), help="Seconds that it may take.")
+
+    @property
+    def stages(self) -> list[GpuStage]:
+        """The stages that are asked for. Raises `SettingsError` for an unknown one."""
+        known = {stage.name: stage for stage in stages()}
+        for name in self.names:
+            if name not in known:
+                raise SettingsError(f"--stages: there is no stage {name!r}; they are {', '.join(known)}")
+        return [known[name] for name in self.names or known]
+
+    def check(self) -> None:
+        """Raise `SettingsError`, with the mend, where there is no GPU. Ends where the stages are to be named alone."""
+        if tuple(self.names) == ("list",):
+            for stage in stages():
+                click.echo(f"{stage.name:>20}  at most {stage.seconds:g} s")
+            raise click.exceptions.Exit(0)
+        import torch
+
+        if self.stages and not torch.cuda.is_available():
+            raise SettingsError(
+                f"gpu-check needs a GPU that torch can use, and torch {torch.__version__} finds none. Run it on a "
+                "machine with an NVIDIA GPU and driver and a torch for CUDA; without one, pytest tests/kernels runs "
+                "the same kernels in Triton's interpreter."
+            )
+
+
+def stages() -> list[GpuStage]:
+    """Returns the stages in order of worth: what comes last may find no time left, and is begun by its name the next
+    time."""
     python = sys.executable
     bench = (python, "-m", "ftcomm.cli", "bench")
     # By a thread, since a test that hangs in a call of CUDA sees no signal; and the stacks before that.
     pytest = (python, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "timeout_method=thread")
     pytest = (*pytest, "-o", "faulthandler_timeout=40")
 
-    def tests(name: str, seconds: float, *arguments: str) -> Stage:
-        return Stage(name, (*pytest, *arguments), seconds, (str(_TESTS / "gpu"), "pytest"))
+    source = str(_TESTS / "gpu")
+
+    def tests(name: str, seconds: float, *arguments: str) -> GpuStage:
+        return GpuStage(name, (*pytest, *arguments), seconds, (source, "pytest"), (("FTCOMM_TESTS_NEED_GPU", "1"),))
+
+    def module(name: str, seconds: float, module: str, *arguments: str) -> GpuStage:
+        return GpuStage(name, (python, "-m", f"tests.gpu.{module}", *arguments), seconds, (source,))
 
     def gpu(file: str) -> str:
         return str(_TESTS / "gpu" / file)
@@ -76,30 +129,31 @@ def stages() -> list[Stage]:
     small = (*small, "-d", "bfloat16")
     bare = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
     allreduce, processes = gpu("test_allreduce_gpu.py"), gpu("test_processes_gpu.py")
-    one_kill = "by_ipc or gpu-shm-1000"
+    by_ipc, one_kill = "by_ipc and not 1000003", "killed and gpu-kernel-auto-1000"
     return [
-        Stage("facts", (python, "-m", "ftcomm.bench.gpu_facts", "--json", "{json}"), 150),
-        Stage("warm", (python, "-m", "ftcomm.bench.gpu_warm"), 60),
+        module("facts", 160, "facts", "--json", "{json}"),
+        module("warm", 60, "warm"),
         tests("two ranks", 60, "-x", allreduce, "-k", "2-float32"),
         tests("eight ranks", 110, allreduce, "-k", "not 2-float32"),
-        Stage("bench all-reduce", (python, "-m", "ftcomm.bench.allreduce_gpu"), 60),
-        tests("one of eight killed", 150, processes, "-k", one_kill),
-        Stage("bench kernels", (*bench, "kernels", "--sms", "4,8,16,all", "--json", "{json}"), 110),
+        module("bench all-reduce", 60, "bench_allreduce"),
+        tests("eight processes", 90, processes, "-k", by_ipc),
+        tests("one of eight killed", 90, processes, "-k", one_kill),
+        GpuStage("bench kernels", (*bench, "kernels", "--sms", "4,8,16,all", "--json", "{json}"), 110),
         tests("graphs", 60, gpu("test_graph.py")),
         tests("copies", 60, gpu("test_copies_gpu.py"), gpu("test_slots_gpu.py")),
         tests("arrays", 60, gpu("test_arrays.py"), gpu("test_device_arrays_gpu.py")),
         tests("reducer", 100, gpu("test_reducer_gpu.py"), "-n", "8"),
         tests("kernels", 150, str(_TESTS / "kernels"), f"--ignore={_TESTS}/kernels/test_compiled.py", "-n", "12"),
-        tests("processes", 300, processes, "-k", f"not ({one_kill})"),
-        Stage("memcheck", (*sanitizer, "memcheck", *small), 90, ("compute-sanitizer",), bare),
-        Stage("racecheck", (*sanitizer, "racecheck", *small), 90, ("compute-sanitizer",), bare),
+        tests("processes", 300, processes, "-k", f"not ({by_ipc}) and not ({one_kill})"),
+        GpuStage("memcheck", (*sanitizer, "memcheck", *small), 90, ("compute-sanitizer",), bare),
+        GpuStage("racecheck", (*sanitizer, "racecheck", *small), 90, ("compute-sanitizer",), bare),
     ]
 
 
 def check(
-    stages: Sequence[Stage],
+    stages: Sequence[GpuStage],
     in_all: float,
-    on_outcome: Callable[[Outcome], None],
+    on_outcome: Callable[[StageOutcome], None],
     progress: Callable[[str, float], None],
 ) -> None:
     """Run one after the other, each until its deadline or that of all. Ctrl-C ends the one that runs, and is raised."""
@@ -109,24 +163,29 @@ def check(
         began = time.monotonic()
         missing = stage.missing()
         if missing is not None:
-            on_outcome(Outcome(stage.name, ABSENT, 0.0, said=[f"{missing} is not there"]))
+            on_outcome(StageOutcome(stage.name, ABSENT, 0.0, said=[f"{missing} is not there"]))
         elif end - began < 1:
-            on_outcome(Outcome(stage.name, TIMED_OUT, 0.0, said=["no time was left to begin it"]))
+            on_outcome(StageOutcome(stage.name, TIMED_OUT, 0.0, said=["no time was left to begin it"]))
         else:
-            on_outcome(_run(stage, min(stage.seconds, end - began), on_outcome))
+            try:
+                outcome = _run(stage, min(stage.seconds, end - began), on_outcome)
+            except OSError as error:  # no disk, no memory, no process: the next stage may do with less
+                outcome = StageOutcome(stage.name, FAILED, round(time.monotonic() - began, 1), said=[str(error)])
+            on_outcome(outcome)
 
 
-def _run(stage: Stage, seconds: float, on_outcome: Callable[[Outcome], None]) -> Outcome:
+def _run(stage: GpuStage, seconds: float, on_outcome: Callable[[StageOutcome], None]) -> StageOutcome:
+    """Raises `OSError` if it cannot be begun."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ftcomm-gpu-check-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ftcomm-gpu-check-", ignore_cleanup_errors=True) as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         command = [str(result) if part == "{json}" else part for part in stage.command]
 
-        def outcome(kind: str, code: int | None) -> Outcome:
+        def outcome(kind: str, code: int | None) -> StageOutcome:
             lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
             found = _decoded(result, lines)
             said = [line for line in lines if not line.startswith(_JSON)]
-            return Outcome(stage.name, kind, round(time.monotonic() - began, 1), code, said, found)
+            return StageOutcome(stage.name, kind, round(time.monotonic() - began, 1), code, said, found)
 
         environment = {**os.environ, **dict(stage.environment)}
         environment.pop("TRITON_INTERPRET", None)
@@ -143,9 +202,16 @@ def _run(stage: Stage, seconds: float, on_outcome: Callable[[Outcome], None]) ->
 
 @contextlib.contextmanager
 def _process(command: list[str], environment: dict[str, str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """In a group of its own, which is told to end if it has not, so that it can write what it has, and then is gone."""
+    """Start a process in a group of its own. If it has not ended, the group is told to, so that it can write what it
+    has, and is then killed. One that the driver keeps even then is left behind."""
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        cwd=_TESTS.parent,  # the stages' modules are found there
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     try:
         yield process
@@ -156,14 +222,15 @@ def _process(command: list[str], environment: dict[str, str], log: Any) -> Itera
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE)
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait(_GRACE)
 
 
 def _decoded(path: Path, lines: list[str]) -> Any:
     """The file that it was given, or a line of JSON that it wrote; None if neither is whole."""
-    text = path.read_text() if path.exists() else next((line for line in lines if line.startswith(_JSON)), "")
+    there = path.exists()
+    text = path.read_bytes() if there else next((line for line in lines if line.startswith(_JSON)), "").encode()
     with contextlib.suppress(msgspec.DecodeError):
         return msgspec.json.decode(text)
     return None
@@ -175,14 +242,14 @@ def _there(need: str) -> bool:
     return shutil.which(need) is not None or importlib.util.find_spec(need.replace("-", "_")) is not None
 
 
-def outcome_lines(outcome: Outcome) -> list[str]:
-    """For the table: the figures, or what it said last if it went wrong."""
+def outcome_lines(outcome: StageOutcome) -> str:
+    """Returns lines for the table: the figures, or what it said last if it went wrong."""
     line = f" {outcome.stage:>16} {outcome.outcome:>12} {outcome.seconds:>8.1f} s"
     if outcome.outcome != OK:
-        return [line, *(f"    | {text}" for text in outcome.said[-12:])]
+        return "\n".join([line, *(f"    | {text}" for text in outcome.said[-12:])])
     if outcome.result is None:
-        return [f"{line}  {' '.join(outcome.said[-1:])[:100]}".rstrip()]
-    return [line, *(f"    {text}" for text in _figures(outcome.result))]
+        return f"{line}  {' '.join(outcome.said[-1:])[:100]}".rstrip()
+    return "\n".join([line, *(f"    {text}" for text in _figures(outcome.result))])
 
 
 _SHOWN = ("kernel", "name", "dtype", "kind", "sources", "bytes", "gbps", "of_best_copy", "us", "p99", "limit", "target")
@@ -190,12 +257,42 @@ _SHOWN = ("kernel", "name", "dtype", "kind", "sources", "bytes", "gbps", "of_bes
 
 def _figures(result: Any) -> Iterator[str]:
     """The rows of a bench that are not about a cap on blocks."""
-    for row in result["rows"] if isinstance(result, dict) else result:
-        if row.get("sms") is None and {"gbps", "us"} & row.keys():
+    rows = result.get("rows", []) if isinstance(result, dict) else result
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, dict) and row.get("sms") is None and {"gbps", "us"} & row.keys():
             shown = {name: row[name] for name in _SHOWN if row.get(name) is not None}
             yield " ".join(f"{name}={x:.4g}" if isinstance(x, float) else f"{name}={x}" for name, x in shown.items())
 
 
-def failed(outcomes: Sequence[Outcome]) -> bool:
+def measure(request: GpuCheckRequest, report: BenchReport) -> None:
+    def on_outcome(outcome: StageOutcome) -> None:
+        report.add(outcome)
+        try:
+            report.save()
+        except OSError as error:  # the next stage may leave room; what was written before is whole
+            report.line(f"    the JSON is not written: {error}")
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a check that is told to end writes what there is, too
+    check(request.stages, request.seconds, on_outcome, report.progress)
+
+
+def failed(outcomes: Sequence[StageOutcome]) -> bool:
     """Whether anything that was there to be run did not pass."""
     return any(outcome.outcome not in (OK, ABSENT) for outcome in outcomes)
+
+
+def _footer(report: BenchReport) -> list[str]:
+    unbegun = [outcome.stage for outcome in report["stages"] if outcome.outcome == TIMED_OUT and not outcome.seconds]
+    again = f"ftcomm bench gpu-check --stages '{','.join(unbegun)}'"
+    return [f"No time was left for some. Run them by: {again}"] if unbegun else []
+
+
+EXPERIMENT = Experiment(
+    "gpu-check",
+    GpuCheckRequest,
+    measure,
+    [Table("stages", StageOutcome, line=outcome_lines)],
+    footer=_footer,
+    good=lambda report: not failed(report["stages"]),
+    on_device=lambda request: True,
+)

@@ -1,9 +1,9 @@
 """What an experiment declares, and everything that follows from it.
 
-An experiment is one file with one `Experiment` in it. Its `Request` is a frozen dataclass whose fields are the options
+An experiment is one file with one `Experiment` in it. Its request is a frozen dataclass whose fields are the options
 of the command (`option`), checked by `check` and made small by `smoke`; its docstring is the help text. `measure` is
-given the request and a `Report`, to which it adds records as they are measured. From these follow the click command,
-the progress bar, the header, the tables on the terminal, the JSON, the CSV, the picture and the exit code:
+given the request and a `BenchReport`, to which it adds records as they are measured. From these follow the click
+command, the progress bar, the header, the tables on the terminal, the JSON, the CSV, the picture and the exit code:
 
     request -> check -> measure -> records -> tables, JSON (header, request, records, summary), CSV, picture -> verdict
 """
@@ -16,7 +16,8 @@ import csv
 import dataclasses
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,42 +29,9 @@ from ftcomm.bench.plots import check_plot
 from ftcomm.bench.progress import ProgressBar
 from ftcomm.bench.sizes import format_size, parse_size
 from ftcomm.errors import SettingsError
+from ftcomm.launch.option_types import Parsed, Several
 
 # -- options -----------------------------------------------------------------------------------------------------------
-
-
-class Parsed(click.ParamType):
-    """A value that is parsed by a function which raises `SettingsError` in words; shown by another one."""
-
-    def __init__(self, name: str, parse: Callable[[str], Any], show: Callable[[Any], str] = str) -> None:
-        self.name, self._parse, self.show = name, parse, show
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._parse(value)
-        except SettingsError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Several(click.ParamType):
-    """Values of one kind with commas between them; a tuple."""
-
-    def __init__(self, kind: click.ParamType, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if not isinstance(value, str):
-            return tuple(value)
-        return tuple(self.kind.convert(part.strip(), param, ctx) for part in value.split(","))
-
-    def show(self, values: Iterable[Any]) -> str:
-        return ",".join(getattr(self.kind, "show", str)(value) for value in values)
-
-
-def choices(*names: str) -> Several:
-    return Several(click.Choice(names), f"[{','.join(names)}],...")
 
 
 SIZE = Parsed("SIZE", parse_size, format_size)
@@ -140,14 +108,19 @@ def figure_text(value: float | None, none: str = "never") -> str:
 # -- an experiment -----------------------------------------------------------------------------------------------------
 
 
-class Report:
+class BenchReport:
     """What was measured by now. Experiments add to it from one thread."""
 
     def __init__(
-        self, experiment: Experiment, request: Any, fields: Mapping[str, Any], json_file: Path | None = None
+        self,
+        experiment: Experiment,
+        request: Any,
+        fields: Mapping[str, Any],
+        json_file: Path | None = None,
+        speaks: bool = True,
     ) -> None:
         self.request, self.fields = request, fields
-        self._json_file = json_file
+        self._json_file, self.speaks = json_file, speaks
         self.more: dict[str, Any] = {}  # further entries of the JSON
         self._experiment = experiment
         self._tables = {table.kind: table for table in experiment.tables}
@@ -167,7 +140,7 @@ class Report:
         self.line(*table.lines(record))
 
     def line(self, *texts: str) -> None:
-        for text in texts:
+        for text in texts if self.speaks else ():
             self._bar.line(text)
 
     def progress(self, words: str, share: float) -> None:
@@ -184,7 +157,7 @@ class Report:
         return {"header": self.fields, "request": self.request, **self._records, **self.more, **summary}
 
 
-def _nothing(report: Report) -> Any:
+def _nothing(report: BenchReport) -> Any:
     return {}
 
 
@@ -199,15 +172,16 @@ class Experiment:
 
     name: str
     request: type
-    measure: Callable[[Any, Report], Any]
+    measure: Callable[[Any, BenchReport], Any]
     tables: Sequence[Table]
     csv: str = ""  # the key of the records that --csv writes
-    summary: Callable[[Report], dict[str, Any]] = _nothing
+    summary: Callable[[BenchReport], dict[str, Any]] = _nothing
     heading: Callable[[Any], list[str]] = lambda request: []  # more lines under the header
-    footer: Callable[[Report], list[str]] = lambda report: []
-    good: Callable[[Report], bool] = lambda report: True
-    draw: Callable[[Report, Path], object] | None = None
+    footer: Callable[[BenchReport], list[str]] = lambda report: []
+    good: Callable[[BenchReport], bool] = lambda report: True
+    draw: Callable[[BenchReport, Path], object] | None = None
     on_device: Callable[[Any], bool] = lambda request: False  # the header names the GPU
+    speaks: Callable[[], bool] = lambda: True  # this process prints and writes files, and not another that measures too
 
     def command(self) -> click.Command:
         options = click_options(self.request)
@@ -240,8 +214,10 @@ class Experiment:
     ) -> None:
         request.check()
         check_plot(plot_file)
-        on_device = self.on_device(request)
-        report = Report(self, request, {**header(), **(device_fields() if on_device else {})}, json_file)
+        speaks, on_device = self.speaks(), self.on_device(request)
+        if not speaks:
+            json_file = csv_file = plot_file = None
+        report = BenchReport(self, request, {**header(), **(device_fields() if on_device else {})}, json_file, speaks)
         with (
             written_at_the_end("--json", json_file, lambda path: report.save()),
             written_at_the_end("--csv", csv_file, lambda path: write_csv(path, report[self.csv])),
@@ -259,7 +235,7 @@ class Experiment:
             finally:
                 if plot_file is not None and self.draw is not None:
                     self.draw(report, plot_file)
-        for text in self.footer(report):
+        for text in self.footer(report) if speaks else ():
             click.echo(text)
         if not self.good(report):
             raise click.exceptions.Exit(1)
@@ -282,11 +258,26 @@ def written_at_the_end(option: str, path: Path | None, write: Callable[[Path], N
     try:
         yield
     finally:
-        write(path)
+        try:
+            write(path)
+        except OSError as error:
+            raise SettingsError(
+                f"{option} {path} is not complete: {error.strerror}; make room and measure again"
+            ) from error
 
 
 def write_json(path: Path, result: Any) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result, enc_hook=str)) + b"\n")
+    """All of it, or, if that fails, what was there before."""
+    written = msgspec.json.format(msgspec.json.encode(result, enc_hook=str)) + b"\n"
+    if not path.is_file():  # a pipe, say
+        path.write_bytes(written)
+        return
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(written)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ def header() -> dict[str, str | int | float]:
     """JSON-able. Reads /proc; does not import torch."""
     return {
         "schema": HEADER_VERSION,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": f"{_program()} {shlex.join(sys.argv[1:])}",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -32,7 +32,7 @@ def header() -> dict[str, str | int | float]:
 
 
 def header_lines(fields: dict[str, str | int | float]) -> list[str]:
-    """For the top of a table, as comment lines."""
+    """Returns comment lines for the top of a table."""
     versions = ", ".join(f"{name} {fields[name]}" for name in ("ftcomm", "torch", "numpy", "python"))
     return [
         f"# {fields['command']}",
@@ -69,6 +69,11 @@ def available_memory() -> int:
     raise OSError("/proc/meminfo has no MemAvailable")
 
 
+def _program() -> str:
+    path = Path(sys.argv[0])
+    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -77,7 +82,7 @@ def _version(package: str) -> str:
 
 
 def _said(*command: str) -> str:
-    """By a program that need not be there, about something that it need not know."""
+    """Returns what a program says, which need not be there, about something that it need not know."""
     if shutil.which(command[0]) is None:
         return "none"
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

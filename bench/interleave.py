@@ -21,19 +21,19 @@ Result = TypeVar("Result")
 HELLO = 90.0  # s that the ranks of a library may take to come
 
 
-class Hello(msgspec.Struct, frozen=True):
+class RankHello(msgspec.Struct, frozen=True):
     job: str
     rank: int
     error: str = ""  # why this rank cannot measure
 
 
-class Turn(msgspec.Struct, frozen=True):
+class BenchTurn(msgspec.Struct, frozen=True):
     library: str
     size: int  # index
     place: str = OUT
 
 
-class Block(msgspec.Struct, frozen=True):
+class TimedBlock(msgspec.Struct, frozen=True):
     """Timings of one rank; nanoseconds."""
 
     rank: int
@@ -44,11 +44,11 @@ class Block(msgspec.Struct, frozen=True):
     refused: bool = False  # with an error: the op is not there, and nothing has begun
 
 
-class Gone(Exception):
+class RanksGone(Exception):
     """Ranks of a job that crashed, or do not come or answer; its text is for the job's rows."""
 
 
-class Refused(Exception):
+class OpDeclined(Exception):
     """All ranks of a job live, and say that this op is none of theirs."""
 
 
@@ -72,7 +72,9 @@ class Interleaver:
                 writer.close()
 
     async def expect(self, job: str, ranks: int, process: asyncio.Future[str]) -> None:
-        """Until all ranks of a job have come. `process` is done, with words, when the job has ended. Raises `Gone`."""
+        """Wait until all ranks of a job have come. `process` is done, with words, when the job has ended.
+
+        Raises `RanksGone`."""
 
         def all_there() -> bool:
             return len(self._came.get(job, ())) == ranks or job in self._told
@@ -83,12 +85,12 @@ class Interleaver:
 
         await self._or_gone(come(), process, HELLO, "its ranks did not all come")
         if job in self._told:
-            raise Gone(self._told[job])
+            raise RanksGone(self._told[job])
 
-    async def turn(self, job: str, turn: Turn, patience: float, process: asyncio.Future[str]) -> list[Block]:
-        """All ranks' blocks, in rank order. Raises `Gone` or `Refused`."""
+    async def turn(self, job: str, turn: BenchTurn, patience: float, process: asyncio.Future[str]) -> list[TimedBlock]:
+        """All ranks' blocks, in rank order. Raises `RanksGone` or `OpDeclined`."""
 
-        async def take() -> list[Block]:
+        async def take() -> list[TimedBlock]:
             ranks = [pair for _, pair in sorted(self._came[job].items())]
             for _, writer in ranks:
                 writer.write(msgspec.json.encode(turn) + b"\n")
@@ -98,26 +100,26 @@ class Interleaver:
                 for answer in asyncio.as_completed(answers):
                     blocks.append(await self._read(answer, process))
             finally:
-                for one in answers:  # whoever has not answered may do so in another turn
+                for one in answers:  # a silent one may answer in another turn
                     one.cancel()
             if refused := next((block for block in blocks if block.refused), None):
-                raise Refused(refused.error)
+                raise OpDeclined(refused.error)
             return sorted(blocks, key=lambda block: block.rank)
 
         return await self._or_gone(take(), process, patience, f"it was not done with {turn}")
 
-    async def _read(self, answer: Awaitable[bytes], process: asyncio.Future[str]) -> Block:
-        """Of the ranks that answer after one that failed none is waited for: they may hang in the op."""
+    async def _read(self, answer: Awaitable[bytes], process: asyncio.Future[str]) -> TimedBlock:
+        """Read a block. No rank is waited for that answers after one that failed: it may hang in the op."""
         try:
             line = await answer
         except OSError:
             line = b""
-        block = msgspec.json.decode(line, type=Block) if line.endswith(b"\n") else None
+        block = msgspec.json.decode(line, type=TimedBlock) if line.endswith(b"\n") else None
         if block is None or (block.error and not block.refused):
             # To say how it ended, not only that it did, be it that another one has heard of that first.
             await asyncio.wait([process], timeout=5 if block is None else 3)
             otherwise = "a rank closed its connection" if block is None else block.error
-            raise Gone(process.result() if process.done() else otherwise)
+            raise RanksGone(process.result() if process.done() else otherwise)
         return block
 
     async def _or_gone(
@@ -129,8 +131,8 @@ class Interleaver:
             if task.done():
                 return task.result()
             if process.done():
-                raise Gone(process.result())
-            raise Gone(f"{otherwise} within {patience:g} s")
+                raise RanksGone(process.result())
+            raise RanksGone(f"{otherwise} within {patience:g} s")
         finally:
             task.cancel()
 
@@ -138,7 +140,7 @@ class Interleaver:
         line = await reader.readline()
         if not line:
             return
-        hello = msgspec.json.decode(line, type=Hello)
+        hello = msgspec.json.decode(line, type=RankHello)
         async with self._change:
             if hello.error:
                 self._told[hello.job] = f"rank {hello.rank}: {hello.error}"
@@ -146,19 +148,19 @@ class Interleaver:
             self._change.notify_all()
 
 
-class Seat:
+class RankChannel:
     """A rank's end. Blocking."""
 
     def __init__(self, path: str, job: str, rank: int, error: str = "") -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._socket.sendall(msgspec.json.encode(Hello(job, rank, error)) + b"\n")
+        self._socket.sendall(msgspec.json.encode(RankHello(job, rank, error)) + b"\n")
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[BenchTurn]:
         """Each is to be answered before the next; ends when the command has gone."""
         with self._socket.makefile("rb") as lines:
             for line in lines:
-                yield msgspec.json.decode(line, type=Turn)
+                yield msgspec.json.decode(line, type=BenchTurn)
 
-    def answer(self, block: Block) -> None:
+    def answer(self, block: TimedBlock) -> None:
         self._socket.sendall(msgspec.json.encode(block) + b"\n")

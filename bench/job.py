@@ -52,10 +52,18 @@ class Job:
         with contextlib.suppress(asyncio.CancelledError, FtcommError):
             await self._run
 
+    @property
+    def ended(self) -> bool:
+        return self._run.done()
+
+    def pids(self) -> dict[tuple[int, int], int]:
+        """(replica, rank) -> pid of every rank that lives."""
+        return self.launcher.pids()
+
     async def runs(self, seconds: float) -> bool:
         """Wait `seconds`, or until the job has ended; False if it has."""
         await asyncio.wait([self._run], timeout=seconds)
-        return not self._run.done()
+        return not self.ended
 
     async def finish(self) -> None:
         """Wait for the end; raises `FtcommError`, with the last lines of the ranks, if it was a bad one."""
@@ -127,21 +135,26 @@ def written_task(task: Any) -> Iterator[tuple[Any, Path]]:
 
 
 def rank_arguments(function: Callable[..., None], task: Path, *more: str) -> tuple[str, ...]:
-    """Of `python -m ftcomm.bench.rank`, for a function of an experiment's module."""
+    """Returns the arguments of `python -m ftcomm.bench.rank`, for a function of an experiment's module."""
     return (f"{function.__module__}:{function.__name__}", str(task), *more)
 
 
 def job_options(
-    function: Callable[..., None], task: Path, replicas: int, *, env: Mapping[str, str] | None = None, **options: Any
+    arguments: Sequence[str], replicas: int, *, env: Mapping[str, str] | None = None, **options: Any
 ) -> RunOptions:
-    """Further `options` are those of `RunOptions`."""
+    """Makes the options of a job whose ranks are `ftcomm.bench.rank` with these arguments; more are of `RunOptions`."""
     env = {"OMP_NUM_THREADS": "1", **(env or {})}
-    arguments = rank_arguments(function, task)
-    return RunOptions(replicas=replicas, script="ftcomm.bench.rank", module=True, args=arguments, env=env, **options)
+    args = tuple(arguments)
+    return RunOptions(replicas=replicas, script="ftcomm.bench.rank", module=True, args=args, env=env, **options)
+
+
+def whole_job(arguments: Sequence[str], ranks: int, **options: Any) -> RunOptions:
+    """Makes those of a job that fails with its first rank: a measurement among fewer would be another one."""
+    return job_options(arguments, ranks, min_replicas=ranks, max_restarts=0, **options)
 
 
 def part(progress: Progress, number: int, of: int) -> Progress:
-    """That of one of several jobs, which run one after the other."""
+    """Returns the progress of one of several jobs, which run one after the other."""
     return lambda what, share: progress(what, (number + share) / of)
 
 
@@ -161,8 +174,7 @@ async def run_ranks(
     records: list[Any] = []
     with written_task(task) as (task, path):
         new = tail(task.folder, ranks, kind)
-        # A measurement among fewer would be another one: without a restart the job fails.
-        async with Job(job_options(function, path, ranks, min_replicas=ranks, max_restarts=0, **options)) as job:
+        async with Job(whole_job(rank_arguments(function, path), ranks, **options)) as job:
             runs = True
             while runs:
                 progress(f"{ranks} ranks", min(1.0, len(records) / total))
@@ -175,39 +187,53 @@ async def run_ranks(
 
 
 class Observer(Generic[Record]):
-    """A job whose replicas are hit, as its coordinator and its ranks tell of it."""
+    """A job that is waited for, and hit, by what its ranks write down. `job` is a `Job`, or one of a peer's ranks."""
 
-    def __init__(self, job: Job, events: list[dict[str, Any]], new: Tail[Record], replicas: int) -> None:
-        self.job, self.events = job, events
+    def __init__(
+        self, job: Any, task: Any, kind: Any, replicas: int, ranks: int = 1, events: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.job, self.task, self.replicas, self.events = job, task, replicas, events
         self.records: list[Record] = []
-        self.replicas = replicas
-        self.new = new
+        self.saw: Callable[[Record], object] = lambda record: None  # is called with each new one
+        self._new = tail(task.folder, replicas * ranks, kind)
 
-    async def until(self, what: str, true: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.02) -> None:
-        """Raises `FtcommError` when the job ends before that, or the patience does."""
-        if not await self.comes(true, patience, pause):
+    async def until(self, what: str, true: Callable[[], bool], patience: float = PATIENCE, **how: Any) -> None:
+        """Wait until `true()`. Raises `FtcommError` when the job ends before that, or the patience does."""
+        if not await self.comes(true, patience, **how):
             said = "\n  ".join([*map(str, self.records[-self.replicas :]), *self.job.lines])
             raise FtcommError(f"it did not come to pass within {patience:g} s that {what}; last seen:\n  {said}")
 
-    async def comes(self, true: Callable[[], bool], patience: float = PATIENCE, pause: float = 0.02) -> bool:
-        """Likewise, but False when the patience ends."""
-        deadline = time.monotonic() + patience
+    async def comes(
+        self,
+        true: Callable[[], bool],
+        patience: float = PATIENCE,
+        pause: float = 0.02,
+        moved: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Wait as `until` does, but return False when the patience ends. It begins anew whenever `moved()` has another
+        value."""
+        deadline, last = time.monotonic() + patience, moved()
         while not true():
             if time.monotonic() > deadline:
                 return False
-            if not await self.job.runs(pause):
+            runs = await self.job.runs(pause)
+            for record in self._new.read():
+                self.records.append(record)
+                self.saw(record)
+            if not runs and not true():
                 await self.job.finish()
                 raise FtcommError("the job ended by itself")
-            self.records += self.new.read()
+            if moved() != last:
+                deadline, last = time.monotonic() + patience, moved()
         return True
 
     def kill(self, replica: int, rank: int = 0) -> float:
         """SIGKILL; returns `time.monotonic()` of the call."""
         now = time.monotonic()
-        os.kill(self.job.launcher.pids()[replica, rank], signal.SIGKILL)
+        os.kill(self.job.pids()[replica, rank], signal.SIGKILL)
         return now
 
-    def said(self, kind: str, since: int) -> list[dict[str, Any]]:
+    def said(self, kind: str, since: int = 0) -> list[dict[str, Any]]:
         return [event for event in self.events[since:] if event["kind"] == kind]
 
     def full_view(self, since: int) -> dict[str, Any] | None:
@@ -224,16 +250,26 @@ class Observer(Generic[Record]):
 
 @contextlib.asynccontextmanager
 async def observed(
-    function: Callable[..., None], task: Any, kind: type[Record], replicas: int, **options: Any
-) -> AsyncIterator[Observer[Record]]:
-    """A job of replicas that go on until they are drained, which the end of the block does, and are restarted at once
-    when the block kills them."""
+    function: Callable[..., None],
+    task: Any,
+    kind: Any,
+    replicas: int,
+    *,
+    max_restarts: int = 1000,
+    ranks_per_replica: int = 1,
+    **options: Any,
+) -> AsyncIterator[Observer[Any]]:
+    """A job whose replicas are restarted at once when the block kills them. If they go on until they are drained, the
+    end of the block does that."""
     events: list[dict[str, Any]] = []
     with written_task(task) as (task, path):
-        chosen = job_options(function, path, replicas, max_restarts=1000, backoff=0.05, backoff_limit=0.05, **options)
+        again: dict[str, Any] = dict(max_restarts=max_restarts, backoff=0.05, backoff_limit=0.05)
+        arguments = rank_arguments(function, path)
+        chosen = job_options(arguments, replicas, ranks_per_replica=ranks_per_replica, **again, **options)
         async with Job(chosen, events.append) as job:
-            yield Observer(job, events, tail(task.folder, replicas, kind), replicas)
-            job.launcher.drain()
+            yield Observer(job, task, kind, replicas, ranks_per_replica, events)
+            if not job.ended:
+                job.launcher.drain()
             await job.finish()
 
 

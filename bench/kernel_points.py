@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from ftcomm.bench.data import item_size
-from ftcomm.bench.harness import INTS, SIZE, Several, option
+from ftcomm.bench.harness import INTS, SIZE, option
 from ftcomm.bench.sizes import sweep
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.dtypes import DTYPES, unsupported
 from ftcomm.kernels.spans import MOST_SOURCES
+from ftcomm.launch.option_types import Several
 
 KERNELS = ("copy", "reduce")  # a copy is the reduction of one source
 MEMCPY = "memcpy"  # the CUDA runtime's copy on the device
@@ -42,7 +43,7 @@ class MostBlocks(click.ParamType):
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class KernelPointsRequest:
     """Copy and reduce on one GPU: time, bytes moved a second, and that beside a copy in the same run.
 
     "% copy" is of the best copy of that size, the CUDA runtime's (memcpy) included; "% same blocks" of the copy with
@@ -96,11 +97,11 @@ class Request:
         if (1 if self.iterations is None else self.iterations) < 1 or (self.warmup or 0) < 0:
             raise SettingsError("-n has to be at least 1, -w at least 0.")
 
-    def points(self, *, memcpy: bool) -> Iterator[Point]:
-        """In this order: all copies of a size before what is compared with them."""
+    def points(self, *, memcpy: bool) -> Iterator[KernelPoint]:
+        """Yields all copies of a size before what is compared with them."""
         for dtype in self.dtypes:
             for size in self.sizes:
-                base = Point(MEMCPY, dtype, size)
+                base = KernelPoint(MEMCPY, dtype, size)
                 if memcpy:
                     yield base
                 # Copies are measured in any case: without them the figures of the others say little.
@@ -117,7 +118,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class KernelPoint:
     """What is called."""
 
     kernel: str

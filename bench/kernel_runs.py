@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ftcomm.bench.header import available_memory
-from ftcomm.bench.kernel_points import INTERPRETED, MEMCPY, Point, Request
+from ftcomm.bench.kernel_points import INTERPRETED, MEMCPY, KernelPoint, KernelPointsRequest
 from ftcomm.bench.sizes import format_size
 from ftcomm.errors import SettingsError
 from ftcomm.kernels import device as mode
@@ -39,7 +39,7 @@ class Timings(NamedTuple):
 class Bench:
     """Arrays are made once for a dtype and a size, and the calls of a point go over them."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: KernelPointsRequest) -> None:
         self.request = request
         self.device = INTERPRETED if mode.INTERPRETED else torch.cuda.get_device_name()
         self._most = most = max(request.sources) if "reduce" in request.kernels else 1
@@ -57,7 +57,7 @@ class Bench:
             None if mode.INTERPRETED or request.hot else torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
         )
 
-    def run(self, point: Point) -> Timings:
+    def run(self, point: KernelPoint) -> Timings:
         """Launch, compare, and time."""
         self._make(point)
         call = self._call(point)
@@ -82,7 +82,7 @@ class Bench:
             wrong=wrong,
         )
 
-    def _make(self, point: Point) -> None:
+    def _make(self, point: KernelPoint) -> None:
         if self._made == (point.dtype, point.size):
             return
         self._sources, self._out = [], torch.empty(0)  # frees the former
@@ -92,13 +92,13 @@ class Bench:
         self._out = torch.empty(point.count, dtype=dtype, device=mode.DEVICE)
         self._made = point.dtype, point.size
 
-    def _call(self, point: Point) -> Callable[[], object]:
+    def _call(self, point: KernelPoint) -> Callable[[], object]:
         sources, out = self._sources[: point.sources], self._out
         if point.kernel == MEMCPY:
             return lambda: out.copy_(sources[0])
         return lambda: reduce(sources, out, self.request.redop, sms=point.sms)  # of one source: a copy
 
-    def _wrong(self, point: Point, window: slice) -> int:
+    def _wrong(self, point: KernelPoint, window: slice) -> int:
         """Elements that are not, bit for bit, what the host gives from the same inputs."""
         there = [_host(x[window]) for x in self._sources[: point.sources]]
         expected = torch.empty_like(there[0])
@@ -158,7 +158,7 @@ def _launches() -> Iterator[list[tuple[tuple[int, ...], Any]]]:
 
 
 def _windows(count: int) -> Iterator[slice]:
-    """At the start, in the middle and at the end, or all of a small array."""
+    """Yields windows at the start, in the middle and at the end, or all of a small array."""
     if count <= 3 * _WINDOW:
         yield slice(0, count)
         return

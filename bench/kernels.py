@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftcomm.bench.harness import Column, Experiment, Report, Table, figure_text
-from ftcomm.bench.kernel_points import COPIES, INTERPRETED, MEMCPY, Point, Request, on_gpu
+from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, figure_text
+from ftcomm.bench.kernel_points import COPIES, INTERPRETED, MEMCPY, KernelPoint, KernelPointsRequest, on_gpu
 from ftcomm.bench.stats import percentile
 
 if TYPE_CHECKING:
     from ftcomm.bench.kernel_runs import Timings
 
 
-class Row(msgspec.Struct, frozen=True):
+class KernelRow(msgspec.Struct, frozen=True):
     """One point. What would be a speed is None where kernels are interpreted."""
 
     kernel: str
@@ -46,21 +46,21 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Rates:
-    """Of the copies that were measured: by dtype and size."""
+    """The rates of the copies that were measured, by dtype and size."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[str, int], float] = {}
         self._by_sms: dict[tuple[str, int, int | None], float] = {}
 
-    def add(self, point: Point, gbps: float) -> None:
+    def add(self, point: KernelPoint, gbps: float) -> None:
         place = point.dtype, point.size
         if point.kernel in COPIES:
             self._best[place] = max(gbps, self._best.get(place, 0.0))
         if point.kernel == "copy":
             self._by_sms[(*place, point.sms)] = gbps
 
-    def compared(self, point: Point, row: Row) -> Row:
-        """With all copies of its size measured."""
+    def compared(self, point: KernelPoint, row: KernelRow) -> KernelRow:
+        """Compares a row with the copies of its size, all of which were measured."""
         if row.gbps is None:
             return row
         same = None if point.kernel == MEMCPY else self._by_sms[point.dtype, point.size, point.sms]
@@ -71,10 +71,10 @@ class Rates:
         )
 
 
-def row(request: Request, point: Point, timings: Timings, device: str) -> Row:
-    """Without the comparison with copies, which may still be to come."""
+def row(request: KernelPointsRequest, point: KernelPoint, timings: Timings, device: str) -> KernelRow:
+    """Makes a row without the comparison with copies, which may still be to come."""
     p20, p50, p80 = (percentile(timings.seconds, q) * 1e6 for q in (20, 50, 80))
-    return Row(
+    return KernelRow(
         kernel=point.kernel,
         device=device,
         l2="" if device == INTERPRETED else "hot" if request.hot else "cold",
@@ -99,7 +99,7 @@ def row(request: Request, point: Point, timings: Timings, device: str) -> Row:
     )
 
 
-def measure(request: Request, report: Report) -> None:
+def measure(request: KernelPointsRequest, report: BenchReport) -> None:
     """Time every point in this process, and report each row as soon as all that it is compared with is known."""
     if not on_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
@@ -109,7 +109,7 @@ def measure(request: Request, report: Report) -> None:
     interpreted = bench.device == INTERPRETED
     points = list(request.points(memcpy=not interpreted))
     rates = Rates()
-    waiting: list[tuple[Point, Row]] = []
+    waiting: list[tuple[KernelPoint, KernelRow]] = []
     for i, point in enumerate(points):
         report.progress(f"{point.kernel} {point.dtype}", i / len(points))
         new = row(request, point, bench.run(point), bench.device)
@@ -147,16 +147,16 @@ COLUMNS = (
 )
 
 
-def _footer(report: Report) -> list[str]:
+def _footer(report: BenchReport) -> list[str]:
     wrong = sum(row.wrong for row in report["rows"])
     return [f"# Wrong elements: {wrong} {'OK' if wrong == 0 else 'FAILED'}"]
 
 
 EXPERIMENT = Experiment(
     "kernels",
-    Request,
+    KernelPointsRequest,
     measure,
-    [Table("rows", Row, COLUMNS)],
+    [Table("rows", KernelRow, COLUMNS)],
     csv="rows",
     footer=_footer,
     good=lambda report: not any(row.wrong for row in report["rows"]),

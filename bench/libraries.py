@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ftcomm
 from ftcomm.bench.collectives import IN, OUT, ROOT, Case
+from ftcomm.bench.torchft import manager
 
 Op = Callable[[], Any]
 PATIENCE = timedelta(seconds=60)
@@ -22,13 +23,14 @@ PATIENCE = timedelta(seconds=60)
 
 class Library(Protocol):
     def op(self, name: str, case: Case, wire: str | None) -> Op:
-        """Of the library as `name` and `wire` want it. Raises `NotImplementedError`, in words, for what it has not."""
+        """Returns the op of the library as `name` and `wire` want it. Raises `NotImplementedError`, in words, for what
+        it has not."""
 
     def begin(self) -> None:
         """All ranks have come when this returns; for a library that has steps, one begins."""
 
     def end(self) -> None:
-        """After the last op of a block."""
+        """Clean up after the last op of a block."""
 
     def close(self) -> None: ...
 
@@ -54,23 +56,17 @@ class Ours:
         more: dict[str, Any] = {"atomic": True} if name == "atomic" else {}
         if wire is not None:
             more["compression"] = wire
-        match case.collective.name:
-            case "allreduce":
-                return _in_place(case, lambda: group.allreduce(out, op=redop, **more))
-            case "broadcast":
-                return lambda: group.broadcast(out, ROOT)
-            case "reduce":
-                return lambda: group.reduce(out, ROOT, redop)
-            case "allgather":
-                return lambda: group.allgather(out, x)
-            case "reduce_scatter":
-                return lambda: group.reduce_scatter(out, x, redop)
-            case "alltoall":
-                return lambda: group.alltoall(out, x)
-            case "gather":
-                return lambda: group.gather(out, x, ROOT)
-            case _:
-                return lambda: group.scatter(out, x, ROOT)
+        ops: dict[str, Op] = {
+            "allreduce": lambda: group.allreduce(out, op=redop, **more),
+            "broadcast": lambda: group.broadcast(out, ROOT),
+            "reduce": lambda: group.reduce(out, ROOT, redop),
+            "allgather": lambda: group.allgather(out, x),
+            "reduce_scatter": lambda: group.reduce_scatter(out, x, redop),
+            "alltoall": lambda: group.alltoall(out, x),
+            "gather": lambda: group.gather(out, x, ROOT),
+            "scatter": lambda: group.scatter(out, x, ROOT),
+        }
+        return _in_place(case, ops[case.collective.name])
 
     def begin(self) -> None:
         self._group.allreduce(self._token)
@@ -99,25 +95,19 @@ class Torch:
     def op(self, name: str, case: Case, wire: str | None) -> Op:
         x, out, redop = case.x, case.out, case.pattern.redop
         how = getattr(dist.ReduceOp, redop.upper())
-        match case.collective.name:
-            case "allreduce":
-                return _in_place(case, lambda: dist.all_reduce(out, op=how))
-            case "broadcast":
-                return lambda: dist.broadcast(out, ROOT)
-            case "reduce":
-                return lambda: dist.reduce(out, ROOT, op=how)
-            case "allgather":
-                return lambda: dist.all_gather_into_tensor(out, x)
-            case "reduce_scatter":
-                return lambda: dist.reduce_scatter_tensor(out, x, op=how)
-            case "alltoall":
-                return lambda: dist.all_to_all_single(out, x)
-            case "gather":
-                parts = None if out is None else list(out.split(case.part))
-                return lambda: dist.gather(x, parts, ROOT)
-            case _:
-                parts = None if x is None else list(x.split(case.part))
-                return lambda: dist.scatter(out, parts, ROOT)
+        apart = case.collective.name in ("gather", "scatter")
+        given, taken = (list(array.split(case.part)) if apart and array is not None else None for array in (x, out))
+        ops: dict[str, Op] = {
+            "allreduce": lambda: dist.all_reduce(out, op=how),
+            "broadcast": lambda: dist.broadcast(out, ROOT),
+            "reduce": lambda: dist.reduce(out, ROOT, op=how),
+            "allgather": lambda: dist.all_gather_into_tensor(out, x),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, op=how),
+            "alltoall": lambda: dist.all_to_all_single(out, x),
+            "gather": lambda: dist.gather(x, taken, ROOT),
+            "scatter": lambda: dist.scatter(out, given, ROOT),
+        }
+        return _in_place(case, ops[case.collective.name])
 
     def begin(self) -> None:
         dist.all_reduce(self._token)
@@ -151,27 +141,20 @@ class Mpi:
         x, out = (None if array is None else array.numpy() for array in (case.x, case.out))
         how = getattr(self._mpi, {"product": "PROD"}.get(case.pattern.redop, case.pattern.redop.upper()))
         given = same if case.place == IN else x
-        match case.collective.name:
-            case "allreduce":
-                return lambda: world.Allreduce(given, out, op=how)
-            case "broadcast":
-                return lambda: world.Bcast(out, ROOT)
-            case "reduce":
-                if case.rank != ROOT:
-                    return lambda: world.Reduce(out, None, op=how, root=ROOT)
-                return lambda: world.Reduce(same, out, op=how, root=ROOT)
-            case "allgather":
-                return lambda: world.Allgather(given, out)
-            case "reduce_scatter":
-                if case.place == IN:
-                    raise NotImplementedError("MPI's reduce_scatter in place leaves its result somewhere else")
-                return lambda: world.Reduce_scatter_block(x, out, op=how)
-            case "alltoall":
-                return lambda: world.Alltoall(x, out)
-            case "gather":
-                return lambda: world.Gather(x, out, ROOT)
-            case _:
-                return lambda: world.Scatter(x, out, ROOT)
+        if case.collective.name == "reduce_scatter" and case.place == IN:
+            raise NotImplementedError("MPI's reduce_scatter in place leaves its result somewhere else")
+        reduced = (same, out) if case.rank == ROOT else (out, None)
+        ops: dict[str, Op] = {
+            "allreduce": lambda: world.Allreduce(given, out, op=how),
+            "broadcast": lambda: world.Bcast(out, ROOT),
+            "reduce": lambda: world.Reduce(*reduced, op=how, root=ROOT),
+            "allgather": lambda: world.Allgather(given, out),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(x, out, op=how),
+            "alltoall": lambda: world.Alltoall(x, out),
+            "gather": lambda: world.Gather(x, out, ROOT),
+            "scatter": lambda: world.Scatter(x, out, ROOT),
+        }
+        return ops[case.collective.name]
 
     def begin(self) -> None:
         self._world.Barrier()
@@ -182,27 +165,13 @@ class Mpi:
 
 
 class Torchft:
-    """Its manager over gloo: what its users call for each bucket of gradients. A block of ops is one of its steps."""
+    """torchft's manager over gloo, as its users call it for each bucket of gradients. A block of ops is one of its
+    steps."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        from torchft import Manager, ProcessGroupGloo
-
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=PATIENCE),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=ranks,
-            timeout=PATIENCE,
-            rank=0,
-            world_size=1,
-            store_addr="localhost",
-            store_port=store.port,
-            hostname="localhost",
-            replica_id=f"replica_{rank}_",
-            init_sync=False,  # else the first step is one of replica 0 alone, the others get its state
-        )
-        self._store = store
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        # Else the first step is one of replica 0 alone, the others get its state.
+        self._manager = manager(rank, self._store, least=ranks, init_sync=False)
 
     def op(self, name: str, case: Case, wire: str | None) -> Op:
         if case.collective.name != "allreduce" or case.pattern.redop not in ("sum", "avg"):
@@ -236,7 +205,8 @@ def rank_of_environment() -> int:
 
 
 def _in_place(case: Case, op: Op) -> Op:
-    if case.place == OUT:
+    """Puts a copy before an op that is an all-reduce in place and was to be one out of place."""
+    if case.place == OUT and case.collective.name == "allreduce":
         assert case.x is not None
         assert case.out is not None
         copy, x = case.out.copy_, case.x

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 import ftcomm
-from ftcomm.bench.baseline import DEADLINE, Block, Task, check, rounds_us, run, share, whole
-from ftcomm.bench.harness import SIZES, Column, Experiment, Report, Table, option
-from ftcomm.bench.job import Job, run_ranks
+from ftcomm.bench.baseline import DEADLINE, BaselineBlock, BaselineTask, check, reporter, rounds_us, run, share
+from ftcomm.bench.harness import SIZES, BenchReport, Column, Experiment, Table, option
+from ftcomm.bench.job import run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import busbw_factor, median
 from ftcomm.errors import SettingsError
@@ -36,7 +36,7 @@ _BLOB = 4096  # bytes that an agent's metadata fit in
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class NixlRequest:
     """All-reduce over NIXL beside NIXL alone, which puts the same bytes.
 
     puts: every rank puts 2 (n - 1) / n of the array to the next one, out of an array of that size into one there, in
@@ -51,9 +51,9 @@ class Request:
     iterations: int = option(5, "-n", "--iters", help="Timed ops in a round.")
     rounds: int = option(5, help="So many times puts, ftcomm.")
 
-    def smoke(self) -> Request:
+    def smoke(self) -> NixlRequest:
         """Two ranks and 1 MB, to see that it runs."""
-        return Request((1 << 20,), 2, 2, 1)
+        return NixlRequest((1 << 20,), 2, 2, 1)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -62,7 +62,7 @@ class Request:
             raise SettingsError(f"--ranks {self.ranks}: expected an even number, as every other one puts to its right.")
 
 
-class Row(msgspec.Struct, frozen=True):
+class NixlRow(msgspec.Struct, frozen=True):
     """One of `LIBRARIES` at one size. The time is that of the slowest rank; medians over rounds of medians."""
 
     library: str
@@ -74,33 +74,29 @@ class Row(msgspec.Struct, frozen=True):
     round_us: list[float]
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: NixlRequest, report: BenchReport) -> None:
     """Report the rows of each size as soon as the ranks have measured it. Raises `FtcommError` if one fails."""
     report.more["nixl"] = nixl_library.load().version
-    task = Task(
+    task = BaselineTask(
         ranks=request.ranks,
         sizes=tuple(request.sizes),
         iterations=request.iterations,
         rounds=request.rounds,
         libraries=LIBRARIES,
     )
-    left = list(task.sizes)
     total = request.ranks * len(task.sizes) * task.rounds * len(LIBRARIES)
-
-    def look(job: Job, blocks: list[Block]) -> None:
-        while left and whole(blocks, task, left[0]):
-            for row in rows(blocks, task, left.pop(0)):
-                report.add(row)
-
-    await run_ranks(rank, task, request.ranks, Block, total, report.progress, look, transport="nixl")
+    look = reporter(task, lambda blocks, size: rows(blocks, task, size), report.add)
+    await run_ranks(
+        rank, task, request.ranks, BaselineBlock, total, report.progress, lambda job, new: look(new), transport="nixl"
+    )
 
 
-def rows(blocks: Iterable[Block], task: Task, size: int) -> list[Row]:
+def rows(blocks: Iterable[BaselineBlock], task: BaselineTask, size: int) -> list[NixlRow]:
     """All ranks' blocks of one size -> a row for each library, the baseline first."""
     found = rounds_us(blocks, task, size)
     made = size * busbw_factor(task.ranks) / 1e3  # GB a second, over us
     return [
-        Row(library, task.ranks, size, median(times), made / median(times), share(found["puts"], times), times)
+        NixlRow(library, task.ranks, size, median(times), made / median(times), share(found["puts"], times), times)
         for library, times in found.items()
     ]
 
@@ -116,9 +112,9 @@ COLUMNS = (
 
 EXPERIMENT = Experiment(
     "nixl",
-    Request,
+    NixlRequest,
     measure,
-    [Table("rows", Row, COLUMNS)],
+    [Table("rows", NixlRow, COLUMNS)],
     heading=lambda request: [f"# NIXL {nixl_library.load().version}"],
 )
 
@@ -126,7 +122,7 @@ EXPERIMENT = Experiment(
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-class Ring:
+class NixlRing:
     """The agents of two neighbours, and puts that are prepared once. `most` is the size of their arrays in bytes."""
 
     def __init__(
@@ -147,7 +143,7 @@ class Ring:
         self._prepared: dict[tuple[int, int], Any] = {}
         self._expected = self._ended = 0  # runs of the left neighbour, which may be one ahead of us
 
-    def carry(
+    def transfer(
         self, nbytes: int, span: int, mine: bool = True, theirs: bool = True, size: int = CHUNK, sums: bool = False
     ) -> None:
         """Put so many bytes to the right, if `mine`, and be put as many by the left, if `theirs`: out of and into the
@@ -189,7 +185,7 @@ class Ring:
         return handle
 
 
-def rank(task: Task) -> None:
+def rank(task: BaselineTask) -> None:
     group = ftcomm.init()
     ranks = task.ranks
 
@@ -198,17 +194,17 @@ def rank(task: Task) -> None:
         group.allgather(out, card)
         return out.reshape(ranks, -1)
 
-    ring = Ring(group.replica, ranks, max(task.sizes), gather)
+    ring = NixlRing(group.replica, ranks, max(task.sizes), gather)
     even = group.replica % 2 == 0
 
     def ops(size: int) -> dict[str, Callable[[], Any]]:
         x, each = np.zeros(size // 4, np.float32), 2 * (ranks - 1) * size // ranks
         return {
-            "puts": lambda: ring.carry(each, size),
-            "large puts": lambda: ring.carry(each, size, size=LARGE),
-            "in cache": lambda: ring.carry(each, min(size, STAGED)),
-            "one way": lambda: ring.carry(each, size, even, not even),
-            "with sum": lambda: ring.carry(each, size, sums=True),
+            "puts": lambda: ring.transfer(each, size),
+            "large puts": lambda: ring.transfer(each, size, size=LARGE),
+            "in cache": lambda: ring.transfer(each, min(size, STAGED)),
+            "one way": lambda: ring.transfer(each, size, even, not even),
+            "with sum": lambda: ring.transfer(each, size, sums=True),
             "ftcomm": lambda: group.allreduce(x),
         }
 

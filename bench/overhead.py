@@ -19,8 +19,8 @@ import click
 import msgspec
 
 from ftcomm.bench import collective
-from ftcomm.bench.collective import Contestant, Row, Task, measure_sizes
-from ftcomm.bench.harness import INTS, SIZES, Column, Experiment, Report, Table, option
+from ftcomm.bench.collective import CollectiveRow, CollectiveTask, Contestant, measure_sizes
+from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.stats import median
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline
@@ -38,7 +38,7 @@ QUIET = (("heartbeat_timeout", 3600.0), ("op_timeout", 100_000.0))
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class OverheadRequest:
     """Time all-reduces with fault tolerance taken out of the engine, and put back piece by piece.
 
     Levels: off; stability, an op returns when all are known to hold it; ftcomm, that and detection, which is the
@@ -53,7 +53,7 @@ class Request:
     )
     rounds: int = option(9, help="So many times one level after the other.")
 
-    def smoke(self) -> Request:
+    def smoke(self) -> OverheadRequest:
         """A few ops at 1K, to see that it runs."""
         return dataclasses.replace(self, sizes=(1 << 10,), rounds=2, iterations=5)
 
@@ -65,7 +65,7 @@ class Request:
         self.measured.check()
 
 
-class Levels(collective.Request):
+class Levels(collective.CollectiveRequest):
     def contestants(self) -> list[Contestant]:
         return [
             Contestant("off", "shm", "ftcomm-quiet", options=QUIET),
@@ -76,7 +76,7 @@ class Levels(collective.Request):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Of one level at one size, beside the level before: medians over the rounds' differences."""
+    """The cost of one level at one size, over that of the level before: medians over the rounds' differences."""
 
     level: str
     ranks: int
@@ -98,8 +98,8 @@ class Cost(msgspec.Struct, frozen=True):
         return self.bytes > SMALL or self.over_off_us <= MOST_US
 
 
-def costs(rows: Sequence[Row]) -> list[Cost]:
-    """Of one size and place. Raises `ValueError` where a level failed."""
+def costs(rows: Sequence[CollectiveRow]) -> list[Cost]:
+    """Returns the costs of one size and place. Raises `ValueError` where a level failed."""
     by = {row.library: row for row in rows}
     found = []
     for level in LEVELS:
@@ -124,8 +124,8 @@ def costs(rows: Sequence[Row]) -> list[Cost]:
     return found
 
 
-async def measure(request: Request, report: Report) -> None:
-    def on_rows(rows: list[Row]) -> None:
+async def measure(request: OverheadRequest, report: BenchReport) -> None:
+    def on_rows(rows: list[CollectiveRow]) -> None:
         if rows[0].in_place:
             try:
                 found = costs(rows)
@@ -162,7 +162,7 @@ def footer(costs: Sequence[Cost]) -> str:
 
 EXPERIMENT = Experiment(
     "overhead",
-    Request,
+    OverheadRequest,
     measure,
     [Table("costs", Cost, COLUMNS)],
     csv="costs",
@@ -191,12 +191,12 @@ class Blind(Watchdog):
         return Due.NOTHING
 
 
-def rank(task: Task, job: str) -> None:
+def rank(task: CollectiveTask, job: str) -> None:
     collective.run(task, job, before_op=take_out)
 
 
 def take_out(group: Group, level: str) -> None:
-    """From here on ops of this rank run at that level; all ranks must call it between the same two ops."""
-    exchange: Any = group._exchange
+    """Let ops of this rank run at that level from here on; all ranks must call it between the same two ops."""
+    exchange: Any = group.internals.exchange
     exchange.core.stream.pipeline.__class__ = Hasty if level == "off" else Pipeline
-    exchange.core.watch.__class__ = Blind if level in ("off", "stability") else Watchdog
+    exchange.member.watch.__class__ = Blind if level in ("off", "stability") else Watchdog

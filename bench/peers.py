@@ -1,4 +1,4 @@
-"""How the ranks of each library are started, and why one that is asked for cannot be."""
+"""How the ranks of each library are started and ended, and why one that is asked for cannot be."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from ftcomm.bench.job import Job
+from ftcomm.bench.job import KEPT_LINES, Job, Observer, rank_arguments, whole_job, written_task
 from ftcomm.bench.torchft import lighthouse
-from ftcomm.launch import RunOptions
+from ftcomm.errors import FtcommError
 
 PEERS = ("gloo", "mpi", "torchft", "nccl")
 TRANSPORT = {"gloo": "tcp", "mpi": "shm", "torchft": "tcp", "nccl": "auto", "copy": "memory"}
 LAST = 400  # characters of what a job said last, for its row
+GRACE = 5.0  # s for ranks to end by the error of their all-reduce, before they are killed
 
 
 def missing(peer: str, device: str, ranks: int) -> str | None:
@@ -46,7 +48,8 @@ def missing(peer: str, device: str, ranks: int) -> str | None:
 
 
 def mpirun() -> str | None:
-    """That of the environment that Python runs in, which the wheel of Open MPI brings; else the machine's."""
+    """Finds the mpirun of the environment that Python runs in, which the wheel of Open MPI brings; else the
+    machine's."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
 
@@ -57,19 +60,8 @@ async def ours(
     """A job under the launcher; `arguments` are those of `ftcomm.bench.rank`.
 
     The future is done, with words, when it has ended; none lives on after the block."""
-    options = RunOptions(
-        replicas=ranks,
-        script="ftcomm.bench.rank",
-        module=True,
-        args=tuple(arguments),
-        min_replicas=ranks,  # a measurement among fewer would be another one: no restart, the job fails
-        max_restarts=0,
-        transport=transport,
-        env={"OMP_NUM_THREADS": "1", **env},
-        **options,
-    )
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    async with Job(options) as job:
+    async with Job(whole_job(arguments, ranks, env=env, transport=transport, **options)) as job:
 
         async def follow() -> None:
             while await job.runs(3600):
@@ -87,18 +79,14 @@ async def ours(
 @contextlib.asynccontextmanager
 async def theirs(peer: str, ranks: int, arguments: Sequence[str], folder: str) -> AsyncIterator[asyncio.Future[str]]:
     """The ranks of a peer; likewise."""
-    python = [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    python = _rank(arguments)
     log = Path(folder) / f"{peer}.log"
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(log.open("wb"))
+    with log.open("wb") as file, _environment(peer, file, ranks) as environment:
         if peer == "mpi":
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             command = [str(mpirun()), "-n", str(ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *python]
             commands = [(command, environment)]
         else:
-            if peer == "torchft":
-                environment["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(file, ranks))
             commands = [(python, {**environment, "RANK": str(rank)}) for rank in range(ranks)]
         processes = [
             await asyncio.create_subprocess_exec(
@@ -132,6 +120,109 @@ async def theirs(peer: str, ranks: int, arguments: Sequence[str], folder: str) -
                     os.killpg(process.pid, signal.SIGKILL)
                     await process.wait()
             ended.cancel()
+
+
+class PeerJob:
+    """Ranks of a peer that are killed and started again; a `Job` for an `Observer`.
+
+    Each calls `function(task, replica, life)`. torchft's come back one by one. Of other libraries one that is lost ends
+    all: they begin anew together, and have a `life` more."""
+
+    def __init__(
+        self,
+        library: str,
+        function: Callable[..., None],
+        task: Path,
+        replicas: int,
+        environment: Mapping[str, str],
+        log: IO[Any],
+        restarts: bool,
+    ) -> None:
+        self._together = library != "torchft"
+        self._function, self._task, self._environment, self._log = function, task, environment, log
+        self._restarts = restarts
+        self._life = 0
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._start(range(replicas))
+
+    @property
+    def lines(self) -> list[str]:
+        return Path(self._log.name).read_text(errors="replace").splitlines()[-KEPT_LINES:]
+
+    def pids(self) -> dict[tuple[int, int], int]:
+        return {(replica, 0): process.pid for replica, process in self._processes.items() if process.poll() is None}
+
+    async def runs(self, seconds: float) -> bool:
+        """Wait; True, as it never ends well by itself. Raises `FtcommError` when one has ended that nobody killed."""
+        await asyncio.sleep(seconds)
+        codes = {replica: process.poll() for replica, process in self._processes.items()}
+        ended = [replica for replica, code in codes.items() if code is not None]
+        if any((codes[replica] or 0) > 0 or (codes[replica] == 0 and not self._together) for replica in ended):
+            said = "\n  ".join(self.lines)
+            raise FtcommError(f"replicas exited by themselves (exit codes: {codes}); last lines:\n  {said}")
+        if ended and self._restarts:
+            await self.again(ended)
+        return True
+
+    async def again(self, lost: Collection[int]) -> None:
+        """Start those that are lost again, and all others with them if they cannot go on alone."""
+        self._end(lost)
+        if self._together:
+            deadline = time.monotonic() + GRACE
+            while self.pids() and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            self.end()
+            self._life += 1
+            lost = list(self._processes)
+        self._start(lost)
+
+    def end(self) -> None:
+        self._end(self._processes)
+
+    def _end(self, replicas: Collection[int]) -> None:
+        for replica in replicas:
+            self._processes[replica].kill()
+        for replica in replicas:
+            self._processes[replica].wait(30)
+
+    def _start(self, replicas: Collection[int]) -> None:
+        for replica in replicas:
+            command = _rank(rank_arguments(self._function, self._task, str(replica), str(self._life)))
+            self._processes[replica] = subprocess.Popen(
+                command, env=self._environment, stdout=self._log, stderr=self._log
+            )
+
+
+@contextlib.contextmanager
+def observed_peer(
+    library: str, function: Callable[..., None], task: Any, kind: Any, replicas: int, *, restarts: bool = False
+) -> Iterator[Observer[Any]]:
+    """A `PeerJob`, which restarts ranks by itself if it `restarts`; none lives on when the block is left."""
+    with (
+        written_task(task) as (task, path),
+        (path.parent / "log").open("w") as log,
+        _environment(library, log) as environment,
+    ):
+        job = PeerJob(library, function, path, replicas, environment, log, restarts)
+        try:
+            yield Observer(job, task, kind, replicas)
+        finally:
+            job.end()
+
+
+def _rank(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
+
+
+@contextlib.contextmanager
+def _environment(library: str, log: IO[Any], least: int = 1) -> Iterator[dict[str, str]]:
+    """What ranks of a peer find in their environment; of torchft with a lighthouse for `least` replicas."""
+    found = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if library != "torchft":
+        yield found
+        return
+    with lighthouse(log, least) as address:
+        yield {**found, "TORCHFT_LIGHTHOUSE": address}
 
 
 def _last(what: str, lines: Sequence[str]) -> str:

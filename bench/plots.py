@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ftcomm.errors import SettingsError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#22262b", "#5c6570", "#e9ecf0"
@@ -74,10 +73,3 @@ def figure(path: Path, title: str, subtitle: str, size: tuple[float, float]) -> 
         for suffix in FORMATS:
             metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
             drawn.savefig(path.with_suffix(suffix), dpi=150, metadata=metadata)
-
-
-def label_line(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """The name of a line at its right end, in its colour: no legend to look up."""
-    axes.annotate(
-        text, (x, y), xytext=(6, 0), textcoords="offset points", color=colour, va="center", weight="bold", fontsize=9.5
-    )

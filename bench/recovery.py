@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -33,35 +30,27 @@ import ftcomm
 from ftcomm.bench import peers
 from ftcomm.bench.checks import check_at_least_one, check_memory, check_replicas
 from ftcomm.bench.data import PERIOD
-from ftcomm.bench.harness import SIZE, Column, Experiment, Report, Table, choices, figure_text, option
-from ftcomm.bench.job import (
-    FOREVER,
-    PATIENCE,
-    Observer,
-    Records,
-    observed,
-    rank_arguments,
-    tail,
-    together,
-    written_task,
-)
+from ftcomm.bench.harness import SIZE, BenchReport, Column, Experiment, Table, figure_text, option
+from ftcomm.bench.job import FOREVER, PATIENCE, Observer, Records, observed, together
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median, percentile
-from ftcomm.bench.torchft import TIMEOUT, lighthouse, manager
+from ftcomm.bench.torchft import TIMEOUT, manager
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.lab.chaos.network_faults import Unplugged
+from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.slow_network import settle
 from ftcomm.lab.observe import open_words, stop
 from ftcomm.launch.admin.handlers import status
+from ftcomm.launch.option_types import choices
 from ftcomm.settings import TRANSPORTS, Settings
 from ftcomm.transport.segment import POSTED, STAGED, TAKEN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RANK_MEMORY = 400 << 20  # bytes of a rank before any message
 SETTLED = 3  # ops that every replica has run in the full view before the next fault
+STOPPED = 20.0  # s after which one that is stopped is lost (--op-timeout), which is within the patience
 TRIES = 2000  # looks at a process, to stop it in the middle of an op
 PARTS = (  # of a stall, in the picture
     ("heard of by the coordinator", "#7c2d12"),
@@ -72,7 +61,7 @@ PARTS = (  # of a stall, in the picture
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RecoveryRequest:
     """Take a replica out of an all-reduce, and time what the others do.
 
     Replicas under the launcher run all-reduces back to back. One is stopped, seen to be in the middle of an op, and
@@ -97,7 +86,7 @@ class Request:
     )
     compare: Sequence[str] = option((), kind=choices("gloo", "torchft"), help="The same faults, but cuts, for these.")
 
-    def smoke(self) -> Request:
+    def smoke(self) -> RecoveryRequest:
         """Two kills of three replicas at 4M, to see that it runs."""
         return dataclasses.replace(self, replicas=3, size=4 << 20, kills=2)
 
@@ -111,9 +100,8 @@ class Request:
             raise SettingsError("--faults cut needs network namespaces, which only root may make; leave it away.")
         if "cut" in self.faults and self.transport == "shm":
             raise SettingsError("--faults cut: shared memory has no network to cut; leave --transport shm away.")
-        need = self.replicas * (RANK_MEMORY + 4 * self.size)
         what = f"{self.replicas} replicas with messages of {format_size(self.size)}"
-        check_memory(what, need, "--replicas or --size")
+        check_memory(what, self.replicas, 4 * self.size, "--replicas or --size")
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -137,7 +125,7 @@ class Event(msgspec.Struct, frozen=True):
     steps_lost: int = 0  # ops of survivors whose work was thrown away
     bytes_resent: int | None = None  # of chunks that survivors had posted, and posted again
     bytes_in_flight: int | None = None  # that could be on the way: what is sent again may not be more
-    heartbeat_ms: float | None = None  # silence after which a replica is lost, where nothing else tells of it
+    heartbeat_ms: float | None = None  # silence, or of a stopped one the op timeout, after which it is lost
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -160,7 +148,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(events: Sequence[Event]) -> Summary:
-    """Of at least one event, all of one library and one fault."""
+    """Summarize at least one event, all of one library and one fault."""
 
     def spread(name: str) -> dict[str, float]:
         return of([value for event in events if (value := getattr(event, name)) is not None])
@@ -200,7 +188,7 @@ def good(summary: Summary) -> bool:
     return summary.library != "ftcomm" or (every and not lost)
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: RecoveryRequest, report: BenchReport) -> None:
     await measure_ftcomm(request, report)
     errors = report.more["errors"] = {}  # peer -> why it could not be measured to the end
     for peer in request.compare:
@@ -214,14 +202,18 @@ async def measure(request: Request, report: Report) -> None:
             report.line(f"# {peer}: {error}")
 
 
-async def measure_ftcomm(request: Request, report: Report) -> None:
+async def measure_ftcomm(request: RecoveryRequest, report: BenchReport) -> None:
     """Hit the replicas of a job in turn, each when all are back. Raises `FtcommError` when the job fails or a replica
     does not come back; no process is left, however this ends."""
     chance = random.Random(request.seed)
     for fault in request.faults:
         cut = fault == "cut"
-        where: dict[str, Any] = dict(hosts="netns" if cut else "shared", transport="tcp" if cut else request.transport)
-        async with observed(rank, Task(request.size // 4, apart=cut), Op, request.replicas, **where) as job:
+        where: dict[str, Any] = dict(
+            hosts=NamespaceHosts() if cut else None, transport="tcp" if cut else request.transport
+        )
+        if fault == "stop":
+            where["op_timeout"] = STOPPED
+        async with observed(rank, RecoveryTask(request.size // 4, apart=cut), Op, request.replicas, **where) as job:
             for number in range(request.kills):
                 report.progress(f"{fault} {number + 1} of {request.kills}", number / request.kills)
                 await _settle(job)
@@ -229,7 +221,7 @@ async def measure_ftcomm(request: Request, report: Report) -> None:
 
 
 async def _settle(job: Observer[Op]) -> None:
-    """Until all replicas contribute and have run a few ops in that view."""
+    """Wait until all replicas contribute and have run a few ops in that view."""
 
     def settled() -> bool:
         view = job.full_view(0)
@@ -254,7 +246,7 @@ class Hit(msgspec.Struct, frozen=True):
 async def _hit(job: Observer[Op], number: int, fault: str, chance: random.Random) -> Event:
     victim = number % job.replicas
     usual = median([op.end - op.start for op in job.records[-8 * job.replicas :]])
-    pid = job.job.launcher.pids()[victim, 0]
+    pid = job.job.pids()[victim, 0]
     mark = len(job.events)
     hit = Hit(number, fault, victim, pid, await stop_inside_op(pid, usual, chance), usual, mark)
     if fault == "kill":
@@ -295,12 +287,12 @@ async def stop_inside_op(pid: int, op_seconds: float, chance: random.Random) -> 
 
 
 def _step(job: Observer[Op], hit: Hit) -> int:
-    """That of the op in which the victim was hit: the one after the last that it wrote down."""
+    """Returns the step of the op in which the victim was hit: the one after the last that it wrote down."""
     return max(op.step for op in job.records if op.pid == hit.pid) + 1
 
 
 def _returned(job: Observer[Op], hit: Hit) -> dict[int, Op]:
-    """That op on each survivor."""
+    """Returns that op on each survivor."""
     step = _step(job, hit)
     return {op.replica: op for op in job.records if op.replica != hit.victim and op.step == step}
 
@@ -310,7 +302,7 @@ def _resumed(job: Observer[Op], hit: Hit) -> list[dict[str, Any]]:
 
 
 async def _survive(job: Observer[Op], hit: Hit) -> None:
-    """Until the op has returned on all others, been hashed there, and all have told of how they resumed it."""
+    """Wait until the op has returned on all others, been hashed there, and all have told how they resumed it."""
     others = job.replicas - 1
     await job.comes(lambda: sum(op.digest != "" for op in _returned(job, hit).values()) == others)
     await job.comes(lambda: len(_resumed(job, hit)) >= others, 5.0)
@@ -328,6 +320,8 @@ async def _outcome(job: Observer[Op], hit: Hit) -> Event:
     if without is not None:
         resumed = [event for event in resumed if event["epoch"] == without["epoch"]]
     await job.comes(lambda: job.full_view(hit.mark) is not None)
+
+    times = job.job.launcher.options.timeouts
 
     def since(event: dict[str, Any] | None) -> float | None:
         return None if event is None else (event["mono"] - hit.at) * 1e3
@@ -350,7 +344,7 @@ async def _outcome(job: Observer[Op], hit: Hit) -> Event:
         steps_lost=0 if completed else 1,
         bytes_resent=sum(int(event["resent"]) for event in resumed) if resumed else None,
         bytes_in_flight=STAGED * len(resumed) if resumed else None,
-        heartbeat_ms=None if hit.fault == "kill" else job.job.launcher.options.timeouts.heartbeat * 1e3,
+        heartbeat_ms=None if hit.fault == "kill" else 1e3 * (times.op if hit.fault == "stop" else times.heartbeat),
     )
 
 
@@ -364,124 +358,70 @@ async def _outcome(job: Observer[Op], hit: Hit) -> Event:
 #              completed an op. The op itself never returns
 
 
-async def measure_peer(library: str, request: Request, report: Report) -> None:
+async def measure_peer(library: str, request: RecoveryRequest, report: BenchReport) -> None:
     """Report what happened after every fault. Raises `FtcommError`; no process is left, however this ends."""
     chance = random.Random(request.seed)
+    task = PeerTask(request.size // 4, request.replicas)
     for fault in (fault for fault in request.faults if fault != "cut"):
-        task = PeerTask(request.size // 4, request.replicas)
-        with written_task(task) as (task, path), contextlib.ExitStack() as stack:
-            log = stack.enter_context((path.parent / "log").open("w"))
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            if library == "torchft":
-                environment["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(log))
-            peer = _Peer(library, task, path, environment, log)
-            stack.callback(peer.end)
+        with peers.observed_peer(library, PEERS[library], task, Attempt, request.replicas) as job:
             for number in range(request.kills):
                 report.progress(f"{library}: {fault} {number + 1} of {request.kills}", number / request.kills)
-                report.add(await peer.hit(number, fault, chance))
+                report.add(await _hit_peer(job, library, number, fault, chance))
 
 
-class _Peer:
-    def __init__(self, library: str, task: PeerTask, path: Path, environment: dict[str, str], log: IO[str]) -> None:
-        self._library, self._replicas, self._path = library, task.replicas, path
-        self._environment, self._log = environment, log
-        self._tail = tail(task.folder, task.replicas, Attempt)
-        self._attempts: list[Attempt] = []
-        self._life = 0
-        self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
+async def _hit_peer(job: Observer[Attempt], library: str, number: int, fault: str, chance: random.Random) -> Event:
+    replicas, victim = job.replicas, number % job.replicas
+    others = set(range(replicas)) - {victim}
+    await job.until("all replicas run together", lambda: _whole(job, SETTLED), 2 * PATIENCE)
+    usual = median([one.end - one.start for one in job.records[-8 * replicas :]])
+    await asyncio.sleep(chance.uniform(0, usual))
+    step, at = max(one.step for one in job.records), time.monotonic()
+    os.kill(job.job.pids()[victim, 0], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
 
-    async def hit(self, number: int, fault: str, chance: random.Random) -> Event:
-        await self._until(lambda: self._whole(0.0, SETTLED), "all replicas ran together")
-        usual = median([one.end - one.start for one in self._attempts[-8 * self._replicas :]])
-        victim = number % self._replicas
-        process = self._processes[victim]
-        await asyncio.sleep(chance.uniform(0, usual))
-        step = max(one.step for one in self._attempts)
-        at = time.monotonic()
-        process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-        others = [replica for replica in range(self._replicas) if replica != victim]
-        if self._library == "gloo":
-            await self._until(
-                lambda: {one.replica for one in self._after(at) if not one.committed} >= set(others), "survivors failed"
-            )
-        else:
-            await self._until(lambda: set(self._alone(at)) >= set(others), "survivors went on")
-        stalls = {
-            replica: 1e3 * (one.end - at) for replica, one in sorted(self._alone(at).items()) if replica != victim
-        }
-        failed = [one for one in self._after(at) if not one.committed and one.replica != victim]
-        process.kill()
-        process.wait(30)
-        if self._library == "gloo":  # what is left of it are processes that have ended
-            self._life += 1
-            self.end()
-            self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
-        else:
-            self._processes[victim] = self._start(victim)
-        again = time.monotonic()
-        await self._until(lambda: self._whole(again, 1), "the replica came back")
-        back = min(
-            max(one.end for one in self._after(again) if one.replica == replica and one.members == self._replicas)
-            for replica in range(self._replicas)
-        )
-        self._attempts = self._after(again)
-        went_on = bool(stalls)
-        return Event(
-            number=number,
-            victim=victim,
-            step=step + 1,
-            detect_ms=max((1e3 * (one.end - at) for one in failed), default=None),
-            stall_ms=max(stalls.values()) if went_on else None,
-            survivor_ms=stalls,
-            usual_ms=1e3 * usual,
-            completed=went_on and not failed,
-            equal=False,  # is not looked at
-            wrong=0,
-            rejoin_ms=1e3 * (back - at),
-            library=self._library,
-            fault=fault,
-            steps_lost=max((sum(one.replica == replica for one in failed) for replica in others), default=0),
-        )
+    def after() -> list[Attempt]:
+        return [one for one in job.records if one.end > at and one.replica != victim]
 
-    def _after(self, moment: float) -> list[Attempt]:
-        return [one for one in self._attempts if one.end > moment]
+    def failed() -> list[Attempt]:
+        return [one for one in after() if not one.committed]
 
-    def _alone(self, at: float) -> dict[int, Attempt]:
+    def alone() -> dict[int, Attempt]:
         """The first step that each survivor has committed without the victim."""
-        found: dict[int, Attempt] = {}
-        for one in self._after(at):
-            if one.committed and one.members < self._replicas:
-                found.setdefault(one.replica, one)
-        return found
+        return {one.replica: one for one in reversed(after()) if one.committed and one.members < replicas}
 
-    def _whole(self, moment: float, steps: int) -> bool:
-        """All replicas have done so many steps with all, in processes that live."""
-        pids = {process.pid for process in self._processes.values()}
-        full = [
-            one for one in self._after(moment) if one.members == self._replicas and one.committed and one.pid in pids
-        ]
-        return all(sum(one.replica == replica for one in full) >= steps for replica in range(self._replicas))
+    if library == "gloo":
+        await job.until("survivors failed", lambda: {one.replica for one in failed()} == others, 2 * PATIENCE)
+    else:
+        await job.until("survivors went on", lambda: alone().keys() == others, 2 * PATIENCE)
+    lost, stalls = failed(), {replica: 1e3 * (one.end - at) for replica, one in sorted(alone().items())}
+    await job.job.again([victim])
+    again = time.monotonic()
+    job.records[:] = [one for one in job.records if one.end > again]
+    await job.until("the replica came back", lambda: _whole(job, 1), 2 * PATIENCE)
+    full = [one for one in job.records if one.members == replicas]
+    back = min(max(one.end for one in full if one.replica == replica) for replica in range(replicas))
+    return Event(
+        number=number,
+        victim=victim,
+        step=step + 1,
+        detect_ms=max((1e3 * (one.end - at) for one in lost), default=None),
+        stall_ms=max(stalls.values(), default=None),
+        survivor_ms=stalls,
+        usual_ms=1e3 * usual,
+        completed=bool(stalls) and not lost,
+        equal=False,  # is not looked at
+        wrong=0,
+        rejoin_ms=1e3 * (back - at),
+        library=library,
+        fault=fault,
+        steps_lost=max(sum(one.replica == replica for one in lost) for replica in others),
+    )
 
-    async def _until(self, true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 2 * PATIENCE
-        while not true():
-            await asyncio.sleep(0.02)
-            self._attempts += self._tail.read()
-            ended = [process for process in self._processes.values() if process.poll() is not None]
-            if any(process.returncode > 0 for process in ended) or time.monotonic() > deadline:
-                last = "\n  ".join(Path(self._log.name).read_text().splitlines()[-20:])
-                raise FtcommError(f"{self._library}: it did not come to pass that {what}; last lines:\n  {last}")
 
-    def _start(self, replica: int) -> subprocess.Popen[bytes]:
-        arguments = rank_arguments(peer_rank, self._path, self._library, str(replica), str(self._life))
-        command = [sys.executable, "-m", "ftcomm.bench.rank", *arguments]
-        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
-
-    def end(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait(30)
+def _whole(job: Observer[Attempt], steps: int) -> bool:
+    """Whether all replicas have done so many steps with all, in processes that live."""
+    alive = set(job.job.pids().values())
+    full = [one for one in job.records if one.members == job.replicas and one.committed and one.pid in alive]
+    return together(full, job.replicas, steps)
 
 
 # -- for the terminal --------------------------------------------------------------------------------------------------
@@ -536,7 +476,7 @@ def summary_lines(summary: Summary) -> list[str]:
         ]
         if over := summary.over_heartbeat_ms:
             lines.append(
-                f"# stall beyond the heartbeat timeout: p50 {over['p50']:.0f} ms, p99 {over['p99']:.0f} ms, max "
+                f"# stall beyond the timeout that ends it: p50 {over['p50']:.0f} ms, p99 {over['p99']:.0f} ms, max "
                 f"{over['max']:.0f} ms"
             )
     else:
@@ -544,11 +484,11 @@ def summary_lines(summary: Summary) -> list[str]:
     return [*lines, f"# {summary.library}, {summary.fault}: {'; '.join(said)}"]
 
 
-def _footer(report: Report) -> list[str]:
+def _footer(report: BenchReport) -> list[str]:
     return [line for summary in summaries(report["events"]) for line in summary_lines(summary)]
 
 
-def _draw(report: Report, path: Path) -> None:
+def _draw(report: BenchReport, path: Path) -> None:
     if report["events"]:
         draw(report["events"], report.request, report.fields, path)
 
@@ -556,7 +496,7 @@ def _draw(report: Report, path: Path) -> None:
 TABLE = Table("events", Event, COLUMNS)
 EXPERIMENT = Experiment(
     "recovery",
-    Request,
+    RecoveryRequest,
     measure,
     [TABLE],
     csv="events",
@@ -579,7 +519,9 @@ def spans(event: Event) -> list[float]:
     return [min(end, ends[-1]) for end in ends]
 
 
-def draw(events: Sequence[Event], request: Request, header: Mapping[str, str | int | float], path: Path) -> None:
+def draw(
+    events: Sequence[Event], request: RecoveryRequest, header: Mapping[str, str | int | float], path: Path
+) -> None:
     """Write `path` in both formats."""
     own = [event for event in events if event.library == "ftcomm" and event.stall_ms is not None]
     faults = list(dict.fromkeys(event.fault for event in own))
@@ -648,7 +590,7 @@ def _time(ms: float) -> str:
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-class Task(msgspec.Struct, frozen=True):
+class RecoveryTask(msgspec.Struct, frozen=True):
     count: int  # fp32 elements
     folder: str = ""
     apart: bool = False  # each replica takes itself for a host of its own
@@ -667,7 +609,7 @@ class Op(msgspec.Struct, frozen=True):
     wrong: int = 0  # elements
 
 
-def rank(task: Task) -> None:
+def rank(task: RecoveryTask) -> None:
     torch.set_num_threads(1)
     if task.apart:
         settle(f"host-{Settings.from_env().replica}")
@@ -736,28 +678,20 @@ class Attempt(msgspec.Struct, frozen=True):
     members: int
 
 
-def peer_rank(task: PeerTask, library: str, replica: str, life: str) -> None:
-    """All-reduces back to back, one a step. Plain gloo ends with its first error; its whole job begins anew after each
-    fault, and has a `life` more. torchft's manager swallows the error, discards the step and forms a quorum of who is
-    left."""
-    torch.set_num_threads(1)
-    x = torch.empty(task.count)
+def noting(task: PeerTask, replica: str) -> Note:
     records = Records(task.folder, int(replica))
-
-    def note(step: int, start: float, committed: bool, members: int) -> None:
-        records.write(Attempt(int(replica), os.getpid(), step, start, time.monotonic(), committed, members))
-
-    if library == "gloo":
-        _gloo(task, int(replica), life, x, note)
-    else:
-        _torchft(int(replica), x, note)
+    return lambda step, start, committed, members: records.write(
+        Attempt(int(replica), os.getpid(), step, start, time.monotonic(), committed, members)
+    )
 
 
-def _gloo(task: PeerTask, replica: int, life: str, x: torch.Tensor, note: Note) -> None:
+def gloo_rank(task: PeerTask, replica: str, life: str) -> None:
+    """All-reduces back to back, one a step, up to the first error."""
+    torch.set_num_threads(1)
+    x, note = torch.empty(task.count), noting(task, replica)
     where = f"file://{task.folder}/rendezvous-{life}"
-    dist.init_process_group("gloo", init_method=where, rank=replica, world_size=task.replicas, timeout=TIMEOUT)
-    step = 0
-    while True:
+    dist.init_process_group("gloo", init_method=where, rank=int(replica), world_size=task.replicas, timeout=TIMEOUT)
+    for step in range(FOREVER):
         x.fill_(1)
         start = time.monotonic()
         try:
@@ -766,12 +700,15 @@ def _gloo(task: PeerTask, replica: int, life: str, x: torch.Tensor, note: Note) 
             note(step, start, False, 0)
             os._exit(0)  # what gloo destroys on the way out may wait for the dead
         note(step, start, True, task.replicas)
-        step += 1
 
 
-def _torchft(replica: int, x: torch.Tensor, note: Note) -> None:
+def torchft_rank(task: PeerTask, replica: str, life: str) -> None:
+    """Run a rank of torchft. Its manager swallows errors, discards the step and forms a quorum of those that are
+    left."""
+    torch.set_num_threads(1)
+    x, note = torch.empty(task.count), noting(task, replica)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    managed = manager(replica, store, lambda: {"nothing": torch.zeros(1)}, lambda state: None)
+    managed = manager(int(replica), store, lambda: {"nothing": torch.zeros(1)}, lambda state: None)
     while True:
         x.fill_(1)
         start, step = time.monotonic(), managed.current_step()
@@ -779,3 +716,6 @@ def _torchft(replica: int, x: torch.Tensor, note: Note) -> None:
         managed.allreduce(x, reduce_op=dist.ReduceOp.SUM).wait()
         members = managed.num_participants()
         note(step, start, managed.should_commit(), members)
+
+
+PEERS = {"gloo": gloo_rank, "torchft": torchft_rank}

@@ -16,7 +16,7 @@ import msgspec
 
 import ftcomm
 from ftcomm.bench.checks import check_memory, check_replicas
-from ftcomm.bench.harness import SIZE, Column, Experiment, Report, Table, option
+from ftcomm.bench.harness import SIZE, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.job import FOREVER, Observer, Records, observed, together
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
@@ -31,7 +31,7 @@ WIDTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RejoinRequest:
     """Kill a training replica, and see what the others notice of its return.
 
     `transfer` is what its state took to arrive, of weights and AdamW's moments, while all trained on; `stall` for how
@@ -48,9 +48,9 @@ class Request:
     mbps: float | None = option(None, kind=click.FLOAT, help="Throttle of the sources (FTCOMM_CATCHUP_MBPS).")
     judged: bool = True  # by TARGET
 
-    def smoke(self) -> Request:
+    def smoke(self) -> RejoinRequest:
         """One return of one of two replicas with 40 MB, to see that it runs."""
-        return Request(2, 40_000_000, 32, 1, self.mbps, judged=False)
+        return RejoinRequest(2, 40_000_000, 32, 1, self.mbps, judged=False)
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be measured."""
@@ -59,8 +59,9 @@ class Request:
             raise SettingsError(f"--rejoins {self.rejoins}, --batch {self.batch}: expected at least 1.")
         if self.size < 12 * WIDTH * WIDTH:
             raise SettingsError(f"--size {format_size(self.size)}: expected at least {12 * WIDTH * WIDTH} bytes.")
-        need = self.replicas * (400_000_000 + 3 * self.size)  # state, gradients and buckets, a snapshot or kept ones
-        check_memory(f"{self.replicas} replicas with a state of {format_size(self.size)}", need, "--replicas or --size")
+        what = f"{self.replicas} replicas with a state of {format_size(self.size)}"
+        arrays = 3 * self.size  # state, gradients and buckets, a snapshot or kept ones
+        check_memory(what, self.replicas, arrays, "--replicas or --size")
 
 
 class Rejoin(msgspec.Struct, frozen=True):
@@ -81,16 +82,16 @@ class Rejoin(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Of one step, that the most stalled healthy replica stood still."""
+        """The share of one step that the most stalled healthy replica stood still."""
         return max(self.stalls.values(), default=0.0) / self.step
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: RejoinRequest, report: BenchReport) -> None:
     """Kill replicas in turn, each when all are back. Raises `FtcommError` when the job fails or a replica does not come
     back; no process is left, however this ends."""
     env = {} if request.mbps is None else {"FTCOMM_CATCHUP_MBPS": str(request.mbps)}
-    task = Task(layers_for(request.size), request.batch)
-    async with observed(rank, task, Step, request.replicas, env=env) as job:
+    task = RejoinTask(layers_for(request.size), request.batch)
+    async with observed(rank, task, TimedStep, request.replicas, env=env) as job:
         for number in range(request.rejoins):
             said = f"rejoin {number + 1} of {request.rejoins}"
             report.progress(f"{said}: all train", number / request.rejoins)
@@ -103,11 +104,11 @@ async def measure(request: Request, report: Report) -> None:
             report.add(await _kill(job, number, victim))
 
 
-def _full(job: Observer[Step]) -> list[Step]:
+def _full(job: Observer[TimedStep]) -> list[TimedStep]:
     return [step for step in job.records if step.counted == job.replicas]
 
 
-async def _kill(job: Observer[Step], number: int, victim: int) -> Rejoin:
+async def _kill(job: Observer[TimedStep], number: int, victim: int) -> Rejoin:
     before = lengths(job.records, lambda step: step.counted == job.replicas)
     job.records.clear()
     mark = len(job.events)
@@ -140,10 +141,11 @@ async def _kill(job: Observer[Step], number: int, victim: int) -> Rejoin:
     )
 
 
-def lengths(steps: Sequence[Step], wanted: Callable[[Step], bool]) -> list[float]:
-    """From the begin of a step to that of the next, on the same process: what lies between them counts, too."""
+def lengths(steps: Sequence[TimedStep], wanted: Callable[[TimedStep], bool]) -> list[float]:
+    """Measures from the begin of a step to that of the next, on the same process: what lies between them counts,
+    too."""
     found = []
-    last: dict[int, Step] = {}
+    last: dict[int, TimedStep] = {}
     for step in steps:
         before = last.get(step.pid)
         if before is not None and before.number == step.number - 1 and wanted(before):
@@ -184,13 +186,13 @@ def footer(rejoins: Sequence[Rejoin]) -> str:
     )
 
 
-def _good(report: Report) -> bool:
+def _good(report: BenchReport) -> bool:
     return not report.request.judged or all(one.share <= TARGET for one in report["rejoins"])
 
 
 EXPERIMENT = Experiment(
     "rejoin",
-    Request,
+    RejoinRequest,
     measure,
     [Table("rejoins", Rejoin, COLUMNS)],
     footer=lambda report: [footer(report["rejoins"])],
@@ -201,13 +203,13 @@ EXPERIMENT = Experiment(
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-class Task(msgspec.Struct, frozen=True):
+class RejoinTask(msgspec.Struct, frozen=True):
     layers: int  # of WIDTH x WIDTH weights
     batch: int  # samples of a step
     folder: str = ""
 
 
-class Step(msgspec.Struct, frozen=True):
+class TimedStep(msgspec.Struct, frozen=True):
     """Times are of `time.monotonic()`, one clock for all processes of a host."""
 
     replica: int
@@ -220,11 +222,11 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def layers_for(nbytes: int) -> int:
-    """That make a state of about `nbytes`: weights and two moments of each, in fp32."""
+    """Returns how many layers make a state of about `nbytes`: weights and two moments of each, in fp32."""
     return max(1, round(nbytes / (12 * WIDTH * WIDTH)))
 
 
-def rank(task: Task) -> None:
+def rank(task: RejoinTask) -> None:
     import torch
     from torch import nn
 
@@ -244,6 +246,6 @@ def rank(task: Task) -> None:
         optimizer.step()
         buckets.zero_grad()
         end = time.monotonic()
-        step = Step(group.replica, os.getpid(), number, len(group.contributing), len(group.members), start, end)
+        step = TimedStep(group.replica, os.getpid(), number, len(group.contributing), len(group.members), start, end)
         records.write(step)
     ftcomm.shutdown()

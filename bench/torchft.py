@@ -18,15 +18,23 @@ TIMEOUT = timedelta(seconds=30)  # of a peer's op; the default of gloo is half a
 JOIN_TIMEOUT = 1000  # ms that it waits for replicas that are alive and have not come to a quorum
 
 
-def manager(replica: int, store: TCPStore, state: Callable[[], Any], load: Callable[[Any], None]) -> Any:
-    """Of the only rank of a replica, over gloo."""
+def manager(
+    replica: int,
+    store: TCPStore,
+    state: Callable[[], Any] | None = None,
+    load: Callable[[Any], None] | None = None,
+    *,
+    least: int = 1,
+    **options: Any,
+) -> Any:
+    """Makes the manager of the only rank of a replica, over gloo; it goes on with `least` replicas."""
     from torchft import Manager, ProcessGroupGloo
 
     return Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=load,
         state_dict=state,
-        min_replica_size=1,
+        min_replica_size=least,
         timeout=TIMEOUT,
         rank=0,
         world_size=1,
@@ -34,12 +42,13 @@ def manager(replica: int, store: TCPStore, state: Callable[[], Any], load: Calla
         store_port=store.port,
         hostname="localhost",
         replica_id=f"replica_{replica}_",
+        **options,
     )
 
 
 @contextlib.contextmanager
 def lighthouse(log: IO[Any], min_replicas: int = 1) -> Iterator[str]:
-    """Its address. Raises `FtcommError`."""
+    """Runs a lighthouse, and yields its address. Raises `FtcommError`."""
     command = [sys.executable, "-m", "ftcomm.bench.torchft", str(min_replicas)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None

@@ -7,20 +7,14 @@ Without, one training under the step loop, which goes on until the job is draine
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import importlib.util
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import click
 import msgspec
@@ -30,39 +24,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ftcomm
 from ftcomm.bench.checks import check_memory, check_replicas
-from ftcomm.bench.harness import Column, Experiment, Report, Several, Table, option
-from ftcomm.bench.job import (
-    FOREVER,
-    Observer,
-    Progress,
-    Records,
-    Tail,
-    observed,
-    rank_arguments,
-    records_path,
-    run_ranks,
-    tail,
-    written_task,
-)
+from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, option
+from ftcomm.bench.job import FOREVER, Observer, Progress, Records, observed, records_path, run_ranks
+from ftcomm.bench.peers import missing, observed_peer
 from ftcomm.bench.stats import median, percentile, slowest
-from ftcomm.bench.torchft import TIMEOUT, lighthouse, manager
+from ftcomm.bench.torchft import TIMEOUT, manager
 from ftcomm.demo.model import Transformer
 from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.launch.option_types import Several
 from ftcomm.training import StepLoop
 from ftcomm.training.state import digest
 
-RANK_MEMORY = 500 << 20  # bytes of a rank without its model
 COPIES = 7  # of the weights, at most: gradients and buckets of three libraries, the optimizer's, a snapshot
 PATIENCE = 120.0  # s without a step that was done, after which the measurement gives up
 SETTLED = 3  # steps that all replicas have done together before anything is measured
-GRACE = 5.0  # s for survivors to end by the error of their all-reduce, before they are killed
 EVERY = 5  # steps between checkpoints
 PEERS = ("gloo", "torchft", "restart")
 CONTEXT = 64  # bytes of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """Time steps of DDP beside gloo, then kill replicas of a training and see what is left of its pace.
 
     First two ranks: whole steps, forward to update, of one model, each library in turn. "none" exchanges nothing. Then
@@ -85,9 +67,9 @@ class Request:
     )
     seed: int = option(0, help="Of the points in a step at which kills come.")
 
-    def smoke(self) -> Request:
+    def smoke(self) -> TrainRequest:
         """A tiny model and one kill, to see that it runs."""
-        return Request(16, 1, 1, 1, 2, 2, 20, 20, self.compare, self.seed)
+        return TrainRequest(16, 1, 1, 1, 2, 2, 20, 20, self.compare, self.seed)
 
     @property
     def parameters(self) -> int:
@@ -102,13 +84,11 @@ class Request:
         check_replicas(self.replicas)
         if unknown := set(self.compare) - set(PEERS):
             raise SettingsError(f"--compare {', '.join(sorted(unknown))}: expected of {', '.join(PEERS)}.")
-        need = self.replicas * (RANK_MEMORY + COPIES * 4 * self.parameters)
-        check_memory(
-            f"{self.replicas} replicas of {self.parameters / 1e6:.1f} M parameters", need, "--replicas or --width"
-        )
+        what = f"{self.replicas} replicas of {self.parameters / 1e6:.1f} M parameters"
+        check_memory(what, self.replicas, COPIES * 4 * self.parameters, "--replicas or --width")
 
-    def task(self, **other: Any) -> Task:
-        return Task(self.width, self.layers, self.batch, **other)
+    def task(self, **other: Any) -> TrainTask:
+        return TrainTask(self.width, self.layers, self.batch, replicas=self.replicas, **other)
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -142,14 +122,7 @@ class KillRow(msgspec.Struct, frozen=True):
     equal: bool | None  # the same weights on all in the end; None where the library does not tell
 
 
-def torchft_missing() -> str | None:
-    """Why torchft cannot be measured here, in words; None if it can."""
-    if importlib.util.find_spec("torchft") is None:
-        return "torchft is not installed (pip install torchft-nightly, which needs torch >= 2.14); left out"
-    return None
-
-
-async def compare_steps(request: Request, report: Report) -> None:
+async def compare_steps(request: TrainRequest, report: BenchReport) -> None:
     """Raises `FtcommError` when a rank fails; no process is left, however this ends."""
     libraries = ("ftcomm", *(peer for peer in request.compare if peer == "gloo"), "none")
     task = request.task(libraries=libraries, rounds=request.rounds, iterations=request.iterations)
@@ -158,7 +131,7 @@ async def compare_steps(request: Request, report: Report) -> None:
         report.add(row)
 
 
-def step_rows(timed: Sequence[Timed], libraries: Sequence[str], request: Request) -> list[StepRow]:
+def step_rows(timed: Sequence[Timed], libraries: Sequence[str], request: TrainRequest) -> list[StepRow]:
     """Pure."""
     rounds: dict[str, list[list[float]]] = {
         library: [
@@ -188,62 +161,43 @@ def step_rows(timed: Sequence[Timed], libraries: Sequence[str], request: Request
     return rows
 
 
-class Training(Protocol):
-    """A training that is under way, of whichever library."""
-
-    def pids(self) -> Mapping[int, int]:
-        """Replica -> pid of those that live."""
-
-    async def runs(self, seconds: float) -> bool:
-        """Wait; False if it has ended by itself."""
-
-
-async def kill_ftcomm(request: Request, progress: Progress) -> KillRow:
+async def kill_ftcomm(request: TrainRequest, progress: Progress) -> KillRow:
     """Raises `FtcommError` when the job fails; no process is left, however this ends."""
-    async with observed(rank, request.task(), Step, request.replicas) as job:
-        row = await measure_kills("ftcomm", request, _Ours(job), job.new, progress)
-    hashes = {event["final_hash"] for event in job.said("report", 0) if event.get("contributes")}
+    async with observed(rank, request.task(), StepAttempt, request.replicas) as job:
+        row = await measure_kills("ftcomm", request, job, progress)
+    hashes = {event["final_hash"] for event in job.said("report") if event.get("contributes")}
     return msgspec.structs.replace(row, equal=len(hashes) == 1)
 
 
-class _Ours:
-    def __init__(self, job: Observer[Step]) -> None:
-        self._job = job.job
-
-    def pids(self) -> dict[int, int]:
-        return {replica: pid for (replica, _), pid in self._job.launcher.pids().items()}
-
-    async def runs(self, seconds: float) -> bool:
-        if await self._job.runs(seconds):
-            return True
-        await self._job.finish()
-        return False
+async def kill_peer(library: str, request: TrainRequest, progress: Progress) -> KillRow:
+    """Raises `FtcommError` when a rank ends of itself; no process is left, however this ends."""
+    function = {"torchft": torchft_rank, "restart": restarted_rank}[library]
+    with observed_peer(library, function, request.task(), StepAttempt, request.replicas, restarts=True) as job:
+        return await measure_kills(library, request, job, progress)
 
 
-async def measure_kills(
-    library: str, request: Request, training: Training, new: Tail[Step], progress: Progress
-) -> KillRow:
+async def measure_kills(library: str, request: TrainRequest, job: Observer[StepAttempt], progress: Progress) -> KillRow:
     """Follow a training that runs, kill its replicas, and say what became of its pace."""
     chance = random.Random(request.seed)
-    pace = _Pace(training, new)
-    await pace.until(lambda: pace.together(request.replicas) >= SETTLED, "the replicas did not all train together")
+    pace = _Pace(job)
+    await pace.until("all train together", lambda: pace.together(request.replicas) >= SETTLED)
     begin = pace.last
-    await pace.until(lambda: pace.last >= begin + request.steps, "no step came to its end")
+    await pace.until("steps are done", lambda: pace.last >= begin + request.steps)
     usual = median(pace.gaps(begin, pace.last))
     calm = pace.rate(begin, begin + request.steps)
     start, kills, lost = pace.last, 0, pace.lost
     while pace.last < start + request.steps:
         victim = pace.victim(kills)
-        await pace.pause(chance.uniform(0, usual))  # anywhere in a step
-        os.kill(training.pids()[victim], signal.SIGKILL)
+        await job.job.runs(chance.uniform(0, usual))  # anywhere in a step
+        job.kill(victim)
         kills += 1
         progress(f"{library}: kill {kills}", (pace.last - start) / request.steps)
         due = min(start + kills * request.kill_every, start + request.steps)
-        await pace.until(lambda due=due: pace.last >= due, "the survivors did not go on")  # type: ignore[misc]
+        await pace.until("the survivors go on", lambda due=due: pace.last >= due)  # type: ignore[misc]
     end = start + request.steps
     disturbed = pace.rate(start, end)
     lost = pace.lost - lost
-    await pace.until(lambda: pace.together(request.replicas) >= SETTLED, "the killed replicas did not come back")
+    await pace.until("the killed replicas are back", lambda: pace.together(request.replicas) >= SETTLED)
     return KillRow(
         library=library,
         replicas=request.replicas,
@@ -261,14 +215,15 @@ async def measure_kills(
 
 
 class _Pace:
-    """When each step counted, as the first replica that says so has it."""
+    """The time at which each step counted, by the first replica that says so."""
 
-    def __init__(self, training: Training, new: Tail[Step]) -> None:
-        self._training, self._new = training, new
+    def __init__(self, job: Observer[StepAttempt]) -> None:
+        self._job = job
         self._done: dict[int, float] = {}  # step -> when
-        self._latest: dict[int, Step] = {}  # of each replica
+        self._latest: dict[int, StepAttempt] = {}  # of each replica
         self._who: dict[int, set[int]] = {}  # step -> who contributed
         self._discarded: set[int] = set()
+        job.saw = self._saw
 
     @property
     def last(self) -> int:
@@ -295,29 +250,17 @@ class _Pace:
     def victim(self, number: int) -> int:
         """One that takes part now, in turn."""
         taking = sorted(self._who[self.last] | self._who.get(self.last - 1, set()))
-        alive = [replica for replica in taking if self._training.pids().get(replica) == self._latest[replica].pid]
+        pids = self._job.job.pids()
+        alive = [replica for replica in taking if pids.get((replica, 0)) == self._latest[replica].pid]
         if len(alive) < 2:
             raise FtcommError("less than two replicas are there to kill one; raise --kill-every or --replicas")
         return alive[number % len(alive)]
 
-    async def pause(self, seconds: float) -> None:
-        await self._training.runs(seconds)
+    async def until(self, what: str, true: Callable[[], bool]) -> None:
+        """The patience is for one step."""
+        await self._job.until(what, true, PATIENCE, moved=lambda: self.last)
 
-    async def until(self, true: Callable[[], bool], otherwise: str) -> None:
-        deadline, last = time.monotonic() + PATIENCE, self.last
-        while not true():
-            if not await self._training.runs(0.02):
-                raise FtcommError("the training ended by itself")
-            for step in self._new.read():
-                self._read(step)
-            if self.last > last:
-                deadline, last = time.monotonic() + PATIENCE, self.last
-            if time.monotonic() > deadline:
-                raise FtcommError(
-                    f"{otherwise} within {PATIENCE:g} s; last seen: {sorted(self._latest.values(), key=repr)}"
-                )
-
-    def _read(self, step: Step) -> None:
+    def _saw(self, step: StepAttempt) -> None:
         self._latest[step.replica] = step
         if not step.contributes:
             return
@@ -328,110 +271,17 @@ class _Pace:
             self._discarded.add(step.step)
 
 
-# -- peers: torchft, where one that was killed is started again at once; and gloo, which restarts from checkpoints -----
-
-
-async def kill_torchft(request: Request, progress: Progress) -> KillRow:
-    """Raises `FtcommError` when a replica ends of itself; no process is left, however this ends."""
-    return await _kill("torchft", _Replicas, torchft_rank, request, progress)
-
-
-async def kill_restart(request: Request, progress: Progress) -> KillRow:
-    """Raises `FtcommError` when a rank fails; no process is left, however this ends."""
-    return await _kill("restart", _Ranks, restarted_rank, request, progress)
-
-
-async def _kill(
-    library: str, kind: type[_Processes], function: Callable[..., None], request: Request, progress: Progress
-) -> KillRow:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with contextlib.ExitStack() as stack:
-        task, path = stack.enter_context(written_task(request.task()))
-        log = stack.enter_context((path.parent / "log").open("w"))
-        if library == "torchft":
-            environment["TORCHFT_LIGHTHOUSE"] = stack.enter_context(lighthouse(log))
-        processes = kind(function, path, request.replicas, environment, log)
-        stack.callback(processes.end)
-        return await measure_kills(library, request, processes, tail(task.folder, request.replicas, Step), progress)
-
-
-class _Processes:
-    def __init__(
-        self, function: Callable[..., None], task: Path, replicas: int, environment: dict[str, str], log: IO[str]
-    ) -> None:
-        self._function = function
-        self._task, self._replicas, self._environment, self._log = task, replicas, environment, log
-        self._life = 0
-        self._processes = {replica: self._start(replica) for replica in range(replicas)}
-
-    def pids(self) -> dict[int, int]:
-        return {replica: process.pid for replica, process in self._processes.items() if process.poll() is None}
-
-    async def runs(self, seconds: float) -> bool:
-        await asyncio.sleep(seconds)
-        codes = {replica: process.poll() for replica, process in self._processes.items()}
-        if failed := {replica: code for replica, code in codes.items() if self._has_failed(code)}:
-            last = "\n  ".join(Path(self._log.name).read_text().splitlines()[-20:])
-            raise FtcommError(f"replicas exited by themselves ({failed}); last lines:\n  {last}")
-        if ended := [replica for replica, code in codes.items() if code is not None]:
-            await self._restart(ended)
-        return True
-
-    def end(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait(30)
-
-    def _start(self, replica: int) -> subprocess.Popen[bytes]:
-        more = (str(replica), str(self._replicas), str(self._life))
-        command = [sys.executable, "-m", "ftcomm.bench.rank", *rank_arguments(self._function, self._task, *more)]
-        return subprocess.Popen(command, env=self._environment, stdout=self._log, stderr=self._log)
-
-    def _has_failed(self, code: int | None) -> bool:
-        raise NotImplementedError
-
-    async def _restart(self, ended: list[int]) -> None:
-        raise NotImplementedError
-
-
-class _Replicas(_Processes):
-    def _has_failed(self, code: int | None) -> bool:
-        return code is not None and code >= 0
-
-    async def _restart(self, ended: list[int]) -> None:
-        self._processes |= {replica: self._start(replica) for replica in ended}
-
-
-class _Ranks(_Processes):
-    """One life of the whole job after the other."""
-
-    def _has_failed(self, code: int | None) -> bool:
-        return code is not None and code > 0
-
-    async def _restart(self, ended: list[int]) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + GRACE
-        while self.pids() and loop.time() < deadline:
-            await asyncio.sleep(0.01)
-        self.end()
-        self._life += 1
-        self._processes = {replica: self._start(replica) for replica in range(self._replicas)}
-
-
-async def measure(request: Request, report: Report) -> None:
-    torchft = "torchft" in request.compare
-    if torchft and (why := torchft_missing()) is not None:
-        report.line(f"# {why}")
-        torchft = False
+async def measure(request: TrainRequest, report: BenchReport) -> None:
+    left_out = missing("torchft", "cpu", request.replicas) if "torchft" in request.compare else None
+    if left_out is not None:
+        report.line(f"# {left_out}")
     if request.rounds:
         await compare_steps(request, report)
     if request.steps:
         report.add(await kill_ftcomm(request, report.progress))
-        if torchft:
-            report.add(await kill_torchft(request, report.progress))
-        if "restart" in request.compare:
-            report.add(await kill_restart(request, report.progress))
+        for peer in ("torchft", "restart"):
+            if peer in request.compare and not (peer == "torchft" and left_out):
+                report.add(await kill_peer(peer, request, report.progress))
 
 
 def _millions(row: StepRow | KillRow) -> str:
@@ -460,7 +310,7 @@ KILLS = (
 )
 EXPERIMENT = Experiment(
     "train",
-    Request,
+    TrainRequest,
     measure,
     [Table("steps", StepRow, STEPS, late=True), Table("kills", KillRow, KILLS, late=True)],
     good=lambda report: all(row.equal is not False for row in report["kills"]),
@@ -470,10 +320,11 @@ EXPERIMENT = Experiment(
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-class Task(msgspec.Struct, frozen=True):
+class TrainTask(msgspec.Struct, frozen=True):
     width: int  # of the model
     layers: int
     batch: int  # sequences of a replica
+    replicas: int = 0  # of the training that is disturbed
     folder: str = ""
     libraries: tuple[str, ...] = ()
     rounds: int = 0
@@ -489,7 +340,7 @@ class Timed(msgspec.Struct, frozen=True):
     times: list[float]
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepAttempt(msgspec.Struct, frozen=True):
     """An attempt at a step, of a replica. `end` is of `time.monotonic()`, one clock for all processes of a host."""
 
     replica: int
@@ -500,19 +351,19 @@ class Step(msgspec.Struct, frozen=True):
     contributes: bool
 
 
-def build(task: Task) -> Transformer:
+def build(task: TrainTask) -> Transformer:
     """The same weights in all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return Transformer(task.width, task.layers, 8, CONTEXT)
 
 
-def batch(task: Task, step: int, replica: int) -> torch.Tensor:
+def batch(task: TrainTask, step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + replica)
     return torch.randint(0, 256, (task.batch, CONTEXT + 1), generator=generator)
 
 
-def rank(task: Task) -> None:
+def rank(task: TrainTask) -> None:
     # What takes long comes first: from the moment at which a replica has joined, the others wait for its steps.
     model = build(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -528,7 +379,7 @@ def rank(task: Task) -> None:
 
 
 def compare(
-    task: Task, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
+    task: TrainTask, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
 ) -> None:
     wrapped = {"none": DistributedDataParallel(model), "ftcomm": DistributedDataParallel(model)}
     if "gloo" in task.libraries:
@@ -558,7 +409,7 @@ def _step(
     optimizer.step()
 
 
-def _gloo(task: Task, rank: int, ranks: int) -> dist.ProcessGroup:
+def _gloo(task: TrainTask, rank: int, ranks: int) -> dist.ProcessGroup:
     store = dist.FileStore(f"{task.folder}/rendezvous", ranks)
     group = dist.ProcessGroup(store, rank, ranks)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -569,7 +420,7 @@ def _gloo(task: Task, rank: int, ranks: int) -> dist.ProcessGroup:
 
 
 def train(
-    task: Task, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
+    task: TrainTask, group: ftcomm.Group, records: Records, model: Transformer, optimizer: torch.optim.Optimizer
 ) -> None:
     state = {"model": model, "optimizer": optimizer}
     parallel = DistributedDataParallel(model)
@@ -585,18 +436,18 @@ def train(
 
 def noting(records: Records, replica: int) -> Callable[[int, bool, bool], None]:
     return lambda step, committed, contributes: records.write(
-        Step(replica, os.getpid(), step, time.monotonic(), committed, contributes)
+        StepAttempt(replica, os.getpid(), step, time.monotonic(), committed, contributes)
     )
 
 
-def torchft_rank(task: Task, place: str, replicas: str, life: str) -> None:
-    """The training of train.py as torchft has it, with gloo."""
+def torchft_rank(task: TrainTask, place: str, life: str) -> None:
+    """The same training as torchft has it, with gloo."""
     from torchft import DistributedDataParallel, Optimizer
 
     replica = int(place)
     model = build(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(batch(task, 0, 0)).backward()  # to warm up, as train.py does
+    model(batch(task, 0, 0)).backward()  # to warm up, as `rank` does
 
     def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -618,11 +469,11 @@ def torchft_rank(task: Task, place: str, replicas: str, life: str) -> None:
         note(with_torchft.current_step() - committed, committed, contributes)
 
 
-def restarted_rank(task: Task, place: str, replicas: str, life: str) -> None:
-    """The training of train.py over plain gloo, with checkpoints. Ends with the first error; the command then starts
+def restarted_rank(task: TrainTask, place: str, life: str) -> None:
+    """The same training over plain gloo, with checkpoints. Ends with the first error; the command then starts
     all ranks again, which begin with the last checkpoint."""
     replica, where = int(place), f"file://{task.folder}/rendezvous-{life}"
-    dist.init_process_group("gloo", init_method=where, rank=replica, world_size=int(replicas), timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=where, rank=replica, world_size=task.replicas, timeout=TIMEOUT)
     model = build(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     path = Path(task.folder) / "checkpoint.pt"
@@ -649,8 +500,8 @@ def restarted_rank(task: Task, place: str, replicas: str, life: str) -> None:
             os.replace(new, path)
 
 
-def last_step(task: Task, replica: int) -> int:
-    """That an earlier life of this replica has done; -1: none."""
+def last_step(task: TrainTask, replica: int) -> int:
+    """Returns the last step that an earlier life of this replica has done; -1: none."""
     path = records_path(task.folder, replica)
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return max((msgspec.json.decode(line, type=Step).step for line in lines), default=-1)
+    return max((msgspec.json.decode(line, type=StepAttempt).step for line in lines), default=-1)

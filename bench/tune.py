@@ -7,10 +7,7 @@ same two ops. The time of an op is that of its slowest member, which they find b
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import functools
-import inspect
 import math
 import os
 import time
@@ -18,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import numpy as np
 
@@ -27,19 +23,19 @@ from ftcomm.bench import bandwidth
 from ftcomm.bench.bandwidth import Links
 from ftcomm.bench.baseline import check
 from ftcomm.bench.checks import check_at_least_one
-from ftcomm.bench.harness import FILE, INTS, choices, click_options, option, write_json, written_at_the_end
-from ftcomm.bench.header import header, header_lines
-from ftcomm.bench.job import Progress, Records, part, run_ranks
-from ftcomm.bench.progress import ProgressBar
+from ftcomm.bench.harness import FILE, INTS, BenchReport, Experiment, Table, option, write_json, written_at_the_end
+from ftcomm.bench.job import Records, part, run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import median
 from ftcomm.collective.exchange import Exchange
 from ftcomm.errors import SettingsError
 from ftcomm.group import Group
+from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.slow_network import settle
+from ftcomm.launch.option_types import choices
 from ftcomm.settings import Settings
-from ftcomm.tuning import EVER, MEMBERS, Tuning
-from ftcomm.tuning_file import File
+from ftcomm.settings.tuning import EVER, MEMBERS, Tuning
+from ftcomm.settings.tuning_file import File
 
 SMALL = tuple(1 << power for power in range(12, 23))  # 4K to 4M
 LARGE = tuple(1 << power for power in range(14, 23, 2))  # 16K to 4M
@@ -56,10 +52,10 @@ FULL, FEWEST = 128 << 10, 5  # bytes up to which all iterations are made; and it
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """Find the switch points of all-reduces on this machine, or between the hosts of a job.
 
-    Small ones are reduced by each member itself (one-shot), larger ones in shards (two-shot); still larger ones go
+    Small ones are reduced by each member itself (one-shot), larger ones in slices (two-shot); still larger ones go
     around, with FTCOMM_ALGORITHM=ring, or by two levels, where members share hosts. The file that is written says up to
     which size; give it to all ranks with FTCOMM_TUNING. Of other numbers of members, and of what was not measured, it
     keeps what it said before.
@@ -85,7 +81,7 @@ class Request:
     small: Sequence[int] = SMALL  # bytes; one-shot or two-shot
     large: Sequence[int] = LARGE  # each with each, or around a ring or by two levels
 
-    def smoke(self) -> Request:
+    def smoke(self) -> TuneRequest:
         """Two sizes and a few ops, to see that it runs."""
         few = dict(ranks=self.ranks[:1], iterations=3, rounds=2, small=SMALL[2:7:4], large=LARGE[:2])
         return dataclasses.replace(self, **few)  # type: ignore[arg-type]
@@ -100,16 +96,16 @@ class Request:
             )
 
     def sizes(self, second: str) -> Sequence[int]:
-        """In ascending order, at which this way is compared with the one for smaller ones."""
+        """Returns the sizes, ascending, at which this way is compared with the one for smaller ones."""
         return self.small if second == TWO else self.large
 
-    def task(self, *seconds: str, per_host: int = 0) -> Task:
+    def task(self, *seconds: str, per_host: int = 0) -> TuneTask:
         """Compare each of these ways with the one for smaller sizes."""
         pairs = tuple((ONE if second == TWO else TWO, second, tuple(self.sizes(second))) for second in seconds)
-        return Task(pairs, self.iterations, self.rounds, per_host=per_host)
+        return TuneTask(pairs, self.iterations, self.rounds, per_host=per_host)
 
 
-class Point(msgspec.Struct, frozen=True):
+class SwitchPoint(msgspec.Struct, frozen=True):
     """The first way up to `bytes`, the second above; by medians over rounds of medians."""
 
     members: int
@@ -144,8 +140,8 @@ def switch(first: Sequence[float], second: Sequence[float]) -> int:
     return min(range(len(first) + 1), key=lost)
 
 
-def points(blocks: Iterable[Block], request: Request) -> list[Point]:
-    """Of all pairs of ways that were measured at all sizes and in all rounds. Pure."""
+def points(blocks: Iterable[TurnBlock], request: TuneRequest) -> list[SwitchPoint]:
+    """Returns the switch points of all pairs of ways that were measured at all sizes and in all rounds. Pure."""
     found: dict[tuple[int, bool, str, str], dict[int, dict[str, list[float]]]] = {}
     for block in blocks:
         sizes = found.setdefault((block.members, block.one_host, block.first, block.second), {})
@@ -158,11 +154,11 @@ def points(blocks: Iterable[Block], request: Request) -> list[Point]:
         first_us, second_us = ([median(sizes[size][way]) for size in wanted] for way in (first, second))
         taken = switch(first_us, second_us)
         last = wanted[taken - 1] if taken else 0
-        made.append(Point(members, one_host, first, second, last, list(wanted), first_us, second_us))
+        made.append(SwitchPoint(members, one_host, first, second, last, list(wanted), first_us, second_us))
     return made
 
 
-def to_file(points: Iterable[Point], links: Links | None, before: File, header: Mapping[str, Any]) -> File:
+def to_file(points: Iterable[SwitchPoint], links: Links | None, before: File, header: Mapping[str, Any]) -> File:
     """What the file says from now on: what was measured, and of the rest what it said before. Pure."""
     measured = dict(before.measured)
     one, far, ring, levels = (
@@ -209,7 +205,49 @@ def before(path: Path) -> File:
         raise SettingsError(f"--file {path} is no tuning file ({error}); choose another, or remove it.") from None
 
 
-class Task(msgspec.Struct, frozen=True):
+async def run(request: TuneRequest, report: BenchReport) -> None:
+    """Measure in jobs of this command, or as a rank of one."""
+    earlier, links = before(request.file), None
+
+    def write(path: Path) -> None:
+        write_json(path, to_file(report["points"], links, earlier, report.fields))
+
+    with written_at_the_end("--file", request.file if report.speaks else None, write):
+        if not in_job():
+            await run_jobs(request, report)
+            return
+        group = ftcomm.default_group()
+        blocks: list[TurnBlock] = []
+        measure(group, request.task(*ways(group)), blocks.append)
+        for point in points(blocks, request):
+            report.add(point)
+        links = bandwidth.measure(group, lambda text: report.line(f"# {text}"))
+        if links is not None:
+            report.line(str(links))
+        ftcomm.shutdown()
+
+
+def in_job() -> bool:
+    return "FTCOMM_COORDINATOR" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process is the command, or of the ranks of a job the one that speaks for all."""
+    group = ftcomm.init() if in_job() else None
+    return group is None or (group.shard == 0 and group.replica == group.roster[0])
+
+
+EXPERIMENT = Experiment(
+    "tune",
+    TuneRequest,
+    run,
+    [Table("points", SwitchPoint, line=str)],
+    footer=lambda report: [f"# {report.request.file}; use it with FTCOMM_TUNING={report.request.file} on all ranks"],
+    speaks=speaks,
+)
+
+
+class TuneTask(msgspec.Struct, frozen=True):
     """`pairs`: (first way, second way, sizes in bytes of fp32), for each switch point that is looked for."""
 
     pairs: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -219,7 +257,7 @@ class Task(msgspec.Struct, frozen=True):
     per_host: int = 0  # so many replicas are on each host, in the order of their numbers; 0: all are where they are
 
 
-class Block(msgspec.Struct, frozen=True):
+class TurnBlock(msgspec.Struct, frozen=True):
     """The timings of one turn. All members find the same."""
 
     members: int
@@ -232,11 +270,15 @@ class Block(msgspec.Struct, frozen=True):
     times: list[float]  # us of each op
 
 
-async def run_jobs(request: Request, on_blocks: Callable[[list[Block]], object], progress: Progress) -> None:
-    """Jobs of all numbers of ranks, one after the other; hand over all that was measured so far, again and again.
-    Raises `FtcommError` if one fails; no process is left."""
+async def run_jobs(request: TuneRequest, report: BenchReport) -> None:
+    """Jobs of all numbers of ranks, one after the other. Raises `FtcommError` if one fails; no process is left."""
     jobs = [(hosts, ranks) for hosts in request.hosts for ranks in request.ranks]
-    blocks: list[Block] = []
+    blocks: list[TurnBlock] = []
+
+    def look(job: object, came: list[TurnBlock]) -> None:
+        for point in points([*blocks, *came], request)[len(report["points"]) :]:
+            report.add(point)
+
     for number, (hosts, ranks) in enumerate(jobs):
         if hosts == "shared":
             task, transport, algorithm, per_host = request.task(TWO), "shm", "direct", 1
@@ -250,25 +292,20 @@ async def run_jobs(request: Request, on_blocks: Callable[[list[Block]], object],
             rank,
             task,
             ranks,
-            Block,
+            TurnBlock,
             turns(task),
-            part(progress, number, len(jobs)),
-            functools.partial(_look, on_blocks, tuple(blocks)),
+            part(report.progress, number, len(jobs)),
+            look,
             env={"FTCOMM_TUNING": "", "FTCOMM_ALGORITHM": algorithm},
             transport=transport,
-            hosts=hosts,
-            replicas_per_host=per_host,
+            hosts=NamespaceHosts(per_host) if hosts == "netns" else None,
         )
-
-
-def _look(on_blocks: Callable[[list[Block]], object], earlier: Sequence[Block], job: object, came: list[Block]) -> None:
-    on_blocks([*earlier, *came])
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def turns(task: Task) -> int:
+def turns(task: TuneTask) -> int:
     return sum(2 * len(sizes) for *_, sizes in task.pairs) * task.rounds
 
 
@@ -278,20 +315,21 @@ def iterations(size: int, most: int) -> int:
 
 
 def ways(group: Group) -> tuple[str, ...]:
-    """Those that an all-reduce may take here beyond one-shot, for `Request.task`. On all members alike."""
+    """Returns the algorithms that an all-reduce may take here beyond one-shot, for `TuneRequest.task`. The same on all
+    members."""
     group.allreduce(np.zeros(1, np.float32))
     view = _exchange(group).view
     return (TWO, *((RING,) if len(view.ring) > 2 else ()), *((LEVELS,) if view.hosts else ()))
 
 
 def _exchange(group: Group) -> Exchange:
-    exchange = group._exchange
+    exchange = group.internals.exchange
     assert isinstance(exchange, Exchange)  # the switch points are of this engine
     return exchange
 
 
-def measure(group: Group, task: Task, on_block: Callable[[Block], None]) -> None:
-    """On all members alike. Blocks; raises what an all-reduce raises."""
+def measure(group: Group, task: TuneTask, on_block: Callable[[TurnBlock], None]) -> None:
+    """Measure, on all members alike. Blocks; raises what an all-reduce raises."""
     exchange = _exchange(group)
     token = np.zeros(1, np.float32)
     group.allreduce(token)
@@ -305,7 +343,7 @@ def measure(group: Group, task: Task, on_block: Callable[[Block], None]) -> None
                     times = _time(lambda x=x: group.allreduce(x), iterations(size, task.iterations))
                     group.allreduce(times, op="max")
                     found = [float(each) for each in times]
-                    on_block(Block(len(view.members), view.one_host, first, second, way, size, number, found))
+                    on_block(TurnBlock(len(view.members), view.one_host, first, second, way, size, number, found))
     exchange.tune(view.tuning)
 
 
@@ -320,71 +358,10 @@ def _time(op: Callable[[], object], iterations: int) -> np.ndarray[tuple[int], n
     return times
 
 
-def rank(task: Task) -> None:
+def rank(task: TuneTask) -> None:
     if task.per_host:
         settle(f"host-{Settings.from_env().replica // task.per_host}")
     group = ftcomm.init()
     records = Records(task.folder, group.replica)
     measure(group, task, records.write if group.replica == group.roster[0] else lambda block: None)
     ftcomm.shutdown()
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def _here(request: Request) -> None:
-    request.check()
-    earlier, fields = before(request.file), header()
-    blocks: list[Block] = []
-    said = 0
-
-    def write(path: Path) -> None:
-        write_json(path, to_file(points(blocks, request), None, earlier, fields))
-
-    with written_at_the_end("--file", request.file, write), ProgressBar() as bar:
-        for text in header_lines(fields):
-            bar.line(text)
-
-        def on_blocks(measured: list[Block]) -> None:
-            nonlocal said
-            blocks[:] = measured
-            for point in points(blocks, request)[said:]:
-                bar.line(str(point))
-                said += 1
-
-        try:
-            asyncio.run(run_jobs(request, on_blocks, bar.update))
-        except KeyboardInterrupt:  # all processes are gone by now
-            raise click.exceptions.Exit(130) from None
-    click.echo(f"# {request.file}; use it with FTCOMM_TUNING={request.file} on all ranks")
-
-
-def _in_job(request: Request) -> None:
-    group = ftcomm.init()
-    speaks = group.shard == 0 and group.replica == group.roster[0]
-    blocks: list[Block] = []
-    measure(group, request.task(*ways(group)), blocks.append)
-    found = points(blocks, request)
-    links = bandwidth.measure(group, lambda text: click.echo(f"# {text}") if speaks else None)
-    if speaks:
-        file = to_file(found, links, before(request.file), header())
-        with written_at_the_end("--file", request.file, lambda path: write_json(path, file)):
-            for said in (*found, *([] if links is None else [links])):
-                click.echo(str(said))
-    ftcomm.shutdown()
-
-
-def _run(smoke: bool, **options: Any) -> None:
-    request = Request(**options)
-    request = request.smoke() if smoke else request
-    (_in_job if "FTCOMM_COORDINATOR" in os.environ else _here)(request)
-
-
-def _command() -> click.Command:
-    body = click.option("--smoke", is_flag=True, help=inspect.getdoc(Request.smoke))(_run)
-    for each in reversed(click_options(Request)):
-        body = each(body)
-    return click.command("tune", help=inspect.getdoc(Request))(body)
-
-
-tune = _command()

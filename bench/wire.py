@@ -26,20 +26,21 @@ import numpy as np
 
 import ftcomm
 from ftcomm.bench import baseline
-from ftcomm.bench.baseline import DEADLINE, Block, check, rounds_us, share, whole
+from ftcomm.bench.baseline import DEADLINE, BaselineBlock, check, reporter, rounds_us, share
 from ftcomm.bench.checks import check_at_least_one
-from ftcomm.bench.harness import INTS, SIZES, Column, Experiment, Parsed, Report, Table, option
-from ftcomm.bench.job import Job, Records, part, run_ranks
+from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
+from ftcomm.bench.job import Job, Progress, Records, part, run_ranks
 from ftcomm.bench.sizes import format_size
 from ftcomm.bench.stats import busbw_factor, median
 from ftcomm.errors import SettingsError
-from ftcomm.fixed.group import FixedGroup
+from ftcomm.lab.netns.hosts import NamespaceHosts, parse_delay, parse_rate
 from ftcomm.lab.netns.network import CABLE
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork, settle
-from ftcomm.launch.options import parse_delay, parse_rate
+from ftcomm.launch.option_types import Parsed
 from ftcomm.settings import ALGORITHMS, check_data
-from ftcomm.tuning import BUILT_IN, EVER, MEMBERS
+from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS
+from ftcomm.static.group import StaticGroup
 
 DIRECT, TWO_LEVELS = "direct", "two levels"
 PROTECTED = ("mac", "aes-gcm")  # what FTCOMM_DATA says besides "none"
@@ -52,7 +53,7 @@ TIME = Parsed("TIME", parse_delay, lambda seconds: f"{seconds:g}s")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class WireRequest:
     """All-reduce over TCP beside plain sockets that carry the same bytes, and gloo; on loopback, or on a slow link.
 
     The sockets have the pattern of a ring: every rank sends 2 (n - 1) / n of the array to the next one out of an array,
@@ -80,7 +81,7 @@ class Request:
     secure: bool = option(False, help="Also with a MAC and with AES-GCM, as FTCOMM_DATA says.")
     gloo: bool = True
 
-    def smoke(self) -> Request:
+    def smoke(self) -> WireRequest:
         """Two ranks and 1 MB, without gloo, to see that it runs."""
         return dataclasses.replace(self, sizes=(1 << 20,), ranks=(2,), iterations=2, rounds=1, gloo=False, idle=0.2)
 
@@ -115,8 +116,8 @@ class Request:
         if self.hosts and min(self.hosts) < 2:
             raise SettingsError(f"--hosts {min(self.hosts)}: expected at least 2 hosts.")
 
-    def task(self, ranks: int) -> Task:
-        return Task(
+    def task(self, ranks: int) -> WireTask:
+        return WireTask(
             ranks=ranks,
             sizes=tuple(self.sizes),
             iterations=self.iterations,
@@ -127,7 +128,7 @@ class Request:
         )
 
 
-class Task(baseline.Task, frozen=True, kw_only=True):
+class WireTask(baseline.BaselineTask, frozen=True, kw_only=True):
     ranks_per_host: int  # that many are on each host, in the order of their numbers; 0: all are on this one
     idle: float  # seconds that all ranks but the first wait for that one in the end
 
@@ -144,7 +145,7 @@ class Waited(msgspec.Struct, frozen=True, tag=True):
     cpu: float  # seconds of processor time, of all its threads
 
 
-class Row(msgspec.Struct, frozen=True):
+class WireRow(msgspec.Struct, frozen=True):
     """One library at one size. The time of an op is that of the slowest rank; medians over rounds of medians."""
 
     library: str
@@ -176,46 +177,36 @@ class Network(msgspec.Struct, frozen=True):
     busy_pct: float  # of a core, in its busiest second
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: WireRequest, report: BenchReport) -> None:
     """Report the rows of each size as soon as so many ranks have measured all. Raises `FtcommError` if one fails."""
     for number, ranks in enumerate(request.jobs):
-        task, watched = request.task(ranks), Watched(ranks)
-        records = await run_ranks(
-            rank,
-            task,
-            ranks,
-            Block | Waited,
-            ranks * (len(task.sizes) * task.rounds * len(task.libraries) + 1),
-            part(report.progress, number, len(request.jobs)),
-            functools.partial(_look, task, list(task.sizes), request.rate, watched, report),
-            env={"GLOO_SOCKET_IFNAME": CABLE if task.hosts else "lo", "FTCOMM_ALGORITHM": request.chosen},
-            transport="auto" if request.ranks_per_host > 1 else "tcp",
-            hosts="netns" if task.hosts else "shared",
-            replicas_per_host=request.ranks_per_host,
-            rate=request.rate,
-            delay=request.delay,
-        )
-        report.add(idle([record for record in records if isinstance(record, Waited)]))
-        if watched.network is not None:
-            report.add(watched.network)
+        await _measure_job(request, ranks, report, part(report.progress, number, len(request.jobs)))
 
 
-def _look(
-    task: Task,
-    left: list[int],
-    rate: float | None,
-    watched: Watched,
-    report: Report,
-    job: Job,
-    records: list[Any],
-) -> None:
-    """Report the rows of those of the sizes that are `left` which all ranks have measured."""
-    if isinstance(job.launcher.network, SlowNetwork):
-        watched.saw(time.monotonic(), job.launcher.network.counts())
-    blocks = [record for record in records if isinstance(record, Block)]
-    while left and whole(blocks, task, left[0]):
-        for row in rows(blocks, task, left.pop(0), rate):
-            report.add(row)
+async def _measure_job(request: WireRequest, ranks: int, report: BenchReport, progress: Progress) -> None:
+    task, watched = request.task(ranks), Watched(ranks)
+    see = reporter(task, lambda blocks, size: rows(blocks, task, size, request.rate), report.add)
+
+    def look(job: Job, records: list[Any]) -> None:
+        if isinstance(job.launcher.network, SlowNetwork):
+            watched.saw(time.monotonic(), job.launcher.network.counts())
+        see(records)
+
+    records = await run_ranks(
+        rank,
+        task,
+        ranks,
+        BaselineBlock | Waited,
+        ranks * (len(task.sizes) * task.rounds * len(task.libraries) + 1),
+        progress,
+        look,
+        env={"GLOO_SOCKET_IFNAME": CABLE if task.hosts else "lo", "FTCOMM_ALGORITHM": request.chosen},
+        transport="auto" if request.ranks_per_host > 1 else "tcp",
+        hosts=NamespaceHosts(request.ranks_per_host, request.rate, request.delay) if task.hosts else None,
+    )
+    report.add(idle([record for record in records if isinstance(record, Waited)]))
+    if watched.network is not None:
+        report.add(watched.network)
 
 
 class Watched:
@@ -237,12 +228,12 @@ class Watched:
 
 
 def idle(waited: Sequence[Waited]) -> Idle:
-    """Of all ranks; all but the first have waited for that one."""
+    """Returns how idle all ranks were; all but the first have waited for that one."""
     took = max((one for one in waited if one.rank), key=lambda one: one.cpu / one.seconds)
     return Idle(len(waited), took.seconds, 100 * took.cpu / took.seconds)
 
 
-def rows(blocks: Iterable[Block], task: Task, size: int, rate: float | None = None) -> list[Row]:
+def rows(blocks: Iterable[BaselineBlock], task: WireTask, size: int, rate: float | None = None) -> list[WireRow]:
     """All ranks' blocks of one size -> a row for each library, sockets first. `rate`: bits a second of the link.
 
     The link of a host has to carry 2 (hosts - 1) / hosts of the array, however many ranks it has."""
@@ -256,7 +247,7 @@ def rows(blocks: Iterable[Block], task: Task, size: int, rate: float | None = No
         cable = max(b.sent for b in mine if b.library == library) // task.iterations if task.hosts else None
         of_link = None if least is None else least / us
         of_sockets = share(found["sockets"], times)
-        made.append(Row(library, task.ranks, task.hosts, size, us, busbw / us, of_sockets, of_link, cable, times))
+        made.append(WireRow(library, task.ranks, task.hosts, size, us, busbw / us, of_sockets, of_link, cable, times))
     return made
 
 
@@ -286,9 +277,13 @@ def network_line(one: Network) -> str:
 
 EXPERIMENT = Experiment(
     "wire",
-    Request,
+    WireRequest,
     measure,
-    [Table("rows", Row, COLUMNS), Table("idle", Idle, line=idle_line), Table("networks", Network, line=network_line)],
+    [
+        Table("rows", WireRow, COLUMNS),
+        Table("idle", Idle, line=idle_line),
+        Table("networks", Network, line=network_line),
+    ],
 )
 
 
@@ -312,7 +307,7 @@ class Pair:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def carry(self, given: memoryview, taken: memoryview, nbytes: int) -> None:
+    def transfer(self, given: memoryview, taken: memoryview, nbytes: int) -> None:
         """Send so many bytes and receive as many, from and into arrays that are gone through again and again."""
         sent = received = 0
         while sent < nbytes or received < nbytes:
@@ -344,7 +339,7 @@ class Pair:
                     raise TimeoutError(f"nothing has moved for {DEADLINE:g} s")
 
 
-def rank(task: Task) -> None:
+def rank(task: WireTask) -> None:
     host, first = divmod(int(os.environ["FTCOMM_REPLICA"]), max(1, task.ranks_per_host))
     if task.hosts:
         settle(f"host-{host}")
@@ -367,7 +362,7 @@ def rank(task: Task) -> None:
 
     everybody = [(replica, 0) for replica in range(ranks)]
     protected = {
-        data: FixedGroup.in_job(group, f"bench {data}", everybody, data=data)
+        data: StaticGroup.in_job(group, f"bench {data}", everybody, data=data)
         for data in PROTECTED
         if data in task.libraries
     }
@@ -377,7 +372,7 @@ def rank(task: Task) -> None:
         given, taken, each = x.view(np.uint8).data, y.view(np.uint8).data, 2 * (ends - 1) * size // ends
         ours = dict.fromkeys(("ftcomm", DIRECT, TWO_LEVELS), lambda: group.allreduce(x))
         return {
-            "sockets": lambda: pair.carry(given, taken, each) if pair is not None else None,
+            "sockets": lambda: pair.transfer(given, taken, each) if pair is not None else None,
             "gloo": lambda: gloo(x) if gloo is not None else None,
             **ours,
             **{data: functools.partial(made.allreduce, x) for data, made in protected.items()},
@@ -385,7 +380,7 @@ def rank(task: Task) -> None:
 
     def turn(library: str) -> None:
         if library in TUNINGS:
-            group._exchange.tune(TUNINGS[library])
+            group.internals.exchange.tune(TUNINGS[library])
 
     baseline.run(task, group, ops, turn=turn, count=_sent if task.hosts else lambda: 0)
     for made in protected.values():
@@ -411,7 +406,7 @@ def _wait(group: ftcomm.Group, rank: int, seconds: float) -> Waited:
     return Waited(rank, time.monotonic() - begun, time.process_time() - cpu)
 
 
-def _gloo(task: Task, rank: int) -> Callable[[Any], Any]:
+def _gloo(task: WireTask, rank: int) -> Callable[[Any], Any]:
     import torch
     import torch.distributed as dist
 

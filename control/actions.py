@@ -1,4 +1,5 @@
-"""What a rank's machines want done: a `Machine` decides it, its `Node` hands it on, and what drives that does it."""
+"""What the machines of a rank want done: a `Machine` decides, its `Node` hands the action on, and the driver carries it
+out."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class Freeze:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """All members have stopped: reach their memory, as long as `Node.wants(view)`, and set the exchange going from what
-    they hold; answer with `resumed`, or with `unreachable` and try again."""
+    """Reach the memory of all members, which have stopped, as long as `Node.wants(view)`. Then start the exchange from
+    what they hold. Answer with `resumed`, or with `unreachable` and try again."""
 
     view: View
     progress: dict[int, m.Progress]
@@ -26,16 +27,16 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """The boundary that the user's code stands at is passed, in `view`; `left`: by leaving the job. Of that it may have
-    been in no view at all."""
+    """The boundary at which the user's code stands is passed, in `view`. With `left` the replica has left the job
+    there; it may never have been in a view."""
 
     view: View
     left: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Queued:
-    """Still joining; why."""
+class JoinPending:
+    """The replica is still joining; says why."""
 
     reason: str
     stage: m.Stage
@@ -43,15 +44,21 @@ class Queued:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The job runs, and knows this replica, which is in no view: let the script prepare, and say `Ready` when it is.
-    `view` is that in force, as if this replica were in it."""
+    """The job runs and knows this replica, which is in no view. Let the script prepare, and say `Ready` when it has.
+    `view` is the one in force with this replica added."""
 
     view: View
 
 
 @dataclasses.dataclass(frozen=True)
+class GoOn:
+    """The step loop in which the script waits to join is over. Let the script go on to the next one, and say `Ready`
+    again there."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Failed:
-    """The end for this rank. Say what is still to be said, then hang up, so that nobody waits for it."""
+    """This rank ends. Send what is still to be sent, then close the connections, so that no other rank waits for it."""
 
     reason: str
     ending: m.Ending = m.Ending.FAILED

@@ -11,14 +11,14 @@ from ftcomm.control import messages as m
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.wire import MAX_MESSAGE
 
-REST = 1024  # bytes of a replica in a view beside its addresses, and its share of all else
+REST = 1024  # bytes of a replica in a view besides its addresses
 
 
 class Room(NamedTuple):
-    """What a view has to fit in."""
+    """The room that a view has to fit in."""
 
-    most: int  # bytes, encoded as for a message
-    what: str  # has them
+    most: int  # bytes of the encoded view
+    what: str  # names what has that room
     mend: str = ""
 
 
@@ -26,7 +26,7 @@ MESSAGE = Room(MAX_MESSAGE, "a message")
 
 
 def too_large(join: m.Join, replicas: int, room: Room = MESSAGE) -> str:
-    """Why a view of so many replicas like this one cannot be sent or stored, and the mend; empty if it can."""
+    """Returns why a view of so many such replicas cannot be sent or stored, and the mend; empty if it can."""
     each = len(msgspec.msgpack.encode(join.ranks)) + REST
     if each * replicas <= room.most:
         return ""
@@ -38,8 +38,19 @@ def too_large(join: m.Join, replicas: int, room: Room = MESSAGE) -> str:
     )
 
 
-def other_job(join: m.Join, ranks: int, timeouts: Timeouts) -> str:
-    """Why `join` is not of a job with `ranks` ranks a replica and these timeouts, and the mend; empty if it is."""
+def other_job(join: m.Join, replicas: int, ranks: int, timeouts: Timeouts) -> str:
+    """Returns why `join` does not belong to a job of so many replicas, ranks a replica and these timeouts, and the
+    mend; empty if it does."""
+    if join.replica >= replicas:
+        return (
+            f"there is no replica {join.replica} in a job of {replicas}, which are numbered from 0 to {replicas - 1}; "
+            "set FTCOMM_REPLICA to one of them, and FTCOMM_REPLICAS to the same at all of the job"
+        )
+    if join.replicas not in (0, replicas):
+        return (
+            f"a rank of replica {join.replica} was started with FTCOMM_REPLICAS={join.replicas}, and the job has "
+            f"{replicas} replicas; set the same FTCOMM_REPLICAS at all of the job"
+        )
     if len(join.ranks) != ranks:
         return (
             f"replica {join.replica} has {len(join.ranks)} ranks, the job has {ranks} a replica; start all with the "

@@ -1,45 +1,68 @@
-"""Whom to remove when members cannot reach each other, or wait for each other: never the victim. Pure."""
+"""Decides which member to remove when members cannot reach, or wait for, each other: never the victim. Pure."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from ftcomm.control.timeouts import REPORT
 
-FRESH = 2.5 * REPORT  # seconds that a report of a stall is good for
-WORDS = 400  # characters of what one says of another that are passed on
+FRESH = 2.5 * REPORT  # seconds for which a report of a stall holds
+WORDS = 400  # characters of a complaint that are passed on
+
+
+class Removal(enum.Enum):
+    """Why a replica was removed of which nobody knows that it has ended."""
+
+    SILENCE = "silence"  # it is not heard, or not all of its ranks are
+    UNREACHABLE = "unreachable"  # it and another one cannot reach each other
+    STALL = "stall"  # others wait for it
+
+
+class Culprit(NamedTuple):
+    removal: Removal
+    why: str
 
 
 class _Stall(NamedTuple):
-    op: int  # below 0: no op, but a change of view or a boundary
+    op: int  # below 0: a change of view, or a boundary
     waiting_on: tuple[int, ...]
     since: float
     last: float
-    due: bool  # it waits for longer than its deadline; else it only answers a question
+    due: bool  # the deadline of the wait is over; else it only answers a question
+    told: float  # seconds for which the rank has run and reported it, to an earlier coordinator, too
+
+    @property
+    def lasted(self) -> float:
+        return max(self.last - self.since, self.told)
 
 
 class Blame:
     """Complaints and wait-for reports since the last view. All times are seconds.
 
-    A complaint is acted upon `patience` seconds after it came, unless it was withdrawn, so that those of the others can
-    join it, and not while one of the two is not present: when it is again they have that time to reach each other. A
-    stall is acted upon when it is still said after `grace` seconds, so that all who wait have said so. One that is not
-    said again is over. Where the one that is waited for lives and does not speak that is after `ceiling` seconds: it
-    may hold its interpreter for as long as an op may take at most. Reports are by rank: the ranks of a replica stand in
-    different groups and may wait for different members, but the replica is removed as one.
+    A complaint counts `patience` seconds after it came, so that others can join it, unless it is withdrawn. It does not
+    count while one of the two is absent: once it is back, they have that time again to reach each other.
+
+    A stall counts if it is still reported after `grace` seconds, so that all waiting members have reported. A stall
+    that is not repeated is over. If the cause lives and is mute, a stall counts after `ceiling` seconds: a process may
+    hold its interpreter for as long as an op may take. Those seconds go on if a coordinator is restarted, or if who
+    waits holds its own interpreter for a while; else the ops would give up before.
+
+    Reports are by rank. The ranks of a replica are in different groups and may wait for different members, but the
+    replica is removed as one.
     """
 
     def __init__(self, patience: float, grace: float, ceiling: float) -> None:
         self._patience, self._grace, self._ceiling = patience, grace, ceiling
-        self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since, what it says
-        self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, rank) that reported -> its wait
-        self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> when it complained last
-        self._heard: set[tuple[int, int]] = set()  # (by, accused) that have complained in this view
+        self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since when, and why
+        self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, shard) -> the wait that it reported
+        self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> the last complaint
+        self._heard: set[tuple[int, int]] = set()  # (by, accused) of all complaints in this view
         self._asked = float("-inf")
 
     def complaint(self, by: int, accused: int, now: float, why: str = "") -> bool:
-        """`by` cannot reach `accused`. True if it has not said so in this view before, withdrawn or not."""
+        """Note that `by` cannot reach `accused`. True for the first such complaint in this view, withdrawn or not."""
         self._complaints.setdefault((by, accused), (now, why[:WORDS]))
         self._said[by, accused] = now
         first = (by, accused) not in self._heard
@@ -47,34 +70,38 @@ class Blame:
         return first
 
     def accusers(self, accused: int, now: float) -> set[int]:
-        """Who still complains of it; a complaint that lasts is said again every second."""
+        """The replicas that still complain of `accused`; a complaint that lasts is repeated every second."""
         return {by for (by, other), said in self._said.items() if other == accused and now - said < FRESH}
 
     def withdraw(self, by: int, accused: int) -> None:
-        """They reach each other again."""
+        """Note that two replicas reach each other again."""
         self._complaints.pop((by, accused), None)
         self._said.pop((by, accused), None)
 
-    def stalled(self, by: int, rank: int, op: int, waiting_on: tuple[int, ...], due: bool, now: float) -> bool:
-        """Rank `rank` of `by` makes no progress in `op`; said again every second as long as that is so. Without anybody
-        to wait for: it does not wait (any more).
+    def stalled(
+        self, by: int, shard: int, op: int, waiting_on: tuple[int, ...], due: bool, now: float, lasted: float = 0.0
+    ) -> bool:
+        """Note that rank `shard` of replica `by` makes no progress in `op`. It repeats this every second while it
+        waits, for `lasted` seconds now; without `waiting_on` it does not wait.
 
-        True if all others should be asked on whom they wait, now: a member whose own deadline is later would else look
-        like the one that waits for nobody.
+        True if all others should now be asked on whom they wait. Otherwise a member with a later deadline would look
+        like one that waits for none.
         """
-        known = self._stalls.pop((by, rank), None)
+        known = self._stalls.pop((by, shard), None)
         if not waiting_on:
             return False
-        lasts = known is not None and known.op == op and now - known.last < FRESH
-        since, was_due = (known.since, known.due) if lasts and known is not None else (now, False)
-        self._stalls[by, rank] = _Stall(op, waiting_on, since, now, due or was_due)
+        goes_on = known is not None and known.op == op and now - known.last < FRESH
+        since, was_due, told = now, False, 0.0
+        if known is not None and goes_on:
+            since, was_due, told = known.since, known.due, known.told
+        self._stalls[by, shard] = _Stall(op, waiting_on, since, now, due or was_due, lasted if due else told)
         if not due or now - self._asked < REPORT / 2:
             return False
         self._asked = now
         return True
 
     def clear(self) -> None:
-        """A new view: all of it is of the past."""
+        """Forget all reports, since there is a new view."""
         self._complaints.clear()
         self._said.clear()
         self._heard.clear()
@@ -87,15 +114,18 @@ class Blame:
         present: Set[int],
         mute: Mapping[int, str] | None = None,
         held: Set[int] = frozenset(),
-    ) -> dict[int, str]:
-        """The replica to remove now and why; empty if there is none. `present`: who has just given a sign of life.
-        `mute`: what those do that live and have not. `held`: who has been so of late."""
-        lost = self._unreachable(now, contributing, present) or self._waited_for(now, contributing, held)
-        return {replica: "; ".join(filter(None, (why, (mute or {}).get(replica)))) for replica, why in lost.items()}
+    ) -> dict[int, Culprit]:
+        """Returns the replica to remove now and why; empty if there is none. `present` have just given a sign of life.
+        `mute` says what those do that live and do not speak; `held` have been mute of late."""
+        removal, lost = Removal.UNREACHABLE, self._unreachable(now, contributing, present)
+        if not lost:
+            removal, lost = Removal.STALL, self._waited_for(now, contributing, held)
+        does = mute or {}
+        return {x: Culprit(removal, "; ".join(filter(None, (why, does.get(x))))) for x, why in lost.items()}
 
     def _unreachable(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
-        """Of two that cannot reach each other the one goes that more others cannot reach or be reached by; then one
-        that only catches up; then the higher replica. That is for a broken network between two that live."""
+        """Choose between two replicas that cannot reach each other: first the one in more complaints, then one that
+        only catches up, then the higher number. This is for a broken network between two that live."""
         for absent in [pair for pair in self._complaints if not present >= set(pair)]:
             self._complaints[absent] = now, self._complaints[absent][1]
         ripe = (pair for pair, (since, _) in self._complaints.items() if now - since > self._patience)
@@ -114,7 +144,7 @@ class Blame:
         return {victim: f"replicas {other} and {victim} cannot reach each other{said and f' ({said})'}"}
 
     def _waited_for(self, now: float, contributing: Set[int], held: Set[int]) -> dict[int, str]:
-        """Follow the reports to the members that wait for nobody: they hold all the others up."""
+        """Follow the reports to a member that waits for none: it holds all the others up."""
         stalls = {by: stall for by, stall in self._stalls.items() if now - stall.last < FRESH}
         first = next(
             (by for by, stall in stalls.items() if stall.due and stall.last - stall.since > self._grace),
@@ -123,28 +153,28 @@ class Blame:
         if first is None:
             return {}
         replicas = {replica for replica, _ in stalls}
-        reached, edges = [first[0]], set[tuple[int, int, int]]()  # (by, its rank, for whom it waits)
+        reached, edges = [first[0]], set[tuple[int, int, int]]()  # (replica, its shard, the replica that it waits for)
         for replica in reached:
-            for (by, rank), stall in stalls.items():
+            for (by, shard), stall in stalls.items():
                 if by == replica:
-                    edges.update((by, rank, other) for other in stall.waiting_on)
+                    edges.update((by, shard, other) for other in stall.waiting_on)
                     reached += [other for other in stall.waiting_on if other not in reached]
-        # All of them wait in a circle, by different ranks: then it is one whose rank in some group waits for nobody.
-        idle = {other for _, rank, other in edges if (other, rank) not in stalls}
+        # If all wait in a circle, by different ranks, it is a replica with a rank that does not wait.
+        idle = {other for _, shard, other in edges if (other, shard) not in stalls}
         candidates = [replica for replica in reached if replica not in replicas] or sorted(idle) or reached
 
         def weight(replica: int) -> tuple[int, int, bool, int]:
-            """A rank of another group may have waited for just the moment in which it was asked: that counts less."""
-            waiters = {(by, rank) for by, rank, other in edges if other == replica}
+            """Ranks whose deadline is not over count less: they may have waited just when they were asked."""
+            waiters = {(by, shard) for by, shard, other in edges if other == replica}
             return sum(stalls[by].due for by in waiters), len(waiters), replica not in contributing, replica
 
         victim = max(candidates, key=weight)
-        if victim in held and all(stall.last - stall.since <= self._ceiling for stall in stalls.values() if stall.due):
+        if victim in held and all(stall.lasted <= self._ceiling for stall in stalls.values() if stall.due):
             return {}
         return {victim: f"{_what(stalls[first].op)} waits for it (replica {first[0]} reported the stall)"}
 
 
-CHANGE, BOUNDARY = -1, -2  # what is waited for, in place of the number of an op
+CHANGE, BOUNDARY = -1, -2  # these stand in place of the number of an op
 
 
 def _what(op: int) -> str:

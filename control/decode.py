@@ -1,4 +1,4 @@
-"""Bytes from elsewhere to a struct, with one kind of error whatever is wrong with them."""
+"""Decodes bytes from elsewhere into a struct, with one kind of error for all that may be wrong with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 def decode_with(decoder: msgspec.msgpack.Decoder[Any] | msgspec.json.Decoder[Any], data: bytes | bytearray) -> Any:
-    """Raises `msgspec.DecodeError`, and nothing else.
+    """Decodes `data`. Raises only `msgspec.DecodeError`.
 
-    The decoders of msgspec raise `UnicodeDecodeError` on a string that is no UTF-8 and `RecursionError` on deep
-    nesting, neither of which is a `DecodeError`.
+    The decoders of msgspec also raise `UnicodeDecodeError` on a string that is not UTF-8 and `RecursionError` on deep
+    nesting, and neither is a `DecodeError`.
     """
     try:
         return decoder.decode(data)

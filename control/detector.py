@@ -1,10 +1,11 @@
-"""Failure detector by silence: pure, told of every sign of life and of the time.
+"""A failure detector by silence. It is pure: it is told of every sign of life and of the time.
 
-Each peer has two clocks, since alive is not the same as quick: when its process spoke, and when its kernel acknowledged
-what it was sent (`ftcomm.control.liveness`), which it does while the process holds its interpreter or is stopped.
+Each peer has two clocks, since alive is not the same as quick. One is for words of its process. The other is for
+acknowledgements of its kernel (`ftcomm.control.liveness`), which go on while the process holds its interpreter or is
+stopped.
 
-    speaks    its process has spoken within the timeout
-    mute      it has not, but its kernel answers: it lives. To be waited for, until that is a stall
+    speaks    the process has spoken within the timeout
+    mute      it has not, but its kernel answers: it lives. The others wait for it until that is a stall
     silent    neither: its host is gone, or the network in between
 """
 
@@ -20,8 +21,8 @@ class Detector(Generic[Peer]):
     """Suspects a peer after `timeout` seconds without a sign of life.
 
     It must be ticked several times per timeout. A gap between ticks of more than half the timeout means that the
-    observer itself did not run (a stopped process, a suspended machine), so the silence proves nothing: every peer is
-    given a full timeout again. That is no sign of life of anybody: `within` goes by what was heard.
+    observer itself did not run (a stopped process, a suspended machine). Silence in a gap proves nothing, so every peer
+    is given a full timeout again. That is no sign of life: `within` counts only what was heard.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -29,27 +30,27 @@ class Detector(Generic[Peer]):
         self._heard: dict[Peer, float] = {}
         self._acknowledged: dict[Peer, float] = {}
         self._ticked: float | None = None
-        self._since = float("-inf")  # silence before that proves nothing
+        self._since = float("-inf")  # silence before this proves nothing
 
     def heard(self, peer: Peer, now: float) -> None:
-        """Its process has spoken; the first time makes it a peer."""
+        """Note that the process of a peer has spoken; the first time makes it a peer."""
         self._heard[peer] = now
 
     def acknowledged(self, peer: Peer, at: float) -> None:
-        """Its kernel has answered; nothing to who is no peer (any more)."""
+        """Note that the kernel of a peer has answered; ignored for any other process."""
         if peer in self._heard:
             self._acknowledged[peer] = max(at, self._acknowledged.get(peer, at))
 
     def within(self, peer: Peer, seconds: float, now: float) -> bool:
-        """Whether its process has spoken in the last `seconds`."""
+        """Whether the process of a peer has spoken in the last `seconds`."""
         return now - self._heard.get(peer, float("-inf")) <= seconds
 
     def answers(self, peer: Peer, seconds: float, now: float) -> bool:
-        """Whether its process has spoken, or its kernel has answered, in the last `seconds`."""
+        """Whether the process of a peer has spoken, or its kernel has answered, in the last `seconds`."""
         return self.within(peer, seconds, now) or now - self._acknowledged.get(peer, float("-inf")) <= seconds
 
     def pardon(self, now: float) -> None:
-        """Silence until now proves nothing: nobody could be heard."""
+        """Pardon all silence until now, since no peer could be heard."""
         self._since = now
 
     def forget(self, peer: Peer) -> None:
@@ -57,13 +58,13 @@ class Detector(Generic[Peer]):
         self._acknowledged.pop(peer, None)
 
     def since(self, now: float) -> float:
-        """When the observer began to run again after it had not for a while; silence before that proves nothing."""
+        """Returns when the observer last began to run again after a gap; silence before that proves nothing."""
         if self._ticked is not None and now - self._ticked > self.timeout / 2:
             self._since = now
         return self._since
 
     def silent(self, now: float) -> dict[Peer, float]:
-        """The tick: peers that are suspected, with the seconds of their silence."""
+        """Tick. Returns the suspected peers with the seconds of their silence."""
         self.since(now)
         self._ticked = now
         silence = {
@@ -71,8 +72,13 @@ class Detector(Generic[Peer]):
         }
         return {peer: seconds for peer, seconds in silence.items() if seconds > self.timeout}
 
+    def unheard(self) -> set[Peer]:
+        """Returns the peers that have not spoken since the observer runs again: whether they are mute will be known
+        after the timeout."""
+        return {peer for peer, at in self._heard.items() if at < self._since}
+
     def mute(self, now: float) -> dict[Peer, float]:
-        """Peers that live and do not speak, with the seconds for which they have not."""
+        """Returns the peers that live and do not speak, with the seconds since they spoke."""
         quiet = {peer: now - at for peer, at in self._heard.items() if now - max(at, self._since) > self.timeout}
         answers = (peer for peer in quiet if now - self._acknowledged.get(peer, float("-inf")) <= self.timeout)
         return {peer: quiet[peer] for peer in answers}

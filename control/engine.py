@@ -1,4 +1,4 @@
-"""What the control thread drives, so that it need know nothing of arrays or memory."""
+"""The interface of what the control thread drives, so that it need know nothing of arrays or memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from ftcomm.control.views import View
 
 
 class Engine(Protocol):
-    """What the agent drives. None of these blocks, but `reach`, which runs in a thread of its own."""
+    """The engine that the agent drives. None of its calls blocks except `reach`, which runs in a thread of its own."""
 
     def freeze(self, quiesced: Callable[[], None]) -> None: ...
 
-    def nudge(self) -> None: ...
+    def nudge(self) -> None:
+        """Look around: the engine is to stop, or a beat has passed."""
 
     def progress(self) -> m.Progress: ...
 
-    def reach(self, view: View) -> Iterable[int]:
+    def reach(self, view: View, severed: frozenset[int]) -> Iterable[int]:
         """Make the memory of the view's members reachable; returns the replicas whose process lives on this host.
+        `severed` are members that have lost their connection to this one: it is made again even if it looks whole here.
         Raises `Unreachable`."""
 
     def reaching(self) -> tuple[int, ...]:
-        """The replica whose memory `reach` is at, if any. For any thread."""
+        """The replica whose memory `reach` is about to reach, if any. Any thread."""
 
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
-        """Returns what was in flight, for the log."""
+        """Resume. Returns what was in flight, for the log."""
 
-    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
-        """The op in flight that has made no progress for `seconds`, and the replicas it waits for; None without one."""
+    def stalls(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """Returns the op in flight that has made no progress for `seconds`, and the replicas that it waits for; None
+        without one."""
 
     def fail(self, reason: str, ending: m.Ending) -> None: ...
 

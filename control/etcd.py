@@ -1,11 +1,11 @@
-"""Requests to etcd over its HTTP gateway: where it is, who we are, what its answers mean. By `etcd3gw` (extra `etcd`).
+"""Requests to etcd over its HTTP gateway, by `etcd3gw` (extra `etcd`): where it is, who we are, what its answers mean.
 
-The address is `etcd://HOST:PORT[,HOST:PORT]/PREFIX`; how to be let in comes by the environment:
+The address is `etcd://HOST:PORT[,HOST:PORT]/PREFIX`; the environment says how to log in:
 
-    FTCOMM_ETCD_CACERT                   a file: speak TLS, and trust who is certified by that
-    FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY    files: show this certificate
+    FTCOMM_ETCD_CACERT                    a file: speak TLS, and trust what it has certified
+    FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY     files: show this certificate
     FTCOMM_ETCD_USER, FTCOMM_ETCD_PASSWORD
-    FTCOMM_ETCD_MAX_REQUEST_BYTES        what etcd was started with, if not with its default
+    FTCOMM_ETCD_MAX_REQUEST_BYTES         the value etcd was started with, if not its default
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ACCESS = {
     "password": "FTCOMM_ETCD_PASSWORD",
 }
 LARGEST, REQUEST = "FTCOMM_ETCD_MAX_REQUEST_BYTES", 3 << 19
-HOPELESS = {3, 7, 9, 12, 16}  # codes of gRPC that trying again does not change: bad arguments, no permission, ...
+HOPELESS = {3, 7, 9, 12, 16}  # codes of gRPC that are final: bad arguments, no permission, ...
 UNAUTHENTICATED, NOT_FOUND = 16, 5
 
 Json = dict[str, Any]
@@ -44,16 +44,16 @@ A = TypeVar("A")
 
 
 class Away(Exception):
-    """Nobody has answered, or nobody who can: try again. The request may have been carried out all the same."""
+    """No endpoint has answered that could: try again. The request may have been carried out all the same."""
 
 
-class Refused(StoreError):
-    """etcd will not do it, however often it is asked."""
+class EtcdRefused(StoreError):
+    """etcd refuses, however often it is asked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the keys of one job are."""
+    """The place of the keys of one job."""
 
     endpoints: tuple[tuple[str, int], ...]
     prefix: str
@@ -62,14 +62,14 @@ class Place:
     key: str = ""
     user: str = ""
     password: str = dataclasses.field(default="", repr=False)
-    request: int = REQUEST  # bytes that a request may have
+    request: int = REQUEST  # bytes of the longest request
 
     def __str__(self) -> str:
         return f"{SCHEME}{','.join(f'{host}:{port}' for host, port in self.endpoints)}{self.prefix}"
 
     @classmethod
     def parse(cls, url: str, env: Mapping[str, str]) -> Place:
-        """Raises `StoreError`, which repeats no password."""
+        """Parses an address. Raises `StoreError`, which repeats no password."""
         names, _, prefix = url.removeprefix(SCHEME).partition("/")
         if "@" in names:
             raise StoreError(
@@ -108,8 +108,8 @@ class Place:
 
 
 class Etcd:
-    """Every call blocks, `timeout` seconds for each endpoint at most, and raises `Away` or `Refused`. For one thread at
-    a time. The endpoint that has answered is asked first the next time."""
+    """The requests. Every call blocks for at most `timeout` seconds per endpoint, and raises `Away` or `EtcdRefused`.
+    For one thread at a time. The endpoint that has answered is asked first the next time."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self.place, self.timeout = place, timeout
@@ -126,7 +126,7 @@ class Etcd:
             for host, port in place.endpoints
         ]
         for client in self._clients:
-            client.session.trust_env = False  # HTTP_PROXY is for the web: views and passwords go to etcd alone
+            client.session.trust_env = False  # views and passwords go to etcd alone, and to no HTTP_PROXY
         self._first = 0
         self._token = ""
 
@@ -134,16 +134,16 @@ class Etcd:
         return self._ask(Txn, "/kv/txn", {"compare": compare, "success": success, "failure": failure})
 
     def grant(self, seconds: int) -> tuple[int, int]:
-        """A lease: its number, and how long it lasts, which etcd may have made longer."""
+        """Grants a lease. Returns its number and its seconds, which may be more than were asked for."""
         lease = self._ask(Lease, "/lease/grant", {"TTL": seconds, "ID": 0})
         return lease.ID, lease.TTL
 
     def keep_alive(self, lease: int) -> int:
-        """The seconds that it lasts from now on; 0 if it has ended."""
+        """Keeps a lease alive. Returns the seconds that it lasts from now on; 0 if it has ended."""
         return self._ask(Kept, "/lease/keepalive", {"ID": lease}).result.TTL
 
     def revoke(self, lease: int) -> None:
-        """Also of one that has ended."""
+        """Revokes a lease, which may have ended."""
         self._ask(Kept, "/lease/revoke", {"ID": lease}, absent=Kept())
 
     def _ask(self, kind: type[A], path: str, body: Json, absent: A | None = None) -> A:
@@ -154,11 +154,11 @@ class Etcd:
             where = f"{client.host}:{client.port}"
             try:
                 answer = self._authenticated(client, kind, path, body)
-            except Failed as failed:
+            except EndpointFailed as failed:
                 if failed.code == NOT_FOUND and absent is not None:
                     answer = absent
                 elif failed.code in HOPELESS:
-                    raise Refused(f"etcd at {where} refuses: {failed}") from None
+                    raise EtcdRefused(f"etcd at {where} refuses: {failed}") from None
                 else:
                     away.append(f"{where}: {failed}")
                     continue
@@ -173,7 +173,7 @@ class Etcd:
         if self._token:
             try:
                 return self._post(client, kind, path, body)
-            except Failed as failed:  # a token ends after some minutes, and with the etcd that gave it
+            except EndpointFailed as failed:  # a token ends after some minutes, and with its etcd
                 if failed.code != UNAUTHENTICATED:
                     raise
         account = {"name": self.place.user, "password": self.place.password}
@@ -182,15 +182,15 @@ class Etcd:
         return self._post(client, kind, path, body)
 
     def _post(self, client: etcd3gw.Etcd3Client, kind: type[A], path: str, body: Json) -> A:
-        """Raises `Failed`."""
+        """Posts to one endpoint. Raises `EndpointFailed`."""
         try:
             headers = {"Authorization": self._token} if self._token else {}
-            trusted = self.place.cacert or True  # said each time: a session's own yields to REQUESTS_CA_BUNDLE
+            trusted = self.place.cacert or True  # passed each time, since REQUESTS_CA_BUNDLE overrides a session's
             return answered(kind, client.post(client.get_url(path), json=body, headers=headers, verify=trusted))
         except Etcd3Exception as error:
             raise said(str(error.detail_text)) if error.detail_text else _unheard(str(error)) from None
-        except ValueError as error:  # of requests, a `RequestException` as well: no JSON
-            raise Failed(f"its answer is none of etcd's ({error})", 12) from None
+        except ValueError as error:  # the answer is not JSON; requests raises it as a `RequestException`, too
+            raise EndpointFailed(f"its answer is none of etcd's ({error})", 12) from None
         except requests.RequestException as error:
             raise _unheard(str(error)) from None
 
@@ -202,23 +202,23 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Failed(Exception):
-    """One endpoint did not do it."""
+class EndpointFailed(Exception):
+    """One endpoint has failed."""
 
     def __init__(self, text: str, code: int = 14) -> None:
         super().__init__(text)
-        self.code = code  # of gRPC
+        self.code = code  # a code of gRPC
 
 
-def said(text: str) -> Failed:
-    """By etcd itself, or by something between."""
+def said(text: str) -> EndpointFailed:
+    """Makes an error from the words of etcd, or of something in between."""
     try:
         answer = json.loads(text)
         code = answer.get("code") or answer.get("grpc_code") or 14
-        return Failed(str(answer.get("message") or answer["error"]), int(code))
+        return EndpointFailed(str(answer.get("message") or answer["error"]), int(code))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         if "not found" in text.lower():
-            return Failed("there is no gRPC gateway of etcd, which is part of etcd 3.4 and later", 12)
+            return EndpointFailed("there is no gRPC gateway of etcd, which is part of etcd 3.4 and later", 12)
         return _unheard(text)
 
 
@@ -234,12 +234,12 @@ _REASONS = (
 )
 
 
-def _unheard(text: str) -> Failed:
+def _unheard(text: str) -> EndpointFailed:
     for pattern, words in _REASONS:
         found = re.search(pattern, text)
         if found:
-            return Failed(words.format(*found.groups()))
-    return Failed(text[:300])
+            return EndpointFailed(words.format(*found.groups()))
+    return EndpointFailed(text[:300])
 
 
 # -- the JSON of the gateway: keys and values in base64, numbers as strings, what is 0 left out ---------------------
@@ -271,11 +271,11 @@ class Txn(msgspec.Struct, frozen=True):
 
     @property
     def revision(self) -> int:
-        """Of all keys that it has put."""
+        """The revision of all keys that the transaction has put."""
         return self.header.revision
 
     def found(self) -> dict[str, Entry]:
-        """By its only range."""
+        """The keys that its only range has found."""
         entries = [entry for response in self.responses for entry in response.response_range.kvs]
         return {entry.key.decode(errors="replace"): entry for entry in entries}
 
@@ -294,13 +294,13 @@ class Account(msgspec.Struct, frozen=True):
 
 
 def answered(kind: type[A], answer: object) -> A:
-    """Raises `Failed`: of a stream, as that of keepalive, an error comes as an answer."""
+    """Checks an answer. Raises `EndpointFailed`: a stream such as keepalive gives an error as an answer."""
     if isinstance(answer, dict) and "error" in answer:
         raise said(json.dumps(answer["error"]))
     try:
         return msgspec.convert(answer, kind, strict=False)
-    except (ValueError, RecursionError) as error:  # a string that is no text is a ValueError as well
-        raise Failed(f"its answer is none of etcd's ({error})", 12) from None
+    except (ValueError, RecursionError) as error:  # a string that is not text is a ValueError as well
+        raise EndpointFailed(f"its answer is none of etcd's ({error})", 12) from None
 
 
 def put(key: str, value: bytes, lease: int = 0) -> Json:
@@ -316,7 +316,7 @@ def delete(key: str) -> Json:
 
 
 def created(key: str, revision: int) -> Json:
-    """Compare: made at `revision`; 0: it is not there."""
+    """Makes a comparison: the key was created at `revision`; 0: it is not there."""
     return {"key": _text(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 

@@ -1,19 +1,19 @@
-"""Views in etcd: one coordinator at a time decides for a job, whichever host it is on, and another can take over.
+"""Views in etcd: one coordinator at a time decides for a job, on any host, and another can take over.
 
-    PREFIX/owner     who it is, on a lease that it keeps alive: gone within seconds after that one stops
-    PREFIX/term      put anew by whoever becomes the owner, and left by who goes: its revision is the number of a term
-    PREFIX/view/0    the last view of an even epoch, in JSON, and
-    PREFIX/view/1    that of an odd one: written over, so that no job grows
+    PREFIX/owner    the owner, on a lease that it keeps alive: it is gone within seconds after the owner stops
+    PREFIX/term     put anew by each new owner, and never removed by one that goes: its revision is the number of a term
+    PREFIX/view/0   the last view of an even epoch, in JSON, and
+    PREFIX/view/1   that of an odd one: overwritten, so that no job grows
 
-Who is stopped and wakes up when another one has taken over can do no harm, for two reasons:
+A coordinator that is stopped, and wakes up after another one has taken over, can do no harm, for two reasons:
 
-- A view is written by a transaction that asks whether the owner's key is still that which the writer made, in this term
-  and on this lease, and both views those that it knows. A write that comes late, or a second time, changes nothing.
-- What needs no view (that somebody is refused, say) is decided only while the lease is known to be alive: counted on a
-  clock that goes on in a suspended host, from when it was last asked for, and less a tenth for clocks that differ.
+- A transaction writes a view only if the owner's key is still the one that the writer made, in this term and on this
+  lease, and both views are those that it knows. A write that comes late, or a second time, changes nothing.
+- What needs no view (the refusal of a replica, say) is decided only while the lease is known to be alive. A clock that
+  runs on while the host is suspended counts that from the last request, less a tenth for clocks that differ.
 
-An owner that does not know it any more (`doubt`) gives everything up and asks for a new term. It gets one if nobody had
-the job meanwhile, as after an hour without etcd; else `acquire` raises, with the name of who has it.
+An owner that does not know this any more (`doubt`) gives everything up and asks for a new term. It gets one if no other
+had the job meanwhile, as after an hour without etcd; otherwise `acquire` raises, with the name of the owner.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from ftcomm.control.wire import MAX_MESSAGE
 
 T = TypeVar("T")
 
-SHORTEST = 2  # s of a lease, as etcd has it
-PATIENCE = 10.0  # s for an etcd that does not answer at the start, or at the end
+SHORTEST = 2  # s of the shortest lease of etcd
+PATIENCE = 10.0  # s for an etcd that does not answer at the start or at the end
 PAUSE = 0.25  # s between two attempts
-LATE = 3.0  # s after its end until a busy etcd has ended a lease
-WORDS, BEATS = 0, 1  # our two threads: nothing keeps the lease waiting
+LATE = 3.0  # s that a busy etcd may be late to end a lease
+WORDS, BEATS = 0, 1  # the two threads, so that the lease never waits
 
 
 def now() -> float:
@@ -50,7 +50,7 @@ def now() -> float:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A coordinator, as others are told of it."""
+    """A coordinator, as others see it."""
 
     id: str
     host: str
@@ -66,8 +66,8 @@ _RECORD = msgspec.json.Decoder(Record)
 
 
 class EtcdStore(Store):
-    """`lease`: seconds after which somebody else may take over from an owner that has stopped. `standby`: wait for
-    that, for as long as it takes. All methods belong to one event loop, which never waits for etcd: requests go out
+    """The store in etcd. Another coordinator may take over `lease` seconds after an owner has stopped. `standby`: wait
+    for that for as long as it takes. All methods belong to one event loop, which never waits for etcd: requests go out
     in threads."""
 
     def __init__(self, place: etcd.Place, port: int, lease: float, standby: bool = False) -> None:
@@ -82,12 +82,13 @@ class EtcdStore(Store):
         self._etcd, self._beats = etcd.Etcd(place, max(0.5, seconds / 4)), etcd.Etcd(place, max(0.5, seconds / 4))
         self._threads = [concurrent.futures.ThreadPoolExecutor(1, f"ftcomm-etcd-{what}") for what in ("words", "beats")]
         self._lease = 0
-        self._until = float("-inf")  # until then nobody else can be the owner
-        self._number = self._made = 0  # revisions: of our term, and of our key as the owner
+        self._until = float("-inf")  # until then no other can be the owner
+        self._number = self._made = 0  # revisions of our term, and of our key as the owner
         self._written = [0, 0]  # revisions of the two views
+        self._revisions: list[int] = []  # of etcd, when it was asked the last two times
         self._doubt = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
-        self._unheard: set[int] = set()  # threads whose last request nobody has answered
+        self._keep_task: asyncio.Task[None] | None = None
+        self._unheard: set[int] = set()  # threads whose last request got no answer
 
     # -- to own ------------------------------------------------------------------------------------------------
 
@@ -99,15 +100,14 @@ class EtcdStore(Store):
         await self._doubt.wait()
 
     async def acquire(self) -> None:
-        """Returns as the owner. Raises `StoreError`: another one has the job, has taken it over or has ended it, or (at
-        the start) etcd does not answer. Without `standby` an owner that may have died is given the time of its lease.
-        """
-        if self._keeper is not None:
-            self._keeper.cancel()
+        """Become the owner. Raises `StoreError`: another one has the job, has taken it over or has ended it, or (at the
+        start) etcd does not answer. Without `standby` an owner that may have died is given the time of its lease."""
+        if self._keep_task is not None:
+            self._keep_task.cancel()
         self._until = float("-inf")
         self._unheard = {WORDS} if self._unheard else set()
         began = now()
-        since = began  # when we met the present owner
+        since = began  # when we first saw the present owner
         met: Record | None = None
         while True:
             looked = now()
@@ -128,6 +128,7 @@ class EtcdStore(Store):
                 )
                 self.tell(f"{owner} has the job {self._prefix}; this one {wait}")
             elif owner is None and term is None and met is not None:
+                self._look_back()
                 raise JobOver(f"{met} has ended the job {self._prefix}; there is nothing left to take over")
             if met is not None and owner == met and not self._standby and looked - since > owner.lease + LATE:
                 raise StoreError(
@@ -136,17 +137,18 @@ class EtcdStore(Store):
                 )
             await asyncio.sleep(PAUSE)
         self._doubt.clear()
-        self._keeper = asyncio.ensure_future(self._keep())
+        self._keep_task = asyncio.ensure_future(self._keep())
 
     async def _attempt(self, met: Record | None) -> tuple[Record | None, Record | None] | None:
-        """None: we are the owner. Else who is, and whose the last term was, if there are such. Raises `StoreError` if
-        it was ours and has become another's."""
-        if self._lease:  # of an earlier term, or of an attempt of which we have not heard the end
+        """Try once to become the owner: None if we are. Otherwise returns the owner and the holder of the last term, if
+        there are such. Raises `StoreError` if the term was ours and has become another's."""
+        if self._lease:  # an earlier term, or an attempt without an answer, left it
             await self._ask(self._etcd.revoke, self._lease)
             self._lease = 0
-        number = self._number  # of the last term, as we know it
+        number = self._number  # the last term, as we know it
         if not number:
-            found = (await self._ask(self._etcd.txn, [], [etcd.get_all(self._prefix)], [])).found()
+            answer = await self._ask(self._etcd.txn, [], [etcd.get_all(self._prefix)], [])
+            self._revisions, found = [*self._revisions[-1:], answer.revision], answer.found()
             if self._owner in found or (met is not None and self._term not in found):
                 return self._who(found, self._owner), self._who(found, self._term)
             number = found[self._term].mod_revision if self._term in found else 0
@@ -163,16 +165,29 @@ class EtcdStore(Store):
             self._until = asked + 0.9 * seconds
             return None
         owner, term = self._who(found, self._owner), self._who(found, self._term)
-        if term == self._me:  # by an attempt whose answer was lost
+        if term == self._me:  # an earlier attempt did it, whose answer was lost
             self._number = found[self._term].mod_revision
         elif self._number:
             said = f"etcd has not heard this coordinator for its lease of {self._me.lease} s, and"
             if owner is None and term is None:
+                self._revisions = [self._number, answer.revision]
+                self._look_back()
                 raise JobOver(f"{said} the job {self._prefix} was ended by another one")
             raise StoreError(
                 f"{said} {owner or term} has taken the job {self._prefix} over; this one decides nothing any more"
             )
         return owner, term
+
+    def _look_back(self) -> None:
+        """Tell an etcd that has lost the job from one in which somebody has ended it: its revisions have gone back.
+        Raises `StoreError`."""
+        before, after = self._revisions[0], self._revisions[-1]
+        if after < before:
+            raise StoreError(
+                f"etcd has lost the job {self._prefix}: it is at revision {after} and was at {before}, so its data "
+                "were removed or an old backup was restored. The job goes on without a coordinator; restore what etcd "
+                "had, or start a coordinator with another name in --store once the job has ended"
+            )
 
     def _who(self, found: dict[str, etcd.Entry], key: str) -> Record | None:
         try:
@@ -192,15 +207,15 @@ class EtcdStore(Store):
         self.views = sorted(views, key=lambda view: view.epoch)
 
     async def _keep(self) -> None:
-        """Keep the lease alive, until that is in doubt."""
+        """Keep the lease alive until that is in doubt."""
         while now() < self._until:
             asked = now()
             try:
                 seconds = await self._ask(self._beats.keep_alive, self._lease)
-            except (etcd.Away, etcd.Refused):
+            except (etcd.Away, etcd.EtcdRefused):
                 pass
             else:
-                if not seconds or now() >= self._until:  # not sure for a moment: what was to be said then was not
+                if not seconds or now() >= self._until:  # not sure for a moment, in which decisions were not sent
                     break
                 self._until = asked + 0.9 * seconds
             await asyncio.sleep(self._me.lease / 5)
@@ -212,7 +227,7 @@ class EtcdStore(Store):
         return asyncio.ensure_future(self._append(view))
 
     async def _append(self, view: View) -> None:
-        """As long as it takes; who is in doubt meanwhile waits for nothing any more, and has to cancel it."""
+        """Append a view, for as long as it takes. After a doubt the caller waits no longer, and has to cancel it."""
         value, parity = msgspec.json.encode(view), view.epoch % 2
         key = f"{self._prefix}/view/{parity}"
         while True:
@@ -235,13 +250,14 @@ class EtcdStore(Store):
                 await asyncio.Event().wait()
             elif there is None or there.value != value:
                 raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
-            else:  # an earlier attempt has written it, whose answer was lost
+            else:  # an earlier attempt wrote it, and its answer was lost
                 self._written[parity] = there.mod_revision
                 break
         self.views = [*self.views[-1:], view]
 
     async def clear(self) -> None:
-        """Our keys alone: below them may be those of other jobs. Says how to do it by hand if etcd does not answer."""
+        """Remove our keys alone, since keys of other jobs may be below. Says how to do it by hand if etcd does not
+        answer."""
         ours = [self._owner, self._term, *(f"{self._prefix}/view/{parity}" for parity in (0, 1))]
         gone = [etcd.delete(key) for key in ours]
         await self._last_words(
@@ -252,9 +268,9 @@ class EtcdStore(Store):
         )
 
     async def release(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
+        if self._keep_task is not None:
+            self._keep_task.cancel()
+            self._keep_task = None
         lease, self._lease = self._lease, 0
         if lease:
             otherwise = f"the lease ends in {self._me.lease} s by itself"
@@ -269,8 +285,8 @@ class EtcdStore(Store):
             try:
                 await self._ask(work)
                 return
-            except (etcd.Away, etcd.Refused) as error:
-                if now() > end or isinstance(error, etcd.Refused):
+            except (etcd.Away, etcd.EtcdRefused) as error:
+                if now() > end or isinstance(error, etcd.EtcdRefused):
                     self.tell(f"etcd does not do it ({error}): {otherwise}")
                     return
                 await asyncio.sleep(PAUSE)

@@ -14,17 +14,19 @@ from msgspec import Meta
 from ftcomm.control.limits import EPOCHS, IN_FLIGHT
 
 _NUMBER = (1 << 31) - 1
-MANY = Meta(max_length=IN_FLIGHT)  # members, ops, sets of contributors
+MANY = Meta(max_length=IN_FLIGHT)  # for members, ops and sets of contributors
 
 Replica = Annotated[int, Meta(ge=0, le=_NUMBER)]
-Rank = Annotated[int, Meta(ge=0, le=_NUMBER)]
+Shard = Annotated[int, Meta(ge=0, le=_NUMBER)]
 Epoch = Annotated[int, Meta(ge=0, lt=EPOCHS)]  # 0: none yet
 Step = Annotated[int, Meta(ge=-1, le=1 << 53)]  # -1: none yet
-Op = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: no op, but another thing that is waited for
+Loop = Annotated[int, Meta(ge=0, le=1 << 53)]  # how many step loops a script has entered
+Seconds = Annotated[float, Meta(ge=0, le=1 << 53)]
+Op = Annotated[int, Meta(ge=-16, le=1 << 53)]  # below 0: a wait for something else than an op
 Proposal = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
-Name = Annotated[str, Meta(max_length=256)]  # of a host, a life, a kind
-Text = Annotated[str, Meta(max_length=1 << 20)]  # a reason, which may tell of every member
+Name = Annotated[str, Meta(max_length=256)]  # a host, a life, a kind
+Text = Annotated[str, Meta(max_length=1 << 20)]  # a reason; it may list every member
 Replicas = Annotated[tuple[Replica, ...], MANY]
-Bitmap = Annotated[bytes, Meta(max_length=1 << 20)]  # of 8 million chunks, 4 TiB
+Bitmap = Annotated[bytes, Meta(max_length=1 << 20)]  # for 8 million chunks, 4 TiB
 Hex = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]

@@ -1,22 +1,24 @@
-"""A forked child keeps nothing of a process that takes part in a job, and is told so when it makes a call.
+"""A forked child keeps nothing of a process that takes part in a job, and gets an error if it makes a call.
 
 `fork` gives a child a copy of every descriptor and a share in every shared mapping, but none of the threads. So a
-worker of a DataLoader could write into the segment of its parent, or keep its connections open after its death, and
-nobody would see the end of them. Right after the fork, before anything of the script runs in the child, everything that
-was kept `apart` is replaced in its place there:
+worker of a DataLoader could write into the segment of its parent, or hold its connections open after its death, so that
+no peer would see them end. Right after the fork, before anything of the script runs in the child, all that was kept
+`apart` is replaced there:
 
-    descriptor       by one of /dev/null of the same number. The connection itself is the parent's alone, and nothing is
-                     said on it: closing a number is not shutting a connection down
-    shared mapping   by private zeroes at the same address
+    descriptor        by one of /dev/null with the same number. The parent alone has the connection then. Nothing is
+                      sent on it, since closing a number does not shut the connection down
+    shared mapping    by private zeroes at the same address
 
-In its place, since objects of the parent live on in the child: whatever still closes its number, or unmaps its memory,
-hits what it owned and nothing that the child has made since. No lock is taken, as the thread that holds it may not be
-there. A child that calls `exec` needs none of it: our descriptors are closed by that. What ends inside this process (a
-loop's wake-up pipe, a bell) is left alone, as are the descriptors that UCX opens by itself: nobody concludes a death
-from those.
+Numbers and addresses stay in use, since objects of the parent live on in the child. When one of them closes its number,
+or unmaps its memory, it must hit what it owned and nothing that the child has made since. No lock is taken, since its
+holder may not exist in the child. A child that calls `exec` needs none of this: exec closes our descriptors. What ends
+inside this process (the wake-up pipe of a loop, a doorbell) is left alone, as are the descriptors that UCX opens by
+itself: no peer concludes a death from those.
 
-`refusal` says why this process may take no part. It compares process ids, so that it holds, too, where a library has
-forked behind the interpreter's back.
+`refusal` says why this process may take no part. It compares process ids, so that it also works where a library has
+forked behind the interpreter's back. So does the first byte of `looked`, which costs less than a system call. It is 1
+once this process was found not to be such a child, and the kernel wipes it in every child. Where a kernel cannot do
+that, the process id is asked for at each call.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ from typing import Any, TypeVar
 
 Thing = TypeVar("Thing")
 
-participant = 0  # id of the process that takes part, which may be the parent of this one; 0: none does
+participant = 0  # pid of the process that takes part, which may be the parent; 0: none
 _roles: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _descriptors: weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[int]]] = weakref.WeakKeyDictionary()
-_memories: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # and their addresses
-_null = -1  # /dev/null, opened in time: a child may have no descriptor left
+_memories: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # mapping -> address
+_null = -1  # /dev/null, opened early: a child may have no descriptor left
+
+_WIPEONFORK = 18  # MADV_WIPEONFORK; Python's mmap has no name for it
+looked = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+wiped = 0  # 1 if the kernel wipes `looked` in a child; 0: it stays 0
+with contextlib.suppress(OSError):  # Linux before 4.14, gVisor
+    looked.madvise(_WIPEONFORK)
+    wiped = 1
 
 _mmap = ctypes.PyDLL(None).mmap
 _mmap.restype = ctypes.c_void_p
@@ -48,8 +57,8 @@ def _own(thing: Any) -> tuple[int]:
 
 
 def apart(thing: Thing, descriptors: Callable[[Thing], Iterable[int]] = _own) -> Thing:
-    """Children of this process shall not have what `descriptors(thing)` are then, as long as `thing` lives; negative
-    ones are none. `descriptors` runs in the child: it takes no lock. Any thread."""
+    """Keep `descriptors(thing)`, as they are at the fork, from children of this process for as long as `thing` lives;
+    negative numbers are ignored. `descriptors` runs in the child and takes no lock. Any thread."""
     global _null
     if _null < 0:
         _null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -58,19 +67,19 @@ def apart(thing: Thing, descriptors: Callable[[Thing], Iterable[int]] = _own) ->
 
 
 def apart_memory(memory: mmap.mmap, address: int) -> None:
-    """Children shall not share `memory` either, a mapping that begins at `address`."""
+    """Keep `memory`, a mapping that begins at `address`, from children."""
     _memories[memory] = address
 
 
 def take_part(who: object, role: str) -> None:
-    """From now on this process takes part, for as long as somebody in it does: children are refused. Any thread."""
+    """Let this process take part for as long as one of its objects does: children are refused. Any thread."""
     global participant
     _roles[who] = role
     participant = os.getpid()
 
 
 def part(who: object) -> None:
-    """`who` takes no part any more; idempotent. What a child inherited it cannot end."""
+    """Note that `who` takes part no longer; idempotent. It does not end what a child has inherited."""
     global participant
     _roles.pop(who, None)
     if not _roles and participant == os.getpid():
@@ -83,7 +92,7 @@ def is_child() -> bool:
 
 
 def refusal() -> str:
-    """Why this process may take no part; empty if it may."""
+    """Returns why this process may take no part; empty if it may."""
     if not is_child():
         return ""
     role = ", ".join(list(dict.fromkeys(_roles.values()))[:2]) or "a rank"
@@ -95,8 +104,9 @@ def refusal() -> str:
 
 
 def _in_child() -> None:
+    looked[0] = 0
     for thing, descriptors in list(_descriptors.items()):
-        with contextlib.suppress(Exception):  # a closed one may say so by an error; those after it are still open
+        with contextlib.suppress(Exception):  # a closed one may raise; those after it are still open
             for fd in descriptors(thing):
                 if fd >= 0:
                     os.dup2(_null, fd, inheritable=False)

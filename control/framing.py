@@ -1,7 +1,7 @@
-"""How two processes say a few things to each other, one after the other, over a connection that they have made.
+"""Frames for short conversations of two processes over one connection.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. What protects them on the way is the connection
-itself (`ftcomm.control.sealed`).
+A frame is a 4-byte big-endian length and that many bytes of msgpack. The connection itself protects them on the way
+(`ftcomm.control.sealed`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ftcomm.control.sealed import Connection
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-Receive = Callable[[int], bytes]  # some of the bytes that come next, at most so many; none at the end of the connection
+Receive = Callable[[int], bytes]  # returns at most so many of the next bytes; none at the end
 
 _LENGTH = 4  # bytes
 _PART = 1 << 20  # bytes that are received at a time
 
 
 class Framing(Generic[M]):
-    """The messages of one conversation: `kind` is their struct, or the union of all of them, and none has more than
-    `most` bytes."""
+    """The messages of one conversation. `kind` is their struct, or the union of all of them; none has more than `most`
+    bytes."""
 
     def __init__(self, kind: Any, most: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
@@ -36,14 +36,14 @@ class Framing(Generic[M]):
         return len(data).to_bytes(_LENGTH, "big") + data
 
     def read(self, receive: Receive, most: int | None = None) -> M:
-        """The next message. Memory is taken as bytes come, not for what the other side says will come. Raises
-        `msgspec.DecodeError` on what is none, or one of more bytes than may be (`most` is for this one),
+        """Returns the next message. Memory is taken as bytes come, not as the other side announces them. Raises
+        `msgspec.DecodeError` on what is no message, or one of too many bytes (`most` is for this one),
         `ConnectionError` at the end of the connection, and what `receive` raises."""
         length = self._length(_exactly(receive, _LENGTH), most)
         return self._decode(_exactly(receive, length))
 
     def cut(self, received: bytearray) -> M | None:
-        """Take the first message off what was received so far; None if it is not whole yet. Raises
+        """Take the first message off what was received so far; None if it is not complete. Raises
         `msgspec.DecodeError`."""
         if len(received) < _LENGTH:
             return None
@@ -67,7 +67,7 @@ class Framing(Generic[M]):
 
 
 def receive_while(sock: Connection, wanted: Callable[[], bool], look: float = 0.05) -> Receive:
-    """Receive from `sock` as long as `wanted()`, which is asked every `look` seconds; then it is a `TimeoutError`."""
+    """Receive from `sock` as long as `wanted()`, which is asked every `look` seconds; then raise `TimeoutError`."""
 
     def receive(most: int) -> bytes:
         sock.settimeout(look)

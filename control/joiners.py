@@ -1,8 +1,8 @@
 """Replicas that the coordinator knows and that are in no view. Pure.
 
-untold      nobody has passed a step boundary yet, so it was not told that there is a training to join
-preparing   its script builds models, reads data, compiles: nobody is to wait for it
-waiting     it is ready, and comes in with the next change at a step boundary; or the job has no view yet
+untold      no member has passed a step boundary yet, so the joiner was not told that there is a training to join
+preparing   the script builds models, reads data, compiles: no member waits for it
+waiting     the joiner is ready, and comes in with the next change at a step boundary; or there is no view yet
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ftcomm.control.views import Member, View
 
 
 class Joiners:
-    """Each is in one of `waiting` and `preparing`; not thread-safe."""
+    """All joiners, each in either `waiting` or `preparing`. Not thread-safe."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Member] = {}
         self.preparing: dict[int, Member] = {}
-        self._untold: set[int] = set()  # of those that prepare
+        self._untold: set[int] = set()  # some of `preparing`
 
     def __iter__(self) -> Iterator[Member]:
         return iter([*self.waiting.values(), *self.preparing.values()])
@@ -31,7 +31,7 @@ class Joiners:
         return member is not None and member.incarnation == incarnation
 
     def add(self, member: Member, *, ready: bool) -> None:
-        """In the place of an earlier life, if there was one."""
+        """Add a joiner, in the place of an earlier life if there was one."""
         self.drop(member.replica)
         if ready:
             self.waiting[member.replica] = member
@@ -40,7 +40,7 @@ class Joiners:
             self._untold.add(member.replica)
 
     def ready(self, replica: int) -> bool:
-        """It has prepared; False if that is no news."""
+        """Note that a joiner has prepared; False if that was known."""
         member = self.preparing.pop(replica, None)
         if member is None:
             return False
@@ -48,13 +48,17 @@ class Joiners:
         self.waiting[replica] = member
         return True
 
+    def go_on(self, replica: int) -> None:
+        """Note that a joiner was ready for what the job has behind it, and prepares for what follows."""
+        self.preparing[replica] = self.waiting.pop(replica)
+
     def drop(self, replica: int) -> None:
         self.waiting.pop(replica, None)
         self.preparing.pop(replica, None)
         self._untold.discard(replica)
 
     def tell(self, newest: View) -> list[tuple[int, View]]:
-        """Those that were not told yet, each with the newest view as it would be with this replica; once."""
+        """Returns each joiner that was not told yet, once, with the newest view as it would be with this replica."""
         told = []
         for replica in sorted(self._untold):
             others = (member for member in newest.members if member.replica != replica)
@@ -65,7 +69,7 @@ class Joiners:
         return told
 
     def clear(self) -> list[int]:
-        """All go; returns who that was."""
+        """Forget all joiners; returns their replicas."""
         gone = [*self.waiting, *self.preparing]
         self.waiting.clear()
         self.preparing.clear()

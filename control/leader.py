@@ -35,21 +35,21 @@ class ToCoordinator:
 
 @dataclasses.dataclass(frozen=True)
 class ToRank:
-    rank: int
+    shard: int
     message: m.Message
 
 
 @dataclasses.dataclass(frozen=True)
-class ToLeader:
-    """To the leader of another replica, a member of the view in force."""
+class ToPeerLeader:
+    """A message to the leader of another replica, a member of the view in force."""
 
     replica: int
     message: m.Boundary
 
 
-Action = ToCoordinator | ToRank | ToLeader
+Action = ToCoordinator | ToRank | ToPeerLeader
 
-MANY = 256  # proposals of one view that we keep an answer for; far more than there can be
+MANY = 256  # proposals of one view that a leader remembers; far more than there can be
 
 
 @dataclasses.dataclass
@@ -58,18 +58,19 @@ class _Change:
 
     number: int
     step: int
-    epoch: int  # of the view that it replaces
-    promised: set[int] = dataclasses.field(default_factory=set)  # ranks
-    bound: bool = False  # all ranks have promised, and so have we
+    epoch: int  # the view that the change replaces
+    loop: int  # in which the joiners wait
+    promised: set[int] = dataclasses.field(default_factory=set)  # shards
+    bound: bool = False  # all ranks have promised, so the leader has too
     commit: View | None = None
-    asked: set[int] = dataclasses.field(default_factory=set)  # ranks that stand at the boundary
+    asked: set[int] = dataclasses.field(default_factory=set)  # shards of the ranks that stand at the boundary
     heard: dict[int, View | None] = dataclasses.field(default_factory=dict)  # what the other leaders said
     said_none: bool = False
     decided: bool = False
 
 
 class Leader:
-    """Not thread-safe; every method returns actions in order."""
+    """The state machine of one replica. Not thread-safe. Every method returns actions in order."""
 
     def __init__(
         self,
@@ -79,29 +80,33 @@ class Leader:
         timeouts: Timeouts,
         state: Callable[[Address], str] = lambda there: "",
     ) -> None:
-        """`state` tells what a process does, where that can be seen, see `ftcomm.control.liveness.state_of`."""
-        self.detector: Detector[int] = Detector(timeouts.unheard)  # of our other ranks
+        """`state` tells what a process does, where this host can see it (`ftcomm.control.liveness.state_of`)."""
+        self.detector: Detector[int] = Detector(timeouts.unheard)  # the other ranks of the replica, by shard
         self._state = state
         self._timeouts = timeouts
         self.replica = replica
         self.incarnation = incarnation
         self.ranks = ranks
         self.addresses: dict[int, Address] = {}
-        self._foreign: set[int] = set()  # ranks of an earlier life of the replica
+        self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
+        self._foreign: set[int] = set()  # ranks that belong to an earlier life of the replica
         self.view: View | None = None  # the newest view that this replica runs in
         self.steps: dict[int, int] = {}
-        self._deaf: dict[int, str] = {}  # who does not hear us, though we hear it
-        self._looks = m.Heartbeat(-1)  # what we said of our ranks last
+        self.loop = 0  # the newest step loop of any rank
+        self._deaf: dict[int, str] = {}  # ranks that do not hear this leader, though it hears them
+        self._looks = m.Heartbeat(-1)  # the last heartbeat
         self.change: _Change | None = None
-        self._given: dict[str, m.Message] = {}  # the last of each kind that all ranks were told at once, see `_again`
-        self._refused: set[int] = set()  # proposals that we have told another leader we hold nothing of
-        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) that was told so
-        self._installed: dict[int, int] = {}  # rank -> epoch
-        self.epoch = 0  # the newest view that all our ranks have installed
-        self.heard = 0  # the newest that we were told of
+        self._given: dict[str, m.Message] = {}  # the last message of each kind to all ranks, see `_again`
+        self._refused: set[int] = set()  # proposals of which this leader has told another one that it holds nothing
+        self._answered: set[tuple[int, int]] = set()  # (proposal, replica) of those leaders
+        self._installed: dict[int, int] = {}  # shard -> epoch
+        self.epoch = 0  # the newest view that all ranks have installed
+        self.heard = 0  # the newest view that this leader was told of
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
-        self.ready = False  # the scripts of all our ranks are
-        self.caught_up = False  # they hold the state of everybody
+        self.ready = False  # the scripts of all ranks are ready
+        self._loops: dict[int, int] = {}  # in which step loop each of them waits to join
+        self._behind = 0  # loops before this one are over
+        self.caught_up = False  # all ranks hold the state of all members
         self.finished = False
         self.leaving = False
         self._dismissed = False
@@ -109,11 +114,11 @@ class Leader:
     # -- the coordinator -----------------------------------------------------------------------------------------
 
     def join(self) -> m.Join | None:
-        """What to say first on a connection to the coordinator; None until all ranks have said hello, and from the
-        moment on at which it has sent us away."""
+        """Returns the first message on a connection to the coordinator: None until all ranks have said hello, and again
+        None once the coordinator has sent this replica away."""
         if len(self.addresses) < self.ranks or self._dismissed:
             return None
-        addresses = tuple(self.addresses[rank] for rank in range(self.ranks))
+        addresses = tuple(self.addresses[shard] for shard in range(self.ranks))
         timeouts = dataclasses.astuple(self._timeouts)
         return m.Join(
             self.replica,
@@ -126,6 +131,8 @@ class Leader:
             ready=self.ready,
             caught_up=self.caught_up,
             heard=self.heard,
+            loop=self._stands_in,
+            replicas=next((said for said in self._replicas.values() if said != self._replicas[0]), self._replicas[0]),
         )
 
     @property
@@ -133,33 +140,38 @@ class Leader:
         return max(self.steps.values(), default=-1)
 
     def tick(self, now: float) -> list[Action]:
-        """To be called several times per heartbeat timeout: our sign of life, and how our ranks are. Silence of one
-        proves nothing, so the coordinator decides; what lasts for longer than any op may is our own end."""
+        """Send a sign of life, and tell how the ranks are. The caller does so several times per heartbeat timeout. The
+        silence of a rank proves nothing, so the coordinator decides; but a rank that is silent for longer than any op
+        may take ends the replica."""
         silent = self.detector.silent(now)
-        self._looks = m.Heartbeat(self.step, self._mute(now), self._divided(silent))
+        self._looks = m.Heartbeat(self.step, self._mute(now), self._divided(silent), self._stands_in)
         actions: list[Action] = [ToCoordinator(self._looks)]
-        actions += [ToRank(rank, m.Ping()) for rank in range(1, self.ranks)]
-        for rank, seconds in silent.items():
+        actions += [ToRank(shard, m.Ping()) for shard in range(1, self.ranks)]
+        for shard, seconds in silent.items():
             if seconds > self._timeouts.give_up:
-                self.detector.forget(rank)
-                actions += self.rank_lost(rank, f"silent for {seconds:.1f} s")
+                self.detector.forget(shard)
+                actions += self.rank_lost(shard, f"silent for {seconds:.1f} s")
         return actions
 
     def _mute(self, now: float) -> str:
-        """What those of our ranks do that live and do not speak: the coordinator hears of it by us alone."""
+        """Describe a rank that lives and does not speak: the coordinator hears of it from this leader alone."""
         words = (
-            f"its rank {rank}: {described(seconds, self._state(self.addresses[rank]))}"
-            for rank, seconds in self.detector.mute(now).items()
-            if rank in self.addresses
+            f"its rank {shard}: {described(seconds, self._state(self.addresses[shard]))}"
+            for shard, seconds in self.detector.mute(now).items()
+            if shard in self.addresses
         )
         return next(words, "")
 
     def _divided(self, silent: dict[int, float]) -> str:
-        """Of whom neither the process nor the kernel is heard: it, its host or the network in between is gone."""
+        """Name a rank of which neither the process nor the kernel is heard: the rank, its host or the network in
+        between is gone."""
         if self.finished:
             return ""
-        words = {**self._deaf, **{rank: f"has been silent for {seconds:.1f} s" for rank, seconds in silent.items()}}
-        return next((f"its rank {rank} {why}" for rank, why in words.items() if rank not in self._told["Finished"]), "")
+        silences = {shard: f"has been silent for {seconds:.1f} s" for shard, seconds in silent.items()}
+        for shard, why in {**self._deaf, **silences}.items():
+            if shard not in self._told["Finished"]:
+                return f"its rank {shard} {why}"
+        return ""
 
     def from_coordinator(self, message: m.Message) -> list[Action]:
         if isinstance(message, m.NewView):
@@ -170,16 +182,26 @@ class Leader:
             if self.change is not None and self.change.number == message.proposal and not self.change.decided:
                 return self._decide(None)
             return []
+        if isinstance(message, m.Behind):
+            return [*self._give(message), *self._send_on(message.loop)]
         if isinstance(message, m.Queued | m.Registered | m.Dismissed | m.Expelled | m.WhoWaits | m.FinishAck):
             self._dismissed = self._dismissed or isinstance(message, m.Dismissed)
             return self._give(message)
         return []
 
+    def _send_on(self, loop: int) -> list[Action]:
+        """Wait for the ranks that stand before `loop`; one that was told of it before them says nothing any more."""
+        self._behind = loop
+        there = {shard for shard, at in self._loops.items() if not 0 < at < loop}
+        self.ready = len(there) == self.ranks
+        self._told["Ready"] = set() if self.ready else there
+        return [ToCoordinator(m.Ready(self._ready_in))] if self.ready else []
+
     def _new_view(self, view: View) -> list[Action]:
         self.heard = max(self.heard, view.epoch)
         if self.view is not None and view.epoch <= self.view.epoch:
             return []
-        if view.proposal == 0 or self.view is None:  # in force at once, or our first: no boundary to wait for
+        if view.proposal == 0 or self.view is None:  # in force at once, or the first view
             self.change = None
             self._refused.clear()
             self._answered.clear()
@@ -189,40 +211,42 @@ class Leader:
         if change is None or change.number != view.proposal or (change.decided and change.commit is None):
             return [ToCoordinator(m.Withdrawn(view.proposal))]
         if change.said_none or change.decided:
-            return []  # the leaders settle it among themselves
+            return []  # the leaders settle this among themselves
         change.commit = view
         return self._agree()
 
     def _prepare(self, prepare: m.Prepare) -> list[Action]:
         if self.view is None or prepare.epoch != self.view.epoch:
-            return []  # of a view that we have not heard of yet, or of an older one: the coordinator asks again
+            return []  # a view that is not known yet, or an older one: the coordinator asks again
         if self.step >= prepare.step or prepare.proposal in self._refused or len(self._refused) >= MANY:
             return [ToCoordinator(m.Promise(prepare.proposal, False, self.step))]
         # One view has one proposal at a time: a new one means that the old one was never committed.
         given_up = [] if self.change is None or self.change.decided else self._decide(None)
-        self.change = _Change(prepare.proposal, prepare.step, prepare.epoch)
+        self.change = _Change(prepare.proposal, prepare.step, prepare.epoch, prepare.loop)
         return [*given_up, *self._to_ranks(prepare)]
 
     # -- the ranks -----------------------------------------------------------------------------------------------
 
-    def from_rank(self, rank: int, message: m.Message) -> list[Action]:
+    def from_rank(self, shard: int, message: m.Message) -> list[Action]:
         if isinstance(message, m.Hello):
-            return self._hello(rank, message)
-        if rank in self._foreign:
+            return self._hello(shard, message)
+        if shard in self._foreign:
             return []
         if isinstance(message, m.Heartbeat):
-            first = self.step < 0 <= message.step
-            self.steps[rank] = max(message.step, self.steps.get(rank, -1))
-            self._deaf.pop(rank, None)
+            first = self.step < 0 <= message.step or message.loop > self.loop
+            self.steps[shard] = max(message.step, self.steps.get(shard, -1))
+            self.loop = max(self.loop, message.loop)
+            self._deaf.pop(shard, None)
             if message.divided:
-                self._deaf[rank] = message.divided
-            return [ToCoordinator(msgspec.structs.replace(self._looks, step=self.step))] if first else []
+                self._deaf[shard] = message.divided
+            here = msgspec.structs.replace(self._looks, step=self.step, loop=self._stands_in)
+            return [ToCoordinator(here)] if first else []
         if isinstance(message, m.Promise):
-            return self._promised(rank, message)
+            return self._promised(shard, message)
         if isinstance(message, m.AtBoundary):
-            return self._at_boundary(rank, message)
+            return self._at_boundary(shard, message)
         if isinstance(message, m.Installed):
-            self._installed[rank] = message.epoch
+            self._installed[shard] = message.epoch
             if sum(epoch == message.epoch for epoch in self._installed.values()) < self.ranks:
                 return []
             self.epoch = message.epoch
@@ -231,94 +255,112 @@ class Leader:
             self.leaving = True
             return [ToCoordinator(message)]
         if isinstance(message, m.Finished) and not message.ok:
-            return self.rank_lost(rank, message.reason)
-        if isinstance(message, m.Ready) and self.ready:
-            return []  # said again
+            return self.rank_lost(shard, message.reason)
+        if isinstance(message, m.Ready):
+            if self.ready or 0 < message.loop < self._behind:
+                return []  # a repetition
+            self._loops[shard] = message.loop
         if isinstance(message, m.Ready | m.CaughtUp | m.Finished):
             told = self._told[type(message).__name__]
-            told.add(rank)
+            told.add(shard)
             if len(told) < self.ranks:
-                return self._wait_for_siblings(rank, told) if isinstance(message, m.Ready) else []
+                return self._wait_for_siblings(shard, told) if isinstance(message, m.Ready) else []
             told.clear()
             self.ready = self.ready or isinstance(message, m.Ready)
             self.caught_up = self.caught_up or isinstance(message, m.CaughtUp)
             self.finished = self.finished or isinstance(message, m.Finished)
-            return [ToCoordinator(message)]
-        if isinstance(message, m.Suspect | m.Reachable | m.Stalled | m.Report):
+            return [ToCoordinator(m.Ready(self._ready_in) if isinstance(message, m.Ready) else message)]
+        if isinstance(message, m.Suspect | m.Severed | m.Reachable | m.Stalled | m.Report):
             return [ToCoordinator(message)]
         return []
 
-    def _hello(self, rank: int, hello: m.Hello) -> list[Action]:
-        """The ranks of a replica live and die as one: none goes on with the next life of another."""
-        welcome: list[Action] = [ToRank(rank, m.Welcome(self.incarnation))]
+    def _hello(self, shard: int, hello: m.Hello) -> list[Action]:
+        """Take in a rank. The ranks of a replica live and die as one, so none goes on with the next life of another."""
+        welcome: list[Action] = [ToRank(shard, m.Welcome(self.incarnation, self._processes))]
         if hello.incarnation not in ("", self.incarnation):
-            self._foreign.add(rank)
-            return welcome  # by which it ends
-        self._foreign.discard(rank)
-        known = self.addresses.get(rank)
+            self._foreign.add(shard)
+            return welcome  # the rank reads another life in it, and ends
+        self._foreign.discard(shard)
+        known = self.addresses.get(shard)
         if known == hello.address:
-            return [*welcome, *self._again(rank)]
+            return [*welcome, *self._again(shard)]
         if known is not None and len(self.addresses) == self.ranks:
-            return self.rank_lost(rank, "it was started again, and its replica was not")
-        self.addresses[rank] = hello.address
+            return self.rank_lost(shard, "it was started again, and its replica was not")
+        self.addresses[shard], self._replicas[shard] = hello.address, hello.replicas
         join = self.join()
         return [*welcome, ToCoordinator(join)] if join is not None else welcome
 
-    def _again(self, rank: int) -> list[Action]:
-        """Its connection was made anew: say once more what may have been lost. It says its own part again, too."""
-        given: list[Action] = [ToRank(rank, message) for message in self._given.values()]
+    @property
+    def _ready_in(self) -> int:
+        """The step loop in which the ranks wait to join. They do in the same; 0 if one of them does outside of any."""
+        return min(self._loops.values(), default=0)
+
+    @property
+    def _stands_in(self) -> int:
+        return self._ready_in if self.ready and not self.epoch else self.loop
+
+    @property
+    def _processes(self) -> str:
+        here = self.addresses.get(0)
+        return here.processes if here is not None else ""
+
+    def _again(self, shard: int) -> list[Action]:
+        """Repeat to a rank with a new connection what may have been lost. The rank repeats its own part, too."""
+        given: list[Action] = [ToRank(shard, message) for message in self._given.values()]
         change = self.change
-        if change is not None and not change.decided and rank not in change.promised:
-            given.append(ToRank(rank, m.Prepare(change.number, change.epoch, change.step)))
+        if change is not None and not change.decided and shard not in change.promised:
+            given.append(ToRank(shard, m.Prepare(change.number, change.epoch, change.step, change.loop)))
         return given
 
-    def _wait_for_siblings(self, rank: int, ready: set[int]) -> list[Action]:
+    def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[Action]:
         missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
         reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
-        return [ToRank(rank, m.Queued(reason, m.Stage.JOINING))]
+        return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
 
-    def rank_lost(self, rank: int, reason: str) -> list[Action]:
+    def rank_lost(self, shard: int, reason: str) -> list[Action]:
         """The replica is the unit of failure: without one of its ranks it is lost."""
-        if self.finished or rank in self._told["Finished"]:
+        if self.finished or shard in self._told["Finished"]:
             return []
-        text = f"its rank {rank} is lost: {reason}"
+        text = f"its rank {shard} is lost: {reason}"
         return [
             ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True)),
             *self._to_ranks(m.Expelled(f"replica {self.replica} cannot go on: {text}")),
         ]
 
-    def rank_refused(self, rank: int, reason: str) -> list[Action]:
-        """Another host refuses it. So it does when its process has ended, and so does what may be in between: the
-        coordinator, who sees more of the network, decides."""
-        if self.finished or rank in self._told["Finished"]:
+    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+        """Report a rank that another host refuses. That host does so when the process has ended, but something in
+        between may refuse as well: the coordinator sees more of the network and decides."""
+        if self.finished or shard in self._told["Finished"]:
             return []
-        text = f"its rank {rank} is lost: {reason}"
-        return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, rank))]
+        text = f"its rank {shard} is lost: {reason}"
+        return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, shard))]
 
-    def _promised(self, rank: int, promise: m.Promise) -> list[Action]:
-        self.steps[rank] = max(promise.step, self.steps.get(rank, -1))
+    def _promised(self, shard: int, promise: m.Promise) -> list[Action]:
+        self.steps[shard] = max(promise.step, self.steps.get(shard, -1))
         change = self.change
         if change is None or change.number != promise.proposal or change.decided:
             return []
         if not promise.ok:
             actions = self._decide(None)
             return [*actions, ToCoordinator(m.Promise(promise.proposal, False, self.step))]
-        change.promised.add(rank)
+        change.promised.add(shard)
         if len(change.promised) < self.ranks:
             return []
         change.bound = True
         return [ToCoordinator(m.Promise(change.number, True, self.step))]
 
-    def _at_boundary(self, rank: int, message: m.AtBoundary) -> list[Action]:
+    def _at_boundary(self, shard: int, message: m.AtBoundary) -> list[Action]:
         change = self.change
         if change is None or change.number != message.proposal:
-            return [ToRank(rank, m.Decision(message.proposal, None))]  # given up meanwhile
+            return [ToRank(shard, m.Decision(message.proposal, None))]  # given up meanwhile
         first = not change.asked
-        change.asked.add(rank)
+        change.asked.add(shard)
+        if first and message.later and not change.decided:
+            change.commit = None  # the others see the same loop, and do not go by it either
         if not change.decided:
             return self._agree(first)
         if change.commit is None or change.commit.has(self.replica, self.incarnation):
-            return [ToRank(rank, m.Decision(change.number, change.commit))]
+            return [ToRank(shard, m.Decision(change.number, change.commit))]
         return self._leave(change.number, change.commit)
 
     # -- the other leaders ---------------------------------------------------------------------------------------
@@ -340,10 +382,10 @@ class Leader:
             return []
         if known is None:
             self._answered.add((message.proposal, message.replica))
-        return [ToLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
+        return [ToPeerLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
 
     def again(self, replica: int) -> list[Action]:
-        """The link to another leader was made anew: say once more what may have been lost."""
+        """Repeat over a new link to another leader what may have been lost."""
         change, view = self.change, self.view
         if view is None:
             return []
@@ -351,17 +393,17 @@ class Leader:
         said = {number: m.Boundary(self.replica, view.epoch, number, None) for number in answered}
         if change is not None and (change.said_none or change.decided):
             said[change.number] = m.Boundary(self.replica, change.epoch, change.number, change.commit)
-        return [ToLeader(replica, said[number]) for number in sorted(said)]
+        return [ToPeerLeader(replica, said[number]) for number in sorted(said)]
 
     def waiting(self) -> tuple[int, ...]:
-        """Whose word we wait for at a boundary."""
+        """Returns the replicas whose leaders this one waits for at a boundary."""
         change, view = self.change, self.view
         if change is None or view is None or change.decided or not change.asked:
             return ()
         return tuple(replica for replica in view.replicas if replica != self.replica and replica not in change.heard)
 
     def _agree(self, first: bool = False) -> list[Action]:
-        """At the boundary: tell the others what we hold, and decide as soon as the answer cannot change."""
+        """Tell the others at the boundary what this leader holds, and decide as soon as the answer cannot change."""
         change, view = self.change, self.view
         assert change is not None
         assert view is not None
@@ -373,7 +415,7 @@ class Leader:
         actions: list[Action] = []
         if change.commit is not None or first:
             said = m.Boundary(self.replica, change.epoch, change.number, change.commit)
-            actions += [ToLeader(replica, said) for replica in others]
+            actions += [ToPeerLeader(replica, said) for replica in others]
             change.said_none = change.said_none or change.commit is None
         if change.commit is not None:
             return [*actions, *self._decide(change.commit)]
@@ -387,30 +429,32 @@ class Leader:
         change.decided, change.commit = True, view
         if view is not None and not view.has(self.replica, self.incarnation):
             return self._leave(change.number, view)
-        asked: list[Action] = [ToRank(rank, m.Decision(change.number, view)) for rank in sorted(change.asked)]
+        asked: list[Action] = [ToRank(shard, m.Decision(change.number, view)) for shard in sorted(change.asked)]
         if view is not None:
-            self.view = view  # the ranks that are still under way ask later
-            self._refused.clear()  # nobody asks for a promise of the view before any more
+            self.view = view  # ranks that are still under way ask later
+            self._refused.clear()  # no promise of the earlier view is asked for any more
             self._answered.clear()
             return asked
         freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:
             return [*asked, *freed]
         said = m.Boundary(self.replica, change.epoch, change.number, None)
-        return [*asked, *freed, *[ToLeader(replica, said) for replica in change.heard]]  # they stand and wait for it
+        waiting = [ToPeerLeader(replica, said) for replica in change.heard]
+        return [*asked, *freed, *waiting]
 
     def _leave(self, number: int, view: View) -> list[Action]:
-        """The replica leaves as one, when all its ranks stand at the boundary: nobody can come back from that."""
+        """Let the replica leave as one, once all its ranks stand at the boundary: none can come back from that."""
         assert self.change is not None
         if len(self.change.asked) < self.ranks:
             return []
         return self._to_ranks(m.Decision(number, view))
 
     def _give(self, message: m.Message) -> list[Action]:
-        """To all ranks, and to one whose connection breaks once more: it may have been lost."""
-        if not isinstance(message, m.WhoWaits | m.Queued):  # these are of the moment
+        """Give a message to all ranks. A rank whose connection breaks gets it again, since it may have been lost."""
+        if not isinstance(message, m.WhoWaits | m.Queued):  # these matter only at the moment
+            self._given.pop(type(message).__name__, None)  # the newest is said last
             self._given[type(message).__name__] = message
         return self._to_ranks(message)
 
     def _to_ranks(self, message: m.Message) -> list[Action]:
-        return [ToRank(rank, message) for rank in range(self.ranks)]
+        return [ToRank(shard, message) for shard in range(self.ranks)]

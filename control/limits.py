@@ -1,15 +1,15 @@
-"""A job may be as large as this. The module imports nothing, since the options of commands need it."""
+"""The limits on the size of a job. This module imports nothing, since the options of commands need it."""
 
 from __future__ import annotations
 
-MEMBERS = 16  # replicas of a job: what segments have words for
-RANKS = 4096  # of a replica
-IN_FLIGHT = 1 << 16  # ops of a group: what an account of a member may tell of
-EPOCHS = 1 << 21  # epochs are below it: what words have room for, see ftcomm.kernels.epochs
+MEMBERS = 16  # replicas of a job, for which segments have words
+RANKS = 4096  # ranks of a replica
+IN_FLIGHT = 1 << 16  # ops of a group that one message may describe
+EPOCHS = 1 << 21  # all epochs are below, so that words hold them (ftcomm.kernels.epochs)
 
 
 def beyond(replicas: int, ranks: int) -> str:
-    """Why no job can have so many replicas, or ranks in each, and the mend; empty if one can."""
+    """Returns why no job can have so many replicas, or ranks in each, and the mend; empty if one can."""
     if replicas > MEMBERS:
         return (
             f"{replicas} replicas; a job has at most {MEMBERS}. Make fewer of more ranks, each with a part of the model"

@@ -1,7 +1,7 @@
-"""Connections of the control plane in asyncio: an outgoing link that comes back, and a listening port.
+"""Connections of the control plane in asyncio: an outgoing link that is made again, and a listening port.
 
-Nothing that arrives ends a loop here, nor does an error in what is called from one: a link is made again, a port goes
-on accepting, and what was dropped is counted in `ftcomm.control.dropped`. So no task dies unseen.
+Neither input nor an error in a callback ends a loop here: a link is made again, a port goes on accepting, and what was
+dropped is counted in `ftcomm.control.dropped`. So no task ends unseen.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import logging
 import selectors
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
-from ftcomm.control import wire
 from ftcomm.control.crowd import Crowd, source_of
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
@@ -27,17 +26,18 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
-log = logging.getLogger("ftcomm.control")
-
 HANDSHAKE_TIMEOUT = 5.0  # s
-MAX_HANDSHAKES = 256  # under way at one port; the oldest from where most come makes room for a newer one
-ACCEPTED = 64  # connections taken at once, before others have their turn
-CALL_TIMEOUT = 1.0  # s for a call of who has taken the place of another; see `Link.redirect`
-FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to half a second
+MAX_HANDSHAKES = 256  # under way at one port; beyond it the busiest source loses its oldest
+ACCEPTED = 64  # connections accepted in one turn of the loop
+CALL_TIMEOUT = 1.0  # s in which two calls may cross; see `Link.redirect`
+FIRST_PAUSE = 0.02  # s before a broken link is made again; doubled up to the longest one
+LONGEST_PAUSE = 0.5  # s
+BESIEGED_PAUSE = 0.1  # s, likewise, if the other side hangs up: in a flood some of many attempts get through
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One whose selector no forked child has: what that took out of it would be out of the parent's as well."""
+    """Makes an event loop whose selector no forked child has: what a child takes out of it would be gone from the
+    parent's as well."""
     return asyncio.SelectorEventLoop(apart(selectors.DefaultSelector()))
 
 
@@ -48,8 +48,8 @@ async def serve_messages(
 ) -> str:
     """Read messages until the connection ends; returns why it did. Owns `channel`.
 
-    A record that is no message is dropped, one that is too long or not the other side's ends the connection, since what
-    follows it cannot be trusted.
+    A record that is not a message is dropped. A record that is too long, or not from the other side, ends the
+    connection, since what follows it cannot be trusted.
     """
     reader, stream = await asyncio.open_connection(sock=channel.detach())
     try:
@@ -72,26 +72,27 @@ async def serve_messages(
 
 
 class Ended(ConnectionError):
-    """A connection that there was has ended; it is made again."""
+    """A connection has ended; it is made again."""
 
 
 class Link:
-    """An authenticated connection that is made again whenever it breaks, until `close`.
+    """An authenticated connection that is made again whenever it breaks, until `close`. All of it runs in one event
+    loop.
 
-    `send` never blocks: with no connection a message is dropped, and `on_open` says again what matters. All of it runs
-    in one event loop. An error in a callback costs the connection, which is made again, and never the link.
+    `send` never blocks: without a connection it drops the message, and `on_open` repeats what matters. An error in a
+    callback costs the connection, which is made again, and never the link.
 
-    `on_down` is told why there is no connection: `Ended` of one that there was, or the error of an attempt to make one.
-    An attempt goes on for as long as the kernel at the other end answers, since its process may be stopped; `on_mute`
-    is told so every `HANDSHAKE_TIMEOUT` seconds.
+    `on_down` is told why there is no connection: `Ended` for one that there was, or the error of an attempt. An attempt
+    goes on for as long as the kernel at the other end answers, since its process may be stopped; `on_mute` is told so
+    every `HANDSHAKE_TIMEOUT` seconds.
     """
 
     def __init__(
         self,
         address: tuple[str, int],
-        credentials: wire.Credentials,
+        credentials: handshake.Credentials,
         purpose: str,
-        fields: wire.Fields,
+        fields: handshake.Fields,
         *,
         to: Address | None = None,
         on_open: Callable[[], None],
@@ -100,13 +101,13 @@ class Link:
         on_mute: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
-        self._addresses = [address]  # the last that we were told, and the one of the start
+        self._addresses = [address]  # the newest address, and the one of the start
         self._credentials, self._purpose, self._fields, self._to = credentials, purpose, fields, to
         self._on_open, self._on_message, self._on_down, self._on_mute = on_open, on_message, on_down, on_mute
-        self._sock: socket.socket | None = None  # connected, maybe not answered yet
+        self._sock: socket.socket | None = None  # connected; the process may not have answered yet
         self._writer: wire.Writer | None = None
         self._opened_at = 0.0
-        self._begun = asyncio.get_running_loop().time()  # the newest attempt
+        self._begun = asyncio.get_running_loop().time()  # when the newest attempt began
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: m.Message) -> None:
@@ -114,14 +115,14 @@ class Link:
             self._writer.write(m.encode(message))
 
     def redirect(self, address: tuple[str, int]) -> None:
-        """Whom we are to reach is at `address` now, and says that it has no connection of ours; so the one that there
-        is leads to somebody else, unless it is so new that the two have crossed. If `address` cannot be reached, the
-        one of the start is tried in turn with it."""
+        """Reach the other side at `address` from now on. The caller there has no connection of ours. So the present
+        connection leads to another process, unless it is so new that the two have crossed. If `address` cannot be
+        reached, it and the address of the start are tried in turn."""
         loop = asyncio.get_running_loop()
         if self._writer is not None and loop.time() - self._opened_at < CALL_TIMEOUT:
             return
         if self._writer is None and self.address == address and loop.time() - self._begun < HANDSHAKE_TIMEOUT:
-            return  # it is on its way there; who calls every second would else break off what takes longer than that
+            return  # already on its way; calls every second must not break it off
         self._task.cancel()
         self._writer = None
         self.address, self._addresses = address, [address, self._addresses[-1]]
@@ -129,7 +130,7 @@ class Link:
         self._task = loop.create_task(self._run())
 
     def close(self) -> None:
-        """Flush what can be flushed, and end."""
+        """Flush what can be flushed, and close."""
         self._task.cancel()
         if self._writer is not None:
             self._writer.close()
@@ -150,21 +151,22 @@ class Link:
                 self.address = self._addresses[self.address == self._addresses[0] and len(self._addresses) > 1]
             self._writer = None
             if loop.time() - begun > 1.0:
-                pause = FIRST_PAUSE  # who is turned away at once must not come back at once
+                pause = FIRST_PAUSE  # a link that is turned away at once must wait
             try:
                 self._on_down(why)
             except Exception as error:
                 drop("internal", f"on the loss of a connection: {error!r}", error=error)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.5)
+            pause = min(2 * pause, BESIEGED_PAUSE if isinstance(why, handshake.HungUp) else LONGEST_PAUSE)
 
     async def _once(self) -> OSError:
-        """One connection from its beginning to its end; why it ended. Raises `OSError` if there was none."""
-        self._sock = sock = await _connected(self.address)
+        """Run one connection from its beginning to its end; returns why it ended. Raises `OSError` if there was
+        none."""
+        self._sock = sock = await connected(self.address, HANDSHAKE_TIMEOUT)
         try:
-            at = wire.place(sock.getpeername)
-            steps = wire.client(self._credentials, self._purpose, self._fields, self._to, at)
-            elsewhere = len(self._addresses) > 1  # who is stopped here may have been replaced there
+            at = handshake.place(sock.getpeername)
+            steps = handshake.client(self._credentials, self._purpose, self._fields, self._to, at)
+            elsewhere = len(self._addresses) > 1  # a process that is stopped here may have been replaced there
             done = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT, None if elsewhere else self._on_mute)
         except BaseException:
             sock.close()
@@ -186,40 +188,22 @@ class Link:
         self._on_open()
 
 
-async def open_socket(
-    address: tuple[str, int],
-    credentials: wire.Credentials,
-    purpose: str,
-    fields: wire.Fields,
-    to: Address | None = None,
-) -> Channel:
-    """A non-blocking authenticated connection, to the process at `to` if that is known. Raises `OSError`, also if it
-    takes longer than the handshake may."""
-    sock = await _connected(address)
-    try:
-        steps = wire.client(credentials, purpose, fields, to, wire.place(sock.getpeername))
-        return Channel(sock, *await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT))
-    except BaseException:
-        sock.close()
-        raise
-
-
-async def _connected(address: tuple[str, int]) -> socket.socket:
-    """Before its handshake. Raises `OSError`."""
+async def connected(address: tuple[str, int], timeout: float) -> socket.socket:
+    """Returns a connected socket, before its handshake. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = apart(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setblocking(False)
         wire.tune(sock)
-        await wait_for(HANDSHAKE_TIMEOUT, asyncio.get_running_loop().sock_connect(sock, address))
+        await wait_for(timeout, asyncio.get_running_loop().sock_connect(sock, address))
         return sock
     except BaseException as error:
         sock.close()
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
-            raise ConnectionError(f"no connection within {HANDSHAKE_TIMEOUT:g} s") from None
+            raise ConnectionError(f"no connection within {timeout:g} s") from None
         if isinstance(error, OSError):
             raise wire.unreached(error) from None
-        if isinstance(error, ValueError | OverflowError):  # somebody has told us an address that cannot be
+        if isinstance(error, ValueError | OverflowError):  # an impossible address was told
             raise ConnectionError(f"no address: {error}") from None
         raise
 
@@ -237,15 +221,15 @@ class Listener:
     def __init__(
         self,
         sock: socket.socket,
-        credentials: wire.Credentials,
-        on_peer: Callable[[Channel, wire.Opening], Awaitable[None]],
+        credentials: handshake.Credentials,
+        on_peer: Callable[[Channel, handshake.Opening], Awaitable[None]],
         *,
         name: str = "",
     ):
         sock.setblocking(False)
         self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
         self._crowd = Crowd()
-        self._strangers: dict[asyncio.Task[None], str] = {}  # in their handshake, and from where; the oldest first
+        self._strangers: dict[asyncio.Task[None], str] = {}  # handshake -> its source; the oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
@@ -261,12 +245,12 @@ class Listener:
             try:
                 self._admit(*await loop.sock_accept(self._sock))
                 with contextlib.suppress(BlockingIOError):
-                    for _ in range(ACCEPTED):  # in a flood a turn of the loop for each would cost more than they do
+                    for _ in range(ACCEPTED):  # in a flood a turn of the loop for each would cost more
                         self._admit(*self._sock.accept())
-            except OSError as error:  # out of descriptors, say: wait for better times, but stay
-                log.warning("cannot accept a connection: %s", error)
+            except OSError as error:  # for want of descriptors, say: wait and try again
+                drop("unaccepted", f"a connection could not be accepted: {error}; it is tried again")
                 await asyncio.sleep(0.1)
-            await asyncio.sleep(0)  # the next may be there already; others must have their turn in a flood
+            await asyncio.sleep(0)  # others must have their turn in a flood
 
     def _admit(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         apart(sock)
@@ -294,14 +278,14 @@ class Listener:
         try:
             sock.setblocking(False)
             wire.tune(sock)
-            steps = wire.server(self._credentials, self._name, wire.place(sock.getsockname))
+            steps = handshake.server(self._credentials, self._name, handshake.place(sock.getsockname))
             opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
             self._known(task)
             self._crowd.proved(source)
             await self._on_peer(Channel(sock, keys, tunnel), opening)
         except OSError as error:
-            kind = error.kind if isinstance(error, wire.HandshakeError) else "handshake"
-            drop(kind, f"a connection: {error}", said=not isinstance(error, wire.Unspoken))
+            kind = error.kind if isinstance(error, handshake.HandshakeError) else "handshake"
+            drop(kind, f"a connection: {error}", said=not isinstance(error, handshake.Unspoken))
             sock.close()
         except Exception as error:
             drop("internal", f"a connection: {error!r}", error=error)
@@ -318,11 +302,11 @@ class Listener:
         self._sock.close()
 
 
-def hand_over(handler: Callable[[Channel, wire.Fields], None], channel: Channel, fields: wire.Fields) -> None:
-    """Run `handler`, which owns `channel` from then on, and close that if it raises: for a thread of its own."""
+def hand_over(handler: Callable[[Channel, handshake.Fields], None], channel: Channel, fields: handshake.Fields) -> None:
+    """Run `handler`, which owns `channel` from then on; close that if it raises. For a thread of its own."""
     try:
         handler(channel, fields)
-    except wire.BadFields as error:
+    except handshake.BadFields as error:
         drop("fields", f"a connection: {error}")
         channel.close()
     except Exception as error:
@@ -331,7 +315,7 @@ def hand_over(handler: Callable[[Channel, wire.Fields], None], channel: Channel,
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises `OSError`."""
+    """Returns a listening TCP socket; port 0 takes a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = apart(socket.socket(family, socket.SOCK_STREAM))
     try:

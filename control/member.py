@@ -8,7 +8,7 @@ import enum
 import msgspec
 
 from ftcomm.control import messages as m
-from ftcomm.control.actions import Failed, Freeze, Known, Passed, Queued, Resume
+from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
 from ftcomm.control.views import View
 
 
@@ -19,53 +19,59 @@ class ToLeader:
 
 @dataclasses.dataclass(frozen=True)
 class ToMember:
-    """To this rank of another replica in the view."""
+    """A message to this rank of another replica in the view."""
 
     replica: int
     message: m.MemberProgress
 
 
-Action = ToLeader | ToMember | Freeze | Resume | Passed | Failed | Queued | Known
+Action = ToLeader | ToMember | Freeze | Resume | Passed | Failed | JoinPending | Known | GoOn
 
-AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is heard of
+AHEAD, MANY = 16, 1 << 16  # epochs, and members in each, whose progress is kept until their view is known
 
 
 class Phase(enum.Enum):
-    JOINING = "joining"  # no view yet; in a running job not before the script is ready to be waited for
+    JOINING = "joining"  # no view yet; in a running job not before its script is ready
     RUNNING = "running"  # ops are exchanged in `view`
-    CHANGING = "changing"  # a newer view is known: quiesce, tell the others our progress, wait for theirs
-    RESUMING = "resuming"  # all have told; the exchange is being set going again
-    LEFT = "left"  # drained: the view in force does not have this replica, or it was sent away before any had it
+    CHANGING = "changing"  # a newer view is known: quiesce, tell the others the progress, wait for theirs
+    RESUMING = "resuming"  # all have told theirs; the exchange starts again
+    LEFT = "left"  # the view in force does not have this replica, or it was sent away before any had it
     FAILED = "failed"  # expelled, or the job has failed
 
 
 class Machine:
-    """Not thread-safe; every method returns actions in order."""
+    """The state machine of one rank. Not thread-safe. Every method returns actions in order."""
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
-        self.incarnation = ""  # the leader says it
+        self.incarnation = ""  # the leader tells it
         self.phase = Phase.JOINING
-        self.view: View | None = None  # in force, or being installed while changing
-        self.preview: View | None = None  # who was there, and we with them, when a running job came to know us
-        self.ran = False  # has exchanged in some view
+        self.view: View | None = None  # in force, or being installed during a change
+        self.preview: View | None = None  # the members and this replica, as a running job first told them
+        self.ran = False  # this rank has exchanged in some view
         self.step = -1  # the newest boundary that was passed
-        self._promise: tuple[int, int] | None = None  # (proposal, step)
+        self.loop = 0  # the step loop of the last boundary that the user's code came to
+        self._loop_began = 0  # the first boundary of that loop
+        self._told_loop = 0  # as the leader was told at a boundary
+        self.loop_of_job = 0  # the step loop of the members, as a joiner was told
+        self._promise: m.Prepare | None = None  # what this rank is bound to
         self._standing: int | None = None  # step of the boundary that the user's code waits at
         self._asked: int | None = None  # proposal
-        self._mine: m.Progress | None = None  # since we quiesced
+        self._mine: m.Progress | None = None  # known since this rank has quiesced
         self._theirs: dict[int, dict[int, m.Progress]] = {}  # epoch -> replica -> progress
 
     # -- the user's code -----------------------------------------------------------------------------------------
 
-    def boundary(self, step: int) -> list[Action]:
-        """The user's code stands at the boundary of `step`, with no op in flight. `Passed` may come now or later."""
+    def boundary(self, step: int, loop: int = 0) -> list[Action]:
+        """Stand at the boundary of `step` in step loop `loop`, with no op in flight. `Passed` comes now or later."""
         self._standing = step
+        if loop != self.loop:
+            self.loop, self._loop_began = loop, step
         if self.phase is not Phase.RUNNING:
-            return []  # passed when the change under way is through
-        if self._promise is not None and self._promise[1] <= step:
-            self._asked = self._promise[0]
-            return [ToLeader(m.AtBoundary(self._asked))]
+            return self._tell_loop()  # passed once the change under way is complete
+        if self._promise is not None and self._promise.step <= step:
+            self._asked = self._promise.proposal
+            return [*self._tell_loop(), *map(ToLeader, self.asked())]
         return self._pass()
 
     def _pass(self) -> list[Action]:
@@ -74,9 +80,20 @@ class Machine:
         assert self.view is not None
         first, self.step = self.step < 0, max(self.step, self._standing)
         self._standing = self._asked = None
-        # Who joins waits for the first boundary of all: it is told at once, and not with the next sign of life.
+        # A joiner waits for the first boundary of the job, so it is told at once and not with the next sign of life.
         passed = Passed(self.view, left=False)
-        return [passed, ToLeader(m.Heartbeat(self.step))] if first else [passed]
+        return [passed, *self._tell_loop(first)]
+
+    def _tell_loop(self, first: bool = False) -> list[Action]:
+        """Returns a sign of life if the leader does not know the step loop, or after the first boundary. Joiners leave
+        out the loops that the job has behind it, so the news does not wait for the next beat."""
+        if self.loop == self._told_loop and not first:
+            return []
+        self._told_loop = self.loop
+        return [ToLeader(self.heartbeat())]
+
+    def heartbeat(self, divided: str = "") -> m.Heartbeat:
+        return m.Heartbeat(self.step, divided=divided, loop=self.loop)
 
     # -- the leader ----------------------------------------------------------------------------------------------
 
@@ -94,7 +111,7 @@ class Machine:
         if isinstance(message, m.Prepare):
             ok = self.phase is Phase.RUNNING and self.step < message.step
             if ok:
-                self._promise = (message.proposal, message.step)
+                self._promise = message
             return [ToLeader(m.Promise(message.proposal, ok, self.step))]
         if isinstance(message, m.Cancel):
             return self._release(message.proposal)
@@ -104,23 +121,27 @@ class Machine:
             self.phase = Phase.FAILED
             return [Failed(message.reason, message.ending)]
         if isinstance(message, m.Queued):
-            return [Queued(message.reason, message.stage)]
+            return [JoinPending(message.reason, message.stage)]
         if isinstance(message, m.Registered) and self.preview is None and self.phase is Phase.JOINING:
-            self.preview = message.view  # the first, which all our ranks have got; a new coordinator says another
+            # All ranks keep the first one; a new coordinator would tell another.
+            self.preview, self.loop_of_job = message.view, message.loop
             return [Known(message.view)]
+        if isinstance(message, m.Behind) and self.phase is Phase.JOINING and message.loop > self.loop_of_job:
+            self.loop_of_job = message.loop
+            return [GoOn()]
         if isinstance(message, m.Dismissed) and not self.ran:
             return self._dismiss(message.reason)
         return []
 
     def _dismiss(self, reason: str) -> list[Action]:
-        if self.preview is None:  # the script still waits to be told that there is a job
+        if self.preview is None:  # the script still waits to hear of a job
             self.phase = Phase.FAILED
             return [Failed(reason)]
         self.phase = Phase.LEFT
         return [Passed(self.view or self.preview, left=True)]
 
     def _release(self, proposal: int) -> list[Action]:
-        if self._promise is not None and self._promise[0] == proposal:
+        if self._promise is not None and self._promise.proposal == proposal:
             self._promise = None
         if self._asked == proposal and self.phase is Phase.RUNNING:
             return self._pass()
@@ -143,7 +164,7 @@ class Machine:
             if not self.ran:
                 self.phase, self.view = Phase.JOINING, None
                 reason = "joins at a later boundary: the change that was to add this replica was given up"
-                return [Queued(reason, m.Stage.JOINING)]
+                return [JoinPending(reason, m.Stage.JOINING)]
             self.phase = Phase.FAILED
             return [Failed(f"the job went on without replica {self.replica} in epoch {view.epoch} ({view.why})")]
         self.phase, self.view, self._mine = Phase.CHANGING, view, None
@@ -151,10 +172,13 @@ class Machine:
         return [Freeze(view)]
 
     def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
-        """The exchange stands still and holds `progress`; `epoch` is that of the `Freeze` that is answered."""
+        """Note that the exchange stands still and holds `progress`; `epoch` is the one of the `Freeze` that this
+        answers."""
         if self.phase is not Phase.CHANGING or self.view is None or epoch != self.view.epoch:
             return []
-        self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran)
+        first = self.view.step  # where the joiners come in
+        loop = self.loop if first is None or first >= self._loop_began else self.loop - 1
+        self._mine = progress = msgspec.structs.replace(progress, fresh=not self.ran, loop=loop)
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, progress)
         others = [replica for replica in self.view.replicas if replica != self.replica]
         return [*[ToMember(replica, told) for replica in others], *self._resume()]
@@ -172,25 +196,28 @@ class Machine:
         return self._resume()
 
     def again(self, replica: int) -> list[Action]:
-        """The link to a member was made anew: say once more what may have been lost."""
+        """Repeat over a new link to a member what may have been lost."""
         if self.view is None or self._mine is None or replica not in self.view.replicas:
             return []
         told = m.MemberProgress(self.replica, self.incarnation, self.view.epoch, self._mine)
         return [ToMember(replica, told)]
 
     def asked(self) -> list[m.Message]:
-        """What the leader was asked and has not answered yet."""
-        return [] if self._asked is None or self.phase is not Phase.RUNNING else [m.AtBoundary(self._asked)]
+        """Returns the questions to the leader that it has not answered yet."""
+        if self._asked is None or self._promise is None or self.phase is not Phase.RUNNING:
+            return []
+        return [m.AtBoundary(self._asked, later=0 < self._promise.loop < self.loop)]
 
     def missing(self) -> tuple[int, ...]:
-        """Whose progress a change of view waits for; empty if none is under way or we have not told ours."""
+        """Returns the replicas whose progress a change of view waits for; empty without a change, or before this rank
+        has told its own."""
         if self.phase is not Phase.CHANGING or self.view is None or self._mine is None:
             return ()
         told = self._theirs.get(self.view.epoch, {})
         return tuple(replica for replica in self.view.replicas if replica != self.replica and replica not in told)
 
     def fail(self) -> None:
-        """This rank cannot go on."""
+        """Note that this rank cannot go on."""
         self.phase = Phase.FAILED
 
     def _resume(self) -> list[Action]:
@@ -201,10 +228,12 @@ class Machine:
             return []
         progress = {replica: told[replica] for replica in self.view.replicas}
         self.phase = Phase.RESUMING
+        if not self.ran:
+            self.loop_of_job = max((told.loop for told in progress.values() if not told.fresh), default=0)
         return [Resume(self.view, progress)]
 
     def resumed(self, epoch: int) -> list[Action]:
-        """The exchange runs in the view of `epoch`."""
+        """Note that the exchange runs in the view of `epoch`."""
         if self.phase is not Phase.RESUMING or self.view is None or self.view.epoch != epoch:
             return []
         self.phase = Phase.RUNNING

@@ -25,72 +25,87 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages; the tag on the wire is the class name."""
 
 
-# Kinds of events that only the coordinator, or the launcher that it is embedded in, may log: launchers and chaos act on
-# them. A rank reports other kinds.
+# Only the coordinator, or the launcher around it, may log events of these kinds, since launchers and chaos act on them.
+# A rank reports other kinds.
 RESERVED = frozenset(
     {"caught_up", "cut_off", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "removed"}
-    | {"outdated", "spared", "store", "suspect", "twins", "view"}
+    | {"ended", "outdated", "spared", "store", "suspect", "view"}
     | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
     | {"restart_asked", "restarting"}
 )
 
 
 class Stage(enum.Enum):
-    """How far a replica has got that has no view yet."""
+    """How far a replica without a view has got."""
 
-    WAITING = "waiting"  # for others to come, as long as FTCOMM_INIT_TIMEOUT says
-    JOINING = "joining"  # a running job takes it in at a step boundary, which may take any time
+    WAITING = "waiting"  # it waits for others, for FTCOMM_INIT_TIMEOUT at most
+    JOINING = "joining"  # a running job takes it in at a step boundary, however late that is
 
 
 class Ending(enum.Enum):
-    """Why a replica is not part of a job, or no longer."""
+    """Why a replica is not, or no longer, part of a job."""
 
-    FAILED = "failed"  # something is wrong, which the reason says
-    TOO_LATE = "too late"  # the job is over: nothing is wrong, and there is nothing to do
+    FAILED = "failed"  # something is wrong; the reason says what
+    TOO_LATE = "too late"  # the job is over, so there is nothing to do
 
 
 # -- rank -> leader -> coordinator -------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message of a rank to its leader: where it is reached, and of which life of the replica it is, if it has
-    been told before."""
+    """The first message of a rank to its leader. It says where the rank is reached, and names the life of the replica
+    that the rank belongs to, if the rank has been told one before."""
 
-    rank: t.Rank
+    shard: t.Shard
     address: Address
     incarnation: t.Name = ""
+    replicas: t.Replica = 0  # how many the job has, as this rank was told; 0: unknown
 
 
 class Join(Message, frozen=True):
-    """First message of a leader to the coordinator, and again after every reconnection."""
+    """The first message of a leader to the coordinator; the leader repeats it on every new connection."""
 
     replica: t.Replica
     incarnation: t.Name
     ranks: Addresses
-    epoch: t.Epoch  # of the view it runs in; 0: was never in one
+    epoch: t.Epoch  # the view that the replica runs in; 0: it was never in one
     step: t.Step
     timeouts: tuple[float, float, float]  # heartbeat, floor and ceiling of an op; must be those of the whole job
-    leaving: bool = False  # has asked to leave, which an earlier life of the coordinator may have heard
-    ready: bool = False  # has said `Ready`, likewise
-    caught_up: bool = False  # has said `CaughtUp`, likewise
-    heard: t.Epoch = 0  # the newest view that it was told of, in force or not
+    leaving: bool = False  # the replica has asked to leave; an earlier coordinator may have heard that
+    ready: bool = False  # the replica has said `Ready`
+    caught_up: bool = False  # the replica has said `CaughtUp`
+    heard: t.Epoch = 0  # the newest view that the leader was told of, in force or not
+    loop: t.Loop = 0  # the newest step loop that a rank has come to; of a joiner that is ready, as in `Ready`
+    replicas: t.Replica = 0  # how many the job has, as the ranks were told; 0: unknown
 
 
 class Heartbeat(Message, frozen=True):
     step: t.Step
-    mute: t.Text = ""  # from a leader: what those of its ranks do that live and do not speak
-    divided: t.Text = ""  # which rank a leader does not hear, or that a rank does not hear its leader; they may live
+    mute: t.Text = ""  # what a rank of the leader does that lives and does not speak
+    divided: t.Text = ""  # a rank and its leader do not hear each other; both may live
+    loop: t.Loop = 0  # the newest step loop that the sender has come to
 
 
 class Suspect(Message, frozen=True):
-    """A member is lost. `proof`: the process of its rank `rank` is known to have ended; else it merely cannot be
-    reached from here."""
+    """A member is lost. With `proof` the process of its rank `shard` is known to have ended. Without it the sender
+    cannot reach that rank, and knows nothing else."""
 
     replica: t.Replica
     incarnation: t.Name
     reason: t.Text
     proof: bool
-    rank: t.Rank = 0
+    shard: t.Shard = 0
+
+
+class Severed(Message, frozen=True):
+    """A connection for data with rank `shard` of a member has ended in the view of `epoch`. That is no proof that
+    either side is lost. The sender repeats it for as long as that view is in force."""
+
+    replica: t.Replica
+    incarnation: t.Name
+    epoch: t.Epoch
+    reason: t.Text
+    shard: t.Shard = 0
 
 
 class Reachable(Message, frozen=True):
@@ -100,18 +115,22 @@ class Reachable(Message, frozen=True):
 
 
 class Stalled(Message, frozen=True):
-    """A rank waits, in an op (or what `ftcomm.control.blame` numbers below 0); `waiting_on` are those who have to move,
-    none if it does not wait. `due`: for longer than its deadline, said unasked; else the answer to `WhoWaits`."""
+    """A rank waits in an op, or for what `ftcomm.control.blame` numbers below 0. `waiting_on` are the replicas that
+    have to move; it is empty if the rank does not wait. With `due` the rank has waited for longer than its deadline and
+    says so unasked; without it the message answers `WhoWaits`. `lasted` is for how many seconds it has said so: a new
+    coordinator learns how long the stall has lasted."""
 
-    rank: t.Rank
+    shard: t.Shard
     epoch: t.Epoch
     op: t.Op
     waiting_on: t.Replicas
     due: bool
+    lasted: t.Seconds = 0.0
 
 
 class Promise(Message, frozen=True):
-    """Answer to `Prepare`: bound to the proposal if `ok`, else the boundary has been passed (now at `step`)."""
+    """The answer to `Prepare`. With `ok` the sender is bound to the proposal. Otherwise it has passed the boundary and
+    is now at `step`."""
 
     proposal: t.Proposal
     ok: bool
@@ -119,9 +138,11 @@ class Promise(Message, frozen=True):
 
 
 class AtBoundary(Message, frozen=True):
-    """A rank with a promise stands at its boundary and asks its leader what was decided."""
+    """A rank with a promise stands at its boundary and asks its leader what was decided. With `later` the boundary is
+    in a later step loop than the one in which the joiners wait."""
 
     proposal: t.Proposal
+    later: bool = False
 
 
 class Withdrawn(Message, frozen=True):
@@ -131,36 +152,39 @@ class Withdrawn(Message, frozen=True):
 
 
 class Installed(Message, frozen=True):
-    """The view is in force at this rank (from a leader: at all ranks of its replica)."""
+    """The view is in force at this rank. From a leader it means all ranks of its replica."""
 
     epoch: t.Epoch
 
 
 class Ready(Message, frozen=True):
-    """Of who joins a running job: the script stands before its first op or step boundary (from a leader: those of all
-    ranks of its replica), so the others may wait for it from now on."""
+    """The script of a joiner stands before its first op or step boundary, so the others may wait for it from now on.
+    From a leader it means the scripts of all ranks of its replica. `loop` is the step loop that it stands in. If the
+    job is in a later one, or comes to one before the replica is in, the answer is `Behind`. With 0 it never is."""
+
+    loop: t.Loop = 0
 
 
 class CaughtUp(Message, frozen=True):
-    """The rank (from a leader: the replica) holds the state of everybody and can contribute."""
+    """The rank holds the state of all members and can contribute. From a leader it means the whole replica."""
 
     step: t.Step
 
 
 class Leave(Message, frozen=True):
-    """Drain: this replica wants to leave at a step boundary. One of its ranks is enough to say so."""
+    """This replica wants to leave at a step boundary. It is enough if one of its ranks says so."""
 
 
 class Finished(Message, frozen=True):
-    """The script has ended. `ok`: its training is done, and the replica needs nothing more. Else it is lost to the
-    others at once; `reason` says how it ended."""
+    """The script has ended. With `ok` its training is done, and the replica needs nothing more. Otherwise the others
+    count it as lost at once, and `reason` says how it ended."""
 
     ok: bool = True
     reason: t.Text = ""
 
 
 class Report(Message, frozen=True):
-    """A line for the coordinator's event log: `kind` and JSON-able fields."""
+    """A line for the event log of the coordinator: `kind`, and fields that JSON can hold."""
 
     kind: t.Name
     fields: Annotated[dict[t.Name, t.Text | int | float | bool | None], Meta(max_length=256)]
@@ -174,44 +198,57 @@ class Report(Message, frozen=True):
 
 
 class NewView(Message, frozen=True):
-    """A view. At once if `view.step` is None; else the commit of `view.proposal`, in force from that boundary on."""
+    """A new view. Without `view.step` it is in force at once. Otherwise it commits `view.proposal` and is in force from
+    that boundary on."""
 
     view: View
 
 
 class Welcome(Message, frozen=True):
-    """Leader to rank, in answer to `Hello`: the life of the replica that the rank is part of."""
+    """The leader's answer to `Hello`. It names the life of the replica that the rank belongs to, and the processes
+    whose end the leader sees by itself (`Address.processes`)."""
 
     incarnation: t.Name
+    processes: t.Name = ""
 
 
 class Queued(Message, frozen=True):
-    """The replica is known and waits for its first view; `reason` says for what."""
+    """The coordinator knows the replica, which waits for its first view; `reason` says what it waits for."""
 
     reason: t.Text
     stage: Stage = Stage.WAITING
 
 
 class Registered(Message, frozen=True):
-    """The replica may prepare to join the training under way. It is in no view, and nobody waits for it, until all its
-    ranks have said `Ready`. `view` is the newest with this replica added, so that its script can be told who is there.
-    """
+    """The replica may prepare to join the running job. It is in no view, and no member waits for it, until all its
+    ranks have said `Ready`. `view` is the newest view with this replica added, so that its script can be told who is
+    there; `loop` is the step loop that the members are in."""
 
     view: View
+    loop: t.Loop = 0
+
+
+class Behind(Message, frozen=True):
+    """The job has gone on to step loop `loop`, and takes in nobody who waits in an earlier one. The script goes on to
+    that loop, and says `Ready` again; until then no member waits for it."""
+
+    loop: t.Loop
 
 
 class Dismissed(Message, frozen=True):
-    """The replica is in no view, and will come into none: it has asked to leave, or the job is being drained."""
+    """The replica is in no view and will get into none: it has asked to leave, or the job is being drained."""
 
     reason: t.Text
 
 
 class Prepare(Message, frozen=True):
-    """Will you stop at the boundary of `step` to hear whether membership changes there?"""
+    """Asks the replica to stop at the boundary of `step` and hear there whether membership changes. It does not if that
+    boundary is in a later step loop than `loop`, in which joiners wait; 0: in any."""
 
     proposal: t.Proposal
-    epoch: t.Epoch  # the view that it would replace
+    epoch: t.Epoch  # the view that the change would replace
     step: t.Step
+    loop: t.Loop = 0
 
 
 class Cancel(Message, frozen=True):
@@ -219,11 +256,11 @@ class Cancel(Message, frozen=True):
 
 
 class WhoWaits(Message, frozen=True):
-    """Somebody has reported a stall: on whom does each rank wait?"""
+    """Asks every rank on whom it waits, after one of them has reported a stall."""
 
 
 class Decision(Message, frozen=True):
-    """Leader to its ranks at the boundary: the view to install, or None to go on as before."""
+    """The leader's word to its ranks at the boundary: the view to install, or None to go on as before."""
 
     proposal: t.Proposal
     view: View | None
@@ -239,7 +276,7 @@ class FinishAck(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """To be acknowledged by the kernel of who it is for (`ftcomm.control.liveness`); its process has nothing to do."""
+    """Makes the kernel of the receiver acknowledge it (`ftcomm.control.liveness`). The process itself does nothing."""
 
 
 # -- leader <-> leader -------------------------------------------------------------------------------------------
@@ -272,27 +309,30 @@ class OpProgress(msgspec.Struct, frozen=True):
 class FailedOp(msgspec.Struct, frozen=True):
     number: t.Op
     message: t.Text
-    lost: bool = False  # for want of data that a lost member had; else for calls that differ
+    lost: bool = False  # a lost member had the only data; else the calls differ
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """The members of a group in rank order, from the boundary of step `since` on, and who of them contributes then."""
+    """The members of a group in rank order, from the boundary of step `since` on, and those of them that contribute
+    from there on."""
 
     since: t.Step
     members: t.Replicas
-    givers: t.Replicas
+    contributors: t.Replicas
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Where a member stands when it has quiesced. Ops are numbered from 0 in their group and return in order."""
+    """Tells where a member stands when it has quiesced. Ops are numbered from 0 in their group and return in order."""
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]  # ops that returned, with a result or an error
-    ops: Annotated[tuple[OpProgress, ...], t.MANY]  # issued and not returned, in order
-    failed: Annotated[tuple[FailedOp, ...], t.MANY] = ()  # with an error that must reach everybody, in flight or not
-    fresh: bool = False  # a joiner that has run nothing: takes over the numbering of the others
-    step: t.Step = -1  # the last boundary that it has passed
-    epoch: t.Epoch = 0  # of the view that it comes from
-    rosters: Annotated[tuple[Roster, ...], t.MANY] = ()  # as agreed upon when it entered that
+    ops: Annotated[tuple[OpProgress, ...], t.MANY]  # issued and not yet returned, in order
+    failed: Annotated[tuple[FailedOp, ...], t.MANY] = ()  # with an error that every member must get
+    fresh: bool = False  # a joiner that has run no op takes over the numbers of the others
+    step: t.Step = -1  # the last boundary that the member has passed
+    loop: t.Loop = 0  # its step loop at the boundary where the joiners of the view come in
+    epoch: t.Epoch = 0  # the view that the member comes from
+    rosters: Annotated[tuple[Roster, ...], t.MANY] = ()  # as the members agreed when it entered that view
+    severed: t.Replicas = ()  # its connections to these have ended, which they may not have noticed
 
 
 class MemberProgress(Message, frozen=True):
@@ -305,7 +345,8 @@ class MemberProgress(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """A sign of life, over the link that would carry the progress: the network between two may be cut in silence."""
+    """A sign of life. It takes the link that would carry the progress, since the network between two members may be cut
+    in silence."""
 
     replica: t.Replica
     incarnation: t.Name
@@ -316,6 +357,7 @@ AnyMessage = (
     | Join
     | Heartbeat
     | Suspect
+    | Severed
     | Reachable
     | Stalled
     | Promise
@@ -331,6 +373,7 @@ AnyMessage = (
     | Welcome
     | Queued
     | Registered
+    | Behind
     | Dismissed
     | Prepare
     | Cancel
@@ -353,6 +396,6 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Raises `msgspec.DecodeError`, and nothing else, on what is no message, or one with numbers out of bounds."""
+    """Decodes a message. Raises only `msgspec.DecodeError`, also for numbers out of bounds."""
     message: AnyMessage = decode_with(_decoder, data)
     return message

@@ -1,7 +1,8 @@
-"""All that one rank does in the control plane, pure: its `Machine`, in rank 0 the replica's `Leader`, and what must be
-told when. `ftcomm.control.agent` drives it with real sockets and time, `ftcomm.simulation` with simulated ones.
+"""All that one rank does in the control plane. It is pure. It holds the rank's `Machine`, in rank 0 also the replica's
+`Leader`, and knows what must be told when. `ftcomm.control.agent` drives it with real sockets and time,
+`ftcomm.simulation` with simulated ones.
 
-    up      the connection to the coordinator (rank 0), or to the leader of the replica
+    up      the connection to the coordinator (from rank 0), or to the leader of the replica
     down    in rank 0: the connections of the other ranks of the replica
     peers   links to this rank of the other replicas of the view
 """
@@ -17,9 +18,11 @@ import msgspec
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.actions import Failed, Freeze, Known, Passed, Queued, Resume
-from ftcomm.control.blame import BOUNDARY, CHANGE
+from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
+from ftcomm.control.blame import BOUNDARY, CHANGE, FRESH
 from ftcomm.control.detector import Detector
+from ftcomm.control.failed_dials import Cause, FailedDials
+from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, View
 
@@ -31,7 +34,7 @@ class Up:
 
 @dataclasses.dataclass(frozen=True)
 class Down:
-    rank: int
+    shard: int
     message: m.Message
 
 
@@ -43,7 +46,7 @@ class ToPeer:
 
 @dataclasses.dataclass(frozen=True)
 class LookAtWaits:
-    """Somebody asks on whom the exchange waits; answer with `waits`."""
+    """A member asks on whom the exchange waits; answer with `waits`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,66 +54,75 @@ class Acked:
     """The coordinator knows that this replica has finished."""
 
 
-Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | Queued | Known | Acked | Failed
+Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | JoinPending | Known | GoOn | Acked | Failed
 
 
-KEPT = 1000  # reports while the coordinator is away; then the oldest go
+KEPT = 1000  # the newest reports that are kept while the coordinator is away
 
 
 class Node:
-    """Not thread-safe. Times are seconds of any origin. Every method returns actions in order."""
+    """The state machine of one rank. Not thread-safe. Times are seconds of any origin. Every method returns actions in
+    order."""
 
     def __init__(
         self,
         replica: int,
-        rank: int,
+        shard: int,
         ranks: int,
         incarnation: str,
         address: Address,
         timeouts: Timeouts,
         state: Callable[[Address], str] = lambda there: "",
+        replicas: int = 0,
     ) -> None:
-        self.rank = rank
+        """`replicas`: how many the job has, as this rank was told; 0: unknown."""
+        self.shard = shard
         self.machine = mem.Machine(replica)
-        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state) if rank == 0 else None
-        self.view: View | None = None  # that the exchange runs in
+        self.leader = lead.Leader(replica, incarnation, ranks, timeouts, state) if shard == 0 else None
+        self.view: View | None = None  # the view that the exchange runs in
         self._timeouts = timeouts
-        self._hello = m.Hello(rank, address)
+        self._hello = m.Hello(shard, address, replicas=replicas)
         self._up = False
-        self._ended: set[m.Suspect] = set()  # members whose end is known: said again to a coordinator that was away
-        self._unsaid: deque[m.Report] = deque(maxlen=KEPT)  # reports made while nobody could hear them
+        self._ended: set[m.Suspect] = set()  # proofs, repeated to a coordinator that was away
+        self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
+        self._unsaid: deque[m.Report] = deque(maxlen=KEPT)  # reports that no connection could take
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
-        self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) of those that we listen to
-        self._silent: dict[tuple[int, str], float] = {}  # when we complained of it last
-        self._above: Detector[str] = Detector(timeouts.unheard)  # of the leader, by its other ranks
-        self._from_above = False  # it has spoken since the last tick
-        self._up_refused = False  # whoever answers for it refuses
-        self._leaderless = False  # neither its process nor its kernel is heard, which proves no end of it
-        self._lasting: dict[str, m.Message] = {}  # what this rank has said to its leader once and for all
-        self._unreachable: set[int] = set()  # whose memory we fail to reach
-        self._reaching: tuple[int, ...] = ()  # whose memory we are about to reach
-        self._waiting_since: tuple[tuple[int, int], float] | None = None  # (epoch, what), since when
+        self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
+        self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
+        self._above: Detector[str] = Detector(timeouts.unheard)  # the leader, as its other ranks hear it
+        self._from_above = False  # the leader has spoken since the last tick
+        self._up_refused = False  # the leader's port refuses
+        self._leaderless = False  # neither the leader nor its kernel is heard; it may live
+        self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
+        self._dials = FailedDials(timeouts.op)
+        self._short = False  # this process lacks what it needs to reach members
+        self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
+        self._reaching: tuple[int, ...] = ()  # replicas whose memory it is about to reach
+        self._waiting_since: tuple[tuple[int, int], float] | None = None  # (epoch, what), and since when in `_ran`
         self._said = float("-inf")
+        # By epoch and op: when, in `_ran`, it was first reported as a stall, and last, and for whom it waits.
+        self._stalls: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
+        self._ran = RunningTime()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        """Once, before all else."""
+        """Begin. To be called once, before all else."""
         return self._do_leader(self.leader.from_rank(0, self._hello)) if self.leader is not None else []
 
     def up_opened(self) -> list[Action]:
-        """The connection upwards is there, for the first time or again."""
+        """Note that the connection upwards is there, for the first time or again."""
         self._up, self._up_refused = True, False
         if self.leader is None:
             hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
             return [Up(hello), *self._said_again(), *self._said_late()]
         join = self.leader.join()
-        if join is not None:  # and what it may not have heard, having been away
+        if join is not None:  # what the coordinator may have missed
             return [Up(join), *([Up(m.Finished(True))] if self.leader.finished else []), *self._said_late()]
-        return [Queued("not all ranks of this replica have started yet", m.Stage.WAITING)]
+        return [JoinPending("not all ranks of this replica have started yet", m.Stage.WAITING)]
 
     def _said_again(self) -> list[Action]:
-        """What a rank has said to its leader, and may have been lost with the connection."""
+        """Returns what a rank has told its leader, and may have been lost with the connection."""
         again: list[m.Message] = list(self._lasting.values())
         if self.view is not None:
             again.append(m.Installed(self.view.epoch))
@@ -124,8 +136,9 @@ class Node:
         return [Up(message) for message in late]
 
     def up_lost(self, reason: str, refused: bool = False, here: bool = False) -> list[Action]:
-        """It is down, or cannot be made again, as (`refused`) nobody listens there any more: so it is if our own kernel
-        (`here`) says so, and not another host. The coordinator may be away, but the replica lives and dies as one."""
+        """Note that the connection upwards is down. With `refused` it cannot be made again since no process listens
+        there any more; with `here` the own kernel says so, and not another host. The coordinator may be away, but the
+        replica lives and dies as one."""
         self._up = False
         self._up_refused = refused
         return self._orphaned(reason) if refused and here else []
@@ -136,7 +149,7 @@ class Node:
         return []
 
     def up_acknowledged(self, at: float) -> list[Action]:
-        """The kernel at the other end of the connection upwards answers."""
+        """Note that the kernel at the other end of the connection upwards answers."""
         self._above.acknowledged("leader", at)
         return []
 
@@ -144,25 +157,25 @@ class Node:
         self._from_above = True
         return self._do_leader(self.leader.from_coordinator(message)) if self.leader else self._from_leader(message)
 
-    def from_rank(self, rank: int, message: m.Message, now: float) -> list[Action]:
-        """In rank 0, from another rank of the replica."""
+    def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
+        """Take a message from another rank of the replica, in rank 0."""
         if self.leader is None:
             return []
-        self.leader.detector.heard(rank, now)
-        return self._do_leader(self.leader.from_rank(rank, message))
+        self.leader.detector.heard(shard, now)
+        return self._do_leader(self.leader.from_rank(shard, message))
 
-    def rank_acknowledged(self, rank: int, at: float) -> list[Action]:
-        """In rank 0: the kernel of another rank answers, whatever its process does."""
+    def rank_acknowledged(self, shard: int, at: float) -> list[Action]:
+        """Note in rank 0 that the kernel of another rank answers, whatever its process does."""
         if self.leader is not None:
-            self.leader.detector.acknowledged(rank, at)
+            self.leader.detector.acknowledged(shard, at)
         return []
 
-    def rank_lost(self, rank: int, reason: str) -> list[Action]:
-        """In rank 0: the process of another rank has ended."""
+    def rank_lost(self, shard: int, reason: str) -> list[Action]:
+        """Note in rank 0 that the process of another rank has ended."""
         if self.leader is None:
             return []
-        self.leader.detector.forget(rank)
-        return self._do_leader(self.leader.rank_lost(rank, reason))
+        self.leader.detector.forget(shard)
+        return self._do_leader(self.leader.rank_lost(shard, reason))
 
     def from_peer(self, message: m.Message, now: float) -> list[Action]:
         if isinstance(message, m.Alive):
@@ -173,26 +186,60 @@ class Node:
             return self._do_leader(self.leader.from_leader(message))
         return []
 
-    def rank_refused(self, rank: int, reason: str) -> list[Action]:
-        """In rank 0: another host refuses another rank, which was connected."""
-        return self._do_leader(self.leader.rank_refused(rank, reason)) if self.leader is not None else []
+    def rank_refused(self, shard: int, reason: str) -> list[Action]:
+        """Note in rank 0 that another host refuses another rank, which was connected."""
+        return self._do_leader(self.leader.rank_refused(shard, reason)) if self.leader is not None else []
 
     def peer_opened(self, replica: int) -> list[Action]:
-        """The link to it is there, for the first time or again: say what may have been lost."""
+        """Note that the link to a replica is there, for the first time or again, and repeat what may have been lost."""
+        self._dials.reached(replica)
         actions = self._do_member(self.machine.again(replica))
         return actions + self._do_leader(self.leader.again(replica)) if self.leader is not None else actions
 
     def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool) -> list[Action]:
-        """A member of the view of `epoch` cannot be reached, or (`proof`) its process is known to have ended."""
-        for view in (self.view, self.machine.view):  # the second is of a change that is under way
+        """Note that a member of the view of `epoch` cannot be reached, or (`proof`) that its process has ended."""
+        for view in (self.view, self.machine.view):  # the second view may be one that is under way
             member = view.member(replica) if view is not None and view.epoch == epoch else None
             if member is not None:
-                return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.rank))
+                return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.shard))
         return []
 
+    def dial_failed(self, replica: int, epoch: int, reason: str, cause: Cause, now: float) -> list[Action]:
+        """Note that a dial of a member of the view of `epoch` has failed."""
+        if cause is Cause.HUNG_UP and not self._dials.hung_up(replica, now):
+            return self.peers_acknowledged({replica: now})
+        return self.peer_lost(replica, epoch, reason, proof=False)
+
+    def short(self, reason: str, now: float) -> list[Action]:
+        """Note that this process lacks what it needs to reach a member. That is no fault of the member: this rank tries
+        again, and until then the others wait for it; in the end it gives itself up."""
+        self._short = True
+        return self.failed(reason) if self._dials.short(now) else []
+
+    def is_short(self, now: float) -> bool:
+        return self._dials.is_short(now)
+
+    def severed(self, replica: int, epoch: int, reason: str, now: float) -> list[Action]:
+        """Note that a connection for data with a member of the view of `epoch` has ended."""
+        for view in (self.view, self.machine.view):
+            member = view.member(replica) if view is not None and view.epoch == epoch else None
+            if member is not None:
+                said = m.Severed(replica, member.incarnation, epoch, reason, self.shard)
+                self._severed[replica] = said, now
+                return self.tell(said)
+        return []  # the view in force by now makes it again
+
+    def _severed_still(self, now: float) -> list[Action]:
+        """Repeat that connections have ended: a coordinator that was away has not heard it."""
+        newest = self.machine.view.epoch if self.machine.view is not None else 0
+        self._severed = {replica: known for replica, known in self._severed.items() if known[0].epoch >= newest}
+        due = [said for said, last in self._severed.values() if now - last >= REPORT]
+        self._severed |= {said.replica: (said, now) for said in due}
+        return [action for said in due for action in self.tell(said)]
+
     def peers_acknowledged(self, at: Mapping[int, float]) -> list[Action]:
-        """When the kernels of members, by replica, were last known to answer: their processes may hold their
-        interpreters, but the network leads there."""
+        """Note when the kernels of members, by replica, last answered. Their processes may hold their interpreters, but
+        the network leads there."""
         actions: list[Action] = []
         for life in sorted(self._peers):
             if life[0] in at:
@@ -204,7 +251,7 @@ class Node:
         return actions
 
     def peer_back(self, replica: int) -> list[Action]:
-        """It can be reached again after all."""
+        """Note that a replica can be reached again."""
         return self.tell(m.Reachable(replica))
 
     def _heard(self, alive: m.Alive, now: float) -> list[Action]:
@@ -218,34 +265,37 @@ class Node:
         return self.peer_back(alive.replica)
 
     def _listen(self, now: float) -> list[Action]:
-        """Our sign of life to the members of the newest view, and complaints about those that give none."""
+        """Send a sign of life to the members of the newest view, and complain of those that give none."""
         view = self.machine.view
         me = self.machine.replica
         peers = {(x.replica, x.incarnation) for x in view.members if x.replica != me} if view is not None else set()
         for life in sorted(self._peers - peers):
             self._detector.forget(life)
             self._silent.pop(life, None)
-        for life in sorted(peers - self._peers):  # in one order, so that a simulated history is one
+        for life in sorted(peers - self._peers):  # in one order, so that a seed gives one history
             self._detector.heard(life, now)
         self._peers = peers
         alive = m.Alive(me, self.machine.incarnation)
         actions: list[Action] = [ToPeer(replica, alive) for replica, _ in sorted(peers)]
         for life, seconds in self._detector.silent(now).items():
-            if not self.machine.ran:  # the others hear of a joiner when they come to its boundary, whenever that is
+            if self._joins or self._short:  # the others hear of a joiner when they come to its boundary
                 self._detector.heard(life, now)
             elif view is not None and now - self._silent.get(life, float("-inf")) >= REPORT:
                 self._silent[life] = now
-                actions += self.peer_lost(life[0], view.epoch, f"silent for {seconds:.1f} s", proof=False)
+                member = view.member(life[0])
+                there = member.ranks[self.shard] if member is not None else None
+                where = f" at {there.host}:{there.port}" if there is not None else ""
+                actions += self.peer_lost(life[0], view.epoch, f"silent for {seconds:.1f} s{where}", proof=False)
         return actions
 
     # -- the user's code and the exchange ------------------------------------------------------------------------
 
-    def boundary(self, step: int) -> list[Action]:
-        """The user's code stands at the boundary of `step`, with no op in flight. `Passed` comes now or later."""
-        return self._do_member(self.machine.boundary(step))
+    def boundary(self, step: int, loop: int = 0) -> list[Action]:
+        """Stand at the boundary of `step` in step loop `loop`, with no op in flight. `Passed` comes now or later."""
+        return self._do_member(self.machine.boundary(step, loop))
 
     def tell(self, message: m.Message) -> list[Action]:
-        """Report, Ready, CaughtUp, Leave, Finished: to the leader."""
+        """Tell the leader a Report, Ready, CaughtUp, Leave or Finished."""
         return self._do_member([mem.ToLeader(message)])
 
     def _say(self, message: m.Message) -> list[Action]:
@@ -259,7 +309,7 @@ class Node:
         return [Up(message)]
 
     def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
-        """The exchange stands still; `epoch` is that of the `Freeze` that is answered."""
+        """Note that the exchange stands still; `epoch` is the one of the `Freeze` that this answers."""
         return self._do_member(self.machine.quiesced(epoch, progress))
 
     def wants(self, view: View) -> bool:
@@ -267,35 +317,43 @@ class Node:
         return self.machine.view is view and self.machine.phase is mem.Phase.RESUMING
 
     def reaching(self, replicas: tuple[int, ...]) -> list[Action]:
-        """Whose memory we are about to reach: who is waited for, if that takes long, and not complained of."""
+        """Note the replicas whose memory this rank is about to reach. If that takes long, they count as waited for, and
+        there is no complaint of them."""
         self._reaching = replicas
         return []
 
-    def unreachable(self, epoch: int, replica: int, reason: str) -> list[Action]:
+    def unreachable(self, epoch: int, replica: int, reason: str, cause: Cause, now: float) -> list[Action]:
+        """Note that the memory of a member of the view of `epoch` cannot be reached."""
         self._unreachable.add(replica)
-        return self.peer_lost(replica, epoch, f"its memory cannot be reached: {reason}", proof=False)
+        return self.dial_failed(replica, epoch, f"its memory cannot be reached: {reason}", cause, now)
 
     def resumed(self, view: View) -> list[Action]:
-        """The exchange runs in `view`."""
+        """Note that the exchange runs in `view`."""
         self.view = view
+        self._stalls.clear()
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
         self._unreachable.clear()
         self._reaching = ()
         return forgiven + self._do_member(self.machine.resumed(view.epoch))
 
     def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
-        """The exchange has made no progress for its deadline; to be repeated every `REPORT` seconds."""
-        return self.tell(m.Stalled(self.rank, epoch, op, waiting_on, True))
+        """Note that the exchange has made no progress for its deadline. To be repeated every `REPORT` seconds."""
+        now = self._ran.seconds
+        since, last, before = self._stalls.get((epoch, op), (now, now, waiting_on))
+        if now - last > FRESH or not set(before) & set(waiting_on):
+            since = now  # the op has moved meanwhile
+        self._stalls[epoch, op] = since, now, waiting_on
+        return self.tell(m.Stalled(self.shard, epoch, op, waiting_on, True, now - since))
 
     def waits(self, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
-        """What the exchange waits for; on nobody if it does not wait. Answers `LookAtWaits`."""
-        what, missing = self._waiting()
-        if missing:
+        """Tell on whom the exchange waits; on nobody if it does not wait. This answers `LookAtWaits`."""
+        what, missing = self.waiting()
+        if missing or what == CHANGE:
             op, waiting_on = what, missing
-        return self.tell(m.Stalled(self.rank, self._epoch(), op, waiting_on, False))
+        return self.tell(m.Stalled(self.shard, self._epoch(), op, waiting_on, False))
 
     def failed(self, reason: str) -> list[Action]:
-        """This rank cannot go on."""
+        """Note that this rank cannot go on."""
         if self.machine.phase is mem.Phase.FAILED:
             return []
         self.machine.fail()
@@ -307,26 +365,33 @@ class Node:
 
     @property
     def all_finished(self) -> bool:
-        """Whether nobody is left in the replica whose end is to be waited for, as far as this rank can know."""
+        """Whether no rank is left in the replica whose end this rank should wait for, as far as it can know."""
         return self.leader.finished if self.leader is not None else not self._up
+
+    @property
+    def leader_ended(self) -> bool:
+        """Whether the leader of this rank has ended, as far as this rank can know."""
+        return self.leader is None and self._up_refused
 
     # -- time ----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """To be called every `Timeouts.beat`: our sign of life, and the waits that are too long."""
+        """Send a sign of life, and report waits that are too long. To be called every `Timeouts.beat`."""
+        self._ran.at(now)
+        self._short = self._dials.is_short(now)
         if self.leader is None:
             ended = self._look_up(now)
             divided = "does not hear its leader" if self._leaderless else ""
-            actions: list[Action] = [Up(m.Heartbeat(self.machine.step, divided=divided)), *ended]
+            actions: list[Action] = [Up(self.machine.heartbeat(divided)), *ended]
         else:
-            self.leader.from_rank(0, m.Heartbeat(self.machine.step))
+            self.leader.from_rank(0, self.machine.heartbeat())
             actions = self._do_leader(self.leader.tick(now))
-        return [*actions, *self._listen(now), *self._watch(now)]
+        return [*actions, *self._listen(now), *self._severed_still(now), *self._watch(now)]
 
     def _look_up(self, now: float) -> list[Action]:
-        """A leader whose host is gone tells its ranks nothing any more, and so does one that is cut off from them for a
-        while. So they wait for it, until somebody knows that the job goes on without them (`passed_by`), at the
-        longest for as long as an op."""
+        """Watch the leader. One whose host is gone, or that is cut off from its ranks, tells them nothing. So they wait
+        for it until a member tells them that the job goes on without them (`passed_by`), and for as long as an op may
+        take at most."""
         if self._from_above:
             self._from_above = False
             self._above.heard("leader", now)
@@ -339,14 +404,14 @@ class Node:
         return []
 
     def passed_by(self, alive: m.Message) -> m.NewView | None:
-        """What to answer a peer: the view that we run in, to one that is in none any more. Its leader may be gone, who
-        would tell it."""
+        """Returns the answer to a peer that is in no view any more: the view in force. Its leader, who would tell it,
+        may be gone."""
         if not isinstance(alive, m.Alive) or self.view is None or self.view.has(alive.replica, alive.incarnation):
             return None
         return m.NewView(self.view)
 
-    def from_beside(self, message: m.Message) -> list[Action]:
-        """What a member of our view has answered: a later one, perhaps, in which we are not."""
+    def peer_answered(self, message: m.Message) -> list[Action]:
+        """Take what a member of the view has answered: maybe a later view, without this replica."""
         if not (self._leaderless or self._up_refused) or not isinstance(message, m.NewView):
             return []
         known, later = self.machine.view, message.view
@@ -355,26 +420,37 @@ class Node:
         return self._from_leader(message) if out else []
 
     def _watch(self, now: float) -> list[Action]:
-        """A change of view or a boundary that does not come about is a stall like that of an op."""
-        what, missing = self._waiting()
+        """Report a change of view or a boundary that does not come about: it is a stall like that of an op."""
+        what, missing = self.waiting()
         key = (self._epoch(), what)
-        if not missing or not self.machine.ran:  # a joiner waits for everybody's computation, however long that takes
+        if not missing or self._joins:  # a joiner waits for the computation of all, for as long as that takes
             self._waiting_since = None
         elif self._waiting_since is None or self._waiting_since[0] != key:
-            self._waiting_since = (key, now)
-        elif now - self._waiting_since[1] > self._deadline(what) and now - self._said >= REPORT:
+            self._waiting_since = (key, self._ran.seconds)
+        elif self._ran.seconds - self._waiting_since[1] > self._deadline(what) and now - self._said >= REPORT:
             self._said = now
             return self.stalled(self._epoch(), what, missing)
         return []
 
-    def _deadline(self, what: int) -> float:
-        """A view without a lost member takes milliseconds; at a boundary one waits for somebody's computation."""
+    @property
+    def _joins(self) -> bool:
+        """Whether this rank has run in no view yet, and the others are still on their way to the one that has it. The
+        first view of a job, and one after a loss, are in force at once."""
         view = self.machine.view
-        at_once = what == CHANGE and view is not None and view.proposal == 0
+        return not self.machine.ran and view is not None and view.proposal != 0
+
+    def _deadline(self, what: int) -> float:
+        """Returns the seconds that a wait may take. A change of view after a loss takes milliseconds; at a boundary a
+        rank waits for the computation of others."""
+        view = self.machine.view
+        at_once = what == CHANGE and view is not None and view.proposal == 0 and self.machine.ran
         return self._timeouts.op_floor if at_once else self._timeouts.op
 
-    def _waiting(self) -> tuple[int, tuple[int, ...]]:
+    def waiting(self) -> tuple[int, tuple[int, ...]]:
+        """Returns what this rank waits for, and which replicas have to move for it."""
         missing = self.machine.missing()
+        if self._short and self.machine.phase is not mem.Phase.RUNNING:
+            return CHANGE, ()  # the others wait for this one
         if self.machine.phase is mem.Phase.RESUMING:
             missing = self._reaching or tuple(self._unreachable)
         if missing:
@@ -401,12 +477,12 @@ class Node:
         for action in actions:
             if isinstance(action, lead.ToCoordinator):
                 result += self._say(action.message)
-            elif isinstance(action, lead.ToLeader):
+            elif isinstance(action, lead.ToPeerLeader):
                 result.append(ToPeer(action.replica, action.message))
-            elif action.rank == 0:
+            elif action.shard == 0:
                 result += self._from_leader(action.message)
             else:
-                result.append(Down(action.rank, action.message))
+                result.append(Down(action.shard, action.message))
         return result
 
     def _do_member(self, actions: list[mem.Action]) -> list[Action]:

@@ -1,49 +1,57 @@
-"""The other members of a rank's group as its control thread sees them: a link to each, and an eye on its process."""
+"""The other members of a rank's group, as its control thread sees them: a link to each, and a watch on its process."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterable
 
 from ftcomm.control import messages as m
+from ftcomm.control.failed_dials import shortage
 from ftcomm.control.fork import apart
+from ftcomm.control.handshake import Credentials, Elsewhere
 from ftcomm.control.links import Ended, Link
 from ftcomm.control.views import Member, View
-from ftcomm.control.wire import Credentials, Elsewhere
 
-Lost = Callable[[View, int, str, bool], None]  # (view, replica, reason, whether its end is certain)
+log = logging.getLogger("ftcomm.control")
+
+Lost = Callable[[View, int, str], None]  # (view, replica whose process has ended, reason)
+Failed = Callable[[View, int, str, Exception], None]  # (view, replica, reason, error)
 
 
 class Peers:
-    """All of it runs in the event loop of the control thread.
+    """The links to all peers, in the event loop of the control thread.
 
-    `on_open(replica)` is called when a link is there, for the first time or again, `on_back(replica)` if its loss had
-    been told and its kernel answers again. `on_lost` may be called often.
+    `on_open(replica)` is called when a link is there, for the first time or again. `on_back(replica)` is called when
+    its kernel answers again after `on_failed`, which is called for each attempt that fails.
     """
 
     def __init__(
         self,
         replica: int,
-        rank: int,
+        shard: int,
         credentials: Credentials,
         *,
         on_open: Callable[[int], None],
         on_message: Callable[[m.AnyMessage], None],
         on_lost: Lost,
+        on_failed: Failed,
         on_back: Callable[[int], None],
     ) -> None:
-        self._replica, self._rank, self._credentials = replica, rank, credentials
-        self._on_open, self._on_lost, self._on_back = on_open, on_lost, on_back
+        self._replica, self._shard, self._credentials = replica, shard, credentials
+        self._on_open, self._on_lost, self._on_failed, self._on_back = on_open, on_lost, on_failed, on_back
         self._on_message = on_message
-        self._down: set[int] = set()  # links that we have complained about
+        self._down: set[int] = set()  # links with a complaint
         self._view: View | None = None
         self._links: dict[int, tuple[str, Link]] = {}  # replica -> (incarnation, link)
         self._watched: dict[int, tuple[str, int | None]] = {}  # replica -> (incarnation, pidfd; None when it has ended)
+        self._local: dict[int, Member] = {}  # members whose processes run on this host
+        self._told = False  # the log says why a process is not watched
         apart(self, lambda peers: [fd for _, fd in peers._watched.values() if fd is not None])
 
     def connect(self, view: View) -> None:
-        """Links to the members of `view`; those to anybody else are closed."""
+        """Make links to the members of `view`, and close all others."""
         self._view = view
         for replica, (incarnation, link) in list(self._links.items()):
             if not view.has(replica, incarnation):
@@ -58,7 +66,7 @@ class Peers:
                 self._links[member.replica] = (member.incarnation, self._link(member))
 
     def _link(self, member: Member) -> Link:
-        address = member.ranks[self._rank]
+        address = member.ranks[self._shard]
         return Link(
             (address.host, address.port),
             self._credentials,
@@ -80,8 +88,8 @@ class Peers:
             self._on_back(replica)
 
     def unanswered(self) -> dict[int, float]:
-        """Of those to whom there is a connection, answered by their process or not: for how many seconds their kernels
-        have not acknowledged what they were sent. To be asked before they are sent more."""
+        """Returns for how many seconds the kernels of connected peers have not acknowledged what they were sent,
+        whether their processes answer or not. Ask before more is sent to them."""
         seconds = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
         known = {replica: since for replica, since in seconds.items() if since is not None}
         for replica in [replica for replica in self._down if known.get(replica) == 0.0]:
@@ -90,31 +98,51 @@ class Peers:
 
     def _broken(self, member: Member, error: Exception) -> None:
         if isinstance(error, Ended):
-            return  # it proves nothing; that it cannot be made again would
+            return  # only a link that cannot be made again proves something
         self._down.add(member.replica)
-        there = member.ranks[self._rank]
-        ended = isinstance(error, Elsewhere)
-        self._lost(member, f"the link to it at {there.host}:{there.port} is down: {error}", proof=ended)
+        there = member.ranks[self._shard]
+        reason = f"the link to it at {there.host}:{there.port} is down: {error}"
+        if isinstance(error, Elsewhere):
+            self._lost(member, reason)
+        else:
+            self._failed(member, reason, error)
 
     def send(self, replica: int, message: m.Message) -> None:
-        """Dropped without a link; `on_open` is the moment to say again what matters."""
+        """Send a message; it is dropped without a link. `on_open` is the moment to repeat what matters."""
         known = self._links.get(replica)
         if known is not None:
             known[1].send(message)
 
     def watch(self, view: View, local: Iterable[int]) -> None:
-        """The end of a process of this host is an event: no timeout needed."""
-        for replica in local:
-            member = view.member(replica)
-            if member is None or replica in self._watched:
+        """Watch the processes of this host among the members: their ends are events and need no timeout."""
+        members = ((replica, view.member(replica)) for replica in local)
+        self._local = {replica: member for replica, member in members if member is not None}
+        self.watch_again()
+
+    def watch_again(self) -> None:
+        """Watch those that could not be watched before, if there are any. To be called now and then."""
+        for replica, member in self._local.items():
+            if replica in self._watched or self._view is None or not self._view.has(replica, member.incarnation):
                 continue
-            pid = member.ranks[self._rank].pid
+            pid = member.ranks[self._shard].pid
             try:
                 fd = os.pidfd_open(pid)
-            except OSError as error:
-                gone = isinstance(error, ProcessLookupError)
-                self._lost(member, f"process {pid}: {error.strerror}", proof=gone)
+            except ProcessLookupError as error:
+                self._watched[replica] = (member.incarnation, None)
+                self._lost(member, f"process {pid}: {error.strerror}")
                 continue
+            except OSError as error:
+                lacks = shortage(error)
+                if not lacks:
+                    self._failed(member, f"process {pid}: {error.strerror}", error)
+                elif not self._told:  # the links tell of an end, too, so nothing is lost by waiting
+                    self._told = True
+                    log.warning(
+                        "replica %d rank %d: process %d of replica %d is not watched yet, which is tried again: %s",
+                        *(self._replica, self._shard, pid, replica, lacks),
+                    )
+                continue
+            self._told = False
             self._watched[replica] = (member.incarnation, fd)
             asyncio.get_running_loop().add_reader(fd, self._ended, member, pid)
 
@@ -126,7 +154,7 @@ class Peers:
     def _ended(self, member: Member, pid: int) -> None:
         self._unwatch(member.replica)
         self._watched[member.replica] = (member.incarnation, None)
-        self._lost(member, f"its process {pid} ended", proof=True)
+        self._lost(member, f"its process {pid} ended")
 
     def _unwatch(self, replica: int) -> None:
         _, fd = self._watched.pop(replica)
@@ -134,7 +162,12 @@ class Peers:
             asyncio.get_event_loop().remove_reader(fd)
             os.close(fd)
 
-    def _lost(self, member: Member, reason: str, proof: bool) -> None:
+    def _lost(self, member: Member, reason: str) -> None:
         view = self._view
         if view is not None and view.has(member.replica, member.incarnation):
-            self._on_lost(view, member.replica, reason, proof)
+            self._on_lost(view, member.replica, reason)
+
+    def _failed(self, member: Member, reason: str, error: Exception) -> None:
+        view = self._view
+        if view is not None and view.has(member.replica, member.incarnation):
+            self._on_failed(view, member.replica, reason, error)

@@ -1,4 +1,4 @@
-"""Changes of membership at a step boundary: what is wanted, and what is left of a change that did not come about."""
+"""Changes of membership at a step boundary: what is wanted, and what remains of a change that was given up."""
 
 from __future__ import annotations
 
@@ -43,22 +43,24 @@ def contributing(member: Member) -> Member:
 def wanted(
     view: View, waiting: Mapping[int, Member], caught_up: Set[int], leaving: Set[int], draining: bool
 ) -> tuple[dict[int, Member], frozenset[int], frozenset[int]]:
-    """Who is to join, to begin to contribute, and to leave, at the next boundary after `view`; all may be empty."""
+    """The replicas to join, to begin to contribute and to leave at the next boundary after `view`; each may be
+    empty."""
     here = frozenset(view.replicas)
     leaves = here if draining else here & leaving
     if leaves == here:
         return {}, frozenset(), leaves
-    if leaves >= view.contributing:  # one that holds the state stays until another has caught up
+    if leaves >= view.contributing:  # a holder of the state stays until another has caught up
         leaves -= {min(view.contributing)}
     joins = {replica: member for replica, member in waiting.items() if replica not in here}
     return joins, here & caught_up - view.contributing, leaves
 
 
 def given_up(change: View, before: View, gone: Set[int], withdrawn: bool) -> tuple[Member, ...]:
-    """Of whom the next view is made when `change` is given up before all have installed it, those who are `gone` apart.
+    """Returns the members of the next view when `change` is given up before all have installed it, without those in
+    `gone`.
 
-    Who was to leave stays away, since the others may be steps ahead already; unless all withdrew together, or nobody
-    else is left that could be ahead.
+    A replica that was to leave stays away, since the others may be steps ahead already; unless all withdrew together,
+    or no other replica is left that could be ahead.
     """
     stay = tuple(member for member in before.members if member.replica in change.replicas)
     if withdrawn or not any(member.contributing and member.replica not in gone for member in stay):

@@ -1,15 +1,15 @@
-"""After its handshake a connection carries records with a MAC, over blocking sockets, others, and in asyncio.
+"""Carries records with a MAC on a connection after its handshake: over blocking and other sockets, and in asyncio.
 
     record    4 bytes: length of the payload | payload | tag of 16 bytes
 
-The tag is a MAC over the payload and the number of the record in its direction, with a key of this connection and
-direction alone (`Keys`). So whoever sits on the way can neither change a byte, nor repeat, leave out or reorder
-records, nor send one back to where it came from, nor take the connection over: a wrong tag ends it. That is counted,
-and says nothing about who is at the other end. An end of the connection between two records looks like any other lost
-connection, and nobody takes one for a message.
+The tag is a MAC over the payload and the number of the record in its direction. Its key belongs to this connection and
+direction alone (`Keys`). So an attacker on the path can neither change a byte, nor repeat, leave out or reorder
+records, nor send one back, nor take the connection over: a wrong tag ends it. That is counted, and proves nothing about
+the other end. An end of the connection between two records looks like any other lost connection, and is never taken for
+a message.
 
-A `Channel` has the calls of a socket that its users need, so that what they say to each other needs no second form.
-With a `Tunnel` (`ftcomm.control.tls`) the records travel within TLS.
+A `Channel` has the calls of a socket that its users need, so that their protocols need no second form. With a `Tunnel`
+(`ftcomm.control.tls`) the records travel within TLS.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from typing import Protocol
 from ftcomm.control.dropped import Kind, drop
 
 TAG = 16  # bytes
-RECORD = 128 << 10  # bytes of a payload of which a run of bytes is cut
+RECORD = 128 << 10  # bytes of a payload, into which a longer run of bytes is cut
 _LENGTH = 4  # bytes
 
 Buffer = bytes | bytearray | memoryview
-# What it yields is how many bytes of the connection it is to be sent next; it returns the payload of a record.
+# It yields how many bytes of the connection it needs next, and returns the payload of a record.
 Incoming = Generator[int, Buffer, memoryview]
 
 
 class BadRecord(ConnectionError):
-    """What came is no record of the other side's; it was counted. The connection is of no use any more."""
+    """The other side did not send this record. It was counted, and the connection is of no more use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What both ends of one connection know, and nobody else. `client`: this end has dialled."""
+    """The secret that only the two ends of one connection share. `client`: this end has dialled."""
 
     secret: bytes = dataclasses.field(repr=False)
     client: bool
 
     def of(self, use: str, *, sending: bool) -> bytes:
-        """A key of 32 bytes for one use in one direction."""
+        """Returns a key of 32 bytes for one use in one direction."""
         way = "client to server" if sending == self.client else "server to client"
         return hmac.digest(self.secret, f"{use}, {way}".encode(), "sha256")
 
 
 class Seal(Protocol):
-    """One direction of a connection: it counts records. For one thread at a time."""
+    """One direction of a connection, which counts its records. For one thread at a time."""
 
     def seal(self, payload: Sequence[Buffer], nbytes: int) -> Buffer:
-        """The next record, whose payload has so many bytes. It may be used until the next call."""
+        """Returns the next record, with `nbytes` of payload. It is valid until the next call."""
         ...
 
     def open(self, sealed: memoryview) -> memoryview:
-        """The payload of the next record, of which `sealed` is what follows its length. Raises `ValueError` if it is
-        another one."""
+        """Returns the payload of the next record. `sealed` is what follows its length. Raises `ValueError` on any other
+        record."""
         ...
 
 
 class Mac:
-    """HMAC-SHA256, cut to 16 bytes: what the standard library has that is fast with long records, 1.7 GB/s on a core
-    with the instructions for it, where keyed BLAKE2b has 0.7; 2 us for a short one (docs/security.md says how that is
-    measured)."""
+    """HMAC-SHA256, cut to 16 bytes. It is what the standard library has that is fast with long records: 1.7 GB/s on a
+    core with the instructions for it, where keyed BLAKE2b has 0.7. A short record takes 2 us (docs/security.md says how
+    that is measured)."""
 
     def __init__(self, key: bytes) -> None:
         self._keyed = hmac.new(key, digestmod="sha256")
@@ -93,36 +93,35 @@ class Mac:
 
 
 class Tunnel(Protocol):
-    """TLS without a socket: bytes go in and come out; see `ftcomm.control.tls`."""
+    """TLS without a socket, which turns bytes into bytes; see `ftcomm.control.tls`."""
 
     def encrypt(self, data: Buffer) -> bytes: ...
 
     def decrypt(self) -> Generator[int, Buffer, bytes]:
-        """Yields how many bytes it needs of the connection; returns some plain bytes. Raises `ValueError` on bytes of
-        somebody else."""
+        """Yields how many bytes of the connection it needs; returns some plain bytes. Raises `ValueError` on bytes that
+        the other side did not send."""
         ...
 
 
 class Channel:
     """A connected socket past its handshake, which it owns. The calls do what they do on a socket, also with a timeout
-    or without blocking, with one difference: what `send` has taken may still be `unsent`, and what has been received
-    may be `pending`. One thread at a time may send, another one receive.
-    """
+    or without blocking, with one difference: bytes that `send` has taken may still be `unsent`, and bytes that have
+    come may be `pending`. One thread at a time may send, and another one receive."""
 
     def __init__(
         self, sock: socket.socket, keys: Keys, tunnel: Tunnel | None = None, *, seals: tuple[Seal, Seal] | None = None
     ) -> None:
-        """`seals` are of what is sent, and of what is received; None: a MAC."""
+        """`seals` are one for sending and one for receiving; None: a MAC."""
         self._sock, self.keys, self._tunnel = sock, keys, tunnel
         mine, theirs = keys.of("mac", sending=True), keys.of("mac", sending=False)
         self._outgoing, self._incoming = (Mac(mine), Mac(theirs)) if seals is None else seals
-        self._plain = bytearray()  # has come through the tunnel, and is of no record yet
+        self._plain = bytearray()  # has come through the tunnel, not yet part of a record
         self._unsent = memoryview(b"")
-        self._rest = memoryview(b"")  # of the payload that came last
-        self._record: Incoming | None = None  # that is on its way
-        self._wanted = memoryview(b"")  # where its next bytes go
-        self._got = 0  # of them
-        self._begun = False  # the record: its end is to come
+        self._rest = memoryview(b"")  # the rest of the newest payload
+        self._record: Incoming | None = None  # the record on its way
+        self._wanted = memoryview(b"")  # where the next bytes of it go
+        self._got = 0  # how many of them have come
+        self._begun = False  # whether a record has begun
 
     # -- what a socket has -------------------------------------------------------------------------------------------
 
@@ -168,7 +167,8 @@ class Channel:
             raise BlockingIOError(errno.EAGAIN, "no room for the end of it")
 
     def sendmsg(self, buffers: Iterable[Buffer], ancillary: Sequence[object] = (), flags: int = 0) -> int:
-        """How many bytes it has taken: a record, at most. They may be overwritten, and go out now or by `flush`."""
+        """Returns how many bytes it has taken, a record at most. They may be overwritten, and go out now or by
+        `flush`."""
         if not self.flush(flags):
             raise BlockingIOError(errno.EAGAIN, "no room")
         parts: list[Buffer] = []
@@ -196,7 +196,7 @@ class Channel:
         return self._fill(memoryview(buffer).cast("B"))
 
     def recvmsg_into(self, buffers: Sequence[bytearray | memoryview]) -> tuple[int]:
-        """Returns the number of bytes alone, where a socket gives more."""
+        """Returns only the number of bytes, where a socket returns more."""
         received = 0
         for buffer in buffers:
             into = memoryview(buffer).cast("B")
@@ -212,12 +212,12 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Something was received that nobody has taken: to wait for the socket may be to wait in vain."""
+        """Whether received bytes are there to be taken: a wait for the socket may then be in vain."""
         return bool(self._rest)
 
     @property
     def unsent(self) -> bool:
-        """Something was taken that the socket has no room for: wait for that, and `flush`."""
+        """Whether bytes wait for room in the socket: wait for that, and `flush`."""
         return bool(self._unsent)
 
     def flush(self, flags: int = 0) -> bool:
@@ -230,21 +230,21 @@ class Channel:
         return True
 
     def detach(self) -> socket.socket:
-        """The socket alone, for bytes that need no MAC. To be called before anything else."""
+        """Returns the socket alone, for bytes that need no MAC. To be called before anything else."""
         return self._sock
 
     def resealed(self, seals: tuple[Seal, Seal]) -> Channel:
-        """The same connection with other seals, and without the tunnel. To be called before anything else."""
+        """Returns the same connection with other seals and without the tunnel. To be called before anything else."""
         return Channel(self._sock, self.keys, seals=seals)
 
     # -- in asyncio --------------------------------------------------------------------------------------------------
 
     def record(self, payload: bytes) -> bytes:
-        """All that has to go over the connection for one message, whatever its length, after what went before it."""
+        """Returns the bytes to send for one message of any length, after all earlier ones."""
         return bytes(self._sealed((payload,), len(payload)))
 
     async def read(self, reader: asyncio.StreamReader, longest: int) -> bytes:
-        """The next message. Raises `asyncio.IncompleteReadError` at the end, and `BadRecord`."""
+        """Returns the next message. Raises `asyncio.IncompleteReadError` at the end, and `BadRecord`."""
         record = self._next(longest)
         wanted = next(record)
         while True:
@@ -268,8 +268,8 @@ class Channel:
         return count
 
     def _receive(self) -> None:
-        """The payload of the next record; nothing at the end. What is interrupted, as there is no more yet or by a
-        timeout, goes on with the next call."""
+        """Returns the payload of the next record; nothing at the end. A call that is interrupted, by a timeout or since
+        no more has come, is continued by the next one."""
         while not self._rest:
             if self._record is None:
                 self._record = self._next(RECORD)
@@ -285,7 +285,7 @@ class Channel:
             try:
                 self._want(self._record.send(self._wanted))
             except StopIteration as stop:
-                if stop.value is None:  # an earlier call has raised `BadRecord`: what follows counts no more
+                if stop.value is None:  # after a `BadRecord` nothing counts any more
                     raise BadRecord("the connection has ended with a record that was not the other side's") from None
                 self._record, self._rest, self._begun = None, stop.value, False
 
@@ -304,7 +304,7 @@ class Channel:
             raise self._bad("mac", text) from None
 
     def _take(self, count: int) -> Generator[int, Buffer, Buffer]:
-        """So many bytes, from what is under the records."""
+        """Takes `count` bytes from below the records."""
         if self._tunnel is None:
             return (yield count)
         while len(self._plain) < count:
@@ -323,7 +323,7 @@ class Channel:
         return BadRecord(text)
 
 
-Connection = socket.socket | Channel  # of a data plane that needs no MAC, or of a test, and all others
+Connection = socket.socket | Channel  # a plain socket for data that need no MAC, or in a test
 
 
 def pending(connection: Connection) -> bool:

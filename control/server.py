@@ -1,4 +1,4 @@
-"""Runs a `Coordinator` over real sockets and a real clock, in an asyncio loop (embedded in `ftcomm run`, or alone)."""
+"""Runs a `Coordinator` over real sockets and a real clock in an asyncio loop, inside `ftcomm run` or alone."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ftcomm.control import coordinator as c
+from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
-from ftcomm.control import wire
-from ftcomm.control.dials import Outcome
 from ftcomm.control.dropped import drop
-from ftcomm.control.links import CALL_TIMEOUT, Listener, listen, open_socket, serve_messages
-from ftcomm.control.liveness import Knock, boot, is_ending, ports, state_of
+from ftcomm.control.knock import KERNEL, Knocks
+from ftcomm.control.links import Listener, listen, serve_messages
+from ftcomm.control.liveness import boot, state_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
+from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, View
-from ftcomm.control.wait_for import wait_for
+from ftcomm.control.views import View
 
 log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
 
+UNSTARTED = "unstarted"  # what a connection is for by which a process says why it cannot start
 RETRY = 1.0  # s between two attempts to store a view that could not be written
 
 
@@ -38,20 +39,23 @@ class ServerError(RuntimeError):
 
 
 def _promises_nothing(action: c.Action) -> bool:
-    """Whether it says nothing of a view that is not written down yet."""
+    """Whether an action says nothing of a view that is not written down yet."""
     if isinstance(action, c.Send):
         return isinstance(action.message, m.FinishAck | m.Queued | m.WhoWaits)
-    return isinstance(action, c.Dial | c.Ask)
+    if isinstance(action, c.Log):
+        return action.kind == "finished"  # an acknowledged process may end at once
+    return isinstance(action, Probe)
 
 
 class CoordinatorServer:
-    """All methods belong to one event loop. Events are handed to `on_event` as JSON-able dicts in that loop."""
+    """The server. All methods belong to one event loop. It hands events to `on_event` there, as dicts that JSON can
+    hold."""
 
     def __init__(
         self,
         replicas: int,
         ranks_per_replica: int,
-        credentials: wire.Credentials,
+        credentials: handshake.Credentials,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -64,20 +68,20 @@ class CoordinatorServer:
         self._store = store if isinstance(store, Store) else ViewStore(store)
         self._store.tell = lambda text: self._log("store", {"text": text})
         self._on_event = on_event
-        self._beat = timeouts.beat
+        self._beat, self._presence = timeouts.beat, timeouts.presence
         self._machine: c.Coordinator | None = None
         self._writers: dict[c.Conn, wire.Writer] = {}
-        self._here: dict[c.Conn, Any] = {}  # who a connection said to be from; its `Join` may be still under way
+        self._here: dict[c.Conn, Any] = {}  # the replica that a connection named; its `Join` may be under way
         self._conns = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._dials: set[asyncio.Task[None]] = set()
-        self._knocks: dict[tuple[int, str], Knock] = {}  # (replica, incarnation) of those that are looked for
-        self._keeper: asyncio.Task[None] | None = None
-        self._waiting: deque[c.Action] = deque()  # for a view before them that is being written down
+        self._probes: set[asyncio.Task[None]] = set()
+        self._knocks = Knocks(credentials)
+        self._keep_task: asyncio.Task[None] | None = None
+        self._waiting: deque[c.Action] = deque()  # actions that wait for a view to be written
         self._writing: asyncio.Future[None] | None = None
         self._done = asyncio.Event()
-        self.ended = False  # the job has; else it goes on, even if we cannot
+        self.ended = False  # the job has ended; otherwise it goes on, even without this coordinator
         self.failed = ""
 
     @property
@@ -86,17 +90,17 @@ class CoordinatorServer:
 
     @property
     def store(self) -> str:
-        """Where the views are, in words."""
+        """The place of the views, in words."""
         return self._store.name
 
     @property
     def steps(self) -> dict[int, int]:
-        """Replica -> the last step that its heartbeats told; of those that are connected."""
+        """The last step that the heartbeats of each connected replica told."""
         return {} if self._machine is None else {link.replica: link.step for link in self._machine.links.values()}
 
     async def start(self) -> None:
-        """Waits for another coordinator if the store is to. Raises `ServerError` if the port is taken or the store is
-        of no use, `JobOver` if the other one has ended the job."""
+        """Start. Waits for another coordinator if the store does. Raises `ServerError` if the port is taken or the
+        store cannot be used, `JobOver` if the other coordinator has ended the job."""
         try:
             await self._store.acquire()
             self._begin()
@@ -105,10 +109,10 @@ class CoordinatorServer:
             if isinstance(error, StoreError) and not isinstance(error, JobOver):
                 raise ServerError(str(error)) from None
             raise
-        self._keeper = asyncio.ensure_future(self._keep())
+        self._keep_task = asyncio.ensure_future(self._keep())
 
     def _begin(self) -> None:
-        """Serve, from what is in the store. Raises `ServerError`."""
+        """Begin to serve with what is in the store. Raises `ServerError`."""
         ranks = {len(member.ranks) for view in self._store.views for member in view.members} - {self._new[1]}
         if ranks:
             raise ServerError(
@@ -136,8 +140,8 @@ class CoordinatorServer:
         self._ticker = asyncio.ensure_future(self._tick())
 
     async def _keep(self) -> None:
-        """Who cannot be sure any more to be the only coordinator is as good as dead until it is. Then it knows what is
-        in the store, as if it had been started again."""
+        """Give up when this coordinator may no longer be the only one, until it is again. Then it begins with what is
+        in the store, as after a restart."""
         while True:
             await self._store.doubt()
             await self._give_up()
@@ -157,49 +161,55 @@ class CoordinatorServer:
             self._log("store", {"text": "this coordinator has the job again"})
 
     def drain(self) -> None:
-        """All replicas leave at one common step boundary."""
+        """Let all replicas leave at one common step boundary."""
         if self._machine is not None:
             self._do(self._machine.drain())
 
     def exited(self, replica: int, reason: str) -> None:
-        """A process of it has ended, and not well, whatever it has said before."""
+        """Note that a process of a replica has ended with an error, whatever the replica has said before."""
         if self._machine is not None:
-            self._do(self._machine.exited(replica, reason))
+            self._do(self._machine.exited(replica, reason, time.monotonic()))
 
     async def wait_done(self) -> None:
-        """Until all members have finished, the job has failed, or this coordinator cannot go on (`failed` says why)."""
+        """Wait until all members have finished, the job has failed, or this coordinator cannot go on (`failed` says
+        why)."""
         await self._done.wait()
 
     async def clear(self) -> None:
-        """Remove what is stored: the next job of this name would begin with members that are gone."""
+        """Remove what is stored. Otherwise the next job of this name would begin with members that are gone."""
         await self._store.clear()
 
     async def stop(self) -> None:
-        """Close every connection and give the store back; idempotent. The members do not notice until they need us."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
-            self._keeper = None
+        """Close every connection and release the store; idempotent. The members notice only when they next need a
+        coordinator."""
+        if self._keep_task is not None:
+            self._keep_task.cancel()
+            await asyncio.wait({self._keep_task})
+            self._keep_task = None
         await self._give_up()
         await self._store.release()
 
     async def _give_up(self) -> None:
         self._machine = None
         self._waiting.clear()
-        for task in (self._ticker, self._writing, *self._dials):
+        for task in (self._ticker, self._writing, *self._probes):
             if task is not None:
                 task.cancel()
         self._ticker = self._writing = None
-        for knock in self._knocks.values():
-            knock.close()
-        self._knocks.clear()
+        self._knocks.only(frozenset())
         if self._listener is not None:
             await self._listener.close()
             self._listener = None
         for writer in self._writers.values():
             writer.close()
 
-    async def _peer(self, channel: Channel, opening: wire.Opening) -> None:
+    async def _peer(self, channel: Channel, opening: handshake.Opening) -> None:
+        if opening.purpose == UNSTARTED and self._machine is not None:
+            replica, reason = handshake.number(opening.fields, "replica"), handshake.text(opening.fields, "reason")
+            channel.close()
+            conns = [conn for conn, named in self._here.items() if named == replica]
+            self._do(self._machine.unstarted(replica, reason, conns))
+            return
         if opening.purpose != "leader" or self._machine is None:
             drop("purpose", f"a connection for {opening.purpose!r}, which a coordinator does not serve")
             channel.close()
@@ -226,17 +236,18 @@ class CoordinatorServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._beat / 2)
-            if self._machine is not None and self._store.sure:  # else members may be another one's to call
+            if (
+                self._machine is not None and self._store.sure
+            ):  # otherwise the members may belong to another coordinator
                 try:
                     self._ask_kernels(self._machine)
                     self._do(self._machine.tick(time.monotonic()))
-                except Exception as error:  # who is lost later is still to be found
+                except Exception as error:  # later losses must still be found
                     drop("internal", f"the look at who is here: {error!r}", error=error)
 
     def _ask_kernels(self, machine: c.Coordinator) -> None:
-        """Whose kernels have acknowledged what they were sent; then the next to be acknowledged."""
-        for life in self._knocks.keys() - machine.missed:
-            self._unknock(life)
+        """Look which kernels have acknowledged what they were sent, then send the next ping."""
+        self._knocks.only(machine.lives)
         ping = m.encode(m.Ping())
         for conn, writer in self._writers.items():
             seconds = writer.unanswered()
@@ -244,94 +255,29 @@ class CoordinatorServer:
                 machine.acknowledged(conn, time.monotonic() - seconds)
             writer.write(ping)
 
-    def _spawn(self, dial: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(dial)
-        self._dials.add(task)
-        task.add_done_callback(self._dials.discard)
-
-    async def _dialled(self, dial: c.Dial) -> None:
-        machine, life = self._machine, (dial.replica, dial.incarnation)
-        outcome = await self._knock(life, dial.address)
-        if machine is None or machine is not self._machine:
-            return
-        self._do(machine.dialled(*life, outcome, time.monotonic()))
-        if outcome == "answered" and dial.call and dial.replica not in self._here.values():
-            # It may still hang on to a coordinator before us.
-            fields: wire.Fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
-            ended = await self._call(dial.address, "coordinator", fields) == "ended"
-            if ended and machine is self._machine:
-                self._do(machine.dialled(*life, "ended", time.monotonic()))
-
-    async def _asked(self, ask: c.Ask) -> None:
+    async def _probe(self, probe: Probe) -> None:
         machine = self._machine
-        ending = is_ending(ask.address)
-        if not ending:
-            await asyncio.sleep(0.002)  # its threads end one after the other
-            ending = is_ending(ask.address)
-        here = not ending and await self._call(ask.address, "asked", {}) == "answered"
+        purpose = "asked"
+        fields: handshake.Fields = {}
+        if (
+            probe.call and probe.life[0] not in self._here.values()
+        ):  # it may still hold a connection to an earlier coordinator
+            purpose = "coordinator"
+            fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
+        # An accused process has that long to answer; a silent one is probed again in any case.
+        patience = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
+        outcome = await self._knocks.outcome(probe, purpose, fields, patience)
         if machine is not None and machine is self._machine:
-            self._do(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
-
-    async def _probed(self, probe: c.Probe) -> None:
-        machine = self._machine
-        outcome: Outcome = "answered"
-        try:
-            (await Knock.at((probe.address.host, probe.address.port), CALL_TIMEOUT)).close()
-        except ConnectionRefusedError:
-            outcome = "refused"
-        except (OSError, ValueError, OverflowError):
-            outcome = "unreachable"
-        if machine is not None and machine is self._machine:
-            self._do(machine.probed(probe.replica, probe.incarnation, probe.rank, probe.itself, outcome))
-
-    async def _knock(self, life: tuple[int, str], there: Address) -> Outcome:
-        """What listens there. The connection is kept as long as the process does not take it and close it, so that one
-        that is held up for long does not find a thousand of them."""
-        known = self._knocks.get(life)
-        seconds = known.unanswered() if known is not None else None
-        if seconds is not None:
-            return "answered" if seconds <= CALL_TIMEOUT else "unreachable"
-        self._unknock(life)
-        try:
-            knock = await Knock.at((there.host, there.port), CALL_TIMEOUT)
-        except ConnectionRefusedError:
-            return "ended" if self._here_alone(there) else "refused"
-        except (OSError, ValueError, OverflowError):
-            return "unreachable"
-        self._unknock(life)
-        self._knocks[life] = knock
-        return "answered"
-
-    def _unknock(self, life: tuple[int, str]) -> None:
-        knock = self._knocks.pop(life, None)
-        if knock is not None:
-            knock.close()
-
-    @staticmethod
-    def _here_alone(there: Address) -> bool:
-        """Whether it is a port of ours, with no network and no firewall in between."""
-        local = there.host == "::1" or there.host.startswith("127.")
-        return local and there.ports == ports()
-
-    async def _call(self, there: Address, purpose: str, fields: wire.Fields) -> Outcome:
-        """Whether the process of that address, and no other one, answers; "ended" if another has its port by now."""
-        try:
-            call = open_socket((there.host, there.port), self._credentials, purpose, fields, to=there)
-            (await wait_for(CALL_TIMEOUT, call)).close()
-        except wire.Elsewhere:
-            return "ended"
-        except (OSError, asyncio.TimeoutError):
-            return "unreachable"
-        return "answered"
+            self._do(machine.probed(probe, outcome, time.monotonic()))
 
     @property
     def _anywhere(self) -> bool:
         return self._host in ("", "0.0.0.0", "::")
 
     def _do(self, actions: list[c.Action]) -> None:
-        """Carry out, in order: nothing that comes after a view before that is written down, but for what promises
+        """Carry actions out in order. No action overtakes a view that is still being written, except those that promise
         nothing about it."""
-        if not self._store.sure:  # `_keep` is about to give all of this up
+        if not self._store.sure:  # `_keep` is about to give up
             return
         self._waiting.extend(actions)
         held: deque[c.Action] = deque()
@@ -359,12 +305,10 @@ class CoordinatorServer:
             writer = self._writers.pop(action.conn, None)
             if writer is not None:
                 writer.close()
-        elif isinstance(action, c.Dial):
-            self._spawn(self._dialled(action))
-        elif isinstance(action, c.Ask):
-            self._spawn(self._asked(action))
-        elif isinstance(action, c.Probe):
-            self._spawn(self._probed(action))
+        elif isinstance(action, Probe):
+            task = asyncio.ensure_future(self._probe(action))
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
         elif isinstance(action, c.Log):
             self._log(action.kind, action.fields)
         elif isinstance(action, c.Unfit):
@@ -383,7 +327,7 @@ class CoordinatorServer:
         self._do([])
 
     async def _write_again(self, view: View, error: OSError) -> None:
-        """Until it can be, whatever is wrong. Nothing that was decided with it or later is heard of before."""
+        """Write a view until that succeeds, whatever is wrong. No later decision is sent before."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         mend = "free space there" if full else "mend the file system that it lies in, or the way there"
         self._log(
@@ -403,7 +347,7 @@ class CoordinatorServer:
         self._log("store", {"text": f"the views are stored in {self._store.name} again"})
 
     def _not_written(self, why: str) -> None:
-        """A view that is not written down must not be heard of, and no second attempt would mend it."""
+        """End: a view that is not written must not be sent, and a second attempt would not help."""
         self._waiting.clear()
         self._machine = None
         mend = "Then start this coordinator again with --port and --store as they were"
@@ -418,5 +362,5 @@ class CoordinatorServer:
     def _log(self, kind: str, fields: dict[str, Any]) -> None:
         try:
             self._on_event({**fields, "time": time.time(), "mono": time.monotonic(), "kind": kind})
-        except Exception:  # whoever listens must not keep a decision from those who wait for it
+        except Exception:  # a listener must not hold a decision up
             log.exception("cannot tell of the event %s", kind)

@@ -1,6 +1,6 @@
-"""Durable views: what a coordinator must have written down before anybody hears of it.
+"""Durable views, which a coordinator must have written before it sends them.
 
-ViewStore    an append-only file of one JSON line a view, locked by the one coordinator that may write it
+ViewStore    an append-only file with a JSON line per view, locked by the one coordinator that writes it
 EtcdStore    (`ftcomm.control.etcd_store`) in etcd, for coordinators on different hosts
 """
 
@@ -34,16 +34,16 @@ class JobOver(StoreError):
 
 
 class Store(abc.ABC):
-    """Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
+    """A place for views. Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
 
     views: list[View]  # the last two at most
-    room: Room = MESSAGE  # for each of them
+    room: Room = MESSAGE  # for each view
     name: str  # for messages
-    tell: Callable[[str], None] = staticmethod(lambda text: None)  # hears what somebody should know, in words
+    tell: Callable[[str], None] = staticmethod(lambda text: None)  # is told, in words, what a person should know
 
     @abc.abstractmethod
     async def acquire(self) -> None:
-        """Become the only one that decides for the job, and read its views. Raises `StoreError` if it is another."""
+        """Become the only coordinator of the job, and read its views. Raises `StoreError` if there is another."""
 
     @property
     def sure(self) -> bool:
@@ -51,21 +51,21 @@ class Store(abc.ABC):
         return True
 
     async def doubt(self) -> None:
-        """Returns as soon as `sure` has ended, or never."""
+        """Waits until `sure` has ended, which may be never."""
         await asyncio.Event().wait()
 
     @abc.abstractmethod
     def append(self, view: View) -> asyncio.Future[None] | None:
-        """Write `view` down: None if it is, else what to wait for, which takes as long as nobody writes it. Raises
-        `OSError`; what it returns raises `StoreError`, on what will not mend by itself."""
+        """Write `view`. Returns None if it is written, else a future, which lasts for as long as the view is not.
+        Raises `OSError`; the future raises `StoreError` if a new attempt would not help."""
 
     @abc.abstractmethod
     async def clear(self) -> None:
-        """The job is over: nothing of it shall be left for the next one of this name."""
+        """Remove the views, since the job is over and the next one of this name must not find them."""
 
     @abc.abstractmethod
     async def release(self) -> None:
-        """Let others have it; idempotent."""
+        """Let other coordinators have the store; idempotent."""
 
 
 class ViewStore(Store):
@@ -77,7 +77,7 @@ class ViewStore(Store):
     def __init__(self, path: Path | None) -> None:
         self.path, self.name = path, str(path)
         self._fd: int | None = None
-        self._end = 0  # bytes of the file that hold whole views
+        self._end = 0  # bytes of the file up to the last complete view
         apart(self, lambda store: () if store._fd is None else (store._fd,))  # a child would keep the lock
         self.views = []
 
@@ -92,7 +92,7 @@ class ViewStore(Store):
         self.close()
 
     def open(self) -> None:
-        """Lock the file and read it. Raises `StoreError` if another coordinator holds it or it cannot be read."""
+        """Lock the file and read it. Raises `StoreError` if another coordinator has it or it cannot be read."""
         if self.path is None:
             return
         try:
@@ -113,8 +113,8 @@ class ViewStore(Store):
         self.views = self._read(fd)
 
     def _check(self, path: Path, fd: int) -> None:
-        """What is opened is a file that nobody has put there for us to believe; and its name lasts as it does. Who owns
-        the folder could replace it anyway, and a file server may call us by that name."""
+        """Check that the file was not put there to deceive us, and that its name lasts. The owner of the folder could
+        replace it anyway, and a file server may map us to that owner."""
         found = os.fstat(fd)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -135,7 +135,7 @@ class ViewStore(Store):
             lines = file.read().split(b"\n")
         whole, rest = lines[:-1], lines[-1]
         self._end = sum(len(line) + 1 for line in whole)
-        if rest:  # a power cut in the middle of a write: that view was never sent to anybody
+        if rest:  # power was cut during a write: that view was never sent
             os.ftruncate(fd, self._end)
         try:
             return [decode_with(DECODER, line) for line in whole[-2:]]
@@ -146,7 +146,7 @@ class ViewStore(Store):
     def append(self, view: View) -> None:
         if self._fd is not None:
             line = msgspec.json.encode(view) + b"\n"
-            os.ftruncate(self._fd, self._end)  # what an attempt that failed has left there
+            os.ftruncate(self._fd, self._end)  # the rest of an attempt that failed
             if os.write(self._fd, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fdatasync(self._fd)
@@ -154,7 +154,7 @@ class ViewStore(Store):
         self.views = [*self.views[-1:], view]
 
     def close(self) -> None:
-        """Give the lock back; idempotent."""
+        """Release the lock; idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -1,28 +1,31 @@
-"""All times that somebody waits, as one chain derived from one number, so that each link can do its work in time.
+"""All waiting times, as one chain derived from one number, so that each link can do its work in time.
 
-beat         heartbeat / 10   between two signs of life
-heartbeat    op / 24, 0.2 to 5 s: silence of its kernel after which a host, and what runs on it, is lost. Not of a
-             process: one that holds its interpreter lock (a compilation, a long C call), or is stopped, lives, and what
-             waits for it is a stall, by the numbers that follow
-op_floor     op / 4, and above heartbeat: the earliest that an op without progress is called a stall
-op           THE NUMBER. The latest that it is; between the two the deadline follows what such ops really took
-grace        op / 4, 5 s at most: how long a stall is watched before the one who causes it is removed
-ceiling      op - op_floor: the same for one that lives and does not speak, so that the stall has lasted for op by then.
-             What such ops took before says nothing of how long it holds its interpreter
-give_up      2 * op: then the op fails, whatever the coordinator does
+beat       heartbeat / 10         between two signs of life
+heartbeat  op / 24, 0.2 to 5 s    a host whose kernel is silent for so long is lost, with what runs on it. A process
+                                  that holds its interpreter lock (a compilation, a long C call), or is stopped,
+                                  lives: what waits for it is a stall, by the numbers that follow
+op_floor   op / 4, > heartbeat    the earliest time at which an op without progress is called a stall
+op         THE NUMBER             the latest time; in between, the deadline follows what such ops really took
+grace      op / 4, 5 s at most    a stall is watched for so long before its cause is removed
+ceiling    op - op_floor          the same if the cause lives and is mute, so that the stall has then lasted for op.
+                                  Earlier ops do not tell how long it holds its interpreter
+give_up    2 * op                 then the op fails, whatever the coordinator does
+
+Who waits counts the seconds in which its own process runs (`ftcomm.control.running_time`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-REPORT = 1.0  # s between two reports of a stall that lasts: one that is lost does not matter
-LEAST_HEARTBEAT = 0.1  # s; less than two kernels may take to acknowledge (40 ms each) would be no silence
+REPORT = 1.0  # s between two reports of a stall that lasts, so one may be lost
+LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """Seconds. Made by `derive`. Raises `ValueError`, with the reason and the mend, on a chain that cannot work."""
+    """The times in seconds, made by `derive`. Raises `ValueError`, with the reason and the mend, if the chain cannot
+    work."""
 
     heartbeat: float
     op_floor: float
@@ -30,7 +33,7 @@ class Timeouts:
 
     @classmethod
     def derive(cls, op: float = 120.0, heartbeat: float | None = None, op_floor: float | None = None) -> Timeouts:
-        """The whole chain from `op`; what is given by itself stands."""
+        """Derives the whole chain from `op`; a time that is given stays as it is."""
         if heartbeat is None:
             heartbeat = min(5.0, max(2 * LEAST_HEARTBEAT, op / 24))
         if op_floor is None:
@@ -43,25 +46,25 @@ class Timeouts:
 
     @property
     def silence(self) -> float:
-        """With neither a word of its process nor an answer of its kernel for that long one is lost to who counts on it:
-        so that, with the beat that was under way and the look that finds it, no host is silent for longer than
+        """The seconds without a word of the process or an answer of the kernel after which a rank is lost. They leave
+        room for the beat that was under way and for the tick that notices, so that no host is silent for longer than
         `heartbeat`."""
         return 0.8 * self.heartbeat
 
     @property
     def unheard(self) -> float:
-        """Likewise for that long members complain of each other; `patience` is still to come."""
+        """The seconds of silence after which members complain of each other; `patience` is still to come."""
         return 0.5 * self.heartbeat
 
     @property
     def presence(self) -> float:
-        """Who gave a sign of life within that time is taken for alive when two cannot reach each other."""
+        """A member is taken for alive for so many seconds after its sign of life, when two cannot reach each other."""
         return 3 * self.beat
 
     @property
     def patience(self) -> float:
-        """Until a complaint is acted upon: longer than `presence`, so that one that has just died is known to be
-        absent by then, whatever became of the news of its end."""
+        """The seconds until a complaint is acted upon. They are more than `presence`, so that a member that has just
+        died is known to be absent by then, even if the news of its end is lost."""
         return 4 * self.beat
 
     @property
@@ -70,12 +73,12 @@ class Timeouts:
 
     @property
     def ceiling(self) -> float:
-        """Less where it has to be, so that the view is replaced before the ops give up."""
+        """The ceiling; lower if necessary, so that the view is replaced before the ops give up."""
         return max(self.grace, self.op - max(self.op_floor, self._to_replace))
 
     @property
     def _to_replace(self) -> float:
-        """To report a stall, find its cause and replace the view."""
+        """The seconds to report a stall, find its cause and replace the view."""
         return self.grace + 2 * REPORT + self.heartbeat
 
     @property

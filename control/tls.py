@@ -1,9 +1,9 @@
-"""TLS 1.3 by the standard library turns bytes into bytes: it has no socket, so it serves blocking ones and asyncio.
+"""TLS 1.3 by the standard library, from bytes to bytes: it has no socket, so it serves blocking ones and asyncio.
 
-Who is at the other end is proved by the job's token, not by names in certificates: the hash of the server's goes into
-what both sides sign (`ftcomm.control.wire`). So who presents another one on the way gets past neither side, a
-certificate that its owner has signed himself will do, and addresses may change. With an authority (`ca`) both sides
-must also present a certificate that it has signed and that is valid now.
+The job's token proves who is at the other end, not names in certificates: the hash of the server's certificate goes
+into what both sides sign (see `handshake`). So an attacker on the path who presents another certificate gets past
+neither side, a self-signed certificate will do, and addresses may change. With an authority (`ca`) both sides must also
+present a certificate that it has signed and that is valid now.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ftcomm.control.sealed import Buffer
 log = logging.getLogger("ftcomm.control")
 
 _HEAD = 5  # bytes in front of a record of TLS
-_LONGEST = (1 << 14) + 256  # bytes of one
-_KINDS = range(20, 24)  # the first byte of one
+_LONGEST = (1 << 14) + 256  # bytes of a record
+_KINDS = range(20, 24)  # first bytes of a record
 _HELLO = 22
 
 
 class TlsError(ValueError):
-    """Files that cannot be used, or do not fit; the message names the file and the mend."""
+    """The files cannot be used, or do not fit; the message names the file and the mend."""
 
 
 class NoTls(ValueError):
@@ -37,7 +37,7 @@ class NoTls(ValueError):
 
 
 class Files(NamedTuple):
-    """Paths of files in PEM; `ca` may be empty."""
+    """The paths of files in PEM; `ca` may be empty."""
 
     cert: str
     key: str
@@ -47,18 +47,18 @@ class Files(NamedTuple):
 class _Contexts(NamedTuple):
     server: ssl.SSLContext
     client: ssl.SSLContext
-    binding: bytes  # of our own certificate
+    binding: bytes  # the hash of the own certificate
 
 
 class Tls:
-    """This process's certificate, for connections in both directions. Thread-safe.
+    """The certificate of this process, for connections in both directions. Thread-safe.
 
     Files that have changed are read again, so a certificate may be renewed while a job runs. Raises `TlsError` if they
-    cannot be used now; later that is said in the log, and what was read before serves on.
+    cannot be used now. Later the log says so, and the certificate that was read before remains in use.
     """
 
     def __init__(self, files: Files) -> None:
-        self._files = files
+        self.files = files
         self._lock = threading.Lock()  # guards what follows
         self._changed = self._looked()
         self._contexts = _load(files)
@@ -76,14 +76,14 @@ class Tls:
             if changed != self._changed:
                 self._changed = changed
                 try:
-                    self._contexts = _load(self._files)
-                except (TlsError, OSError) as error:  # the second of a file that goes while it is read
+                    self._contexts = _load(self.files)
+                except (TlsError, OSError) as error:  # OSError if a file goes while it is read
                     log.warning("%s; the certificate that was read before serves on", error)
             return self._contexts
 
     def _looked(self) -> list[int]:
         times = []
-        for path in filter(None, self._files):
+        for path in filter(None, self.files):
             with contextlib.suppress(OSError):
                 times.append(os.stat(path).st_mtime_ns)
         return times
@@ -93,15 +93,15 @@ class Session:
     """TLS on one connection: first `handshake`, then `encrypt` and `decrypt`, each in one thread at a time."""
 
     def __init__(self, context: ssl.SSLContext, own: bytes | None) -> None:
-        """With `own` it is a server with this binding, else a client."""
+        """Makes a server with the binding `own`, or a client if that is None."""
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=own is not None)
-        self._lock = threading.Lock()  # what encrypts and what decrypts share a state
-        self.binding = b"" if own is None else own  # as a client: from the handshake on
+        self._lock = threading.Lock()  # encryption and decryption share a state
+        self.binding = b"" if own is None else own  # a client has it after the handshake
 
     def handshake(self, first: bytes = b"") -> Generator[bytes | int, bytes, None]:
-        """Yields what is to be sent, or how many bytes are to be received. `first` have been received already.
-        Raises `NoTls` and `ssl.SSLError`, after what is to be told to the other side."""
+        """Yields bytes to send, or how many bytes to receive. `first` are bytes that were received already. Raises
+        `NoTls` and `ssl.SSLError`, after it has yielded what the other side is to be told."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -130,7 +130,7 @@ class Session:
             return self._out.read()
 
     def decrypt(self) -> Generator[int, Buffer, bytes]:
-        """The plain bytes of one record of TLS, maybe none. Raises `ValueError` on a record that is not of this
+        """Returns the plain bytes of one TLS record, maybe none. Raises `ValueError` on a record of another
         connection."""
         head = bytes((yield _HEAD))
         record = head + bytes((yield _length(head)))
@@ -150,7 +150,7 @@ class Session:
 
 
 def is_hello(first: bytes) -> bool:
-    """Whether a connection that begins with these bytes, two or more, is to be one of TLS."""
+    """Whether a connection that begins with these bytes, two or more, speaks TLS."""
     return first[0] == _HELLO and first[1] == 3
 
 
@@ -172,10 +172,10 @@ def _load(files: Files) -> _Contexts:
         except OSError as error:
             raise TlsError(f"{name}={path}: {error.strerror}; name a file in PEM that this user may read") from None
     server, client = _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
-    server.num_tickets = 0  # no session is taken up again
+    server.num_tickets = 0  # no resumption of sessions
     own = ssl.PEM_cert_to_DER_cert(_first_certificate(files.cert))
     judge = client
-    if not files.ca:  # it can be its own authority for once, as its dates count
+    if not files.ca:  # here it is its own authority, so that its dates are checked
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         judge.check_hostname = False
         judge.load_verify_locations(cadata=own)
@@ -194,10 +194,10 @@ def _load(files: Files) -> _Contexts:
 def _context(protocol: int, files: Files) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # who it is, the token proves
+    context.check_hostname = False  # the token proves the identity
     context.verify_mode = ssl.CERT_REQUIRED if files.ca else ssl.CERT_NONE
     try:
-        context.load_cert_chain(files.cert, files.key, password=lambda: "")  # else OpenSSL would ask at the terminal
+        context.load_cert_chain(files.cert, files.key, password=lambda: "")  # or OpenSSL would ask at the terminal
     except (ssl.SSLError, ValueError) as error:
         raise TlsError(
             f"FTCOMM_TLS_CERT={files.cert} and FTCOMM_TLS_KEY={files.key} do not serve: {_reason(error)}; name a "
@@ -212,7 +212,7 @@ def _context(protocol: int, files: Files) -> ssl.SSLContext:
 
 
 def _try(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Do a handshake with ourselves: only who verifies looks at the authority and at dates."""
+    """Do a handshake with ourselves: only a side that verifies looks at the authority and at dates."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     while ends:
@@ -223,8 +223,8 @@ def _try(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 
 def _first_certificate(path: str) -> str:
-    """The certificate of the process itself, the first of the file; those of its signers may follow there, and notes in
-    any encoding stand between them."""
+    """Returns the certificate of the process itself, the first in the file. Those of its signers may follow, and notes
+    in any encoding may stand between them."""
     text = Path(path).read_text("ascii", "replace")
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     if begin not in text or end not in text:

@@ -1,4 +1,4 @@
-"""Views: who takes part in a job, decided by the coordinator, totally ordered by their epoch."""
+"""A view says who takes part in a job. The coordinator decides it; views are totally ordered by their epoch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,35 @@ from ftcomm.control.limits import RANKS
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where one rank can be reached: its listening port, and its shared-memory segment for ranks of the same host."""
+    """The place at which one rank can be reached: its listening port, and its shared-memory segment for ranks of the
+    same host."""
 
     host: t.Name
     port: Annotated[int, Meta(ge=0, le=65535)]
     boot: t.Name  # the kernel's boot id: equal on both sides means the same running kernel
     pid: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
     segment: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # file descriptor of the segment in process `pid`
-    nonce: t.Hex  # hex; proves that an opened segment is the right one
-    layout: t.Name = ""  # of the segment, in words; members of a group have it alike
-    rack: t.Name = ""  # a label of where the host stands, as FTCOMM_RACK says it
-    tuning: t.Name = ""  # the digest of the switch points, and from where they are; alike as well
+    nonce: t.Hex  # proves that an opened segment is the right one
+    layout: t.Name = ""  # the layout of the segment, equal in all members of a group
+    rack: t.Name = ""  # FTCOMM_RACK: a label for the place of the host
+    tuning: t.Name = ""  # the digest and the source of the switch points, equal as well
     arithmetic: t.Name = ""  # equal on both sides means the same bits for the same inputs; "" is equal to nothing
-    network: t.Name = ""  # its namespace, so that a port of it is one port; "" is equal to nothing
+    network: t.Name = ""  # the network namespace, in which a port is one port; "" is equal to nothing
+    pids: t.Name = ""  # the process namespace, in which a pid is one process; "" is equal to nothing
 
     @property
     def ports(self) -> str:
-        """Equal on both sides means the same ports: one kernel, one network namespace. "" is equal to nothing."""
+        """Equal on both sides if they have the same ports: one kernel, one network namespace. "" is equal to
+        nothing."""
         return f"{self.boot} {self.network}" if self.network else ""
 
+    @property
+    def processes(self) -> str:
+        """Equal on both sides if they see the same processes by the same pids. "" is equal to nothing."""
+        return f"{self.boot} {self.pids}" if self.pids else ""
 
-Addresses = Annotated[tuple[Address, ...], Meta(max_length=RANKS)]  # of a replica's ranks, in order
+
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=RANKS)]  # of the ranks of a replica, in order
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -46,9 +54,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """`(epoch, members)`. With `proposal` 0 it is in force at once: the first view, or a loss. Else it was agreed on
-    under that number and is in force from the boundary of `step` on. A member that has not run yet starts with `step`.
-    """
+    """The members of a job, from the epoch on. With `proposal` 0 the view is in force at once: it is the first one, or
+    follows a loss. Otherwise the members have agreed on it under that number, and it is in force from the boundary of
+    `step` on. A member that has not run yet starts with `step`."""
 
     epoch: t.Epoch
     step: t.Step | None

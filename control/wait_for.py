@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 async def wait_for(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.wait_for`, which before Python 3.12 swallows a cancellation that comes as the work has just ended: who
-    cancels and then waits for the task would wait for ever. Raises `asyncio.TimeoutError`; the work has ended then."""
+    """Like `asyncio.wait_for`. Before Python 3.12 that swallows a cancellation that comes just as the work ends, so
+    that a caller that cancels and waits for the task would wait for ever. Raises `asyncio.TimeoutError`; the work has
+    ended then."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -28,4 +29,4 @@ async def _end(task: asyncio.Task[T]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # it is no news any more
+        task.exception()  # so that asyncio does not report it as never retrieved

@@ -6,43 +6,32 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ftcomm.arrays import stage
+from ftcomm.arrays.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.collective import schedule
 from ftcomm.collective.compression import COMPRESSIONS
+from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import UNKNOWN, Operation
 from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.engines.base import CallEngine
 from ftcomm.engines.host import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
-from ftcomm.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.kernels.dtypes import BYTES
-from ftcomm.messages.p2p import Messages
+from ftcomm.p2p.calls import Messages
+from ftcomm.process.turn import Series, Turn
 from ftcomm.transport.segment import CHUNK
-from ftcomm.turn import Series, Turn
 
 Array = np.ndarray[Any, Any]
 
 _done: Callable[[Operation], bool] = operator.attrgetter("done")
 
 
-class Runs(Protocol):
-    """What a call needs of an exchange, see `ftcomm.collective.exchange.Exchange`."""
-
-    replica: int
-
-    def submit(self, op: Operation) -> None: ...
-
-    def run(self, op: Operation) -> None: ...
-
-    def wait(self, op: Operation, timeout: float | None = None) -> bool: ...
-
-
 class Span(NamedTuple):
-    """Elements `start` to `stop` (flat, C order) of a result, and the replicas whose inputs they contain."""
+    """A range of a result: elements `start` to `stop` (flat, C order), and the replicas whose inputs they contain."""
 
     start: int
     stop: int
@@ -50,12 +39,12 @@ class Span(NamedTuple):
 
 
 class Work:
-    """A collective that was started. Methods may be called from any thread."""
+    """A collective that was started. All methods from any thread."""
 
     def __init__(
         self,
         op: Operation,
-        exchange: Runs,
+        exchange: GroupExchange[Any],
         result: Any,
         finish: Callable[[], Any] | None,
         series: Series | None = None,
@@ -69,7 +58,7 @@ class Work:
         return self._op.done
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the op has its result on this rank; returns it (the array itself, or the new one).
+        """Block until the op has its result on this rank. Returns it: the array itself, or the new one.
 
         Raises what the op failed with, or `CollectiveTimeout` after `timeout` seconds; the op then goes on, and `wait`
         may be called again.
@@ -95,12 +84,13 @@ class Work:
 
     @property
     def number(self) -> int:
-        """That of the op, the same on all members."""
+        """The number of the op in its group, the same on all members."""
         return self._op.number
 
     @property
     def contributors(self) -> tuple[Span, ...]:
-        """Which replicas the result contains, by ranges of elements; one range unless a member was lost in mid-op.
+        """The replicas whose input the result contains, by ranges of elements; one range unless a member was lost in
+        mid-op.
 
         Known when the op is done; raises `FtcommError` before.
         """
@@ -110,7 +100,11 @@ class Work:
 
 
 class Calls(Messages):
-    """The eleven calls of a group. Every `root` is a rank: a position in `roster`."""
+    """The eleven calls of a group. Every `root` is a rank: a position in `roster`.
+
+    Arrays of torch, NumPy and CuPy are written in place and returned. An immutable array (JAX) stays as it is, and a
+    new one with its shape is returned.
+    """
 
     _turn: Turn[Operation]
 
@@ -119,11 +113,11 @@ class Calls(Messages):
         made._turn = Turn(_done)
         return made
 
-    _exchange: Any  # Runs
+    _exchange: GroupExchange[Any]
     _engine: CallEngine = HostCalls()
 
     def _when(self) -> tuple[int, int]:
-        """The stamp of a call that this thread makes now, and the lag; see `Operation`."""
+        """Returns the stamp of a call that this thread makes now, and the lag; see `Operation`."""
         return UNKNOWN, 0
 
     def allreduce(
@@ -136,68 +130,72 @@ class Calls(Messages):
         max_sms: int | None = None,
         compression: str | None = None,
     ) -> Any:
-        """Reduce `x` over all contributing replicas; every member gets the same bits.
+        """Reduce `x` over all contributing replicas. Every member gets the same bits. Returns `x`, or a new array for
+        JAX.
 
-        x: an array of any shape; the same number of elements, dtype and `op` on every member. torch, NumPy and CuPy
-            arrays are reduced in place; for immutable ones (JAX) a new array is returned.
-        op: "sum", "avg" (divides by those who really contributed), "min", "max" or "product". fp16, bf16 and fp8
-            (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool also: "band", "bor", "bxor".
-            Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have neither fp8 nor those.
+        x: an array of any shape, with the same number of elements and dtype on every member.
+        op: the same on every member: "sum", "avg" (divides by the number of actual contributors), "min", "max" or
+            "product". fp16, bf16 and fp8 (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool
+            also: "band", "bor", "bxor". Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have neither fp8 nor
+            those.
         async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
-        atomic: the whole result is of one set of contributors. If a member is lost in mid-op, the parts that contain
-            it are reduced again without it, unless all of them do. For that the op keeps a copy of its input, as large
-            as `x`, until it returns (32 MB of such memory at most stay with the process for the next op). Up to 512 KB
-            are atomic by themselves and cost nothing. By `ftcomm bench allreduce --compare atomic`, two ranks: 1 MB
-            takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
+        atomic: the whole result has one set of contributors. If a member is lost in mid-op, the parts that contain its
+            input are reduced again without it, unless all of them contain it. For that the op keeps a copy of its
+            input, as large as `x`, until it returns (up to 32 MB of such memory stay with the process for the next op).
+            Arrays up to 512 KB are always atomic, without cost. By `ftcomm bench allreduce --compare atomic`, two
+            ranks: 1 MB takes 1.4 times as long, 16 MB 1.2, 64 MB, which is fresh memory for every op, 2.0.
         max_sms: streaming multiprocessors of the GPU that the op may occupy, at least 1; None: FTCOMM_SMS, or as many
-            as pay. May differ between members. Means nothing where the host drives: there FTCOMM_SMS holds for all ops.
-        compression: in which form elements cross between members, the same on all; see `ftcomm.collective.compression`.
-            "input" (None): in the dtype of `x`. Sums are exact or in fp32 in any case, so nothing is lost; but with
-            FTCOMM_ALGORITHM=ring fp16, bf16 and fp8 do not go around, as their partial sums would be rounded at every
-            hop.
-            "fp32": they do, since their partial sums cross in fp32, at up to twice the bytes. In every other case the
-            same bytes and bits as "input". For fp32 and smaller floats.
-            "fp8": in 8 bits an element and 4 bytes a block of 256, half of the bytes of bf16 and a quarter of those of
+            as pay. May differ between members. Without effect where the host drives: there FTCOMM_SMS holds for all
+            ops.
+        compression: the form in which elements travel between members, the same on all; see
+            `ftcomm.collective.compression`.
+            "input" (None): the dtype of `x`. Sums are exact or in fp32 in any case, so nothing is lost. But with
+            FTCOMM_ALGORITHM=ring fp16, bf16 and fp8 do not go around the ring, since every hop would round their
+            partial sums.
+            "fp32": they do, since their partial sums travel in fp32, at up to twice the bytes; in every other case the
+            bytes and bits are those of "input". For fp32 and smaller floats.
+            "fp8": 8 bits an element and 4 bytes a block of 256, half of the bytes of bf16 and a quarter of those of
             fp32. Inputs are coded (E4M3), summed in fp32, and the result is coded again; all members decode the same
-            bytes, and get what they would by any transport. Each coding changes an element x of a block whose largest
-            is a by at most max(|x| / 16, a / 2^17), so a result differs from the exact one by that for each input, and
-            once more for itself. A NaN or an infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and "avg";
-            worth it over slow networks alone, as coding takes a core tens of nanoseconds an element.
-            Kernels that run whole ops refuse it.
+            bytes, with the same result by any transport. Each coding changes an element x of a block with the largest
+            element a by at most max(|x| / 16, a / 2^17). So a result differs from the exact one by that for each input,
+            and once more for itself. A NaN or an infinity makes its block NaN. For fp32, fp16 and bf16, "sum" and
+            "avg". It pays only over slow networks, since coding takes a core tens of nanoseconds an element. Kernels
+            that run whole ops refuse it.
 
-        Ops are matched by the order in which they are called, which must be the same on all members. A call that one
-        member skips is found out by the step: in a step loop what its thread calls, or autograd for it, is compared
-        with calls of the same step alone (where kernels run whole ops it is not). Threads may wait for each other's
-        ops, but the order of their calls has to be the same on all members. Who calls while another thread is in a
-        call, or while an op that another one has started is in flight, gets `ArgumentError`, and so does that one; and
-        all get `MismatchError` if the thread of the step loop meets another one. Calls of threads that never overlap
-        are not seen, see `ftcomm.turn`.
+        Members match ops by the order of calls, which must be the same on all of them. In a step loop, a call that one
+        member skips is found by the step: calls of the loop's thread, or of autograd for it, are compared only with
+        calls of the same step (not where kernels run whole ops). Threads may wait for each other's ops, but the order
+        of their calls has to be the same on all members. A call while another thread is in a call, or while an op of
+        another thread is in flight, raises `ArgumentError` in both threads. If the thread of the step loop meets a call
+        of another thread elsewhere, all get `MismatchError`. Calls of threads that never overlap are not noticed, see
+        `ftcomm.process.turn`.
 
         Blocks (unless `async_op`) until all members of the view hold the result. A member that is lost meanwhile does
-        not fail the op: it ends among the others. Where kernels run whole ops it may be captured into a CUDA graph,
-        whose replays then are calls, see `ftcomm.engines.gpu_kernel.graphs`. Raises `ArgumentError`, `MismatchError`,
-        `CollectiveTimeout`, `ExpelledError`, and with FTCOMM_VERIFY=1, which compares the results of all members,
-        `DivergenceError` on those whose result is not that of the majority (on all, if there is none; see
-        `ftcomm.collective.checksum` for what it cannot see).
+        not fail the op: it ends among the others. Where kernels run whole ops, it may be captured into a CUDA graph,
+        whose replays are calls, see `ftcomm.engines.gpu_kernel.graphs`. Raises `ArgumentError`, `MismatchError`,
+        `CollectiveTimeout`, `ExpelledError`. With FTCOMM_VERIFY=1, which compares the results of all members, it raises
+        `DivergenceError` on members whose result is not that of the majority, or on all without a majority;
+        `ftcomm.collective.checksum` says what it cannot see.
         """
         self._may_call()
         if max_sms is not None and max_sms < 1:
             raise ArgumentError(f"max_sms={max_sms}: an all-reduce needs at least 1; None takes as many as pay")
         form = COMPRESSIONS[0] if compression is None else compression
-        made, finish = self._engine.all_reduce(x, op, atomic=atomic, compression=form, max_sms=max_sms)
+        made, finish = self._engine.all_reduce(x, op, atomic, form, max_sms)
         return self._carry_out(made, x, finish, async_op)
 
     def broadcast(self, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """`x` of rank `root` to all, in place. Any dtype.
+        """Send `x` of rank `root` to all, in place. Any shape and dtype, the same number of elements on all. Returns
+        `x`.
 
-        This and all that follow survive a loss as `allreduce` does, with one limit. Data that only a lost member had
-        cannot be given to anybody; then the call fails on every survivor with the same `LostError`, and the group goes
-        on. What a survivor has already got of it is given to the others instead, and what only a lost member would have
-        taken is left out. After a `LostError` what the result holds is not defined.
+        This call and all that follow survive a loss as `allreduce` does, with one limit: data that only a lost member
+        had are gone. Then the call fails on every survivor with the same `LostError`, the content of the result is
+        undefined, and the group goes on. What a survivor has already got is given to the others, and what only a lost
+        member would have taken is left out.
 
-        Ranks and their number change at step boundaries alone, so a rank whose member was lost in mid-step is still
-        there until the next one. A member that catches up gives what it has, as any other; only reductions leave it
-        out. `async_op`, errors and the order of calls are as with `allreduce`.
+        Ranks and their number change only at step boundaries, so a rank whose member was lost in mid-step is still
+        there until the next one. A member that catches up gives its data like any other; only reductions leave it out.
+        `async_op`, blocking, errors and the order of calls are as with `allreduce`.
         """
         self._may_move("broadcast")
         self._rank("broadcast", root)
@@ -208,7 +206,8 @@ class Calls(Messages):
         return self._carry_out(op, x, into.finish, async_op)
 
     def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Like `allreduce`, but the result is in `x` of rank `root` alone; elsewhere `x` stays as it is."""
+        """Reduce like `allreduce`, but with the result only in `x` of rank `root`; elsewhere `x` stays as it is.
+        Returns `x`."""
         self._may_move("reduce")
         self._rank("reduce", root)
         staged = stage(x)
@@ -219,13 +218,14 @@ class Calls(Messages):
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
     def allgather(self, out: Any, x: Any, *, async_op: bool = False, copy_engine: bool = False) -> Any:
-        """`x` of all ranks, one after the other in rank order, in `out`. Any dtype; returns `out`.
+        """Put `x` of all ranks, one after the other in rank order, into `out` of all. Any dtype. Returns `out`.
 
+        x: an array of any shape, with the same number of elements on all ranks.
         out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
             nothing is copied for this rank.
         copy_engine: leave it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous
-            arrays of the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other
-            way yet; means nothing elsewhere. By copy engines any loss in mid-call is a `LostError` on all.
+            arrays on the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other
+            way yet; elsewhere it has no effect. With copy engines any loss in mid-call is a `LostError` on all.
         """
         if copy_engine and async_op:
             raise ArgumentError("allgather(copy_engine=True) blocks; leave async_op or copy_engine out")
@@ -246,10 +246,11 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
-        """`x`, as many parts as there are ranks, is reduced as by `allreduce`; each rank gets its part in `out`.
+        """Reduce `x` as `allreduce` does, and give each rank its part of the result in `out`. Returns `out`.
 
-        out: an n-th of the elements of `x`, of the same dtype; may be this rank's part of `x`. Returns `out`. `x` stays
-            as it is, but for `out`.
+        x: as many parts of equal size as there are ranks, in rank order. It stays as it is, except for `out` if that is
+            a part.
+        out: as many elements as one part, of the same dtype; may be this rank's part of `x`.
         """
         self._may_move("reduce_scatter")
         roster, me = self.roster, self.rank
@@ -278,11 +279,11 @@ class Calls(Messages):
         *,
         async_op: bool = False,
     ) -> Any:
-        """Part `j` of `x` goes to rank `j`, part `i` of `out` comes from rank `i`. Any dtype; returns `out`.
+        """Send part `j` of `x` to rank `j`, and receive part `i` of `out` from rank `i`. Any dtype. Returns `out`.
 
-        out_counts, in_counts: elements of each part, one number a rank; None: all parts are equal. Give them on all
-            ranks or on none. With counts all ranks first tell each other theirs, so the call then blocks until all
-            have come, also with `async_op`.
+        out_counts, in_counts: the elements of each part of `out` and of `x`, a number per rank; None: all parts are
+            equal. Give them on all ranks or on none. With counts the ranks first exchange theirs, so the call then
+            blocks until all have come, also with `async_op`.
         """
         self._may_move("alltoall")
         roster, me = self.roster, self.rank
@@ -297,7 +298,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """`x` of all ranks, one after the other, in `out` of rank `root`; elsewhere `out` is None. Any dtype."""
+        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`; elsewhere `out` is None.
+        Any dtype. Returns `out`, which has as many elements as `x` times the number of ranks."""
         self._may_move("gather")
         self._rank("gather", root)
         roster, me = self.roster, self.rank
@@ -312,7 +314,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Part `j` of `x` of rank `root` in `out` of rank `j`; elsewhere `x` is None. Any dtype; returns `out`."""
+        """Give part `j` of `x` of rank `root` to rank `j`, in `out`; elsewhere `x` is None. Any dtype. Returns `out`.
+        `x` has as many elements as `out` times the number of ranks."""
         self._may_move("scatter")
         self._rank("scatter", root)
         roster, me = self.roster, self.rank
@@ -325,7 +328,7 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        """Returns None, when all members of the view have called it."""
+        """Block until all members of the view have called it. Returns None."""
         self._may_move("barrier")
         plan = schedule.barrier(self.roster, self.rank)
         return self._carry_out(ScheduledOperation(plan, NONE.flat, NONE.flat, BYTES, "", 0, 1), None, None, async_op)
@@ -354,7 +357,7 @@ class Calls(Messages):
     def _matrix(
         self, into: Flat, given: Flat, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
     ) -> list[list[int]]:
-        """Elements from each rank to each."""
+        """Returns the number of elements from each rank to each."""
         n = len(self.roster)
         if out_counts is None and in_counts is None:
             if given.count != into.count or given.count % n:
@@ -369,7 +372,7 @@ class Calls(Messages):
             for name, (told, count) in counts.items()
             if told is None or len(told) != n or min(told) < 0 or sum(told) != count
         ]
-        # This rank takes part in the exchange all the same: the others wait for it.
+        # This rank takes part in the exchange in any case, since the others wait for it.
         mine = [-1] * (2 * n) if wrong else [*(in_counts or ()), *(out_counts or ())]
         table = np.empty((n, 2, n), np.int64)
         self.allgather(table, np.array(mine, np.int64))
@@ -377,7 +380,8 @@ class Calls(Messages):
             raise ArgumentError(
                 f"alltoall with {' and '.join(wrong)}: expected {n} numbers, none below 0, which add up to that"
             )
-        sent, taken = table[:, 0].tolist(), table[:, 1].T.tolist()
+        sent: list[list[int]] = table[:, 0].tolist()
+        taken: list[list[int]] = table[:, 1].T.tolist()
         for i, j in itertools.product(range(n), repeat=2):
             if sent[i][j] != taken[i][j] or sent[i][j] < 0:
                 raise MismatchError(
@@ -388,33 +392,29 @@ class Calls(Messages):
         return sent
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
-        exchange, turn = self._exchange, self._turn
         op.stamp, op.lag = self._when()
         if async_op:
-            series = None
-            if self._engine.by_stream:
-                turn.check()
-            else:
-                series = turn.start(op)
-            exchange.submit(op)
-            return Work(op, exchange, result, finish, series)
-        if turn.enter():
-            try:
-                exchange.run(op)
-            finally:
-                turn.leave()
-        else:
-            exchange.run(op)
+            return self._carry_out_async(op, result, finish)
+        self._turn.run(self._exchange.run, op)
         if op.error is None and finish is None:
             return result
-        return Work(op, exchange, result, finish)._finish()
+        return Work(op, self._exchange, result, finish)._finish()
+
+    def _carry_out_async(self, op: Operation, result: Any, finish: Callable[[], Any] | None) -> Work:
+        exchange, turn, series = self._exchange, self._turn, None
+        if self._engine.by_stream:
+            turn.check()
+        else:
+            series = turn.start(op)
+        exchange.submit(op)
+        return Work(op, exchange, result, finish, series)
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Whether they are the same memory."""
+    """Whether two arrays are the same memory."""
     return a.nbytes == b.nbytes and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
 
 
 def _apart(source: Array, result: Array) -> Array:
-    """`source`, or a copy of it if the result may overwrite it."""
+    """Returns `source`, or a copy of it if the result may overwrite it."""
     return source.copy() if np.may_share_memory(source, result) else source

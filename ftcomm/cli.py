@@ -13,7 +13,8 @@ import click
 
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
-from ftcomm.launch.options import parse_delay, parse_rate
+from ftcomm.lab.netns.hosts import hosts_named, parse_delay, parse_rate
+from ftcomm.launch.torchrun_options import spellings, torchrun_options, whole_replicas
 from ftcomm.settings import TRANSPORTS
 
 
@@ -54,7 +55,6 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What the launcher and a coordinator on its own have in common."""
     for option in reversed(
         (
-            click.option("--replicas", type=int, required=True, metavar="N", help="Replicas of the job."),
             click.option(
                 "--ranks-per-replica", type=int, default=1, metavar="W", show_default=True, help="Processes of one."
             ),
@@ -97,10 +97,12 @@ def commands() -> None:
 
 
 @commands.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.option("--replicas", type=int, metavar="N", help="Replicas of the job.")
 @cluster_options
+@torchrun_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
 @click.option(
-    "--max-restarts",
+    *spellings("--max-restarts"),
     type=int,
     default=10,
     metavar="K",
@@ -133,7 +135,7 @@ def commands() -> None:
     help="Seconds to leave in after the first signal; then SIGTERM, 5 s later SIGKILL.",
 )
 @click.option(
-    "--log-dir",
+    *spellings("--log-dir"),
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="Also write what the ranks write, as it is, to DIR/replica-R.rank-K.incarnation-I.log (a file a start).",
@@ -174,10 +176,22 @@ def commands() -> None:
 )
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, args: tuple[str, ...], **options: Any) -> None:
+def run(
+    script: str,
+    args: tuple[str, ...],
+    replicas: int | None,
+    processes: int | None,
+    hosts: str,
+    rate: float | None,
+    delay: float,
+    **options: Any,
+) -> None:
     """Run SCRIPT in N replicas here; restart one that dies.
 
     Only the dead replica is restarted; it catches up while the others train on.
+
+    The command line of a torchrun on one host works, too: `ftcomm run --standalone --nproc-per-node 4 train.py` starts
+    four replicas. What says how hosts find each other (--rdzv-endpoint and so on) has no effect.
 
     Options of ftcomm come before SCRIPT, all after it is for the script. Lines of the ranks get [replica] or
     [replica.rank] in front. Each rank gets OMP_NUM_THREADS, its share of the cores, unless you set it.
@@ -198,7 +212,9 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
     """
     from ftcomm.launch.options import RunOptions
 
-    request = RunOptions(script=script, args=args, **options)
+    replicas = whole_replicas(replicas, processes, options["ranks_per_replica"])
+    where = hosts_named(hosts, rate, delay)
+    request = RunOptions(script=script, args=args, replicas=replicas, hosts=where, **options)
     request.check()
     from ftcomm.launch.run import run as run_job
 
@@ -206,6 +222,7 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 
 
 @commands.command()
+@click.option("--replicas", type=int, required=True, metavar="N", help="Replicas of the job.")
 @cluster_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on, as the replicas reach it.")
 @click.option("--port", type=int, default=29400, show_default=True, help="Port to listen on; 0 for any free one.")
@@ -214,6 +231,13 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
     metavar="FILE|etcd://HOST:PORT[,HOST:PORT]/NAME",
     help="Where views are kept for a restart of the coordinator; removed when the job has ended.  "
     "[default: ./ftcomm-views-PORT.jsonl]",
+)
+@click.option(
+    "--torch-store",
+    type=int,
+    metavar="PORT",
+    help="Serve torch's store at this port, too, for groups of other backends than ftcomm and keys of the script; set "
+    "FTCOMM_STORE=host:port on the ranks.",
 )
 @click.option(
     "--standby", is_flag=True, help="With etcd: wait while another coordinator has the job, then take its place."
@@ -244,12 +268,9 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point. A mistake of the user is one line on stderr and exit code 2."""
     try:
         commands.main(argv, prog_name="ftcomm")
-    except (SettingsError, InitError) as error:
-        click.echo(f"ftcomm: {error}", err=True)
-        sys.exit(2)
     except FtcommError as error:
         click.echo(f"ftcomm: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, SettingsError | InitError) else 1)
 
 
 if __name__ == "__main__":

@@ -1,198 +1,158 @@
-"""What all groups with an exchange of their own do alike, whatever says who their members are.
+"""The common part of all groups, whatever the source of their members: memory, the exchange that works with it, and
+connections.
 
-    class         members                           enters
-    Subgroup      some replicas of a job's views    each of them, when all who are in it have told where they stand
-    FixedGroup    those that it was made of         one view, when all have met
+    group        members                     told by                             enters a view
+    Group        the replicas of the job     its views (`ftcomm.engine`)         when all in it have told
+    Subgroup     some of them                views derived from those            when all in it have told
+    StaticGroup  those that it was made of   themselves, when all have met       once
 
-A communicator has a segment, the exchange that works with it, and connections for messages. What others dial comes by
-the router of this rank, which knows a communicator by its name.
+The router of this rank, which knows a communicator by its name, hands it what others dial.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-from abc import ABC, abstractmethod
+import functools
 from collections.abc import Callable, Mapping
 
-from ftcomm.calls import Calls
-from ftcomm.collective.checksum import Divergence
-from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.core import nothing
+from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.placement import group_view
-from ftcomm.collective.watchdog import Stall
-from ftcomm.control import wire
+from ftcomm.collective.plan import GroupView
+from ftcomm.control import handshake
 from ftcomm.control.messages import Progress
 from ftcomm.control.sealed import Connection
-from ftcomm.control.views import Address
+from ftcomm.control.views import Address, View
+from ftcomm.engines.base import Events, GroupEngine
 from ftcomm.errors import CollectiveTimeout, FtcommError
-from ftcomm.messages.post import Post
-from ftcomm.router import POST, ConnectionRouter, Incoming
+from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
-from ftcomm.transport.connect import CONNECTIONS, Fields, accept, connect, here_is
-from ftcomm.transport.segment import Segment
-from ftcomm.tuning import BUILT_IN, Tuning
+from ftcomm.transport.connect import CONNECTIONS, accept, here_is
+from ftcomm.transport.connector import Connector
+from ftcomm.transport.router import ConnectionRouter, Incoming, Receiver
 
-_PARTING = 2.0  # s that an op may take to notice that it is over
+_PARTING = 2.0  # s for an op to notice the end of its group
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a communicator goes by; all its members have the same, but for where they listen."""
+    """The terms of a communicator, the same for all its members except where they listen."""
 
     listens: tuple[str, int]
-    transport: str
     data: str
-    deadlines: tuple[float, float, float]  # floor, ceiling and end of an op without progress, see `Exchange`
     algorithm: str = "auto"
     tuning: Tuning = BUILT_IN
-    ranks_per_replica: int = 1
+    rack: str = ""
 
 
-class Communicator(Calls, ABC):
-    """The calls are those of `Group`, thread-safe, and end with `error` when it is over.
-
-    Arrays on a GPU go through host memory and are reduced by the host, whatever FTCOMM_ENGINE is.
-    """
+class Communicator:
+    """Member `me` of the group `name`. `events` and `on_died` hear what happens, see `Events` and `Connector`."""
 
     def __init__(
         self,
         name: str,
         me: int,
-        router: ConnectionRouter,
+        engine: GroupEngine,
+        events: Events,
+        p2p: ProgressEngine,
         terms: Terms,
         *,
-        later: bool,
-        on_divergence: Callable[[Divergence], None] | None,
+        on_died: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`later`: most of the memory is taken by `self._segment.reserve()`, before the first op."""
-        self.name, self._me = name, me
-        self._router, self._terms = router, terms
-        self._lock = threading.Lock()  # never held across a wait
-        self._error: BaseException | None = None  # why no op can succeed any more
-        self._segment = Segment(later=later)
-        self._here = here_is(*terms.listens, self._segment, terms.tuning, data=terms.data)
-        floor, ceiling, give_up = terms.deadlines
-        self._exchange = Exchange(
+        self.name, self.me, self.terms, self.p2p = name, me, terms, p2p
+        self.segment = engine.segment
+        self.exchange = engine.exchange(events)
+        self.here = here_is(*terms.listens, self.segment, terms.tuning, terms.rack, engine.arithmetic, terms.data)
+        self.connector = Connector(
             me,
-            self._segment,
-            deadline_floor=floor,
-            deadline_ceiling=ceiling,
-            give_up=give_up,
-            on_stall=self._stalled,
-            on_lost=self._connection_ended,
-            on_failed=self._broken,
-            on_divergence=on_divergence,
-            ranks_per_replica=terms.ranks_per_replica,
+            self.here,
+            mode=engine.transport,
+            on_lost=events.on_lost,
+            data=terms.data,
+            layout=self.segment.layout,
+            on_died=on_died,
+            on_reached=engine.reach,
+            on_left=engine.leave,
         )
-        self._post = self._make_post()
+        self._on_lost = events.on_lost
+        self._leave: Callable[[], object] = nothing
+        self.router: ConnectionRouter
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why no op can succeed any more; None while all is well."""
-        return self._error
-
-    # -- what its membership says ------------------------------------------------------------------------------------
-
-    _greeting: str  # what a connection of a member is for that enters a view
-
-    @abstractmethod
-    def _make_post(self) -> Post: ...
-
-    @abstractmethod
-    def _belongs(self, member: int) -> bool:
-        """Whether it is another member, now or maybe later."""
-
-    @abstractmethod
-    def _meets(self, call: Incoming) -> bool:
-        """Own the connection of somebody who enters a view; False: it is for the next group of this name."""
-
-    @abstractmethod
-    def _takes_messages(self, call: Incoming) -> None:
-        """Own a connection by which a member sends messages."""
-
-    @abstractmethod
-    def _stalled(self, stall: Stall) -> None:
-        """An op makes no progress; said again every second."""
-
-    @abstractmethod
-    def _broken(self, error: BaseException) -> None:
-        """The exchange cannot go on."""
-
-    def _connection_ended(self, member: int, epoch: int, why: str) -> None:
-        """A connection for data is gone, in any thread. By itself that is no news."""
+    def open(self, router: ConnectionRouter, receiver: Receiver) -> None:
+        """Let `receiver` get what others dial. Raises `ArgumentError` if this rank has a group of that name."""
+        self.router, self._leave = router, functools.partial(router.forget, self.name, receiver)
+        router.open(self.name, receiver)
 
     # -- the other members -------------------------------------------------------------------------------------------
 
-    def _fields(self, what: str, life: str, epoch: int) -> wire.Fields:
-        """What a connection is opened with that goes to the member with this life."""
-        fields: wire.Fields = {"group": self.name, "what": what, "member": self._me}
-        fields.update(life=life, epoch=epoch, nonce=self._here.nonce)
+    def fields(self, what: str, life: str, epoch: int) -> handshake.Fields:
+        """Returns the fields that open a connection to the member with this life."""
+        fields: handshake.Fields = {"group": self.name, "what": what, "member": self.me}
+        fields.update(life=life, epoch=epoch, nonce=self.here.nonce)
         return fields
 
-    def _reach(self, member: int, there: Address, epoch: int, dial: Callable[[wire.Fields], Connection]) -> Peer:
-        """The way to the memory of a member. Blocks while dialling. Raises `OSError` and `TransportError`."""
-
-        def opened(there: Address, what: str, fields: Fields) -> Connection:
-            return dial(self._fields(what, there.nonce, epoch))
-
-        return connect(
-            self._me,
-            self._here,
-            member,
-            there,
-            epoch=epoch,
-            mode=self._terms.transport,
-            dial=opened,
-            on_lost=self._connection_ended,
-            data=self._terms.data,
-        )
-
-    def _resume(
+    def reach(
         self,
         epoch: int,
-        others: Mapping[int, Address],
-        contributing: frozenset[int],
-        peers: Mapping[int, Peer],
-        progress: Mapping[int, Progress],
-    ) -> None:
-        """Let the exchange enter a view, of this member and `others`."""
-        addresses = {**others, self._me: self._here}
-        algorithm, tuning = self._terms.algorithm, self._terms.tuning
-        view = group_view(epoch, self._me, addresses, contributing, hierarchical=algorithm == "auto", tuning=tuning)
-        self._exchange.resume(view, peers, progress)
+        member: int,
+        there: Address,
+        dial: Callable[[handshake.Fields], Connection],
+        *,
+        lazy: bool = False,
+    ) -> Peer | None:
+        """Reach a member, as `Connector.reach` says."""
+        return self.connector.reach(
+            epoch, member, there, lambda what: dial(self.fields(what, there.nonce, epoch)), lazy=lazy
+        )
 
-    def take(self, call: Incoming) -> bool:
-        """A connection to this group, from the router."""
-        if call.what == self._greeting:
-            return self._meets(call)
-        if call.what == POST and self._belongs(call.member):
-            self._takes_messages(call)
-        elif call.what in CONNECTIONS and call.life == self._segment.nonce and self._belongs(call.member):
-            lost, data = self._connection_ended, self._terms.data
-            accept(self._exchange, call.what, call.sock, call.member, call.epoch, call.nonce, lost, data=data)
-        else:
+    def accept(self, call: Incoming) -> None:
+        """Accept a connection from any member, the other end of `reach`."""
+        if call.what not in CONNECTIONS or call.life != self.here.nonce:
             call.sock.close()
-        return True
+            return
+        lost, data = self._on_lost, self.terms.data
+        accept(self.exchange, call.what, call.sock, call.member, call.epoch, call.nonce, lost, data=data)
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def plan(self, view: View, index: int = 0, *, ring: bool = False) -> GroupView:
+        """Returns the plan for a view; the addresses of its members at `index` are those of their segments."""
+        addresses = {member.replica: member.ranks[index] for member in view.members}
+        hierarchical, tuning = self.terms.algorithm == "auto", self.terms.tuning
+        return group_view(
+            view.epoch, self.me, addresses, view.contributing, ring=ring, hierarchical=hierarchical, tuning=tuning
+        )
+
+    def enter(self, plan: GroupView, progress: Mapping[int, Progress]) -> Resumed:
+        """Let the exchange enter an expected view, when it stands still."""
+        return self.exchange.resume(plan, self.connector.enter(plan.epoch), progress)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _closing(self) -> FtcommError:
-        return FtcommError(f"{self} was closed; make a new one before any op")
+    def fail(self, error: BaseException) -> None:
+        """Fail every op and message, and every later one, with `error`; the first counts. Does not block."""
+        self.exchange.fail(error)
+        self.p2p.fail(error)
+        self.connector.close()
+        self._leave()
 
-    def _fail_all(self, error: BaseException) -> None:
-        """Every op and message, and every later one, fails with `error`; the first counts. Does not block."""
-        self._exchange.fail(error)
-        self._post.fail(error)
-        self._router.forget(self.name, self)
-
-    def _drain(self) -> None:
-        """After that: block until no op runs."""
+    def drain(self) -> None:
+        """Block until no op runs; called when none begins any more."""
         with contextlib.suppress(CollectiveTimeout):
-            self._exchange.drain(_PARTING)
+            self.exchange.drain(_PARTING)
 
-    def _let_go(self) -> None:
-        """Nothing of it runs any more: its memory is to go with the last who holds it, and that is not itself."""
-        self._segment.close()
-        self._exchange.forget()
-        self._post.forget()
+    def forget(self) -> None:
+        """Let go of the memory, since nothing of the group runs any more: it ends with its last holder."""
+        self.segment.close()
+        self.exchange.forget()
+        self.p2p.forget()
+        self.connector.forget()
+        self._leave()
+        self._on_lost, self._leave = nothing, nothing
+
+
+def closed(group: object) -> FtcommError:
+    """Makes the error of ops of a group that was closed."""
+    return FtcommError(f"{group} was closed; make a new one before any op")

@@ -1,4 +1,4 @@
-"""Every error that ftcomm raises. Each message says what was expected, what was got, and what to do."""
+"""All errors of ftcomm. Each message says what was expected, what was got, and what to do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ E = TypeVar("E", bound=BaseException)
 
 
 def fresh(error: E) -> E:
-    """The same error, to be raised in one place of several: one that was raised keeps alive all that ran there, and so
-    itself and the memory of its group if that knows it."""
+    """Returns a copy of an error, to be raised in one place of several. An error that was raised keeps alive all that
+    ran there, and so maybe itself and the memory of its group."""
     try:
         made = copy.copy(error)
-    except TypeError:  # it is made of other arguments than it keeps
+    except TypeError:  # its arguments are not those of its constructor
         return error
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
@@ -21,7 +21,7 @@ def fresh(error: E) -> E:
 
 
 class FtcommError(RuntimeError):
-    """Base of all errors of ftcomm."""
+    """The base of all errors of ftcomm."""
 
 
 class SettingsError(FtcommError):
@@ -37,7 +37,7 @@ class ArgumentError(FtcommError, ValueError):
 
 
 class MismatchError(FtcommError):
-    """Members called different things for the same op number; raised on all of them, with both calls."""
+    """Members made different calls for the same op number; raised on all of them, with both calls."""
 
 
 class DivergenceError(FtcommError):
@@ -51,11 +51,11 @@ class ExpelledError(FtcommError):
 
 class TooLateError(InitError, ExpelledError):
     """This replica came, or came back, when the job was over: nothing is wrong, and there is nothing left to do. A
-    script that does not catch it ends with one line, and no traceback, and with exit code 1."""
+    script that does not catch it ends with one line instead of a traceback, and with exit code 1."""
 
 
 class LostError(FtcommError):
-    """A member was lost whose data, or whose part in the group, nobody else can give; the same on all survivors."""
+    """A member was lost, with data or a part in the group that no other has; the same on all survivors."""
 
 
 class CollectiveTimeout(FtcommError, TimeoutError):

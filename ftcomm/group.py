@@ -1,10 +1,9 @@
-"""A group of ranks that reduce together, and the calls a user makes on it."""
+"""The group of ranks that reduce together across replicas, and the calls a user makes on it."""
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import inspect
 import logging
 import os
@@ -13,33 +12,35 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ftcomm import callers, credentials, ending
-from ftcomm.address import open_port, own_address
 from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import ELSEWHERE, UNKNOWN, stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall
+from ftcomm.communicator import Communicator, Terms
+from ftcomm.compare import compare
 from ftcomm.control import fork
 from ftcomm.control import messages as m
-from ftcomm.control.agent import Agent, Gone, JoinError
+from ftcomm.control.agent import ACK, Agent, Gone, JoinError
 from ftcomm.control.links import listen
 from ftcomm.control.sealed import Channel
-from ftcomm.control.views import Address, View
-from ftcomm.control.wire import number, text
-from ftcomm.descriptors import room_for
-from ftcomm.engine import Engine, expelled
+from ftcomm.control.views import View
+from ftcomm.engine import LocalDataPlane, expelled
 from ftcomm.engines.base import Events, GroupEngine
 from ftcomm.engines.registry import open_engine
-from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError, TransportError
-from ftcomm.messages.p2p import JobPost
-from ftcomm.own import own_process
-from ftcomm.router import ConnectionRouter
-from ftcomm.settings import Settings, split_endpoint
+from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError
+from ftcomm.internals import Internals
+from ftcomm.p2p.calls import JobProgressEngine
+from ftcomm.process import callers, ending
+from ftcomm.process.descriptors import room_for
+from ftcomm.process.own import looked, own_process
+from ftcomm.settings import Settings, credentials, split_endpoint, unstarted
 from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
-from ftcomm.transport.connect import CONNECTIONS, Fields, accept, here_is
-from ftcomm.transport.nixl import context as nixl
+from ftcomm.transport.address import open_port, own_address
+from ftcomm.transport.connect import prepare
+from ftcomm.transport.router import ALL, P2P, PURPOSE, ConnectionRouter
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
@@ -47,23 +48,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
+FINISH = 30.0  # s that a finished replica waits for a coordinator to hear that, which may have to come back
+
 
 class Group(Calls):
-    """One shard of the job: the ranks with the same index inside all of its replicas. Thread-safe but for `boundary`.
+    """The ranks with the same index inside all replicas of a job. Thread-safe, except `boundary`.
 
-    Calls are matched by their order, which threads must keep the same on all members, or have a group each.
+    Members match calls by their order. Threads must keep that order the same on all members, or have a group each.
 
-    rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` names, and its length.
-    roster, contributors: the replicas in rank order, and those of them whose input counts. Alike on all members; they
-        change at step boundaries alone. `view`, `members` and `contributing` say what is in force now.
-    replica, replicas: the number of this replica, and with how many the job was started.
+    rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` means, and its length.
+    roster, contributors: the replicas in rank order, and those of them whose input counts. The same on all members;
+        they change only at step boundaries. `view`, `members` and `contributing` say what is in force now.
+    replica, replicas: the number of this replica, and the number of replicas with which the job was started.
     shard, shards: the index of this rank inside its replica, and how many ranks a replica has.
     drained: whether this replica has left the job.
 
-    A replica that joins a running job is in no view, and nobody waits for it, before `ready`, which the first boundary
-    or op calls. Until then `roster`, `contributors` and `view` say who was there when it came, and this replica with
-    them. It does not contribute (`contributes`) until it has caught up.
+    A replica that joins a running job is in no view, and no member waits for it, before `ready`, which the first
+    boundary or op calls. Until then `roster`, `contributors` and `view` say who was there when it came, with this
+    replica added. It does not contribute (`contributes`) until it has caught up.
     """
+
+    _p2p: JobProgressEngine
 
     def __init__(self, settings: Settings) -> None:
         own_process()
@@ -78,70 +83,68 @@ class Group(Calls):
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False
-        self._fresh = False  # has joined a running job, and not caught up yet
-        self._outside = False  # has joined a running job, and not passed its first boundary yet
-        self._runs = False  # in a view
-        self._view: View | None = None  # that ops run in
-        self._entering = threading.Lock()  # guards the way into the first one; never held across a wait
-        way = nixl.get_nixl(f"{self.replica}.{self.shard}")
-        if settings.transport == "nixl":
-            way.endpoint()
+        self._runs = False  # whether this rank is in a view
+        self._view: View | None = None  # the view that ops run in
+        self._entering = threading.Lock()  # guards the way into the first view; never held during a wait
+        prepare(settings.transport, f"{self.replica}.{self.shard}")
         sock = open_port(settings.host)
         self._engine: GroupEngine = open_engine(settings)
-        self._segment = self._engine.segment
-        self._exchange = self._engine.exchange(Events(self._stalled, self._failed, self._lost, self._diverged))
-        self._post = JobPost(self.replica, self.shard, lambda *call: self._agent.dial(*call), self._engine.slots)
+        self._p2p = JobProgressEngine(self.replica, self.shard, self._dial_p2p, self._engine.slots)
         leader = split_endpoint(settings.leader, "FTCOMM_LEADER") if settings.ranks_per_replica > 1 else None
         port = sock.getsockname()[1]
-        tuning, rack = settings.tuning, settings.rack
-        address = here_is(settings.host, port, self._segment, tuning, rack, self._engine.arithmetic, settings.data)
-        self._data_plane = Engine(
-            settings.shard,
-            self._exchange,
-            address,
-            mode=self._engine.transport,
-            dial=self._dial_address,
-            on_lost=self._lost,
-            layout=self._segment.layout,
-            algorithm=settings.algorithm,
-            tuning=settings.tuning,
-            on_reached=self._engine.reach,
-            on_left=self._engine.leave,
+        self._communicator = communicator = Communicator(
+            ALL,
+            self.replica,
+            self._engine,
+            Events(self._stalled, self._failed, self._lost, self._diverged),
+            self._p2p,
+            Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
+        )
+        self._segment, self._exchange = communicator.segment, communicator.exchange
+        data_plane = LocalDataPlane(
+            settings.shard,
+            communicator,
+            self._p2p,
+            dial=lambda there, fields: self._agent.dial_address(there, PURPOSE, fields),
             on_view=self._entered,
             on_failed=self._ended,
-            on_waits=lambda seconds: self._router.waiting(seconds),
-            data=settings.data,
         )
-        self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may go through it
-        self._replacing = threading.Lock()  # guards that; never held across a wait
+        self._subgroups: tuple[Subgroup, ...] = ()  # replaced as a whole, so that any thread may read it
+        self._replacing = threading.Lock()  # guards that; never held during a wait
         self._agent = Agent(
-            self._data_plane,
+            data_plane,
             coordinator=coordinator,
             credentials=mine,
             replica=settings.replica,
-            rank=settings.shard,
+            shard=settings.shard,
             ranks=settings.ranks_per_replica,
+            replicas=settings.replicas,
             leader=leader,
             leader_socket=_leader_socket(settings, leader) if leader and settings.shard == 0 else None,
             sock=sock,
-            address=address,
+            address=communicator.here,
             timeouts=settings.timeouts,
             on_start=self._alive,
         )
-        for what in CONNECTIONS:
-            self._agent.serve(what, functools.partial(self._attach, what))
-        self._agent.serve("p2p", self._post.incoming)
-        self._port: int = port
-        self._router = ConnectionRouter(self._agent)  # for the other groups of this rank
+        self._router = ConnectionRouter(self._agent)
+        communicator.open(self._router, data_plane)
+        self.internals = Internals(
+            self._agent,
+            port,
+            self._router,
+            self._exchange,
+            settings.timeouts.give_up,
+            view=lambda: self.view,
+            may_call=self._may_call,
+            when=self._when,
+            stood=self._stood,
+        )
         self._open = True
         fork.take_part(self, f"replica {self.replica} rank {self.shard}")
-        self._stall: Stall | None = None  # the last that was reported
+        self._stall: Stall | None = None  # the last reported one
         self._step = 0
         self._loop = -1  # the thread that passes boundaries, -1 before the first one
-        self._lag = 0  # boundaries passed beyond the training steps: of repeated steps and of pauses
-        self._intra_replica_exchanges = 0  # how often the ranks of this replica have begun to meet in a step loop
-        self._on_step_error: Callable[[Exception], None] | None = None  # of a step loop that can discard the step
 
     def _join(self) -> None:
         self._engine.warm()
@@ -155,9 +158,9 @@ class Group(Calls):
             self.ready()
         else:
             self.roster, self.contributors = self.view.replicas, tuple(sorted(self.view.contributing))
-            self._fresh = True
+            self.internals.catching_up = True
             log.info("replica %d rank %d: joins a running job when its script is ready", self.replica, self.shard)
-        self._outside = self._fresh
+        self.internals.outside = self.internals.catching_up
 
     def _say_where(self) -> None:
         how = "contributing" if self.contributes else "catching up"
@@ -174,35 +177,52 @@ class Group(Calls):
         return f"replica {self.replica} rank {self.shard}"
 
     def _begin(self, view: View) -> None:
-        """This rank runs in its first view."""
+        """Begin: this rank runs in its first view."""
         self._step = view.step or 0
         self._exchange.stand(self._step - 1)
         self._use(self._exchange.roster(NONE if view.step is None else view.step))
-        self._fresh = self.replica not in view.contributing
+        self.internals.catching_up = self.replica not in view.contributing
 
     def _use(self, roster: m.Roster) -> None:
-        self.roster, self.contributors = roster.members, roster.givers
+        self.roster, self.contributors = roster.members, roster.contributors
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _may_call(self) -> None:
+        if not looked[0]:
+            own_process()
+        if self._runs and not self.drained and not self.internals.outside:
+            return
+        self._check_loop()
         self.ready()
+        self._check_loop()
         if self.drained:
-            where = "before it had joined" if self._outside else f"at the boundary of step {self._step - 1}"
+            where = "before it had joined" if self.internals.outside else f"at the boundary of step {self._step - 1}"
             raise ExpelledError(
                 f"replica {self.replica} has left the job {where}; look at Group.drained before a collective that "
                 "follows the step loop"
             )
 
+    def _check_loop(self) -> None:
+        """Raise `FtcommError` if the others have this call behind them."""
+        inside = self.internals
+        if not inside.behind or self._exchange.capturing:
+            return
+        raise FtcommError(
+            f"{self._named()} comes back to a job that is in step loop {inside.loop_of_job} of the script, and has "
+            f"entered {inside.loop} so far. The others make this call no more; move it into a step loop, or behind the "
+            "last one"
+        )
+
     def _when(self) -> tuple[int, int]:
         if self._loop == -1:
             return UNKNOWN, 0
         stamp = stamp_of(self._step - 1) if threading.get_ident() == self._loop else self._of_another_thread()
-        return stamp, self._lag
+        return stamp, self.internals.lag
 
     def _of_another_thread(self) -> int:
-        """Than that of the step loop. It passes no boundary while it stands in a backward, so what autograd calls for
-        that, in threads of its own on a GPU, is of its step."""
+        """Returns the stamp of a call from another thread than that of the step loop. That thread passes no boundary
+        during a backward, so the calls of autograd for it, in threads of its own on a GPU, belong to its step."""
         if getattr(callers.chained, "value", False):
             return UNKNOWN
         by_loop = callers.in_backward_of(self._loop)
@@ -219,32 +239,33 @@ class Group(Calls):
         state: what `ftcomm.steps` takes, a module or an optimizer alone, or any nest of mappings and sequences of
             arrays. Names, dtypes, shapes and bytes count.
 
-        Call it at the same point on all members, between two steps, say; it is two all-reduces at most, so it blocks
-        until all have come. Hashing costs about a second a gigabyte. What a replica holds that still catches up is not
-        compared. Raises `DivergenceError` on all members, with the replicas that differ from the majority and the first
-        entries in which they do, and `StateError` for what cannot be compared. The group goes on in either case.
+        Call it at the same point on all members, between two steps, say. It makes two all-reduces at most, so it blocks
+        until all have come, and has its place in the order of calls. Hashing costs about a second a gigabyte. The state
+        of a replica that catches up is not compared. Raises `DivergenceError` on all members, with the replicas that
+        differ from the majority and the first entries that differ, and `StateError` for what cannot be compared. The
+        group goes on in either case.
         """
-        from ftcomm.training.compare import compare
-
         return compare(state, self)
 
     # -- membership ----------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> View:
-        """The view in force; before `ready` in a replica that joins a running job what it may become."""
+        """The view in force; before `ready` in a replica that joins a running job, the view that it may get."""
         view = self._view or self._agent.preview
         assert view is not None
         return view
 
     @property
     def step(self) -> int:
-        """The boundary to pass next. A replica that joins a running job is told when it is in: this calls `ready`."""
+        """The next boundary to pass. In a replica that joins a running job this calls `ready`, which may block, since
+        only a member knows it."""
         self.ready()
         return self._step
 
     @property
     def epoch(self) -> int:
+        """The epoch of the view in force."""
         return self.view.epoch
 
     @property
@@ -254,7 +275,7 @@ class Group(Calls):
 
     @property
     def contributing(self) -> frozenset[int]:
-        """Those of them whose input counts."""
+        """The replicas of the view in force whose input counts."""
         return self.view.contributing
 
     @property
@@ -263,22 +284,28 @@ class Group(Calls):
         return self.replica in self.view.contributing
 
     def ready(self) -> None:
-        """The script of this rank has prepared: from now on the others may wait for it. The first boundary, the first
-        op and the first look at `step` call this, so no script need to. Does nothing in a replica that runs in a view.
+        """Let the others wait for the script of this rank from now on. The first boundary, the first op and the first
+        look at `step` call this, so a script need not. Does nothing in a replica that runs in a view.
 
-        In a replica that joins a running job it blocks until all its ranks have called this and the job, at one of its
-        next step boundaries, has taken it in; or until it never will, `drained`. Thread-safe. Raises `ExpelledError` if
-        the job has ended, `InitError` if the coordinator is away for FTCOMM_INIT_TIMEOUT.
+        In a replica that joins a running job it blocks until all its ranks have called this and the job has taken it in
+        at one of its next step boundaries; or until it never will, `drained`; or, in a step loop, until the job has
+        that loop behind it. Thread-safe. Raises `ExpelledError` if the job has ended, `InitError` if the coordinator is
+        away for FTCOMM_INIT_TIMEOUT.
         """
         if self._runs or self.drained:
             return
         own_process()
         try:
-            view = self._agent.enter(self.settings.init_timeout)
+            view, loop = None, 0
+            while view is None and not loop:  # outside of a step loop none can be over
+                loop = self.internals.loop if self.internals.step_loop is not None else 0
+                view = self._agent.enter(self.settings.init_timeout, loop)
         except Gone as error:
             raise expelled(self._named(), str(error), error.ending) from None
         except JoinError as error:
             raise self._not_joined(error) from None
+        if view is None:
+            return
         with self._entering:
             if not self._runs and not self._agent.left:
                 self._begin(view)
@@ -289,12 +316,14 @@ class Group(Calls):
                 subgroup.follow(view, self.settings.timeouts.give_up)
 
     def boundary(self, step: int, timeout: float | None = None) -> View:
-        """Stand between step `step` - 1 and `step`: replicas join, begin to contribute and leave here, nowhere else.
+        """Stand between step `step` - 1 and `step`. Replicas join, begin to contribute and leave here, and nowhere
+        else.
 
-        Call it from one thread, with increasing steps, the same on all replicas. Waits for the ops in flight; returns
-        the view in force. Without a change under way it costs microseconds and asks nobody. `drained` is True
-        afterwards if this replica has left the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a
-        CUDA graph failed with. The first one of a replica that joins is `step` of this group, see `ready`.
+        Call it from one thread, with increasing steps, the same on all replicas. Blocks for the ops in flight and for a
+        change under way, for `timeout` seconds at most (None: the timeouts of the job); returns the view in force.
+        Without a change it costs microseconds and sends nothing. `drained` is True afterwards if this replica has left
+        the job. Raises `ExpelledError`, `CollectiveTimeout`, and what an op of a CUDA graph failed with. The first
+        boundary of a joiner is `step` of this group, see `ready`.
         """
         own_process()
         self.ready()
@@ -302,18 +331,19 @@ class Group(Calls):
         if self.drained:
             return self.view
         try:
-            for group in (self._exchange, *self._subgroups):
-                group.drain(timeout)
-            view = self._agent.boundary(step, self.settings.timeouts.give_up if timeout is None else timeout)
-            for group in (self._exchange, *self._subgroups):
-                group.common(reset=True)
+            for exchange in self._exchanges():
+                exchange.drain(timeout)
+            patience = self.settings.timeouts.give_up if timeout is None else timeout
+            view = self._agent.boundary(step, patience, self.internals.loop)
+            for exchange in self._exchanges():
+                exchange.common(reset=True)
         except Gone as error:
             raise expelled(self._named(), str(error), error.ending) from None
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1
         self._loop = threading.get_ident()
-        self._outside = False
+        self.internals.outside = False
         self.drained = self._agent.left
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
@@ -321,23 +351,28 @@ class Group(Calls):
                 subgroup.follow(view, self.settings.timeouts.give_up)
         return view
 
-    @property
     def _stood(self) -> float:
-        """Seconds that ops of this rank have stood still, waiting for members that did not move, or were lost."""
-        return float(self._exchange.stood + sum(subgroup._stood for subgroup in self._subgroups))
+        """The seconds for which ops of this rank have stood still, waiting for members that were lost or did not
+        move."""
+        return sum(exchange.stood for exchange in self._exchanges())
+
+    def _exchanges(self) -> list[GroupExchange[Any]]:
+        """Returns those of this group and of its subgroups."""
+        return [self._exchange, *(subgroup.exchange for subgroup in self._subgroups)]
 
     def contributed(self) -> tuple[int, ...]:
-        """The replicas whose input is in every chunk of every all-reduce since the boundary; the same on all members.
+        """Returns the replicas whose input is in every chunk of every all-reduce since the boundary; the same on all
+        members.
 
-        Subgroups of all replicas (the world of torch is one, if replicas have several ranks) count too, others do not.
-        Waits for the ops in flight; then it costs nothing and asks nobody. A replica that was lost in mid-op is in some
-        chunks of it perhaps, but not in all, and so is left out. Raises `FtcommError` if nothing was reduced.
+        Subgroups of all replicas count too (the world of torch is one, if replicas have several ranks), others do not.
+        Blocks for the ops in flight, and sends nothing. A replica that was lost in mid-op may be in some chunks of it,
+        but not in all, and so is left out. Raises `FtcommError` if nothing was reduced.
         """
         own_process()
         told = []
-        for group in (self._exchange, *(subgroup for subgroup in self._subgroups if subgroup.of_all)):
-            group.drain(None)
-            told.append(group.common())
+        for exchange in (self._exchange, *(subgroup.exchange for subgroup in self._subgroups if subgroup.of_all)):
+            exchange.drain(None)
+            told.append(exchange.common())
         sets = [who for who in told if who is not None]
         if not sets:
             raise FtcommError(
@@ -346,51 +381,31 @@ class Group(Calls):
             )
         return tuple(replica for replica in sets[0] if all(replica in who for who in sets))
 
-    def _caught_up(self, step: int) -> None:
-        """This rank holds the state of everybody as of `step`: let its replica contribute from a next boundary on."""
-        own_process()
-        self._fresh = False
-        self._agent.tell(m.CaughtUp(step))
-
     def leave(self) -> None:
-        """Ask to leave at a next boundary; `drained` becomes True there, and in `ready`. Does not block."""
+        """Ask to leave at one of the next boundaries, where `drained` becomes True, also in `ready`. Does not block.
+        Any thread."""
         own_process()
         self._agent.tell(m.Leave())
 
     def report(self, kind: str = "report", **fields: str | int | float | bool | None) -> None:
-        """A line for the event log of the job. Does not block; said later if the coordinator is away."""
+        """Write a line to the event log of the job. Does not block; it is sent later if the coordinator is away. Any
+        thread."""
         own_process()
         self._agent.tell(m.Report(kind, {"rank": self.shard, **fields}))
 
-    # -- to other parts of ftcomm --------------------------------------------------------------------------------
-
-    def _dial(self, replica: int, purpose: str, fields: dict[str, str | int]) -> Channel:
-        """An authenticated blocking connection to this rank of another replica, handed there to who serves `purpose`.
-        Waits as long as an op does for a process whose kernel answers. Raises `TransportError`."""
-        try:
-            return self._agent.dial(replica, purpose, fields)
-        except OSError as error:
-            raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
-
-    def _dial_rank(
-        self, replica: int, rank: int, purpose: str, fields: dict[str, str | int], timeout: float
-    ) -> Channel:
-        """An authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
-        member = self.view.member(replica)
-        if member is None or rank >= len(member.ranks):
-            raise ConnectionError(f"the view of epoch {self.epoch} has no rank {rank} of replica {replica}")
-        return self._agent.dial_address(member.ranks[rank], purpose, fields, timeout)
+    # -- subgroups and the end -----------------------------------------------------------------------------------
 
     def subgroup(self, name: str, replicas: Collection[int]) -> Subgroup:
-        """A group of this rank with its likes in `replicas`, which outlives losses as this one does; see `Subgroup`.
+        """Make a group of this rank and the same rank of `replicas`. It survives losses as this group does; see
+        `Subgroup`.
 
         name: the same on all members, and of no other group that they have.
 
-        Call it on all members, in a replica that comes back too, and there before its first boundary: others wait for
-        it then. Its calls stand in no order to those of other groups. Blocks until all have come that are in the view
-        in force; in a replica that joins a running job, and is in none yet, not at all. It takes 16 MB of memory from
-        its first collective on, and as much for each peer that does not share memory; before that, some KB.
-        Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
+        Call it on all members; in a replica that comes back too, before its first boundary, since others wait for it
+        then. Its calls have no order relative to those of other groups. Blocks until all members in the view in force
+        have come; it does not block in a replica that joins a running job and is in no view yet. The group takes 16 MB
+        of memory from its first collective on, and as much for each peer that does not share memory; before that, some
+        KB. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
         """
         from ftcomm.subgroup import Subgroup
 
@@ -401,8 +416,10 @@ class Group(Calls):
             replicas,
             dial=self._agent.dial_address,
             on_stall=self._subgroup_stalled,
+            on_lost=self._lost,
             on_failed=self._failed,
-            on_divergence=self._diverged if self.settings.verify else None,
+            on_divergence=self._diverged,
+            on_closed=self._left,
         )
         with self._replacing:
             self._subgroups = (*self._subgroups, made)
@@ -414,72 +431,64 @@ class Group(Calls):
         return made
 
     def _left(self, subgroup: Subgroup) -> None:
-        """It was closed."""
+        """Forget a subgroup that was closed."""
         with self._replacing:
             self._subgroups = tuple(other for other in self._subgroups if other is not subgroup)
 
-    def _serve(self, purpose: str, handler: Callable[[Channel, dict[str, str | int]], None]) -> None:
-        """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""
-        self._agent.serve(purpose, handler)
-
     def close(self, *, finished: bool = False, failure: str = "the group was shut down") -> None:
-        """Leave without a step boundary; idempotent. `finished`: the script has ended well, nobody need wait for us.
-        Else this replica is lost to the others, with `failure` for a reason. Does nothing in a forked child, which has
-        nothing to leave."""
+        """Leave without a step boundary; idempotent. `finished`: the script has ended well, and no member need wait for
+        this replica. Otherwise the others lose this replica, for the reason `failure`. Blocks for up to 30 seconds
+        while the coordinator is away. Does nothing in a forked child, which has nothing to leave."""
         if not self._open or fork.is_child():
             return
         self._open = False
-        for subgroup in self._subgroups:
-            subgroup.close()
-        self._post.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
+        if self._subgroups:
+            from ftcomm.subgroup import close_all
+
+            close_all(self._subgroups)
+        self._p2p.close(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any send"))
         if finished and self._agent.view is not None:
-            self._agent.finish(timeout=2.0)
+            self._agent.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
         elif not finished:
             self._agent.give_up(failure)
         self._agent.stop()
         self._router.close()
-        self._data_plane.close()
-        self._exchange.fail(FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op"))
+        self._communicator.fail(
+            FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op")
+        )
         self._engine.close()
         fork.part(self)
 
     # -- callbacks -----------------------------------------------------------------------------------------------
 
     def _alive(self) -> None:
-        """The first act of the control thread: its end is what the others see."""
+        """Begin the control thread: its end is what the others see."""
         request_short_slice()
         hold(*(self._segment.address + 8 * life(reader) for reader in range(LIVES)))
 
-    def _dial_address(self, there: Address, purpose: str, fields: Fields) -> Channel:
-        return self._agent.dial_address(there, purpose, dict(fields))
-
-    def _attach(self, what: str, channel: Channel, fields: dict[str, str | int]) -> None:
-        who, life = number(fields, "replica"), text(fields, "nonce")
-        epoch = number(fields, "epoch")
-        accept(self._exchange, what, channel, who, epoch, life, self._lost, data=self.settings.data)
+    def _dial_p2p(self, replica: int, life: str, epoch: int) -> Channel:
+        return self._agent.dial(replica, PURPOSE, self._communicator.fields(P2P, life, epoch))
 
     def _entered(self, view: View) -> None:
-        """Called before any op runs in `view`: who returns from one finds `epoch` and `members` as they were in it."""
+        """Enter `view`, before any op runs in it: after an op, `epoch` and `members` are those that it ran in."""
         self._view = view
-        self._post.enter(view)
-        self._router.entered(view)
 
     def _failed(self, error: BaseException) -> None:
-        """An exchange of this rank cannot go on."""
+        """Note that an exchange of this rank cannot go on."""
         self._agent.failed(str(error))
 
     def _ended(self, error: FtcommError) -> None:
-        self._post.fail(error)
         for subgroup in self._subgroups:
             subgroup.fail(error)
 
     def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
-        """A rank has one stall at a time for the coordinator: that of this group, if there is one."""
+        """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes
+        first."""
         if self._exchange.waiting(0) is None:
             self._agent.stalled(epoch, op, waiting_on)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
-        self._agent.suspect(replica, epoch, reason, proof=False)
+        self._agent.severed(replica, epoch, reason)
 
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("replica %d rank %d: %s", self.replica, self.shard, divergence)
@@ -487,7 +496,7 @@ class Group(Calls):
         self.report("divergence", op=divergence.op, chunk=divergence.chunk, wrong=wrong, right=right)
 
     def _stalled(self, stall: Stall) -> None:
-        """Comes every second as long as the op stands still; one word in the log is enough."""
+        """Report a stall, every second while the op stands still; one line in the log is enough."""
         if stall != self._stall:
             self._stall = stall
             waiting = ", ".join(map(str, stall.waiting_on))
@@ -497,7 +506,7 @@ class Group(Calls):
 
 
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
-    """Where the other ranks of the replica come: inherited from the launcher, or bound here."""
+    """Returns the socket to which the other ranks of the replica come: inherited from the launcher, or bound here."""
     if settings.leader_fd is not None:
         return fork.apart(socket.socket(fileno=settings.leader_fd))
     try:
@@ -517,19 +526,23 @@ _default: Group | None = None
 def init(settings: Settings | None = None) -> Group:
     """Join the job that the environment names (see `ftcomm run`) and return the default group.
 
-    Blocks until all replicas of a new job are here, or, in a running job, until that knows this one (and has passed its
-    first step boundary). In the latter case nobody waits for this replica before its own first boundary or op, so the
-    script may take its time until then; see `Group.ready`. Call it once. Raises `SettingsError`, `InitError`,
+    Blocks until all replicas of a new job are here; or until a running job knows this replica (and has passed its first
+    step boundary). In a running job no member waits for this replica before its own first boundary or op, so the script
+    may take its time until then; see `Group.ready`. Call it once. Raises `SettingsError`, `InitError`,
     `TransportError`.
     """
     global _default
     own_process()
     if _default is not None:
         raise InitError("ftcomm.init() was called before in this process; use ftcomm.default_group()")
-    settings = Settings.from_env() if settings is None else settings
-    _configure_log()
-    ending.watch()
-    group = Group(settings)
+    try:
+        settings = Settings.from_env() if settings is None else settings
+        _configure_log()
+        ending.watch()
+        group = Group(settings)
+    except FtcommError as error:
+        unstarted.tell(error, settings)
+        raise
     group._join()
     _default = group
     atexit.register(_at_exit)
@@ -537,14 +550,19 @@ def init(settings: Settings | None = None) -> Group:
 
 
 def default_group() -> Group:
-    """The group of `init`. Raises `InitError` without one."""
+    """Returns the group of `init`. Any thread. Raises `InitError` without one."""
     if _default is None:
         raise InitError("there is no group yet; call ftcomm.init() first")
     return _default
 
 
+def existing_group() -> Group | None:
+    """Returns the group of `init`, if there is one."""
+    return _default
+
+
 def _of_default_group(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of `Group` as a function that takes the group as a keyword."""
+    """Makes a call of `Group` a function that takes the group as a keyword."""
     name = method.__name__
 
     def call(*args: Any, group: Calls | None = None, **kwargs: Any) -> Any:
@@ -577,14 +595,17 @@ def verify(state: Any, group: Group | None = None) -> str:
 
 
 def report(**fields: str | int | float | bool | None) -> None:
-    """Numbers and words about this rank's training for the event log of the job (step, loss, ...). Does not block."""
+    """Write numbers and words about this rank's training to the event log of the job (step, loss, ...). Does not block.
+    Any thread. Raises `InitError` without a group."""
     default_group().report("report", **fields)
 
 
 def shutdown() -> None:
     """Say that this rank's work is done, and leave. Called at exit if the script ended well; idempotent.
 
-    Blocks until all ranks of the replica have said so, or one has died, and then for 2 seconds at most."""
+    Blocks until all ranks of the replica have said so, or one has died, and the coordinator has heard it; for at most
+    30 seconds if the coordinator is away.
+    """
     global _default
     group, _default = _default, None
     if group is not None:
@@ -592,7 +613,8 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    """A script that ends by an error is not finished: its replica is lost to the others, and restarted."""
+    """Leave at the exit of the script. One that ends by an error is not finished: its replica is lost, and
+    restarted."""
     why = ending.failure()
     if not why:
         shutdown()

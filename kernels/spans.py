@@ -11,9 +11,9 @@ from ftcomm.kernels.dtypes import DTYPES
 MOST_SOURCES = 16  # of a reduction
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     address: int  # by which kernels reach it
-    count: int
+    count: int  # type: ignore[assignment]  # of elements; not the method of a tuple
     dtype: str  # of dtypes.DTYPES
     device: str  # "cpu", "cuda:0"
 
@@ -23,6 +23,6 @@ class Span(NamedTuple):
         return self.count * DTYPES[self.dtype].itemsize
 
 
-def aligned(spans: Sequence[Span]) -> bool:
+def aligned(spans: Sequence[MemorySpan]) -> bool:
     """Whether all begin at multiples of 16 bytes, so that kernels may move 128 bits at a time."""
     return math.gcd(16, *(span.address for span in spans)) == 16

@@ -6,13 +6,22 @@ import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
 
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.watchdog import Stall
+from ftcomm.communicator import Communicator, Terms
+from ftcomm.engine import LocalDataPlane
+from ftcomm.engines.base import Events
+from ftcomm.engines.host import HostCalls
+from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.transport.base import Peer
+from ftcomm.transport.router import ALL, ConnectionRouter
 from ftcomm.transport.segment import HOST, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp.mirror import TcpMirror
@@ -54,6 +63,65 @@ class Member:
             on_divergence=self.divergences.append if verify else None,
             ranks_per_replica=8,  # all members share one interpreter lock: sleep early
         )
+
+
+def mirrored(replica: int = 0) -> tuple[Exchange, Segment]:
+    """An exchange of two members, the other of which is its own mirror image: no op waits, and sums are doubled."""
+    segment = Segment(LAYOUT)
+    exchange = Exchange(replica, segment, **deadlines(DEADLINE), on_stall=lambda stall: None)
+    exchange.freeze(lambda: None)
+    members = (replica, replica + 1)
+    peer = ShmPeer(replica + 1, os.getpid(), segment.fd, segment.nonce, LAYOUT)
+    told = exchange.progress()
+    view = GroupView(1, replica, members, frozenset(members), True)
+    exchange.resume(view, {replica + 1: peer}, dict.fromkeys(members, told))
+    return exchange, segment
+
+
+class NoExchange:
+    """It is told of views, and does nothing."""
+
+    def __init__(self) -> None:
+        self.views: list[GroupView] = []
+
+    def resume(self, view: GroupView, *rest: object) -> Resumed:
+        self.views.append(view)
+        return Resumed(0, 0, 0)
+
+
+class NoEngine(HostCalls):
+    """The engine of that exchange. Segments of a layout of their own are refused by nobody."""
+
+    slots, arithmetic = None, ""
+
+    def __init__(self, transport: str, on_reached: Callable[[Peer], None], on_left: Callable[[Peer], None]) -> None:
+        self.transport, self.reach, self.leave = transport, on_reached, on_left
+        self.segment = Segment()
+
+    def exchange(self, events: Events) -> NoExchange:
+        return NoExchange()
+
+
+def data_plane(
+    transport: str,
+    *,
+    on_reached: Callable[[Peer], None] = lambda peer: None,
+    on_left: Callable[[Peer], None] = lambda peer: None,
+    algorithm: str = "auto",
+) -> tuple[LocalDataPlane, Communicator]:
+    """What the control thread drives of replica 0, with an exchange that does nothing."""
+
+    def nothing(*told: object) -> Any:
+        """Nobody is told."""
+
+    engine: Any = NoEngine(transport, on_reached, on_left)
+    p2p = JobProgressEngine(0, 0, nothing)
+    terms = Terms(("127.0.0.1", 1), "none", algorithm)
+    events = Events(nothing, nothing, nothing, nothing)
+    communicator = Communicator(ALL, 0, engine, events, p2p, terms, on_died=nothing)
+    made = LocalDataPlane(0, communicator, p2p, dial=nothing)
+    communicator.open(ConnectionRouter(SimpleNamespace(serve=nothing)), made)
+    return made, communicator
 
 
 class Rig:
@@ -118,7 +186,7 @@ class Rig:
         if not tcp:
             segment = self.members[other].segment
             return ShmPeer(other, os.getpid(), segment.fd, segment.nonce, LAYOUT)
-        known = self.members[me].exchange.core.peers.get(other)
+        known = self.members[me].exchange.member.peers.get(other)
         if known is not None and known.serves(self.epoch):
             return known
         epoch = self.epoch

@@ -19,7 +19,7 @@ class IdleEngine:
     def progress(self) -> m.Progress:
         return m.Progress(0, ())
 
-    def reach(self, view: View) -> list[int]:
+    def reach(self, view: View, severed: frozenset[int]) -> list[int]:
         return []
 
     def reaching(self) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import itertools
 import os
 import socket
 
-_FIRST, _EACH = 10_000, 5_000  # up to 30,000: four workers; Linux gives out those from 32,768 on
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+_FIRST, _WORKERS = 10_000, 8  # as many as may run at once; Linux gives out the ports from 32,768 on
+_EACH = 20_000 // _WORKERS
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
 _BEGIN = os.getpid() % _EACH  # so that two runs of the tests on one machine seldom choose the same
 _ports = itertools.cycle([_FIRST + _WORKER * _EACH + (_BEGIN + number) % _EACH for number in range(_EACH)])
 

@@ -2,22 +2,24 @@
 
 To import torch takes a rank 2 s of a core, its first optimizer 3 s more, and a test starts up to a dozen ranks. The
 launcher gets what it would get from `subprocess`: a session leader with its own pipes, environment and signals, which
-runs the script as `__main__`, then its threads and its exit handlers. It is no child of the launcher, and /proc does
-not tell its command line and environment: tests of these, and ranks on hosts of their own, start real interpreters.
+runs the script as `__main__`, then its threads and its exit handlers, in the network of whoever starts it. It is no
+child of the launcher, and /proc does not tell its command line and environment: tests of these start real interpreters.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import io
 import multiprocessing
 import multiprocessing.process
 import os
+import signal
 import sys
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -26,10 +28,12 @@ from typing import Any, BinaryIO
 import torch
 
 import tests.process.job  # noqa: F401
+from ftcomm.lab.netns.network import CLONE_NEWNET, call
 from tests.orphans import end_with_pytest
 
 _context = multiprocessing.get_context("forkserver")  # of tests.process.job, which says what it imports
 _NETWORK = "/proc/thread-self/ns/net"
+_HOME = os.readlink(_NETWORK)
 
 
 def warm() -> None:
@@ -54,23 +58,58 @@ def _arrived(there: Any) -> int:
 
 
 class Rank:
-    """What `RankProcess` needs of a `Popen`."""
+    """What those who start ranks need of a `Popen`."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
-        pipes = [os.pipe(), os.pipe()]
-        fds = {1: pipes[0][1], 2: pipes[1][1], **{fd: fd for fd in pass_fds}}
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int]) -> None:
+        """`fds`: place there -> descriptor here."""
         given = {place: _Descriptor(fd) for place, fd in fds.items()}
-        arguments = list(command), dict(environment), os.getcwd(), given
-        self._process = _context.Process(target=_become, args=arguments, daemon=True)
-        self._process.start()
-        self.stdout, self.stderr = (_reader(*pipe) for pipe in pipes)
+        with _network() as network:
+            arguments = list(command), dict(environment), os.getcwd(), given, network
+            self._process = _context.Process(target=_become, args=arguments, daemon=True)
+            self._process.start()
+        self.stdout: BinaryIO | None = None
+        self.stderr: BinaryIO | None = None
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def wait(self) -> int:
-        self._process.join()
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
         assert self._process.exitcode is not None
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _network() -> Iterator[_Descriptor | None]:
+    """That of this thread, if it is not the one in which the fork server was started."""
+    if os.readlink(_NETWORK) == _HOME:
+        yield None
+        return
+    fd = os.open(_NETWORK, os.O_RDONLY)
+    try:
+        yield _Descriptor(fd)
+    finally:
+        os.close(fd)
+
+
+def _with_pipes(command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]) -> Rank:
+    pipes = [os.pipe(), os.pipe()]
+    rank = Rank(command, environment, {1: pipes[0][1], 2: pipes[1][1], **{fd: fd for fd in pass_fds}})
+    rank.stdout, rank.stderr = (_reader(*pipe) for pipe in pipes)
+    return rank
 
 
 def _reader(reading: int, writing: int) -> BinaryIO:
@@ -78,27 +117,30 @@ def _reader(reading: int, writing: int) -> BinaryIO:
     return open(reading, "rb", buffering=0)
 
 
-def popen(home: str, real: Any) -> Any:
-    """In place of `subprocess.Popen` for `RankProcess`; `home` is the network of the test."""
-
-    def start(arguments: list[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **rest: Any) -> Any:
-        if os.readlink(_NETWORK) != home:
-            return real(arguments, env=env, pass_fds=pass_fds, **rest)
-        return Rank(arguments[arguments.index("-u") + 1 :], env, pass_fds)
-
-    return start
+def popen(arguments: list[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **rest: Any) -> Rank:
+    """In place of `subprocess.Popen` for `RankProcess`."""
+    return _with_pipes(arguments[arguments.index("-u") + 1 :], env, pass_fds)
 
 
 def subprocess_of_ranks(real: Any) -> Any:
     """In place of the module `subprocess` that is `real`."""
-    replaced = popen(os.readlink(_NETWORK), real.Popen)
-    return types.SimpleNamespace(Popen=replaced, PIPE=real.PIPE, DEVNULL=real.DEVNULL)
+    return types.SimpleNamespace(Popen=popen, PIPE=real.PIPE, DEVNULL=real.DEVNULL)
 
 
-def _become(command: list[str], environment: dict[str, str], folder: str, fds: dict[int, int]) -> None:
+def with_log(arguments: list[str], *, env: Mapping[str, str], stdout: BinaryIO, stderr: BinaryIO) -> Rank:
+    """In place of `subprocess.Popen` for `python ...` whose output goes to files."""
+    return Rank(arguments[1:], env, {1: stdout.fileno(), 2: stderr.fileno()})
+
+
+def _become(
+    command: list[str], environment: dict[str, str], folder: str, fds: dict[int, int], network: int | None
+) -> None:
     """In the new process: what an interpreter does with `python -u SCRIPT ARGS...` or `-m MODULE ARGS...`."""
     end_with_pytest()
     os.setsid()
+    if network is not None:
+        call("setns", network, CLONE_NEWNET)
+        os.close(network)
     nothing = os.open(os.devnull, os.O_RDONLY)
     high = {place: _above(fd, max(fds) + 1) for place, fd in {0: nothing, **fds}.items()}  # so that none hits another
     for place, fd in high.items():

@@ -1,4 +1,4 @@
-"""When which replica is away in `ftcomm bench accuracy`: drawn from a seed, in steps."""
+"""Plans which replica is away when in `ftcomm bench accuracy`: drawn from a seed, in steps."""
 
 from __future__ import annotations
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import math
-import os
-import signal
 import statistics
 import time
 from collections import defaultdict, deque
@@ -18,24 +17,36 @@ from typing import Any
 
 import msgspec
 
-from ftcomm.bench.harness import Column, Experiment, Report, Table
-from ftcomm.bench.job import Tail
-from ftcomm.bench.research.convergence_rank import (
-    LOOK,
-    PATIENCE,
-    Ended,
-    Ready,
-    Record,
-    Settled,
-    Validated,
-    diary_path,
-    stack_path,
-)
-from ftcomm.bench.research.forked import ForkedJob
-from ftcomm.errors import FtcommError
+from ftcomm.bench.harness import INTS, BenchReport, Column, Experiment, Table, option
+from ftcomm.bench.job import Observer, observed
+from ftcomm.bench.research.convergence_rank import PATIENCE, Built, FinalState, Record, Settled, Validated
+from ftcomm.errors import SettingsError
 from ftcomm.training import Verdict
 
 UNDISTURBED = "undisturbed"
+COMMON = ("steps", "width", "layers", "batch", "validate_every", "windows")  # of a request and its task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """What is asked for of all trainings that are compared. `kinds` are the ways in which they are disturbed, if at
+    all; each is done with each of the seeds."""
+
+    width: int
+    layers: int = option(2)
+    batch: int
+    steps: int = option(2000)
+    seeds: Sequence[int] = option((1, 2, 3), kind=INTS, help="Of weights, data and kills.")
+    jobs: int = option(1, help="Trainings at a time; steps are counted, not seconds.")
+    validate_every: int = 50
+    windows: int = 192  # of held-out text
+
+    def check(self) -> None:
+        """Raise `SettingsError`, with the mend, on what cannot be measured."""
+        if self.width % 8 or self.width < 8 or min(self.layers, self.batch, self.steps, self.jobs) < 1:
+            raise SettingsError("--width has to be a multiple of 8, --layers, --batch, --steps and --jobs at least 1.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise SettingsError("--seeds: expected different numbers.")
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -71,13 +82,13 @@ class Comparison(msgspec.Struct, frozen=True):
     """The final losses of one kind of runs beside those of another, over the seeds. Nats a byte."""
 
     kind: str
-    beside: str  # the other kind
+    reference: str = msgspec.field(name="beside")  # the other kind
     seeds: int
     loss: float  # mean
-    loss_beside: float
+    loss_reference: float = msgspec.field(name="loss_beside")
     difference: float  # of the means
     deviation: float  # standard deviation over the seeds (n - 1)
-    deviation_beside: float
+    deviation_reference: float = msgspec.field(name="deviation_beside")
     spread: float  # largest minus smallest over the seeds, the larger of the two kinds
     paired: list[float]  # differences of each seed, whose runs begin with equal weights
 
@@ -87,13 +98,13 @@ class Comparison(msgspec.Struct, frozen=True):
         return abs(self.difference) <= self.spread
 
 
-def compare(runs: Sequence[Run], beside: str = UNDISTURBED) -> list[Comparison]:
+def compare(runs: Sequence[Run], reference: str = UNDISTURBED) -> list[Comparison]:
     """Each kind with the one that is named, if both have at least two seeds in common. Pure."""
     finals: dict[str, dict[int, float]] = defaultdict(dict)
     for run in runs:
         if not math.isnan(run.final):
             finals[run.kind][run.seed] = run.final
-    other = finals.pop(beside, {})
+    other = finals.pop(reference, {})
     found = []
     for kind, of_seed in finals.items():
         seeds = sorted(other.keys() & of_seed.keys())
@@ -103,13 +114,13 @@ def compare(runs: Sequence[Run], beside: str = UNDISTURBED) -> list[Comparison]:
         found.append(
             Comparison(
                 kind=kind,
-                beside=beside,
+                reference=reference,
                 seeds=len(seeds),
                 loss=statistics.fmean(after),
-                loss_beside=statistics.fmean(before),
+                loss_reference=statistics.fmean(before),
                 difference=statistics.fmean(after) - statistics.fmean(before),
                 deviation=statistics.stdev(after),
-                deviation_beside=statistics.stdev(before),
+                deviation_reference=statistics.stdev(before),
                 spread=max(max(losses) - min(losses) for losses in (before, after)),
                 paired=[b - a for a, b in zip(before, after, strict=True)],
             )
@@ -128,7 +139,7 @@ def summary(records: Sequence[Record], replicas: int, ranks: int, steps: int, wi
     done = {step for step, told in outcomes.items() if any(verdict == Verdict.COMMIT.name for verdict, _ in told)}
     gaps = sum(b - a != 1 for steps_of in lives.values() for a, b in itertools.pairwise(steps_of))
     counted = {step: max(len(who) for _, who in told) for step, told in outcomes.items()}
-    ends = [record for record in records if isinstance(record, Ended)]
+    ends = [record for record in records if isinstance(record, FinalState)]
     digests = [{end.digest for end in ends if end.rank == rank} for rank in range(ranks)]
     return Run(
         steps=steps,
@@ -188,68 +199,85 @@ async def share_out(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-class Follower:
-    """Reads what the ranks of a running job write down, and gives up when nothing happens any more."""
+async def train(
+    request: TrainingRequest,
+    seed: int,
+    kind: str,
+    function: Callable[[Any], None],
+    task: Callable[..., Any],
+    replicas: int,
+    ranks: int,
+    kills: int,
+    disturb: Callable[[Follower], Awaitable[Sequence[int]]],
+    progress: Callable[[float], None],
+) -> Run:
+    """One training to its end, by ranks that call `function` with their task. `task` is given what all have in common;
+    `disturb` returns the steps of its `kills`."""
+    began = time.monotonic()
+    made = task(seed=seed, **{name: getattr(request, name) for name in COMMON})
+    # A replica that nobody has killed is not restarted; the times are long, so that only those are lost that are.
+    options: dict[str, Any] = dict(max_restarts=kills, min_replicas=replicas, op_timeout=240.0, heartbeat_timeout=30.0)
+    options |= {"env": {"FTCOMM_INIT_TIMEOUT": str(PATIENCE)}, "ranks_per_replica": ranks}
+    async with observed(function, made, Record, replicas, **options) as job:
+        follower = Follower(job)
+        killed_at = await disturb(follower)
+        await follower.end(request.steps, progress)
+    return summary(
+        job.records,
+        replicas,
+        ranks,
+        request.steps,
+        request.windows,
+        kind=kind,
+        seed=seed,
+        kills=len(killed_at),
+        deaths=len(job.said("restarting")),
+        killed_at=list(killed_at),
+        seconds=round(time.monotonic() - began, 1),
+    )
 
-    def __init__(self, job: ForkedJob, folder: str, replicas: int, ranks: int) -> None:
-        self._job, self._folder = job, folder
-        self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        self._tail: Tail[Any] = Tail([diary_path(folder, *place) for place in self._places], Record)  # type: ignore
-        self.records: list[Record] = []
+
+class Follower:
+    """What the ranks of a running training have written down. Nobody waits long in which nothing happens."""
+
+    def __init__(self, job: Observer[Record]) -> None:
+        self.job = job
         self.last: Settled | None = None  # of the newest step
         self.short = -1  # newest step that not all have contributed to
-        self.ready: dict[tuple[int, int], Ready] = {}  # of the newest process in each place
-        self._replicas = replicas
+        self.built: dict[tuple[int, int], int] = {}  # (replica, rank) -> pid of the newest process there
         self._lengths: deque[float] = deque([0.0], maxlen=20)  # of the newest steps, seconds
-        self._moved = time.monotonic()
+        job.saw = self._saw
 
     @property
     def usual(self) -> float:
         """Seconds of a step."""
         return statistics.median(self._lengths)
 
-    async def until(self, what: str, true: Callable[[], bool], pause: float = LOOK) -> None:
+    async def until(self, what: str, true: Callable[[], bool]) -> None:
         """Raises `FtcommError` if the job ends, or nothing happens for long, before that."""
-        while not true():
-            if not await self._job.runs(pause):
-                raise FtcommError(f"the job ended before {what}")
-            await self._read()
+        await self.job.until(what, true, PATIENCE, moved=lambda: (self.last, *self.built.values()))
 
     async def end(self, steps: int, progress: Callable[[float], None]) -> None:
-        """Until the job has ended by itself, after so many steps."""
-        while await self._job.runs(0.25):
-            await self._read()
+        """Wait until the job has ended by itself, after so many steps."""
+
+        def ended() -> bool:
             progress(self.last.step / steps if self.last else 0.0)
-        await self._read()
+            return bool(self.job.job.ended)
 
-    async def _read(self) -> None:
-        new = self._tail.read()
-        self.records += new
-        for record in new:
-            if isinstance(record, Settled) and (self.last is None or record.step > self.last.step):
-                if self.last is not None and self.last.step == record.step - 1:
-                    self._lengths.append(record.at - self.last.at)
-                self.last = record
-                if len(record.counted) < self._replicas:
-                    self.short = record.step
-                self._moved = time.monotonic()
-            elif isinstance(record, Ready):
-                self.ready[record.replica, record.rank] = record
-                self._moved = time.monotonic()
-        if time.monotonic() - self._moved > PATIENCE:
-            raise FtcommError(f"nothing happened for {PATIENCE:g} s; last: {self.last}\n{await self._stacks()}")
+        await self.until("the training had ended", ended)
 
-    async def _stacks(self) -> str:
-        """Where each rank stands, and what they said last."""
-        for pid in self._job.pids().values():
-            os.kill(pid, signal.SIGUSR1)
-        await asyncio.sleep(1.0)  # they write it in a signal handler; there is nothing to wait for
-        paths = [stack_path(self._folder, *place) for place in self._places]
-        stacks = [f"{path.name}:\n{path.read_text()}" for path in paths if path.exists()]
-        return "\n".join([*stacks, self._job.output()])
+    def _saw(self, record: Record) -> None:
+        if isinstance(record, Settled) and (self.last is None or record.step > self.last.step):
+            if self.last is not None and self.last.step == record.step - 1:
+                self._lengths.append(record.at - self.last.at)
+            self.last = record
+            if len(record.counted) < self.job.replicas:
+                self.short = record.step
+        elif isinstance(record, Built):
+            self.built[record.replica, record.rank] = record.pid
 
 
-async def measure(request: Any, train: Callable[..., Awaitable[Run]], report: Report) -> None:
+async def measure(request: Any, train: Callable[..., Awaitable[Run]], report: BenchReport) -> None:
     """`train(request, seed, kind, progress)` for all of them. Raises `FtcommError` when a job fails or stands still; no
     process is left, however this ends."""
     plan = [(seed, kind) for seed in request.seeds for kind in request.kinds]
@@ -284,9 +312,9 @@ COLUMNS = (
 def comparison_line(one: Comparison) -> str:
     said = "within" if one.within else "OUTSIDE"
     return (
-        f"# {one.kind}: {one.loss:.4f}, {one.beside}: {one.loss_beside:.4f}, {one.difference:+.4f}; "
+        f"# {one.kind}: {one.loss:.4f}, {one.reference}: {one.loss_reference:.4f}, {one.difference:+.4f}; "
         f"spread over {one.seeds} seeds {one.spread:.4f} "
-        f"(deviations {one.deviation:.4f}, {one.deviation_beside:.4f}): {said}"
+        f"(deviations {one.deviation:.4f}, {one.deviation_reference:.4f}): {said}"
     )
 
 
@@ -303,10 +331,10 @@ def faults(runs: Sequence[Run]) -> list[str]:
 def experiment(
     name: str,
     request: type,
-    measure: Callable[[Any, Report], Any],
+    measure: Callable[[Any, BenchReport], Any],
     draw: Callable[[Sequence[Run], Path], None],
 ) -> Experiment:
-    def compared(report: Report) -> tuple[list[Comparison], list[Comparison]]:
+    def compared(report: BenchReport) -> tuple[list[Comparison], list[Comparison]]:
         found: tuple[list[Comparison], list[Comparison]] = report.request.compare(report["runs"])
         return found
 

@@ -1,15 +1,12 @@
-"""What the ranks of `ftcomm bench accuracy` and `ftcomm bench hsdp` have in common: what they write down, and how they
-measure the loss on text that was held out.
+"""What the ranks of `accuracy` and `hsdp` have in common: what they write down, and how they measure the
+loss on text that was held out.
 
-A rank appends its records to a file of its own. Nobody waits for the command that reads them, and what a rank wrote
-before it was killed is there.
+Nobody waits for the command that reads the records of the ranks, and what a rank wrote before it was killed is there.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ftcomm.bench.job import Records
 from ftcomm.demo.data import windows
 from ftcomm.training import Outcome
 
@@ -26,13 +24,23 @@ LOOK = 0.02  # s between two looks whether a file is there
 PATIENCE = 300.0  # s that ranks wait for one that was killed, and the command for anything at all
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All is built and nothing joined yet. `life`: 0 for the first process in this place."""
+class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
+    seed: int
+    steps: int
+    width: int  # of the model
+    layers: int
+    batch: int  # sequences in a step
+    validate_every: int
+    windows: int  # of held-out text
+    folder: str = ""
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    """All is built and nothing joined yet."""
 
     replica: int
     rank: int
     pid: int
-    life: int
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +63,7 @@ class Validated(msgspec.Struct, frozen=True, tag=True):
     loss: float  # nats a byte, mean
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class FinalState(msgspec.Struct, frozen=True, tag=True):
     """The state of this rank after the last step."""
 
     replica: int
@@ -63,31 +71,20 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-Record = Ready | Settled | Validated | Ended
-
-
-def diary_path(folder: str, replica: int, rank: int) -> Path:
-    return Path(folder) / f"rank-{replica}-{rank}.jsonl"
-
-
-def stack_path(folder: str, replica: int, rank: int) -> Path:
-    """Where a rank writes what it is at when it gets SIGUSR1."""
-    return Path(folder) / f"rank-{replica}-{rank}.stack"
+Record = Built | Settled | Validated | FinalState
 
 
 class Diary:
-    """Of one rank. One write a record, so that a reader, and the next process in this place, sees no half of one."""
+    """The records of one rank. One write each: no reader, and no next process in this place, sees half of one."""
 
-    def __init__(self, folder: str, replica: int, rank: int) -> None:
-        self.folder, self.replica, self.rank = Path(folder), replica, rank
-        self.life = self._count_lives()
-        self._file = diary_path(folder, replica, rank).open("ab", buffering=0)
-        self._encoder = msgspec.json.Encoder()
+    def __init__(self, folder: str, replica: int, rank: int = 0, ranks: int = 1) -> None:
+        self.folder, self.replica, self.rank, self.ranks = Path(folder), replica, rank, ranks
+        self.life = self._count_lives()  # 0 for the first process in this place
+        self._write = Records(folder, replica * ranks + rank).write
         self._last: Outcome | None = None
-        faulthandler.register(signal.SIGUSR1, file=stack_path(folder, replica, rank).open("w"))
 
-    def ready(self) -> None:
-        self._write(Ready(self.replica, self.rank, os.getpid(), self.life))
+    def built(self) -> None:
+        self._write(Built(self.replica, self.rank, os.getpid()))
 
     def settled(self, outcome: Outcome | None) -> None:
         """Called at the begin of every step and after the last one, with what the step before came to."""
@@ -99,20 +96,17 @@ class Diary:
         self._write(Settled(self.replica, self.rank, os.getpid(), outcome.step, outcome.verdict.name, counted, now))
 
     @torch.no_grad()
-    def validate(self, step: int, model: nn.Module, samples: Tensor, replicas: list[int], ranks: int = 1) -> None:
+    def validate(self, step: int, model: nn.Module, samples: Tensor, replicas: list[int]) -> None:
         """This rank's share of `samples` (int64 [windows, context + 1]), if its replica is one of `replicas`, which
         have the same weights. Each rank of a replica calls it, and has as many samples as the others if they divide."""
         if self.replica not in replicas:
             return
-        place = sorted(replicas).index(self.replica) * ranks + self.rank
-        mine = samples[place :: len(replicas) * ranks]
+        place = sorted(replicas).index(self.replica) * self.ranks + self.rank
+        mine = samples[place :: len(replicas) * self.ranks]
         self._write(Validated(step, len(mine), model(mine).item()))
 
     def ended(self, digest: str) -> None:
-        self._write(Ended(self.replica, self.rank, digest))
-
-    def _write(self, record: Record) -> None:
-        self._file.write(self._encoder.encode(record) + b"\n")
+        self._write(FinalState(self.replica, self.rank, digest))
 
     def _count_lives(self) -> int:
         life = 0

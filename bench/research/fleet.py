@@ -1,4 +1,4 @@
-"""`ftcomm bench fleet`: the share of time that a fleet trains, by how it recovers; and first, whether we can reckon.
+"""The share of time that a fleet trains, by how it recovers; and first, whether we can reckon.
 
 Before anything else, the paper's two figures are reckoned with its constants and by the same events as all else. The
 paper has a failure every 18 minutes exactly, in a replica that is whole; failures that come at random, some of them
@@ -17,14 +17,14 @@ import click
 import msgspec
 import numpy as np
 
-from ftcomm.bench.harness import INTS, Column, Experiment, Report, Table, option, require
+from ftcomm.bench.harness import INTS, BenchReport, Column, Experiment, Table, option, require
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.research.fleet_facts import (
     AWAY,
     DAY,
     FAILURES,
     HOUR,
-    Pipeline,
+    FleetPipeline,
     check_replicas,
     ft_hsdp,
     ft_hsdp_at_best,
@@ -44,7 +44,7 @@ RESAMPLES = 2000  # of the seeds, for an interval
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class FleetRequest:
     """Compute the share of time that up to 100,000 GPUs and more train, by discrete events.
 
     First the two figures of the paper (FT-HSDP, arXiv 2602.00277) from its constants; exits with 1 if one is off by
@@ -72,7 +72,7 @@ class Request:
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, on what cannot be computed."""
-        require("simpy", "bench")
+        require("simpy", "dev")
         for gpus in self.gpus:
             check_replicas(gpus, self.replicas)
         if self.failures not in FAILURES:
@@ -84,7 +84,7 @@ class Request:
         if self.checkpoint_minutes < 0:
             raise SettingsError(f"--checkpoint {self.checkpoint_minutes:g}: expected minutes, or 0 for no work lost.")
 
-    def pipelines(self, gpus: int) -> list[Pipeline]:
+    def pipelines(self, gpus: int) -> list[FleetPipeline]:
         recovery, rejoin = (
             path or _newest(name) for path, name in ((self.recovery, "recovery"), (self.rejoin, "rejoin"))
         )
@@ -118,7 +118,7 @@ class Check(msgspec.Struct, frozen=True):
         return abs(self.found - self.paper) <= POINT
 
 
-class Row(msgspec.Struct, frozen=True):
+class FleetRow(msgspec.Struct, frozen=True):
     """One pipeline at one size. Shares of 1; `low` to `high` holds the mean with 95 %, by bootstrap over seeds."""
 
     pipeline: str
@@ -149,7 +149,9 @@ def check_paper(seeds: int = 20) -> list[Check]:
     return found
 
 
-def reckon(request: Request, on_row: Callable[[Row], None], progress: Callable[[str, float], None]) -> None:
+def simulate_fleet(
+    request: FleetRequest, on_row: Callable[[FleetRow], None], progress: Callable[[str, float], None]
+) -> None:
     """All pipelines at all sizes, each through the same failures; the seeds are 0, 1, 2 ..."""
     from ftcomm.bench.research.fleet_events import Fleet, at_random
 
@@ -166,7 +168,7 @@ def reckon(request: Request, on_row: Callable[[Row], None], progress: Callable[[
             progress(f"{gpus} GPUs: {pipeline.name}", done / (5 * len(request.gpus)))
             low, high = interval_of_mean(shares)
             on_row(
-                Row(
+                FleetRow(
                     pipeline=pipeline.name,
                     failures=request.failures,
                     gpus=gpus,
@@ -205,7 +207,7 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
     return lines
 
 
-def constant_lines(pipelines: Sequence[Pipeline]) -> list[str]:
+def constant_lines(pipelines: Sequence[FleetPipeline]) -> list[str]:
     """Every constant, once for each pipeline that has it."""
     lines = []
     for pipeline in pipelines:
@@ -222,7 +224,7 @@ def constant_lines(pipelines: Sequence[Pipeline]) -> list[str]:
     return lines
 
 
-def _interval(row: Row) -> str:
+def _interval(row: FleetRow) -> str:
     return f"{row.interval_s / 60:.1f} min" if row.interval_s < HOUR else f"{row.interval_s / HOUR:.1f} h"
 
 
@@ -236,14 +238,14 @@ COLUMNS = (
 )
 
 
-def measure(request: Request, report: Report) -> None:
+def measure(request: FleetRequest, report: BenchReport) -> None:
     pipelines = report.more["pipelines"] = request.pipelines(max(request.gpus))
     checks = report.more["checks"] = check_paper()
     report.line(*check_lines(checks))
     if not all(check.good for check in checks):
         raise click.exceptions.Exit(1)
     report.line(f"# constants, at {max(request.gpus)} GPUs:", *constant_lines(pipelines))
-    reckon(request, report.add, report.progress)
+    simulate_fleet(request, report.add, report.progress)
 
 
 # -- the picture: effective time by the size of the fleet, and by the length of a stall --------------------------------
@@ -263,7 +265,7 @@ def expected(stall: float, away: float, interval: float, replicas: int) -> float
     return math.exp(-stall / interval) * math.exp(-max(away - stall, 0.0) / interval / replicas)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[FleetRow], path: Path) -> None:
     """Write `path` in both formats."""
     source = FAILURES[rows[0].failures].source
     subtitle = (
@@ -294,7 +296,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _by_stall(right, [row for row in rows if row.gpus == min(sizes, key=lambda gpus: abs(gpus - PAPER_GPUS))])
 
 
-def _by_stall(axes: Axes, rows: Sequence[Row]) -> None:
+def _by_stall(axes: Axes, rows: Sequence[FleetRow]) -> None:
     interval, replicas = rows[0].interval_s, max(row.replicas for row in rows)
     stalls = [10 ** (exponent / 20) for exponent in range(-40, 57)]
     for away, style in ((AWAY.value, "-"), (AWAY.value / 10, ":")):
@@ -324,9 +326,11 @@ def _thousands(gpus: int) -> str:
     return f"{gpus // 1024}K" if gpus % 1024 == 0 else f"{gpus / 1000:g}K"
 
 
-def _draw(report: Report, path: Path) -> None:
+def _draw(report: BenchReport, path: Path) -> None:
     if report["rows"]:
         draw(report["rows"], path)
 
 
-EXPERIMENT = Experiment("fleet", Request, measure, [Table("rows", Row, COLUMNS, late=True)], csv="rows", draw=_draw)
+EXPERIMENT = Experiment(
+    "fleet", FleetRequest, measure, [Table("rows", FleetRow, COLUMNS, late=True)], csv="rows", draw=_draw
+)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import simpy
 
-from ftcomm.bench.research.fleet_facts import Pipeline
+from ftcomm.bench.research.fleet_facts import FleetPipeline
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ def evenly(interval: float, replicas: int) -> Iterator[Failure]:
 class Fleet:
     """One history. `run` returns the share of useful time."""
 
-    def __init__(self, pipeline: Pipeline, failures: Iterator[Failure]) -> None:
+    def __init__(self, pipeline: FleetPipeline, failures: Iterator[Failure]) -> None:
         self._pipeline, self._failures = pipeline, failures
         self._env = simpy.Environment()
         self._hit = [self._env.event() for _ in range(pipeline.replicas)]

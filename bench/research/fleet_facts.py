@@ -1,7 +1,8 @@
 """The constants of `ftcomm bench fleet`: each with its unit in the name, and where it is from.
 
-Two kinds of facts: how often GPUs fail, and what a failure costs. The second is a `Pipeline`, a list of named parts, so
-that a table can say what a stall is made of. Ours is not written here: `measured.py` reads it from results.
+Two kinds of facts: how often GPUs fail, and what a failure costs. The second is a `FleetPipeline`, a list of named
+parts, so that a table can say what a stall is made of. Ours is not written here: `fleet_measured.py` reads it from
+results.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _START_SHARE = (17.0, 30.0, 100.0, 200.0)
 
 
 def start_share(gpus: int) -> float:
-    """Of the start of communication at 98,304 GPUs: between the paper's four sizes a line, below and above a ray."""
+    """The share of the start at 98,304 GPUs: between the paper's four sizes a line, below and above a ray."""
     place = min(max(bisect.bisect_left(_START_GPUS, gpus), 1), len(_START_GPUS) - 1)
     if gpus <= _START_GPUS[0]:
         seconds = _START_SHARE[0] * gpus / _START_GPUS[0]
@@ -64,7 +65,7 @@ def start_share(gpus: int) -> float:
     return seconds / _START_SHARE[-1]
 
 
-class Pipeline(msgspec.Struct, frozen=True):
+class FleetPipeline(msgspec.Struct, frozen=True):
     """What a failure costs. All stand still for `stall`; the replica that was hit is away for `away` seconds."""
 
     name: str
@@ -86,9 +87,9 @@ class Pipeline(msgspec.Struct, frozen=True):
         return self.seconds("stall") + drawn + self.silent_share * self.silence
 
 
-def restart(gpus: int, checkpoint: float = 0.0) -> Pipeline:
+def restart(gpus: int, checkpoint: float = 0.0) -> FleetPipeline:
     """All GPUs stop, and start again from a checkpoint. The parts sum to the paper's ten minutes at 98,304 GPUs."""
-    return Pipeline(
+    return FleetPipeline(
         "restart",
         1,
         stall=(
@@ -111,9 +112,9 @@ AWAY = Constant("restart of the replica", 600.0, "s", f"{FT_HSDP}: ten minutes, 
 STEP = Constant("step", 20.0, "s", FT_HSDP)
 
 
-def ft_hsdp(replicas: int) -> Pipeline:
+def ft_hsdp(replicas: int) -> FleetPipeline:
     """The parts sum to the paper's three minutes. A rejoin stalls nobody, as in its formula; it speaks of 100 s."""
-    return Pipeline(
+    return FleetPipeline(
         "ft-hsdp",
         replicas,
         stall=(
@@ -127,8 +128,8 @@ def ft_hsdp(replicas: int) -> Pipeline:
     )
 
 
-def ft_hsdp_at_best(replicas: int) -> Pipeline:
-    """Without the two defects that the paper names: the minute and a half that it calls possible."""
+def ft_hsdp_at_best(replicas: int) -> FleetPipeline:
+    """FT-HSDP without the two defects that the paper names: the minute and a half that it calls possible."""
     whole = ft_hsdp(replicas)
     stall = tuple(part for part in whole.stall if "defect" not in part.source)
     return msgspec.structs.replace(whole, name="ft-hsdp, mended", stall=stall)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ftcomm.bench.research.fleet_facts import AWAY, SILENT, STEP, Constant, Pipeline
+from ftcomm.bench.research.fleet_facts import AWAY, SILENT, STEP, Constant, FleetPipeline
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 
@@ -20,11 +20,11 @@ PER_RANK = 50e-6  # s that a replica's leader takes to tell one rank more of a v
 
 
 def newest(command: str, folder: Path = RESULTS) -> Path | None:
-    """Of the results of `ftcomm bench COMMAND` that are kept beside the bench; their names begin with the date."""
+    """The newest result of `ftcomm bench COMMAND` that is kept beside the bench; their names begin with the date."""
     return max(folder.glob(f"*-{command}-cpu.json"), default=None)
 
 
-def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> Pipeline:
+def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> FleetPipeline:
     """Raises `SettingsError` on files that are none of these results."""
     events = _list(recovery, "events", "recovery")
     rejoins = _list(rejoin, "rejoins", "rejoin")
@@ -35,7 +35,7 @@ def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> P
         raise SettingsError(f"an event in {recovery} or {rejoin} lacks {error}; measure them again.") from None
     if not stalls:
         raise SettingsError(f"{recovery} has no kills; measure them with: ftcomm bench recovery --json {recovery}")
-    return Pipeline(
+    return FleetPipeline(
         "ftcomm",
         replicas,
         stall=(
@@ -54,7 +54,7 @@ def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> P
     )
 
 
-def tenfold(pipeline: Pipeline) -> Pipeline:
+def tenfold(pipeline: FleetPipeline) -> FleetPipeline:
     """All that makes others wait ten times as long, measured or assumed."""
 
     def more(parts: tuple[Constant, ...]) -> tuple[Constant, ...]:

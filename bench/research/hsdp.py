@@ -1,34 +1,54 @@
-"""`ftcomm bench hsdp`: a sharded training of which ranks are killed at random, beside the same undisturbed."""
+"""`ftcomm bench hsdp`: a sharded training of which ranks are killed at random, beside the same undisturbed.
+
+In the ranks, FSDP2 inside each replica, ftcomm between them, under the step loop; each sample of the text is trained
+once. The command kills ranks from outside. As long as it keeps the file `hold`, those that are left stop after a step:
+the new processes take as long to start as many such small steps, and the deaths are to lie in one training of a sane
+length. They go on as soon as the new ones are about to join, slowly until those contribute.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
-from ftcomm.bench.harness import INTS, Report, option
-from ftcomm.bench.header import available_memory
+import ftcomm
+from ftcomm.bench.checks import check_memory
+from ftcomm.bench.harness import BenchReport, option
 from ftcomm.bench.research import convergence, curves
-from ftcomm.bench.research.convergence import UNDISTURBED, Comparison, Follower, Run, compare, summary
-from ftcomm.bench.research.forked import ForkedJob
-from ftcomm.bench.research.hsdp_rank import ALONE, Task, main
+from ftcomm.bench.research.convergence import UNDISTURBED, Comparison, Follower, Run, TrainingRequest, compare
+from ftcomm.bench.research.convergence_rank import Diary, TrainingTask, held_out_samples, wait_until
+from ftcomm.demo.data import library_text, windows
+from ftcomm.demo.llama import Llama
+from ftcomm.demo.train import learning_rate
 from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.settings import Settings
+from ftcomm.torch import init_device_mesh
+from ftcomm.training import Batches, Outcome, StepLoop
+from ftcomm.training.state import digest
 
 KILLED = "killed"
 REPLICAS, RANKS = 2, 2
+CONTEXT = 64  # bytes of a sequence
+PEAK = 4e-3  # learning rate
+ALONE = 1  # steps that the survivors do before they hold
+PACE = 0.1  # s before each of their steps from then until all contribute
+SOON, SLOW = 10, 0.5  # and so long after so many steps: on a busy machine it takes longer to join
+MODEL_MEMORY = 100 << 20  # bytes of a rank, beside what each has
 NEEDED = ALONE + 12  # steps from a kill until all contribute again, at least: else not all kills fit into a run
-RANK_MEMORY = 500 << 20  # bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HsdpRequest(TrainingRequest):
     """Kill ranks of an FSDP2 training of two replicas of two shards, and compare it with the same undisturbed.
 
     A random rank gets SIGKILL at a random moment of a step, the other of its replica goes with it, both are started
@@ -39,57 +59,44 @@ class Request:
     """
 
     width: int = option(64, help="Of a model in the shape of Llama.")
-    layers: int = option(2)
     batch: int = option(4, help="Sequences of 64 bytes of a rank in a step.")
-    steps: int = option(2000)
     kills: int = option(50, help="In a run.")
-    seeds: Sequence[int] = option((1, 2, 3), kind=INTS, help="Of weights, data and kills.")
-    jobs: int = option(1, help="Trainings at a time; steps are counted, not seconds.")
-    validate_every: int = 50
-    windows: int = 192  # of held-out text
 
-    def smoke(self) -> Request:
+    def smoke(self) -> HsdpRequest:
         """A few steps with one kill, to see that it runs."""
-        return Request(16, 1, 1, 40, 1, self.seeds[:1], self.jobs, validate_every=20, windows=8)
+        few: dict[str, Any] = dict(width=16, layers=1, batch=1, steps=40, kills=1, validate_every=20, windows=8)
+        return dataclasses.replace(self, seeds=self.seeds[:1], **few)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         return (UNDISTURBED, KILLED)
 
     def compare(self, runs: Sequence[Run]) -> tuple[list[Comparison], list[Comparison]]:
-        """Those that the measurement stands or falls with, and others that are worth knowing."""
+        """Returns the comparisons that decide the measurement, and others that are worth knowing."""
         return compare(runs, UNDISTURBED), []
 
     def check(self) -> None:
-        """Raise `SettingsError`, with the mend, on what cannot be measured."""
-        if self.width % 8 or self.width < 8 or min(self.layers, self.batch, self.jobs) < 1:
-            raise SettingsError("--width has to be a multiple of 8, --layers, --batch and --jobs at least 1.")
+        super().check()
         if self.kills < 1 or self.steps < NEEDED * (self.kills + 1):
             raise SettingsError(
                 f"{self.kills} kills need at least {NEEDED * (self.kills + 1)} steps; raise --steps or lower --kills."
             )
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise SettingsError("--seeds: expected different numbers.")
-        need = self.jobs * REPLICAS * RANKS * RANK_MEMORY
-        if need > available_memory():
-            raise SettingsError(
-                f"it needs about {need / 1e9:.1f} GB, {available_memory() / 1e9:.1f} GB are free; lower --jobs."
-            )
+        check_memory(f"{self.jobs} trainings at a time", self.jobs * REPLICAS * RANKS, MODEL_MEMORY, "--jobs")
 
 
-class Kill(msgspec.Struct, frozen=True):
+class RankKill(msgspec.Struct, frozen=True):
     after: int  # the step after which it comes, if all contribute then
     replica: int
     rank: int
     share: float  # of a usual step, from its begin
 
 
-def plan(seed: int, steps: int, kills: int) -> list[Kill]:
+def plan(seed: int, steps: int, kills: int) -> list[RankKill]:
     """One kill in each of as many equal parts of the run, and none in the last steps. Pure."""
     chance = random.Random(seed)
     part = (steps - NEEDED) / kills
     return [
-        Kill(
+        RankKill(
             after=round((number + chance.uniform(0, 0.5)) * part),
             replica=chance.randrange(REPLICAS),
             rank=chance.randrange(RANKS),
@@ -99,68 +106,45 @@ def plan(seed: int, steps: int, kills: int) -> list[Kill]:
     ]
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: HsdpRequest, report: BenchReport) -> None:
     await convergence.measure(request, train, report)
 
 
-async def train(request: Request, seed: int, kind: str, progress: Callable[[float], None]) -> Run:
+async def train(request: HsdpRequest, seed: int, kind: str, progress: Callable[[float], None]) -> Run:
     kills = plan(seed, request.steps, request.kills) if kind == KILLED else []
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ftcomm-bench-") as folder:
-        task = Task(
-            folder=folder,
-            seed=seed,
-            steps=request.steps,
-            width=request.width,
-            layers=request.layers,
-            batch=request.batch,
-            validate_every=request.validate_every,
-            windows=request.windows,
-        )
-        async with ForkedJob(main, task, Path(folder), REPLICAS, RANKS) as job:
-            killer = Killer(job, task)
-            for kill in kills:
-                await killer.do(kill)
-                progress(killer.at[-1] / request.steps)
-            await killer.follower.end(request.steps, progress)
-    return summary(
-        killer.follower.records,
-        REPLICAS,
-        RANKS,
-        request.steps,
-        request.windows,
-        kind=kind,
-        seed=seed,
-        kills=len(killer.at),
-        deaths=job.restarts,
-        killed_at=killer.at,
-        seconds=round(time.monotonic() - began, 1),
-    )
+
+    async def kill_all(follower: Follower) -> list[int]:
+        killer = Killer(follower)
+        for kill in kills:
+            await killer.do(kill)
+            progress(killer.at[-1] / request.steps)
+        return killer.at
+
+    return await convergence.train(request, seed, kind, rank, HsdpTask, REPLICAS, RANKS, len(kills), kill_all, progress)
 
 
 class Killer:
     """Kills a rank, and waits until its replica contributes again."""
 
-    def __init__(self, job: ForkedJob, task: Task) -> None:
-        self.follower = Follower(job, task.folder, REPLICAS, RANKS)
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
         self.at: list[int] = []  # steps in which the kills came
-        self._job, self._hold = job, task.hold
+        self._hold: Path = follower.job.task.hold
 
-    async def do(self, kill: Kill) -> None:
+    async def do(self, kill: RankKill) -> None:
         follower = self.follower
         await follower.until(f"step {kill.after} was done by all", lambda: self._all_since(kill.after))
         assert follower.last is not None
         step, usual = follower.last.step, follower.usual
         self._hold.touch()
-        if not await self._job.runs(kill.share * usual):
+        if not await follower.job.job.runs(kill.share * usual):
             raise FtcommError("the job ended before the kill; raise --steps")
-        pid = self._job.pids()[kill.replica, kill.rank]
-        os.kill(pid, signal.SIGKILL)
+        before = {follower.built[kill.replica, rank] for rank in range(RANKS)}
+        follower.job.kill(kill.replica, kill.rank)
         self.at.append(step + 1)
-        before = {follower.ready[kill.replica, rank].pid for rank in range(RANKS)}
         await follower.until(
             f"replica {kill.replica} had started again",
-            lambda: all(follower.ready[kill.replica, rank].pid not in before for rank in range(RANKS)),
+            lambda: all(follower.built[kill.replica, rank] not in before for rank in range(RANKS)),
         )
         self._hold.unlink()
         await follower.until(f"replica {kill.replica} contributed again", lambda: self._back(step))
@@ -175,4 +159,70 @@ class Killer:
         return last is not None and step < self.follower.short < last.step
 
 
-EXPERIMENT = convergence.experiment("hsdp", Request, measure, curves.draw)
+EXPERIMENT = convergence.experiment("hsdp", HsdpRequest, measure, curves.draw)
+
+
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class HsdpTask(TrainingTask, frozen=True):
+    @property
+    def hold(self) -> Path:
+        return Path(self.folder) / "hold"
+
+
+class Hold:
+    """Outcomes are the same on all ranks, so all stop before the same step."""
+
+    def __init__(self, task: HsdpTask, replicas: int) -> None:
+        self._file, self._replicas = task.hold, replicas
+        self._alone = 0  # steps without all
+
+    def after(self, outcome: Outcome | None) -> None:
+        if outcome is None or len(outcome.counted) == self._replicas:
+            self._alone = 0
+            return
+        self._alone += 1
+        if self._alone == ALONE:
+            wait_until("the replica that was killed had started again", lambda: not self._file.exists())
+        elif self._alone > ALONE:
+            time.sleep(PACE if self._alone < SOON else SLOW)
+
+
+def rank(task: HsdpTask) -> None:
+    settings = Settings.from_env()
+    diary = Diary(task.folder, settings.replica, settings.shard, settings.ranks_per_replica)
+    hold = Hold(task, settings.replicas)
+    torch.set_num_threads(1)
+    torch.manual_seed(task.seed)  # the same first weights everywhere
+    text, held_out = library_text()
+    samples = held_out_samples(held_out, task.windows, CONTEXT)
+    model = Llama(task.width, task.layers)
+    diary.built()
+
+    ftcomm.init(settings)
+    mesh = init_device_mesh("cpu", mesh_dim_names=("replicate", "shard"))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
+    batches = Batches((len(text) - 1) // CONTEXT, task.batch, seed=task.seed)
+    state = {"model": model, "optimizer": optimizer, "batches": batches}
+    loop = StepLoop(state)
+    for step in loop.steps(task.steps):
+        outcome = loop.outcome
+        diary.settled(outcome)
+        hold.after(outcome)
+        if step % task.validate_every == 0:
+            before = range(settings.replicas) if step == 0 else outcome.counted if outcome else ()
+            diary.validate(step, model, samples, list(before))
+        for options in optimizer.param_groups:
+            options["lr"] = learning_rate(step, task.steps, PEAK)
+        optimizer.zero_grad()
+        starts = np.array(batches.samples) * CONTEXT
+        model(windows(text, starts, CONTEXT)).backward()
+        optimizer.step()
+    assert loop.outcome is not None
+    diary.settled(loop.outcome)
+    diary.validate(task.steps, model, samples, list(loop.outcome.counted))
+    diary.ended(digest(state))
+    dist.destroy_process_group()

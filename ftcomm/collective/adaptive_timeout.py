@@ -1,12 +1,12 @@
-"""How long an op may stand still before that is worth a word, from how long ops of its size have taken.
+"""Tells how long an op may stand still before that is reported, from how long ops of its size have taken.
 
 A deadline that is right for 1 KB is wrong for 1 GB, and one that is right for a training whose members arrive together
 is wrong for one whose members arrive seconds apart. So it follows the median and the spread of what was seen:
 
-    4 * (median + 3 * 1.4826 * MAD)    of the last 64 ops whose bytes have the same power of two
+    4 * (median + 3 * 1.4826 * MAD)     of the last 64 ops whose bytes have the same power of two
 
-MAD is the median distance from the median; times 1.4826 it is the standard deviation of a normal distribution, and
-unlike that it is not moved by a few ops that took very long (a step with a checkpoint in it). Pure: knows no clock.
+MAD is the median distance from the median. Times 1.4826 it is the standard deviation of a normal distribution, but a
+few ops that took very long (a step with a checkpoint in it) do not move it. Pure: it knows no clock.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections import defaultdict, deque
 from statistics import median
 
 _KEPT = 64  # ops of a size
-_LEAST = 8  # of them, before they are believed
+_LEAST = 8  # ops of a size, before they count
 _SPREADS = 3 * 1.4826
 _TIMES = 4
 
 
 class AdaptiveTimeouts:
-    """Seconds. Between `floor` and `ceiling`; the latter until enough ops were seen. Used by one thread at a time."""
+    """The timeouts in seconds, between `floor` and `ceiling`; `ceiling` until enough ops were seen. For one thread at a
+    time."""
 
     def __init__(self, floor: float, ceiling: float) -> None:
         if not 0 < floor <= ceiling:
@@ -33,11 +34,11 @@ class AdaptiveTimeouts:
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """An op of `nbytes` has returned. Costs 0.1 us: the thinking is left to `of`, which is asked in a wait."""
+        """Note that an op of `nbytes` has returned. Costs 0.1 us: `of`, which is called in a wait, does the work."""
         self._seen[nbytes.bit_length()].append(seconds)
 
     def of(self, nbytes: int) -> float:
-        """How long an op of `nbytes` may stand still."""
+        """Returns for how many seconds an op of `nbytes` may stand still."""
         seen = self._seen.get(nbytes.bit_length(), ())
         if len(seen) < _LEAST:
             return self.ceiling

@@ -1,4 +1,4 @@
-"""Memory for the copies that atomic ops keep, used again by the next of them.
+"""Memory for the copies that atomic ops keep, used again by later ones.
 
 Fresh memory costs a page fault every 4 KB: with it an atomic op of 1 MB takes ten times as long as a plain one, with
 used memory a third longer.
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-LIMIT = 32 << 20  # bytes that may lie idle in a process, for the next op; a bucket of gradients has about as much
+LIMIT = 32 << 20  # idle bytes of a process, about a bucket of gradients
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -18,7 +18,7 @@ _idle: list[Bytes] = []  # each operation on it is atomic
 
 
 def acquire(nbytes: int) -> Bytes:
-    """At least `nbytes`, with anything in them. Any thread."""
+    """Returns a buffer of at least `nbytes`, with anything in it. Any thread."""
     try:
         buffer = _idle.pop()
     except IndexError:
@@ -27,6 +27,6 @@ def acquire(nbytes: int) -> Bytes:
 
 
 def release(buffer: Bytes) -> None:
-    """Nobody looks at it any more. Any thread."""
+    """Take back a buffer that is no longer used. Any thread."""
     if sum(map(len, _idle)) + len(buffer) <= LIMIT:
         _idle.append(buffer)

@@ -1,25 +1,26 @@
-"""The alarm for results that differ between members, though the protocol says that they cannot: corrupted memory, a
-faulty core, a script that writes to an array while it is reduced.
+"""Finds results that differ between members, though the protocol says that they cannot: corrupted memory, a faulty
+core, a script that writes to an array while it is reduced.
 
 Each member leaves a fingerprint of every chunk that it takes, beside the words that announce it, and compares those of
 all members before a slot is used again:
 
-    word                    written by   when                    read by   when
-    descriptor(slot) + 2    owner        before TAKEN announces  all       before they post the task that takes the slot
-                                         the task                          next, or return the op
+    word                  written by   when                    read by   when
+    descriptor(slot) + 2  owner        before TAKEN announces  all       before they post the task that takes the slot
+                                       the task                          next, or return the op
 
-Why all fingerprints of task p are there, and none is overwritten, when I am about to post task q = p + SLOTS. There:
-I post q only after I have taken q - AHEAD, for which all had posted q - AHEAD, so all had taken q - 2 * AHEAD = p and
-published that before (in the order of their stores; over TCP, in the order of the frames of one connection). Between
-hosts, where members go further ahead, I post q only after I have seen that all have taken p. Not
-overwritten: whoever takes q has seen that all have posted q, and I have not. When an op is about to return, all have
-taken all tasks up to its last, and the same holds for those that were not compared yet. All of that is within an epoch.
-A member that was left behind in an earlier one may find fingerprints of a later, and may have taken chunks that changed
-under its eyes. But whoever enters an epoch raises its words to it first; so a difference counts only if all words are
-still of my epoch when I look at them after it.
+When I am about to post task q = p + SLOTS, all fingerprints of task p are there, and none is overwritten. They are
+there: I post q only after I have taken q - AHEAD, for which all had posted q - AHEAD, so all had taken q - 2 * AHEAD =
+p and published that before (in the order of their stores; over TCP, in the order of the frames of one connection).
+Between hosts, where members go further ahead, I post q only after I have seen that all have taken p. None is
+overwritten: a member that takes q has seen that all have posted q, and I have not. When an op is about to return, all
+have taken all tasks up to its last, and the same holds for those that were not compared yet. All of that is within an
+epoch. A member that was left behind in an earlier one may find fingerprints of a later, and may have taken chunks that
+changed while it read them. But a member that enters an epoch first raises its words to it; so a difference counts only
+if all words are still of my epoch when I look at them afterwards.
 
-Not seen: a wrong input; a wrong shard of a two-shot reduction, or a wrong chunk that is copied after a view change,
-since all copy the same; chunks that were taken just before a view change, whose fingerprints nobody looks at any more.
+It does not see a wrong input; nor a wrong slice of a two-shot reduction, or a wrong chunk that is copied after a view
+change, since all copy the same; nor chunks that were taken just before a view change, whose fingerprints are not
+compared.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _ROW = 4096
 
 
 class Divergence(NamedTuple):
-    """A chunk of an op whose result differs. `wrong` are those whom a strict majority, `right`, contradicts; without
-    one nobody knows who is right, and all are `wrong`."""
+    """A chunk of an op whose result differs. `wrong` are the replicas that a strict majority, `right`, contradicts;
+    without a majority `wrong` are all."""
 
     op: int
     chunk: int
@@ -62,8 +63,8 @@ class Divergence(NamedTuple):
 
 
 def fingerprint(chunk: np.ndarray[Any, Any]) -> int:
-    """Of the bytes of a contiguous array: any one changed bit changes it. Tells where in a row of 4 KB, not which row,
-    so rows that have changed places look the same."""
+    """Returns a checksum of the bytes of a contiguous array: any one changed bit changes it. Tells where in a row of 4
+    KB, not which row, so rows that have changed places look the same."""
     flat = chunk.view(np.uint8)
     whole = flat.size // _ROW * _ROW
     if whole <= 2 * _ROW:
@@ -73,7 +74,7 @@ def fingerprint(chunk: np.ndarray[Any, Any]) -> int:
 
 
 def judge(prints: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """From the fingerprint of each replica -> (wrong, right); both empty if all agree."""
+    """Returns the replicas that are (wrong, right) by the fingerprint of each; both are empty if all agree."""
     said = {replica: value for replica, value in prints.items() if value}
     if len(set(said.values())) < 2:
         return (), ()
@@ -105,12 +106,12 @@ class Checksums:
         self.checked = 0  # tasks compared
 
     def taken(self, index: int, op: Operation, chunk: int, here: np.ndarray[Any, Any]) -> None:
-        """Task `index` is taken here; TAKEN does not say so yet. `here` is its chunk of the result."""
+        """Note that task `index` is taken here, before TAKEN says so. `here` is its chunk of the result."""
         self.tasks[index % SLOTS] = op.number, chunk
         self._own[descriptor(index % SLOTS) + FINGERPRINT] = fingerprint(here) if op.error is None else 0
 
     def taken_batch(self, index: int, op: Operation, batch: Batch) -> None:
-        """The same for a batch, of which what all take is compared."""
+        """Note that a batch is taken here, of which the part that all take is compared."""
         assert op.schedule is not None
         parts = op.schedule.parts
         shared = [move.part for move in batch.moves if parts[move.part].takers is None]
@@ -124,7 +125,7 @@ class Checksums:
         self._own[descriptor(index % SLOTS) + FINGERPRINT] = said
 
     def compare(self, end: int) -> None:
-        """The tasks before `end` that were not compared yet, which all members have taken."""
+        """Compare the tasks before `end` that were not compared yet, which all members have taken."""
         while self.checked < end:
             slot = self.checked % SLOTS
             self.checked += 1
@@ -137,5 +138,5 @@ class Checksums:
 
 
 def named(who: tuple[int, ...]) -> str:
-    """Replicas in a sentence."""
+    """Returns `replica 2`, or `replicas 0, 2`, for a sentence."""
     return f"{'replica' if len(who) == 1 else 'replicas'} {', '.join(map(str, who))}"

@@ -1,4 +1,5 @@
-"""Chunks: the unit of reduction, transfer and recovery. At a member a chunk is INPUT or FINAL, nothing between.
+"""Chunks are the unit of reduction, transfer and recovery. At a member a chunk is INPUT or FINAL, and nothing in
+between.
 
 Where chunks begin depends on the op alone, never on the members, so that members can tell each other after a view
 change which chunks they hold.
@@ -12,12 +13,13 @@ Contributors = tuple[int, ...]  # replicas whose inputs a FINAL chunk holds, asc
 
 
 def chunk_count(count: int, elements: int) -> int:
-    """Chunks of at most `elements` elements each. At least 1: an op without any still compares what was called."""
+    """Returns the number of chunks of at most `elements` elements. At least 1: an op without any still compares
+    calls."""
     return max(1, -(-count // elements))
 
 
 def pack(chunks: Iterable[int], total: int) -> bytes:
-    """Chunk numbers as a bitmap; bit i of it, little endian, is chunk i."""
+    """Packs chunk numbers into a bitmap; its bit i, little endian, is chunk i."""
     bits = 0
     for chunk in chunks:
         bits |= 1 << chunk
@@ -25,12 +27,12 @@ def pack(chunks: Iterable[int], total: int) -> bytes:
 
 
 def unpack(bitmap: bytes) -> int:
-    """The bitmap as an integer, whose bit i is chunk i."""
+    """Returns the bitmap as an integer, whose bit i is chunk i."""
     return int.from_bytes(bitmap, "little")
 
 
 def spans(finals: Sequence[Contributors | None], elements: int, count: int) -> Iterator[tuple[int, int, Contributors]]:
-    """Runs of chunks with the same contributors as (start, stop, contributors), in elements."""
+    """Yields runs of chunks with the same contributors as (start, stop, contributors), in elements."""
     begin = 0
     for chunk, who in enumerate(finals):
         stop = min(count, (chunk + 1) * elements)

@@ -1,15 +1,18 @@
-"""The thread that drives an `ExchangeCore`: it moves it on, watches its waits, and parks while it is frozen.
+"""Drives an `ExchangeCore`: moves it on, watches its waits, and parks while it is frozen.
 
-Exactly one thread drives at a time. A synchronous op is driven by its caller if nobody else drives (handing it to
-another thread would cost more than a small op); everything else by a worker thread, started when first needed.
+Exactly one thread drives at a time. The caller of a synchronous op drives it if no other thread does (handing it to
+another thread would cost more than a small op); a worker thread, started when first needed, drives everything else.
+
+    begin   go   go ...   leave
+
+A thread that drives begins, goes on until it has nothing left to do here, and leaves. In between it holds nothing, so
+that something else than a thread can drive: virtual time does in `ftcomm.simulation.exchange`.
 """
 
 from __future__ import annotations
 
 import contextvars
-import queue
-import threading
-import time
+import enum
 from collections.abc import Callable
 
 import numpy as np
@@ -17,36 +20,54 @@ import numpy as np
 from ftcomm.collective.core import MOVED, RETURNED, ExchangeCore, nothing
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.stream import Interrupted
+from ftcomm.collective.threads import Threads
 from ftcomm.collective.watchdog import Stall, no_view
+from ftcomm.control.running_time import RunningTime
+from ftcomm.control.timeouts import REPORT
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.sync.futex import Waiter
 
 
+class Pause(enum.Enum):
+    """The reason why the driving thread goes no further."""
+
+    ENDED = enum.auto()  # it has nothing left to do, and must leave
+    BLOCKED = enum.auto()  # a wait for others has ended in vain
+    PARKED = enum.auto()  # the core is frozen
+
+
+ENDED, BLOCKED, PARKED = Pause
+LOOK = REPORT / 2  # s between two looks of a parked driver at how long it has waited
+
+
 class Driver:
-    """`mutex` guards the transitions and is never held across a wait or a memory operation. See
-    `ftcomm.collective.exchange.Exchange` for the callbacks."""
+    """The driver. `mutex` guards the transitions and is never held during a wait or a memory operation.
+    `ftcomm.collective.exchange.Exchange` has the callbacks."""
 
     def __init__(
         self,
         core: ExchangeCore,
         waiter: Waiter,
-        mutex: threading.Lock,
+        threads: Threads,
         *,
         on_stall: Callable[[Stall], None],
         on_failed: Callable[[BaseException], None],
     ) -> None:
-        self._core, self._waiter = core, waiter
+        self._core, self._member, self._waiter = core, core.member, waiter
         self._on_stall, self._on_failed = on_stall, on_failed
-        self.mutex = mutex
-        self.changed = threading.Condition(mutex)  # a parked driver waits on it
-        # Who drives, or is about to: the op of the calling thread, or the driver itself for the worker. An interrupt
-        # may come between any two lines of the calling thread, which must then know whether it was the one.
+        self.mutex = threads.mutex
+        self.changed = threads.changed  # a parked driver waits on it
+        # What drives, or is about to: the op of the calling thread, or the driver itself for the worker. While anything
+        # is in flight, one of them does. An interrupt may come between any two lines of the calling thread, which must
+        # then know whether it was the one.
         self._by: object = None
-        self._parked = False  # somebody drives, but waits for `resume` or `fail`
+        self._parked = False  # a thread drives, but waits for `resume` or `fail`
+        self._ran = RunningTime()  # of the parked driver
+        self.deadline: float | None = None  # when, in `_ran`, it stops waiting for a view; None: it does not wait
         self._quiesced: list[Callable[[], None]] = []
-        self._worker: threading.Thread | None = None
-        self._kicks: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        # Overflow and NaN in somebody's data are no news to the one who sums them. Entering a context that ignores
+        self._forgotten = False
+        self.worker = threads.worker(f"ftcomm-exchange-{core.member.replica}")
+        # Overflow and NaN in the data of users are no news here. Entering a context that ignores
         # them costs 40 ns, numpy.errstate 700 ns.
         self._context = contextvars.Context()
         self._context.run(np.seterr, all="ignore")
@@ -56,46 +77,41 @@ class Driver:
     def submit(self, op: Operation) -> None:
         """Enqueue `op`; the worker drives it."""
         try:
-            if self._admit(op):
+            if self.admit(op):
                 self.kick()
         except BaseException as error:
             self._break_off(op, error)
             raise
 
     def drive(self, until: Operation | None) -> None:
-        """In the worker (None): drive until nothing is in flight. In the calling thread: enqueue `until`, drive, unless
-        somebody does, until it is done, then let go or hand over to the worker."""
+        """Drive the core. The worker (None) does so until nothing is in flight. A calling thread enqueues `until`,
+        drives until it is done, unless another thread drives already, and then lets go or hands over to the worker."""
         try:
-            if until is not None and not self._admit(until):
+            if until is not None and not self.admit(until):
                 return
-            while True:
-                self._context.run(self._loop, until)
-                with self.mutex:
-                    if not self._core.inflight.ops:
-                        calls = self._let_go()
-                        break
-                if until is not None:
-                    self.kick()
-                    return
+            run = self._context.run
+            pause = run(self.begin, until)
+            while pause is not ENDED or not self.leave(until):
+                if pause is PARKED:
+                    self._park()
+                pause = run(self.go, until)
         except BaseException as error:
             self._break_off(self if until is None else until, error)
             raise
-        for call in calls:
-            call()
 
-    def _admit(self, op: Operation) -> bool:
-        """Enqueue `op`; True if the calling thread has to see to it that somebody drives."""
-        core = self._core
+    def admit(self, op: Operation) -> bool:
+        """Enqueue `op`; True if the calling thread has to drive, or make the worker drive."""
+        member = self._member
         with self.mutex:
-            if core.error is not None:
-                op.finish(core.error)
+            if member.error is not None:
+                op.finish(member.error)
                 return False
             drive = self._by is None
             if drive:
                 self._by = op  # first: if an interrupt comes after this, the engine ends
-                self._parked = core.frozen  # it cannot touch the stream before it has looked around
+                self._parked = member.frozen  # it cannot touch the stream before it has looked around
             try:
-                core.submit(op)
+                self._core.submit(op)
             except ArgumentError:
                 if drive:
                     self._by = None
@@ -105,49 +121,29 @@ class Driver:
         return drive
 
     def kick(self) -> None:
-        """Let the worker drive, in place of the calling thread."""
-        if self._worker is None:
-            name = f"ftcomm-exchange-{self._core.replica}"
-            worker = threading.Thread(target=self._serve, name=name, daemon=True)
-            worker.start()
-            self._worker = worker
-        self._kicks.put(True)
-
-    def _serve(self) -> None:
-        while self._kicks.get():  # False: the end
-            self.drive(None)
+        """Let the worker drive, in place of the calling thread, if there is a thread to be had."""
+        self.worker.kick(self.drive)
 
     def _break_off(self, driver: object, error: BaseException) -> None:
-        """The thread of `driver` was stopped by `error`: the end, if it was the one that drives.
+        """Note that the thread of `driver` was stopped by `error`: the end, if it was the one that drives.
 
-        Whatever it is (an interrupt from the keyboard, say), it may have come between two bytes of a chunk.
+        Any error (an interrupt from the keyboard, say) may have come between two bytes of a chunk.
         """
         failed = FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on")
         with self.mutex:
             if self._by is not driver:
                 return
-            first = self._core.fail(failed)
-            self._core.abandon()
-            calls = self._let_go()
-        for call in calls:
-            call()
+            first = self._member.fail(failed)
+        self.leave(None)
         if first:
             self._on_failed(failed)
-
-    def _let_go(self) -> list[Callable[[], None]]:
-        """Nobody drives any more. With the mutex; the caller then calls what it gets, without."""
-        self._by = None
-        if self._core.error is not None:
-            self._kicks.put(False)  # the worker ends: nobody will need it
-        calls, self._quiesced = self._quiesced, []
-        return calls
 
     # -- the control side: any thread --------------------------------------------------------------------------------
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
         """Stop; `quiesced` is called, here or by the driver, when no memory operation of ours runs. May be repeated."""
         with self.mutex:
-            self._core.freeze()
+            self._member.freeze()
             now = self.has_quiesced
             if not now:
                 self._quiesced.append(quiesced)
@@ -157,41 +153,43 @@ class Driver:
             self._waiter.interrupt()
 
     @property
-    def has_quiesced(self) -> bool:
-        """With the mutex, frozen."""
-        return self._parked or self._by is None
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody drives. With the mutex."""
+    def idle(self) -> bool:
+        """Whether no thread drives. Called with the mutex."""
         return self._by is None
 
-    def forget(self) -> None:
-        """Tell nobody any more."""
-        self._on_stall = self._on_failed = nothing
+    @property
+    def has_quiesced(self) -> bool:
+        """Whether the core stands still. Called frozen, with the mutex."""
+        return self._parked or self.idle
 
-    def resumed(self, error: BaseException | None) -> bool:
-        """The core has entered a view, and fails with `error`. With the mutex. True: `kick` it, without."""
+    def forget(self) -> None:
+        """Tell no one any more, and let the core forget, too. Called after the end; the core forgets once no thread
+        drives."""
+        self._on_stall = self._on_failed = nothing
+        with self.mutex:
+            self._forgotten = True
+            if self._by is None:
+                self._core.forget()
+
+    def resumed(self, error: BaseException | None) -> None:
+        """Note that the core has entered a view; it fails with `error`, if there is one. With the mutex."""
         if error is not None:
             self.end(error)
-        kick = bool(self._core.inflight.ops) and self._by is None
-        if kick:
-            self._by = self
+        self.deadline = None  # also if nothing is left in flight, so that the driver does not look around any more
         self._waiter.interrupted = True
         self.changed.notify_all()
-        return kick
 
     def end(self, error: BaseException) -> bool:
-        """The core fails with `error`, unless it has failed before. With the mutex."""
-        first = self._core.fail(error)
+        """Fail the core with `error`, unless it has failed before. With the mutex."""
+        first = self._member.fail(error)
         if self._by is None:
             self._core.abandon()
-            self._kicks.put(False)
+            self.worker.end()
         self.changed.notify_all()
         return first
 
     def fail(self, error: BaseException, *, tell: bool) -> None:
-        """The end. `tell`: `on_failed` hears of it, if it has not before."""
+        """Fail. With `tell`, `on_failed` hears of it, if it has not before."""
         with self.mutex:
             first = self.end(error)
         self._waiter.interrupt()
@@ -200,25 +198,33 @@ class Driver:
 
     # -- the driving thread ------------------------------------------------------------------------------------------
 
-    def _loop(self, until: Operation | None) -> None:
-        core, waiter = self._core, self._waiter
-        flight = core.inflight.ops
+    def begin(self, until: Operation | None) -> Pause:
+        """Drive from now on, as far as `go` does."""
+        core = self._core
         if until is None:
+            member = self._member
             with self.mutex:
-                self._by = self  # the thread that has handed over is out of it
+                self._by = self  # the thread that has handed over no longer drives
                 # With the mutex: between a look at `frozen` and one at `stream` a whole view change may pass.
-                stop = self._parked = core.frozen or core.error is not None
+                stop = self._parked = member.frozen or member.error is not None
         else:
-            stop = self._parked  # so it was decided when the op was admitted
+            stop = self._parked  # as decided when the op was admitted
         if stop:
-            if not self._look_around() or (until is not None and until.done):
-                return
+            self._waiter.interrupted = True
         elif until is not None and core.at_once(until):
-            return
+            return ENDED
+        return self.go(until)
+
+    def go(self, until: Operation | None) -> Pause:
+        """Drive until `until` is done, or nothing is in flight, or it has to pause."""
+        core, waiter = self._core, self._waiter
+        flight = self._member.inflight.ops
         while flight:
             if waiter.interrupted:
-                if not self._look_around() or (until is not None and until.done):
-                    return
+                if self._look_around():
+                    return PARKED
+                if until is not None and until.done:
+                    return ENDED
                 continue
             try:
                 did = core.step()
@@ -226,34 +232,54 @@ class Driver:
                     continue
                 if did is RETURNED:
                     if until is not None and until.done:
-                        return
-                    continue
-                stream = core.stream
-                assert stream is not None
-                if stream.wait(flight[0]):
-                    core.watch.wait = None
-                elif not waiter.interrupted:
+                        return ENDED
+                elif not core.wait() and not waiter.interrupted:
                     stall = core.blocked()
                     if stall is not None:
                         self._on_stall(stall)
+                    return BLOCKED
             except Interrupted:
                 continue
             except FtcommError as error:
                 self.fail(error.with_traceback(None), tell=True)  # with one it would keep the op and the stream
+        return ENDED
+
+    def leave(self, until: Operation | None) -> bool:
+        """Leave. False: the worker goes on, since an op has come meanwhile. A calling thread hands that over."""
+        core, member = self._core, self._member
+        with self.mutex:
+            if member.error is not None:
+                core.abandon()
+            more, calls = True, self._quiesced
+            if not member.inflight.ops:
+                more = False
+                self._by = None
+                if member.error is not None:
+                    self.worker.end()  # it is no longer needed
+                    if self._forgotten:
+                        core.forget()
+                if calls:
+                    self._quiesced = []
+        if not more:
+            for call in calls:
+                call()
+            return True
+        if until is None:
+            return False
+        self.kick()
+        return True
 
     def _look_around(self) -> bool:
-        """Somebody has interrupted the driver: new ops, a TCP reader, a freeze, or the end.
-
-        False if nothing is in flight any more. The driver may then still be parked, and must not touch the stream.
-        """
-        core = self._core
+        """Look why the driver was interrupted: new ops, a TCP reader, a freeze, or the end. True: it has to park."""
+        core, member = self._core, self._member
         self._waiter.interrupted = False
         failed: BaseException | None = None
         with self.mutex:
-            deadline = time.monotonic() + core.watch.give_up
-            while core.frozen and core.error is None and core.inflight.ops:
+            while member.frozen and member.error is None and member.inflight.ops:
                 self._parked = True
-                left = deadline - time.monotonic()
+                now = self._ran.at(member.watch.clock())
+                if self.deadline is None:
+                    self.deadline = now + member.watch.give_up
                 calls, self._quiesced = self._quiesced, []
                 if calls:
                     self.mutex.release()
@@ -262,17 +288,25 @@ class Driver:
                             call()
                     finally:
                         self.mutex.acquire()
-                elif left > 0:
-                    self.changed.wait(left)
+                elif now < self.deadline:
+                    self._waiter.interrupted = True  # it looks around again
+                    return True
                 else:
-                    failed = no_view(core.inflight.ops[0], core.watch.give_up)
-                    core.fail(failed)
-            if core.error is not None:
+                    failed = no_view(member.inflight.ops[0], member.watch.give_up)
+                    member.fail(failed)
+            self.deadline = None
+            if member.error is not None:
                 core.abandon()
             readers = core.due()
-            self._parked = core.frozen and core.error is None
-            more = bool(core.inflight.ops)
+            self._parked = member.frozen and member.error is None
         if failed is not None:
             self._on_failed(failed)
         core.welcome(readers)
-        return more
+        return False
+
+    def _park(self) -> None:
+        """Wait until something changes for a core that is frozen."""
+        member = self._member
+        with self.mutex:
+            if member.frozen and member.error is None and member.inflight.ops and self.deadline is not None:
+                self.changed.wait(LOOK)

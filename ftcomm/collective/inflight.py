@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ftcomm.collective.chunks import Contributors, pack
 from ftcomm.collective.operation import Operation
@@ -14,50 +14,53 @@ from ftcomm.control.limits import IN_FLIGHT
 from ftcomm.control.messages import FailedOp, Final, OpProgress, Progress
 from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError, MismatchError
 
+Op = TypeVar("Op", bound=Operation)
+
 
 class Resumed(NamedTuple):
-    """What a view change left to do at this member."""
+    """The work that a view change has left to do at this member."""
 
     ops: int  # in flight
-    copied: int  # chunks that this member gets from one that holds them FINAL
+    copied: int  # chunks that it gets from a member that holds them FINAL
     reduced: int  # chunks that are reduced again
-    again: int = 0  # chunks that this member had posted before and may give again; not counted of scripted ops
-    resent: int = 0  # their bytes, which a neighbour gets once more, or a part of them; SLOTS x SPAN at most, see below
+    again: int = 0  # chunks that it had posted before and may post again; not counted of scheduled ops
+    resent: int = 0  # their bytes, which a neighbour may get again; SLOTS x SPAN at most, see below
 
 
-class Inflight:
-    """Threads may `add` (one at a time) and `drain` while the driver returns ops; all else only when nobody drives."""
+class Inflight(Generic[Op]):
+    """The ops in flight. Threads may `add` (one at a time) and `drain` while a driver returns ops; all else needs a
+    pause of it."""
 
     def __init__(self) -> None:
-        self.ops: deque[Operation] = deque()
+        self.ops: deque[Op] = deque()
         self.returned = 0
         self.issued = 0
-        self.common: Contributors | None = None  # whose input is in every chunk that was reduced since it was reset
-        # Ops that failed before the last view change. Whoever enters the view returns them at once; who does not, as
-        # the next one comes, has this alone to hear of it.
+        self.common: Contributors | None = None  # contributors to every chunk that was reduced since the reset
+        # Ops that failed before the last view change. A member that enters the view returns them at once; one that does
+        # not, as the next view comes, learns of them only here.
         self._failed: dict[int, FailedOp] = {}
 
-    def add(self, op: Operation) -> None:
-        """Raises `ArgumentError` where no account could tell of it: a change of view would never end."""
-        ops = self.ops
+    def add(self, op: Op) -> None:
+        """Add an op. Raises `ArgumentError` if no message could describe so many: a change of view would never end."""
+        ops, number = self.ops, self.issued
         if len(ops) >= IN_FLIGHT:
             raise ArgumentError(
-                f"op {self.issued}: {IN_FLIGHT} ops of this group are in flight, and there can be no more. Wait for "
+                f"op {number}: {IN_FLIGHT} ops of this group are in flight, and there can be no more. Wait for "
                 "some (Work.wait) before you start the next"
             )
-        op.number = self.issued
-        self.issued += 1
+        op.number = number
+        self.issued = number + 1
         ops.append(op)
 
     def drain(self, mutex: AbstractContextManager[object], timeout: float | None) -> None:
-        """Block until what is in flight now is done. Raises `CollectiveTimeout`; not the ops' errors."""
+        """Block until all ops now in flight are done. Raises `CollectiveTimeout`, but not the errors of the ops."""
         with mutex:
             last = self.ops[-1] if self.ops else None
         if last is not None and not last.wait(timeout):
             raise CollectiveTimeout(f"op {last.number} was still in flight after {timeout:g}s")
 
     def return_first(self) -> None:
-        """The first op is done, with a result or with the error that it has already."""
+        """Return the first op, with its result or with the error that it has."""
         op = self.ops[0]
         if op.error is None and op.schedule is None:
             finals = op.finals
@@ -79,16 +82,24 @@ class Inflight:
                 self.narrow(who)
 
     def narrow(self, who: Contributors) -> None:
-        """A chunk was reduced from the inputs of `who`."""
-        if who != self.common:
-            self.common = who if self.common is None else tuple(r for r in self.common if r in who)
+        """Note that a chunk was reduced from the inputs of `who`."""
+        if self.common is None or who == self.common:
+            self.common = who  # also if it is equal: `return_first` compares by identity
+        else:
+            self.common = tuple(r for r in self.common if r in who)
+
+    def return_below(self, number: int) -> None:
+        """Return the first ops up to `number`, as a member has done that is in no view any more: it knew that all held
+        them FINAL. One that is not FINAL here has returned there with an error, which it will get here as well."""
+        while self.ops and self.ops[0].number < number and _holds(self.ops[0]):
+            self.return_first()
 
     def abandon(self, error: BaseException) -> None:
         while self.ops:
             self.ops.popleft().finish(error)
 
     def progress(self, begun: int | None = None) -> Progress:
-        """What the others need to know to go on with this member in a new view.
+        """Returns what the others need to know to go on with this member in a new view.
 
         Ops from number `begun` on, if it is given, count as not called: a device has not come to them, so the others
         cannot have gone beyond their first tasks.
@@ -101,18 +112,18 @@ class Inflight:
         )
 
     def number_from(self, progress: Mapping[int, Progress]) -> None:
-        """A joiner's ops are numbered on from those of the others."""
+        """Number the ops of a joiner on from those of the others."""
         self.returned = self.issued = base(progress.values())
         for op in self.ops:
             op.number = self.issued
             self.issued += 1
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> Resumed:
-        """Return the ops that somebody has returned, and give the others the tasks that are left of them.
+        """Return the ops that any member has returned, and give the others the tasks that are left of them.
 
-        `contributors` are those of the new view, `progress` is of all its members. What is sent again was in flight: a
-        member posts what uses a slot again when all others have taken what it held, and what all have taken is FINAL
-        everywhere. Only an atomic op, all of which may have to be reduced again, sends more.
+        `contributors` are those of the new view, and `progress` is of all its members. What is sent again was in
+        flight: a member posts into a slot again when all others have taken what it held, and what all have taken is
+        FINAL everywhere. Only an atomic op, all of which may have to be reduced again, sends more.
 
         Raises `ProtocolError` if the members contradict each other.
         """
@@ -135,7 +146,7 @@ class Inflight:
             copied += sum(task.holder != REDUCE and op.finals[task.chunk] is None for task in tasks)
             reduced += sum(task.holder == REDUCE for task in tasks)
             mine = [task.chunk for task in tasks if task.holder == REDUCE or op.finals[task.chunk] is not None]
-            twice = [chunk for chunk in mine if chunk in posted]  # whoever is given a chunk sends nothing of it
+            twice = [chunk for chunk in mine if chunk in posted]  # a member that is given a chunk sends nothing of it
             again += len(twice)
             resent += sum(op.size(chunk) for chunk in twice)
         return Resumed(count, copied, reduced, again, resent)
@@ -147,6 +158,13 @@ class Inflight:
         self._failed[op.number] = failed
         if op.error is None:
             op.error = (LostError if failed.lost else MismatchError)(failed.message)
+
+
+def _holds(op: Operation) -> bool:
+    """Whether all of it is FINAL here, and all members have called the same."""
+    if op.error is not None or None in op.finals:
+        return False
+    return op.schedule is None or op.verified or op.finals != list(op.schedule.begin)
 
 
 def _failed(op: Operation) -> FailedOp:

@@ -1,10 +1,10 @@
-"""One op, from its submission to its end: an all-reduce. All other collectives: `ftcomm.collective.scheduled`."""
+"""One op, from its submission to its end: an all-reduce. `ftcomm.collective.scheduled` has all other collectives."""
 
 from __future__ import annotations
 
 import _thread
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,49 +22,53 @@ from ftcomm.transport.segment import CHUNK
 
 # The byte of the reduction: its number in 5 bits, the compression in 2, and
 _ATOMIC = 0x80
-MOVES = 0x7F  # in place of both: nothing is reduced
+MOVES = 0x7F  # in place of both, if nothing is reduced
 _COMPRESSION = 5
 
 # A place says which op a call is and when it was made: the number of the op in 40 bits, above it the stamp in 24. The
 # stamp is the boundary that the thread of the step loop has passed, plus 2, so a call that one member has skipped meets
 # one of another step. After 16 million steps it begins anew, and so do the steps that an error names.
 _NUMBER = 40
-UNKNOWN = 0  # before the first boundary, or in a group that knows no steps: agrees with any stamp
+UNKNOWN = 0  # before the first boundary, or in a group without steps: agrees with any stamp
 ELSEWHERE = 1 << _NUMBER  # called by another thread than that of the step loop: it may be at any step
 _STEPS = (1 << 64 - _NUMBER) - 2
 
 _NAMES = {code: name for name, code in CODES.items()}
 
+# The elements, the bytes of one and of all, how many elements are in each chunk but the last, the chunks, and what
+# members compare. A bare tuple: one with names costs several times as much to take apart.
+Outline = tuple[int, int, int, int, int, int]
+
 
 class Operation:
-    """`array` is reduced in place: one-dimensional, contiguous, writable, on the host, and the caller keeps its hands
-    off until `done`. `dtype` is the name of the elements' type, `array.dtype` what carries it (uint16 for bfloat16).
-    `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end with the
-    same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of one chunk
-    is atomic by itself and keeps none. `compression` is the form in which elements cross, see
+    """An all-reduce of `array`, in place: one-dimensional, contiguous, writable, on the host, and untouched by the
+    caller until `done`. `dtype` is the name of the elements' type, and `array.dtype` what carries it (uint16 for
+    bfloat16). `chunk` is the size of a chunk in bytes, that of the staging of all members. With `atomic` all chunks end
+    with the same contributors: the op then keeps a copy of its input, as far as it has gone, to go back to. An op of
+    one chunk is always atomic and keeps none. `compression` is the form in which elements travel, see
     `ftcomm.collective.compression`.
 
     Raises `ArgumentError` for what cannot be reduced.
     """
 
-    number = -1  # its place among the ops of the group; given at submission
+    number = -1  # counts the ops of the group; given at submission
     # Compared between members beside the call, in the upper bits of the word of the number: see `stamp_of`. The lag
-    # makes a training step of it for the error, see `ftcomm.group.Group._lag`.
+    # makes a training step of it for the error, see `ftcomm.internals`.
     stamp = UNKNOWN
     lag = 0
     done = False
     atomic = False
     compression = COMPRESSIONS[0]
     error: BaseException | None = None  # set before `done`
-    schedule: Schedule | None = None  # what moves; None in an all-reduce, whose chunks all lie in `array`
-    detail = 0  # of the call, what `call` does not tell; compared between members
+    schedule: Schedule | None = None  # None in an all-reduce, whose chunks all lie in `array`
+    detail = 0  # the rest of the call, besides `call`; compared between members
 
-    # What follows belongs to the thread that drives the engine. It is begun anew in every epoch.
-    next = 0  # the first of `tasks` that is not posted
+    # The rest belongs to the driving thread, and begins anew in every epoch.
+    next = 0  # index of the first task that is not posted
     verified = False  # all members have made the same call
-    doom: BaseException | None = None  # it will fail with this, as soon as all have called it
+    doom: BaseException | None = None  # it fails with this as soon as all have called it
     kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
-    _spare: Bytes | None = None  # where it lies
+    _spare: Bytes | None = None  # the memory of `kept`
 
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
@@ -74,69 +78,57 @@ class Operation:
         dtype: str,
         op: str,
         chunk: int = CHUNK,
-        *,
         atomic: bool = False,
         compression: str = COMPRESSIONS[0],
     ) -> None:
-        _, itemsize, width = call_of(dtype, op, compression)
+        outline = outline_of(dtype, op, compression, atomic, array.size, chunk)
         flags = array.flags
-        if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != itemsize:
+        if array.ndim != 1 or not flags.forc or not flags.writeable or array.itemsize != outline[1]:
             raise ArgumentError(
                 f"allreduce needs a writable contiguous array of {dtype}; got {array.dtype} of shape "
                 f"{array.shape}, writable {flags.writeable}, contiguous {flags.forc}"
             )
-        self._begin(array, dtype, op, compression, chunk // width, atomic)
-        if atomic and len(self.finals) > 1:
-            self._spare = acquire(array.nbytes)
-            self.kept = self._spare[: array.nbytes].view(array.dtype)
+        self._begin(array, dtype, op, compression, outline)
+        if atomic:
+            self.atomic = True
+            if len(self.finals) > 1:
+                self._spare = acquire(array.nbytes)
+                self.kept = self._spare[: array.nbytes].view(array.dtype)
 
-    def _begin(self, array: Any, dtype: str, op: str, compression: str, elements: int, atomic: bool) -> None:
-        """`elements` are in each chunk but the last."""
-        call, itemsize, _ = call_of(dtype, op, compression)
+    def _begin(self, array: Any, dtype: str, op: str, compression: str, outline: Outline) -> None:
         self.array = array
         self.dtype = dtype
         self.op = op
         self.compression = compression
-        self.itemsize = itemsize
-        self.count = count = len(array)
-        self.call = count << 16 | call  # compared between members
-        self.elements = elements
-        chunks = chunk_count(count, elements)
+        self.count, self.itemsize, self.nbytes, self.elements, chunks, self.call = outline
         self.finals: list[Contributors | None] = [None] * chunks  # per chunk; None while it is INPUT
         self.tasks: tuple[Task, ...] | tuple[Batch, ...] = all_reduce(chunks)
-        if atomic:
-            self.atomic = True
-            self.call |= _ATOMIC
         # Held until the op is done. A bare lock: an Event costs ten times as much to make.
-        self._latch = _thread.allocate_lock()
-        self._latch.acquire()
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.array.nbytes)
+        self.latch = _thread.allocate_lock()
+        self.latch.acquire()
 
     @cached_property
     def memory(self) -> memoryview:
-        """The bytes of `array`, which is on the host."""
+        """Returns the bytes of `array`, which is on the host."""
         return memoryview(self.array.view(np.uint8))
 
     def size(self, chunk: int) -> int:
-        """Its bytes."""
+        """Returns the bytes of a chunk."""
         return max(0, min(self.elements, self.count - chunk * self.elements)) * self.itemsize
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the op is done; False if `timeout` seconds pass before. Any thread."""
+        """Block until the op is done; False after `timeout` seconds. Any thread."""
         if self.done:
             return True
-        if self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._latch.release()
+        if self.latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self.latch.release()
         return self.done
 
     def keep(self, chunk: int, again: bool) -> None:
-        """Before the chunk is posted. By the thread that drives; nothing waits in between.
+        """Keep the input of a chunk that is about to be posted. The driving thread calls it; nothing waits in between.
 
-        INPUT is copied, to be gone back to. FINAL becomes INPUT if the chunk is to be reduced `again`; until this
-        moment it is FINAL, whatever the plan says, so that each chunk is INPUT or FINAL at every interruption.
+        INPUT is copied, to go back to. FINAL becomes INPUT if the chunk is to be reduced `again`; until this moment it
+        is FINAL, so that each chunk is INPUT or FINAL at every interruption.
         """
         kept = self.kept
         if kept is None:
@@ -149,7 +141,8 @@ class Operation:
             self.finals[chunk] = None
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:
-        """What is left to do of it in a new view. See `ftcomm.collective.resume`, which raises `ProtocolError`."""
+        """Returns the tasks that are left in a new view. See `ftcomm.collective.resume`, which raises
+        `ProtocolError`."""
         if self.error is not None:
             self.tasks = ()
             return ()
@@ -158,27 +151,39 @@ class Operation:
         return tasks
 
     def enter(self, view: GroupView) -> None:
-        """Its first task is about to be posted in the epoch of `view`."""
+        """Prepare for the epoch of `view`, in which the first task of the op is about to be posted."""
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Once, by the engine."""
+        """End the op. The engine calls it once."""
         self.error = error
         if self._spare is not None:
             self.kept = None
             release(self._spare)
             self._spare = None
         self.done = True
-        self._latch.release()
+        self.latch.release()
 
     def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
-        """(start, stop, contributors) in elements, adjacent, for a finished op."""
+        """Returns (start, stop, contributors) in elements, adjacent, for a finished op."""
         return tuple(spans(self.finals, self.elements, self.count))
+
+
+@lru_cache(maxsize=4096)
+def outline_of(
+    dtype: str, op: str, compression: str, atomic: bool, count: int, chunk: int, as_is: bool = False
+) -> Outline:
+    """Returns the outline of an all-reduce of `count` elements in chunks of `chunk` bytes, which hold elements in the
+    form in which they travel, or `as_is`."""
+    call, itemsize, width = call_of(dtype, op, compression)
+    elements = chunk // (itemsize if as_is else width)
+    call |= count << 16 | (_ATOMIC if atomic else 0)
+    return count, itemsize, count * itemsize, elements, chunk_count(count, elements), call
 
 
 @cache
 def call_of(dtype: str, op: str, compression: str = COMPRESSIONS[0]) -> tuple[int, int, int]:
-    """All three as one number, the bytes of an element, and those that it takes in a slot at most. `op` is "" for what
-    only moves."""
+    """Returns all three as one number, the bytes of an element, and the most bytes that it takes in a slot. `op` is ""
+    for what only moves."""
     if not op:
         return CODES[dtype] << 8 | MOVES, 1, 1
     reason = unsupported_on_host(dtype, op) or unsupported_compression(dtype, op, compression)
@@ -189,18 +194,18 @@ def call_of(dtype: str, op: str, compression: str = COMPRESSIONS[0]) -> tuple[in
 
 
 def stamp_of(boundary: int) -> int:
-    """Of a call by the thread of the step loop, after it has passed this boundary."""
+    """Returns the stamp of a call that the thread of the step loop makes after it has passed this boundary."""
     return (boundary % _STEPS + 2) << _NUMBER
 
 
 def unlike(places: Collection[int]) -> bool:
-    """Whether members who say these places cannot have made the same call. All members judge the same places."""
+    """Whether members with these places cannot have made the same call. All members judge the same places."""
     numbers = {place & (1 << _NUMBER) - 1 for place in places}
     return len(numbers) > 1 or len({place >> _NUMBER for place in places} - {UNKNOWN}) > 1
 
 
 def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> MismatchError:
-    """The members (replica, place, call, detail), ascending, have made different calls."""
+    """Makes the error for members (replica, place, call, detail), ascending, that have made different calls."""
     who: dict[tuple[int, int, int], list[int]] = {}
     for replica, *made in calls:
         who.setdefault((made[0], made[1], made[2]), []).append(replica)
@@ -217,7 +222,7 @@ def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> Mismat
 
 
 def _out_of_step(who: Mapping[tuple[int, int, int], Sequence[int]], lag: int) -> MismatchError:
-    """The calls are equal, but not made at the same step, or not by the same thread."""
+    """Makes the error for equal calls that were not made at the same step, or not by the same thread."""
     (place, call, detail), _ = next(iter(who.items()))
     op = f"op {place & (1 << _NUMBER) - 1}, {describe(call, detail)}"
     said = ", ".join(f"{_named(members)}{_when(place, lag)}" for (place, *_), members in who.items())
@@ -246,7 +251,7 @@ def _when(place: int, lag: int) -> str:
 
 
 def describe(call: int, detail: int = 0) -> str:
-    """A call as a person would say it."""
+    """Describes a call in words."""
     dtype = _NAMES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
     code = call & 0xFF & ~_ATOMIC
     kind, more = explained(detail)

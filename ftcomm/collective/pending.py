@@ -1,6 +1,6 @@
-"""Readers through connections between their arrival and the moment at which the stream of an epoch can serve them.
+"""Readers through connections that have arrived and that no epoch serves yet.
 
-A reader dials as soon as it hears of a view, and that may be long before this member enters it, or long after.
+A reader dials as soon as it hears of a view, which may be long before this member enters it, or long after.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from ftcomm.transport.base import MirrorWriter
 
 
 class PendingReaders:
-    """At most one reader of each replica, so members bound them. Guarded by the mutex of the exchange; nothing blocks.
+    """The pending readers, at most one of each replica, so that members bound them. Guarded by the mutex of the
+    exchange; no method blocks.
 
-    Who dials for an epoch has heard that this member stopped for it. So this member enters no earlier epoch, and needs
-    no reader that an earlier life of the same replica has dialled.
+    A reader that dials for an epoch has heard that this member has stopped for it. So this member enters no earlier
+    epoch, and needs no reader that an earlier life of the same replica has dialled.
     """
 
     def __init__(self) -> None:
         self._readers: list[MirrorWriter] = []
 
     def add(self, reader: MirrorWriter) -> None:
-        """In place of the one that came before it; not if that one was dialled for a later epoch."""
+        """Add a reader in place of an earlier one, unless that one was dialled for a later epoch."""
         for known in [known for known in self._readers if known.replica == reader.replica]:
             if known.epoch > reader.epoch:
                 reader.close()
@@ -31,16 +32,16 @@ class PendingReaders:
         self._readers.append(reader)
 
     def bring_back(self, reader: MirrorWriter) -> None:
-        """It was served in an epoch that is over. Not in place of one that came after it."""
+        """Take a reader back that was served in an epoch that is over, unless another one came after it."""
         if any((known.replica, known.epoch) == (reader.replica, reader.epoch) for known in self._readers):
             reader.close()
         else:
             self.add(reader)
 
     def take(self, epoch: int, lives: Mapping[int, str]) -> list[MirrorWriter]:
-        """The readers that `epoch` can serve are no longer pending. Closes those that no epoch will serve any more.
+        """Take out the readers that `epoch` can serve. Closes those that no epoch will serve any more.
 
-        `lives`: replica -> nonce of its segment, of the other members.
+        `lives`: replica -> nonce of its segment, for the other members.
         """
         taken, later = [], []
         for reader in self._readers:

@@ -1,34 +1,34 @@
-"""What can be done next in one epoch, and on whom that waits. Pure: it reads words and decides; it writes no memory,
-sends nothing and waits for nothing.
+"""Decides what can be done next in one epoch, and on whom that waits. Pure: it reads words and decides; it writes no
+memory, sends nothing and waits for nothing.
 
 All ops of an epoch make one stream of tasks, which has the same task at the same index on every member. A task goes
 through these stages at every member, in order; the counters `posted`, `arrived`, `taken` say how far each has come:
 
-    post      stage my input of the chunk (or my FINAL chunk, if others are to copy it)
-    arrive    all members have posted: on the first task of an op, compare the calls
-    step      what the algorithm has to do in between, see `ftcomm.collective.algorithms.base`; none or several
-    take      the chunk becomes FINAL in the caller's buffer
-    return    of an op: all members have taken all of its tasks
+    post    stage my input of the chunk (or my FINAL chunk, if others are to copy it)
+    arrive  all members have posted: on the first task of an op, compare the calls
+    step    the work of the algorithm in between, see `ftcomm.collective.algorithms.base`; none or several
+    take    the chunk becomes FINAL in the caller's buffer
+    return  of an op: all members have taken all of its tasks
 
-Before each of them stands a list of gates, and a gate opens when certain members have raised a word far enough:
+Before each stage there is a list of gates, and a gate opens when certain members have raised a word far enough:
 
-    stage     gates                                                              opened by
-    post      `_gate_of_slot`: between hosts, the slot has been read            TAKEN
-    arrive    `Slot.arrival`: all have posted                                    POSTED
-    step      the gate of the step                                               POSTED, REDUCED or a level
-    take      the gate of the last step                                          likewise
-    return    `taken_by_all`                                                     TAKEN
+    stage   gates                                                               opened by
+    post    `_gate_of_slot`: between hosts, the slot has been read              TAKEN
+    arrive  `Slot.arrival`: all have posted                                     POSTED
+    step    the gate of the step                                                POSTED, REDUCED or a level
+    take    the gate of the last step                                           POSTED, REDUCED or a level
+    return  `taken_by_all`                                                      TAKEN
 
-This is the only account of who waits for whom. `to_post`, `to_arrive`, `to_step`, `to_take` and `is_stable` ask whether
-the gates are open; `obstacle` names the first that is not, for the one who waits; and the replicas `behind` it are the
-ones who are blamed.
+Nothing else says who waits for whom. `to_post`, `to_arrive`, `to_step`, `to_take` and `is_stable` ask whether the gates
+are open; `obstacle` names the first that is not, at which the thread waits; and the replicas `behind` it are the ones
+to blame. The fast path waits at the same gates, see `ftcomm.collective.gate`.
 
-What is to be done is handed out as a `Slot`, and said to be done by `arrive`, `step` and `take`, and of a task that is
-posted by raising `posted`. Between the two the caller moves the memory, and nothing else happens.
+Work is handed out as a `Slot`. `arrive`, `step` and `take` report it as done, and a posted task raises `posted`. In
+between the caller moves the memory, and nothing else happens.
 
 Words hold `epoch << COUNTER | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging,
-the room of SPAN chunks of that number; among members of one host the `index % NEAR`-th of as many as their layout has
-for a task.
+the room of SPAN chunks with that number. Among members of one host it has room `index % NEAR`, of as many chunks as
+their layout has for a task.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ftcomm.collective.gate import Gate
 from ftcomm.collective.operation import Operation, mismatch, unlike
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, side_by_side
 from ftcomm.collective.schedule import AROUND, HIERARCHICAL, Batch
 from ftcomm.errors import FtcommError
-from ftcomm.kernels.epochs import COUNTER, COUNTS
+from ftcomm.kernels.epochs import COUNTS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import DETAIL, NEAR, POSTED, SLOTS, SPAN, TAKEN, Memory, descriptor
 
@@ -57,52 +58,27 @@ if TYPE_CHECKING:
 # the same slot. Between hosts members look, and are ahead by as many tasks as there are slots.
 AHEAD = NEAR // 2
 
-LAST = COUNTS - (1 << 20)  # tasks of an epoch; the rest is never used
+LAST = COUNTS - (1 << 20)  # tasks of an epoch; the rest of the counter is never used
 
 
 def used_up(replica: int, epoch: int) -> FtcommError:
-    """All members see it at the same task, so nobody takes anybody for the one that stands still."""
+    """Makes the error of an epoch that is used up. All members find it at the same task, so none looks like the cause
+    of a stall."""
     return FtcommError(
         f"replica {replica}: {LAST:,} tasks were done in epoch {epoch}, all that it can count. A change of "
         "membership begins another: in a job that goes on for so long without one, restart a replica (ftcomm restart)"
     )
 
 
-class Gate:
-    """Opens for so many tasks when all of `peers` have raised `word` to that, in this epoch.
-
-    They say so themselves or, if it is `relayed`, somebody else has told it of them.
-    """
-
-    __slots__ = ("_words", "high", "low", "peers", "relayed", "word")
-
-    def __init__(self, view: GroupView, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> None:
-        self.word, self.peers, self.relayed = word, tuple(peers), relayed
-        self._words = [peer.heard if relayed else peer.words for peer in self.peers]
-        self.low, self.high = view.epoch << COUNTER, (view.epoch + 1) << COUNTER
-
-    def is_open(self, count: int) -> bool:
-        word, target, high = self.word, self.low + count, self.high
-        for words in self._words:  # noqa: SIM110 (a generator would double the price of a poll)
-            if not target <= words[word] < high:
-                return False
-        return True
-
-    def behind(self, count: int) -> list[Peer]:
-        """The peers that keep it shut."""
-        word, target, high = self.word, self.low + count, self.high
-        return [peer for peer, words in zip(self.peers, self._words, strict=True) if not target <= words[word] < high]
-
-
 class Obstacle(NamedTuple):
-    """What has to happen before anything can go on."""
+    """An obstacle: what has to happen before anything can go on."""
 
     gate: Gate
-    tasks: int  # for so many it has to open
+    tasks: int  # it has to open for so many
 
 
 class Slot:
-    """A task on its way. `op` and `here` end when it is taken: the caller's arrays are not ours to keep."""
+    """A task on its way. `op` and `here` are dropped when it is taken, since the arrays are the caller's."""
 
     __slots__ = (
         "algorithm",
@@ -121,22 +97,22 @@ class Slot:
     )
 
     index: int
-    chunk: int  # of the staging, from which on it is staged
+    chunk: int  # the chunk of the staging where it begins
     op: Operation
     task: Task | Batch
-    span: int  # chunks that it is of, from that of `task` on
-    first: bool  # of its op in this epoch
+    span: int  # how many chunks it has, from that of `task` on
+    first: bool  # the first task of its op in this epoch
     algorithm: Algorithm
-    arrival: Sequence[Gate]  # before it arrives; who knows by the steps that all have posted waits for none
-    gates: Sequence[Gate]  # of its steps
-    number: int  # of the next step
-    straight: bool  # who reads my input has it from `here`, not from the staging
-    here: Array  # the caller's buffer of this chunk; of a batch there is none
-    views: Any  # of the staging, made by the algorithm for itself
+    arrival: Sequence[Gate]  # gates before it arrives; a chained algorithm has none
+    gates: Sequence[Gate]  # gates of its steps
+    number: int  # number of the next step
+    straight: bool  # readers get my input from `here`, not from the staging
+    here: Array  # the caller's buffer of this chunk; none for a batch
+    views: Any  # the algorithm's views of the staging
 
 
 class Pipeline:
-    """The tasks of one epoch at one member. For one thread at a time, but for `unposted`, to which any may append."""
+    """The tasks of one epoch at one member. For one thread at a time, except `unposted`, to which any may append."""
 
     gate: type[Gate] = Gate
 
@@ -151,9 +127,9 @@ class Pipeline:
         delivered: Sequence[Gate] = (),
         compares: bool = False,
     ) -> None:
-        """`near`: chunks that one task may be of among members of one host. From ops of `straight_from` bytes on, what
-        algorithms can send from the caller's array is not staged; `delivered` then opens when it has been sent.
-        `compares`: members look at each other's results, so all have to keep pace."""
+        """`near`: chunks of one task among members of one host. From ops of `straight_from` bytes on, what algorithms
+        can send from the caller's array is not staged; `delivered` then opens when it has been sent. `compares`:
+        members look at each other's results, so all have to keep pace."""
         self.view = view
         self.algorithms = algorithms
         self.posted = self.arrived = self.taken = 0
@@ -161,7 +137,7 @@ class Pipeline:
         self.slots = [Slot() for _ in range(SLOTS)]
         self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
         self._straight_from, self._delivered = straight_from, delivered
-        # In a ring a member need have no connection but to its neighbours; of the others it hears from the left.
+        # In a ring a member needs connections only to its neighbours, and hears of the others from the left.
         self.relayed = any(peer.heard is not peer.words for peer in others)
         self.far = not view.one_host
         self.ahead = SLOTS if self.far else AHEAD
@@ -177,7 +153,7 @@ class Pipeline:
         self._seen = {m: segment.words if m == view.me else peers[m].heard for m in view.members}
         self._heard = [peer.heard for peer in self.peers]
         self._gates: dict[Algorithm, tuple[Gate, ...]] = {}
-        self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # of all-reduces
+        self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # the detail of all-reduces
 
     def _gate(self, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> Gate:
         return self.gate(self.view, word, peers, relayed=relayed)
@@ -185,17 +161,18 @@ class Pipeline:
     # -- who waits for whom ------------------------------------------------------------------------------------------
 
     def _gate_of_slot(self) -> Gate:
-        """Between hosts, before the next task is posted: who has to have taken what lies in its slot.
+        """Returns the gate of the members that must have taken what a slot holds before the next task is posted there
+        between hosts.
 
-        There, where a task takes as long as the way there and back, members go as far as there are slots. Then that I
-        have taken a task does not tell that others have taken an earlier one. Among members of one host it does.
+        There a task takes as long as the way there and back, so members go as far as there are slots. Then that I have
+        taken a task does not tell that others have taken an earlier one. Among members of one host it does.
         """
         if self._served_alone and self.posted >= SLOTS and self.slots[self.posted % SLOTS].algorithm.chained:
             return self._taken_by_served
         return self.taken_by_all
 
     def obstacle(self, oldest: Operation) -> Obstacle:
-        """When nothing can be done: what stands in the way of `oldest`, the first op that has not returned."""
+        """Returns what stands in the way of `oldest`, the first op that has not returned, when nothing can be done."""
         if self.taken < self.posted:
             slot, count = self.slots[self.taken % SLOTS], self.taken + 1
             if self.arrived > self.taken and slot.gates:
@@ -208,7 +185,7 @@ class Pipeline:
     # -- what can be done ----------------------------------------------------------------------------------------------
 
     def to_post(self) -> Operation | None:
-        """The op whose next task may be posted."""
+        """Returns the op whose next task may be posted."""
         if not self.unposted or self.posted - self.taken >= self.ahead:
             return None
         if self.far and not self._gate_of_slot().is_open(self.posted - SLOTS + 1):
@@ -227,12 +204,13 @@ class Pipeline:
                 op.enter(self.view)
             if op.tasks:
                 return op
-            unposted.popleft().end = self.posted  # every member holds all of it already
+            unposted.popleft().end = self.posted  # every member already holds all of it
             if not unposted:
                 return None
 
     def begin(self, op: Operation) -> Slot:
-        """The next task of `op`, which `to_post` has named, takes its slot. It is to be staged, and `posted` raised."""
+        """Put the next task of `op`, the result of `to_post`, into its slot. It is to be staged, and `posted`
+        raised."""
         index = self.posted
         slot = self.slots[index % SLOTS]
         task: Any = op.tasks[op.next]
@@ -248,7 +226,7 @@ class Pipeline:
         return slot
 
     def _span(self, op: Operation) -> int:
-        """How many chunks the next task is of. All members say the same, as they have the same tasks."""
+        """Returns how many chunks the next task has: the same on all members, since they have the same tasks."""
         if self._most == 1 or op.schedule is not None or len(op.finals) <= SLOTS:  # each of these finds its own slot
             return 1
         tasks: Any = op.tasks
@@ -280,8 +258,8 @@ class Pipeline:
                 slot.gates = self._delivered
 
     def need(self, slot: Slot) -> list[Peer]:
-        """The peers that have to be reached before the task can arrive: it reads the staging of members of which others
-        tell. To be asked where the view is `relayed`, when `Operation.keep` has been called."""
+        """Returns the peers that have to be reached before the task can arrive, since it reads the staging of members
+        that only others tell of. Called where the view is `relayed`, after `Operation.keep`."""
         reads = slot.algorithm.reads(slot)
         needed = [peer for peer in self.peers if peer.replica in reads and peer.heard is not peer.words]
         if needed:
@@ -289,7 +267,7 @@ class Pipeline:
         return needed
 
     def to_arrive(self) -> Slot | None:
-        """The slot of the task that all have posted."""
+        """Returns the slot of the next task that all have posted."""
         index = self.arrived
         if index == self.posted:
             return None
@@ -300,8 +278,8 @@ class Pipeline:
         return slot
 
     def arrive(self, slot: Slot) -> None:
-        """On the first task of an op, compare the calls. On a mismatch all members see it, and for all of them the op
-        ends with this one task."""
+        """Compare the calls if this is the first task of its op. On a mismatch the op ends with this task, on all
+        members."""
         if slot.first:
             self._verify(slot)
         self.arrived = slot.index + 1
@@ -327,9 +305,10 @@ class Pipeline:
             self.unposted.popleft()
 
     def to_step(self) -> Iterator[Slot]:
-        """The slots of tasks that can take their next step, in order: none before the earlier ones of its algorithm.
+        """Yields the slots of tasks that can take their next step, in order: none before the earlier ones of its
+        algorithm.
 
-        The word that a step raises tells of all tasks up to this one. A gate that was shut for the one before, when it
+        The word that a step raises tells of all tasks up to this one. A gate that was shut for the task before, when it
         was looked at, may be open for this one a moment later.
         """
         reached: dict[Algorithm, int] = {}  # the next step of the task before
@@ -343,13 +322,13 @@ class Pipeline:
             reached[algorithm] = slot.number
 
     def step(self, slot: Slot) -> int:
-        """The step is done; the word that this member raises then, or 0."""
+        """Note that a step is done; returns the word that this member raises then, or 0."""
         number = slot.number
         slot.number = number + 1
         return slot.algorithm.steps[number].makes
 
     def to_take(self) -> Slot | None:
-        """The slot of the task that has nothing left to wait for."""
+        """Returns the slot of the next task that has nothing left to wait for."""
         index = self.taken
         if index == self.arrived:
             return None
@@ -360,7 +339,7 @@ class Pipeline:
         return slot if slot.number >= len(gates) - 1 and gates[-1].is_open(index + 1) else None
 
     def take(self, slot: Slot) -> None:
-        """The task is in the caller's buffer: INPUT becomes FINAL, or its op has failed."""
+        """Note that a task is in the caller's buffer: INPUT becomes FINAL, or its op has failed."""
         op, task = slot.op, slot.task
         if isinstance(task, Task):
             if op.error is None:
@@ -381,15 +360,15 @@ class Pipeline:
     # -- others ----------------------------------------------------------------------------------------------------
 
     def staging(self, index: int) -> int:
-        """The chunk of the staging from which on task `index` is staged."""
+        """Returns the chunk of the staging where task `index` begins."""
         return index % self.staged * self._most
 
     def detail(self, op: Operation) -> int:
-        """What is compared between members beside the call."""
+        """Returns what members compare besides the call."""
         return self._detail if op.schedule is None else op.detail
 
     def fill(self, index: int, op: Operation) -> Slot:
-        """Task `index`, the only one of `op`, was posted by the fast path, and goes on from here."""
+        """Go on with task `index`, the only one of `op`, after the fast path has posted it."""
         slot = self.slots[index % SLOTS]
         slot.index, slot.op, slot.span, slot.first, slot.number = index, op, 1, True, 0
         slot.algorithm, slot.task = self.algorithms.of_task(op, op.tasks[0])
@@ -397,6 +376,6 @@ class Pipeline:
         return slot
 
     def close(self) -> None:
-        """The epoch is over; hold no op."""
+        """End the epoch, and hold no op."""
         self.unposted.clear()
         self.slots.clear()

@@ -1,4 +1,4 @@
-"""Where the members of a group are, as they say it, and what follows for how they work together."""
+"""Tells where the members of a group are, as they say it, and what follows for how they work together."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Set
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.ring_order import ring_order
 from ftcomm.control.views import Address
-from ftcomm.transport.connect import likeness
-from ftcomm.tuning import Tuning
+from ftcomm.settings.tuning import Tuning
+from ftcomm.transport.connect import common_traits
 
 
 def order(members: Mapping[int, Address], tuning: Tuning) -> tuple[int, ...]:
-    """In which a ring goes through them."""
+    """Returns the order in which a ring goes through the members."""
     hosts = {member: there.boot for member, there in members.items()}
     racks = {member: there.rack for member, there in members.items()}
     return ring_order(hosts, racks, {member: there.host for member, there in members.items()}, tuning)
@@ -37,5 +37,5 @@ def group_view(
         ring=order(members, tuning) if ring else (),
         hosts=shared_hosts({member: there.boot for member, there in members.items()}) if hierarchical else (),
         tuning=tuning,
-        **likeness(members.values()),
+        **common_traits(members.values()),
     )

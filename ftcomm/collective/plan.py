@@ -1,4 +1,4 @@
-"""The plan of an all-reduce: who reduces what, as pure functions of the view and of the size of the op."""
+"""The plan of an all-reduce: who reduces what. All of it is pure functions of the view and of the size of the op."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import itertools
 from collections.abc import Mapping
 
 from ftcomm.kernels.epochs import EPOCHS
-from ftcomm.tuning import BUILT_IN, EVER, MEMBERS, Tuning, up_to
+from ftcomm.settings.tuning import BUILT_IN, EVER, MEMBERS, Tuning, up_to
 
-_ALIGN = 64  # bytes; shards start on cache lines, so that no line is written by two members
+_ALIGN = 64  # bytes; slices start on cache lines, so that no line is written by two members
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupView:
-    """The members of one shard group in one epoch.
+    """The members of one group in one epoch.
 
-    `one_host`: all run on the same machine. `alike`: all reduce by the same code on processors that can the same, see
-    `ftcomm.kernels.host.arithmetic`. Members that differ may pass on, say, the other one of two NaNs, so between hosts
-    that are not alike every element is reduced by one member alone.
+    `one_host`: all run on the same machine. `alike`: all reduce by the same code on equivalent processors, see
+    `ftcomm.kernels.host.arithmetic`. Members that differ may take, say, the other one of two NaNs, so between hosts
+    that are not alike only one member reduces each element.
     """
 
     epoch: int
@@ -27,10 +27,10 @@ class GroupView:
     members: tuple[int, ...]  # replica ids, ascending
     contributing: frozenset[int]
     one_host: bool = True
-    ring: tuple[int, ...] = ()  # all members, in the order in which large all-reduces go around; (): they do not
+    ring: tuple[int, ...] = ()  # all members in the order of the ring of large all-reduces; (): no ring
     alike: bool = False
     tuning: Tuning = BUILT_IN
-    hosts: tuple[tuple[int, ...], ...] = ()  # the members of each, if large all-reduces go by two levels; else ()
+    hosts: tuple[tuple[int, ...], ...] = ()  # the members of each host, if large all-reduces are hierarchical; else ()
 
     def __post_init__(self) -> None:
         if self.hosts and (sorted(m for host in self.hosts for m in host) != list(self.members) or () in self.hosts):
@@ -51,40 +51,41 @@ class GroupView:
 
     @functools.cached_property
     def one_shot(self) -> int:
-        """The largest op, in bytes, that each member reduces by itself; -1: none, whatever its size."""
+        """The largest op, in bytes, that is one-shot: each member reduces all of it. -1: none."""
         if not self.one_host and not self.alike:
             return -1
         return up_to(self.tuning.one_host if self.one_host else self.tuning.hosts, len(self.members))
 
     @functools.cached_property
     def direct(self) -> int:
-        """The largest op, in bytes, that goes by none of the routes, around the ring or by two levels."""
+        """The largest op, in bytes, that goes neither around the ring nor hierarchically."""
         if self.ring:
             return up_to(self.tuning.ring, len(self.members))
         return max(up_to(self.tuning.two_levels, len(self.members)), self.one_shot) if self.hosts else EVER
 
 
 def two_shot(nbytes: int, view: GroupView) -> bool:
-    """True: each member reduces a shard and all copy the shards. False: each reduces all of it by itself."""
+    """Whether an op is two-shot: each member reduces a slice and all copy the slices. Otherwise each reduces all of
+    it."""
     return nbytes > view.one_shot
 
 
 def by_route(nbytes: int, view: GroupView) -> bool:
-    """True: the op goes around the ring, or by two levels, as the view has it."""
+    """Whether an op goes around the ring, or hierarchically, as the view has it."""
     return nbytes > view.direct
 
 
 def shared_hosts(hosts: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
-    """From the host of each member: the members of each host, ascending, in the order of their first ones. () if two
-    levels are none, as all are on one host, or each on its own."""
+    """Groups the members by host: those of each host ascending, hosts in the order of their first members. Empty if
+    that makes no hierarchy, since all are on one host, or each on its own."""
     found: dict[str, list[int]] = {}
     for member, host in sorted(hosts.items()):
         found.setdefault(host, []).append(member)
     return tuple(map(tuple, found.values())) if 1 < len(found) < len(hosts) else ()
 
 
-def shards(count: int, itemsize: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """`count` elements in `parts` adjacent ranges (start, stop), even but for cache lines; some may be empty."""
+def slices(count: int, itemsize: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cuts `count` elements into `parts` adjacent ranges (start, stop), even up to cache lines; some may be empty."""
     unit = max(1, _ALIGN // itemsize)
     units = -(-count // unit)
     bounds = [min(count, units * part // parts * unit) for part in range(parts + 1)]

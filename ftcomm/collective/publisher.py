@@ -1,19 +1,19 @@
-"""What leaves a member in one epoch: the words that it raises, the wake-ups of those who sleep on them, and what those
-get who read its segment through a connection.
+"""Publishes what leaves a member in one epoch: the words that it raises, wake-ups of those that sleep on them, and
+frames for those that read its segment through a connection.
 
-    word      written by      value             polled by   before
-    POSTED    owner           tasks posted      all others  they read its POSTED staging
-    REDUCED   owner           tasks reduced     all others  they read its REDUCED staging (two-shot)
-    TAKEN     owner           tasks taken       all others  they return an op: all must hold all of it FINAL;
-                                                            between hosts, they post what uses the slot again
-    level(l)  owner           tasks that have   its readers they read what that level announces, see
-                              reached level l               `ftcomm.collective.algorithms`
+    word         written by   value                polled by     before
+    POSTED       owner        tasks posted         all others    they read its POSTED staging
+    REDUCED      owner        tasks reduced        all others    they read its REDUCED staging (two-shot)
+    TAKEN        owner        tasks taken          all others    they return an op: all must hold all of it FINAL;
+                                                                 between hosts, they post what uses the slot again
+    level(l)     owner        tasks that have      its readers   they read what that level announces, see
+                              reached level l                    `ftcomm.collective.algorithms`
 
 Fencing. A member enters an epoch by raising all its words to the epoch, before any staging is written. A member that
-was left behind in the old epoch may still read that staging while it changes, and mark a chunk FINAL that is none. But
-it sees the data before it looks, once more, at the words of all members, to return the op; then it sees that a word has
-left its epoch, and never returns the op. Those who go on have all stopped reading before any of them enters the new
-epoch.
+was left behind in the old epoch may still read that staging while it changes, and mark a chunk FINAL that is not. But
+after it has read the data it looks again at the words of all members, to return the op. Then it sees that a word has
+left its epoch, and never returns the op. The members that go on have all stopped reading before any of them enters the
+new epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from ftcomm.collective.pipeline import Gate, Pipeline, Slot
+from ftcomm.collective.gate import Gate, token
+from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task
 from ftcomm.kernels.epochs import COUNTER
@@ -40,17 +41,12 @@ from ftcomm.transport.segment import (
     descriptor,
 )
 
-_TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # words that all others look at
+_TO_ALL = frozenset((POSTED, REDUCED, TAKEN))  # the words that all others look at
 _NOTHING = memoryview(b"")
 
 
-def token(replica: int, word: int) -> int:
-    """What a member's ASLEEP word holds while it sleeps on a word of `replica`; 0 when awake."""
-    return (replica + 1) << 16 | word
-
-
 class Delivered(Gate):
-    """Opens when all others have what so many tasks have posted, through the connections by which they read it."""
+    """Opens when all others have got what these tasks have posted, through the connections by which they read it."""
 
     __slots__ = ("_count", "_readers")
 
@@ -69,9 +65,9 @@ class Delivered(Gate):
 
 
 class Publisher:
-    """`on_lost(replica, epoch, reason)` hears of connections that broke, and of this member itself if it cannot send.
-    `readers` are those that read through connections; those that share memory need no word from us. `compares`: members
-    look at each other's results, and so at every task that is taken."""
+    """The publisher of one epoch. `on_lost(replica, epoch, reason)` hears of connections that broke, and of this member
+    itself if it cannot send. `readers` read through connections; members that share memory need no frames. `compares`:
+    members look at each other's results, and so at every task that is taken."""
 
     def __init__(
         self,
@@ -94,11 +90,11 @@ class Publisher:
         self._tokens = {word: token(view.me, word) for word in PUBLISHED}
         self._levels = pipeline.algorithms.readers
         self._compares = compares
-        self._quiet = view.one_host and not compares  # of an op, the others look at the last task that is taken alone
-        # In a ring members hear of others from the left, and tell the right.
+        self._quiet = view.one_host and not compares  # the others look only at the last taken task of an op
+        # In a ring members hear of others from the left neighbour, and tell the right one.
         place = view.ring.index(view.me) if view.ring else 0
         self._right = view.ring[(place + 1) % len(view.ring)] if view.ring else view.me
-        others = self._peers if len(view.ring) > 3 else ()  # of fewer, all are neighbours
+        others = self._peers if len(view.ring) > 3 else ()  # in a smaller ring all are neighbours
         self.relayed = [(peer, {POSTED: 0, TAKEN: 0}) for peer in others if peer.replica != self._right]
         for word in (*_TO_ALL, *self._levels):
             self.publish(word, 0)
@@ -106,7 +102,7 @@ class Publisher:
     # -- words -------------------------------------------------------------------------------------------------------
 
     def describe(self, slot: Slot) -> None:
-        """Say of which op and which call a task is the first, before it is posted."""
+        """Write beside the slot the op and the call whose first task it has, before it is posted."""
         op, at = slot.op, descriptor(slot.index % SLOTS)
         self._own[at] = op.number | op.stamp
         self._own[at + 1] = op.call
@@ -117,16 +113,16 @@ class Publisher:
         own, value = self._own, self._low + count
         assert own[word] < value or not count, f"word {word} goes from {own[word]:#x} to {value:#x}"
         own[word] = value
-        token = self._tokens[word]
+        woken = False
         for words in self._words:
             asleep = words[ASLEEP]
             if not asleep:
                 continue
-            if asleep == token:
-                wake(self._segment.address + 8 * word)  # wakes all who sleep on it
-                token = 0
-            elif asleep == IN_POLL:
+            if asleep == IN_POLL:
                 self._ring_at(words, word)
+            elif not woken and asleep == self._tokens[word]:
+                wake(self._segment.address + 8 * word)  # wakes all that sleep on it
+                woken = True
         if not self._readers or (word == TAKEN and self._quiet and not last):
             return
         for reader in tuple(self._readers):
@@ -134,7 +130,7 @@ class Publisher:
                 self._send(reader, word, count)
 
     def _ring_at(self, words: memoryview, word: int) -> None:
-        """The owner of these sleeps, on connections too; if it looks at this word of ours, it has to be woken."""
+        """Wake the owner of `words`, which sleeps on connections too, if it looks at this word."""
         peer = next(peer for peer in self._peers if peer.words is words)
         if word in _TO_ALL or peer.replica in self._levels[word]:
             peer.ring()
@@ -142,15 +138,15 @@ class Publisher:
     # -- readers -----------------------------------------------------------------------------------------------------
 
     def welcome(self, reader: MirrorWriter) -> None:
-        """A reader has attached; send it what it has missed.
+        """Attach a reader, and send it what it has missed.
 
-        What it has yet to take lies in the slots; of what was there before nobody needs anything from here.
+        What it has yet to take is in the slots; it needs nothing of earlier tasks from here.
         """
         if all(reader.replica != peer.replica for peer in self._peers):
             reader.close()
             return
         for known in [known for known in self._readers if known.replica == reader.replica]:
-            if known.epoch > reader.epoch:  # it was dialled earlier, and has come later
+            if known.epoch > reader.epoch:  # an earlier connection that has arrived late
                 reader.close()
                 return
             self._readers.remove(known)
@@ -172,8 +168,9 @@ class Publisher:
             self._send(reader, TAKEN, index + 1)
 
     def relay(self) -> None:
-        """What is heard of others goes on to the right neighbour, before anything that follows from it. So after one
-        round all know, and who returns an op has told the right one all that it needs to do the same."""
+        """Relay what is heard of others to the right neighbour, before anything that follows from it. So after one
+        round all know, and a member that returns an op has told its right neighbour all that it needs to do the same.
+        """
         reader = next((reader for reader in self._readers if reader.replica == self._right), None)
         if reader is None:
             return
@@ -197,12 +194,12 @@ class Publisher:
                 told[word] = count
 
     def told(self, count: int) -> bool:
-        """True when all readers were sent the word that so many tasks are taken."""
+        """Whether all readers were sent the word that `count` tasks are taken."""
         self.clogged()
         return all(reader.told(TAKEN, self._low + count) for reader in self._readers)
 
     def clogged(self) -> list[MirrorWriter]:
-        """Send what has been left; those for whom something is left still."""
+        """Send what was left; returns the readers for which something is still left."""
         clogged = []
         for reader in tuple(self._readers):
             try:
@@ -213,15 +210,15 @@ class Publisher:
         return clogged
 
     def close(self, lives: Mapping[int, str]) -> list[MirrorWriter]:
-        """The epoch is over. Returns the readers that go on with this member, see `ftcomm.collective.pending` for
-        `lives`; closes the others."""
+        """End the epoch. Returns the readers that go on with this member, see `ftcomm.collective.pending` for `lives`;
+        closes the others."""
         kept = []
         for reader in self._readers:
             if lives.get(reader.replica) == reader.life and reader.turn():
                 kept.append(reader)
                 continue
             with contextlib.suppress(OSError):
-                reader.flush()  # who fails here has said so in a word that may be left
+                reader.flush()  # a failed op may have left a word that says so
             reader.close()
         self._readers.clear()
         return kept
@@ -239,7 +236,7 @@ class Publisher:
             start, stop = slot.algorithm.read_by(reader.replica, word, slot)
             place += start
             if word == POSTED and slot.straight:
-                # None if it is taken: then all have what they need of it, whatever connection this is.
+                # None if it is taken: then all have what they need of it.
                 if count > self._pipeline.taken:
                     assert isinstance(slot.task, Task)
                     begin = slot.task.chunk * slot.op.elements * slot.op.itemsize + start

@@ -3,24 +3,24 @@
     some member has returned the op     it is FINAL everywhere (an op returns only when all hold it): it is done
     every member holds the chunk FINAL  nothing
     some members hold it FINAL          the others copy it from the lowest of them
-    nobody holds it                     reduced again among the members of the new view; all inputs are intact
+    no member holds it                  it is reduced again among the members of the new view; all inputs are intact
 
 The members may have different numbers of ops in flight, and some may call an op only after the view change. Their
-streams of tasks agree all the same: a chunk is FINAL somewhere only if every member of an earlier view had called the
-op, and so had every member of this one that ran in that view. Hence an op that is not in flight at some member is all
-to be reduced at every member, which is also what an op called later does.
+streams of tasks agree in any case: a chunk is FINAL somewhere only if every member of an earlier view had called the
+op, and so had every member of this one that ran in that view. Hence an op that is not in flight at some member is to be
+reduced completely at every member, which is also what an op called later does.
 
 An atomic op ends with one set of contributors in all its chunks:
 
-    each chunk is FINAL somewhere, all with one set     as above: copied where it is missing
-    FINAL with those who contribute in the new view     as above
-    FINAL with others                                   reduced again, by all, from the inputs that they have kept
+    each chunk is FINAL somewhere, all with one set      as above: copied where it is missing
+    FINAL with those who contribute in the new view      as above
+    FINAL with others                                    reduced again, by all, from the inputs that they have kept
 
-By the first two rows what remains is of one set, which is what it takes to return. A member goes back to its input only
-when it posts the chunk again, so until then its account is that of before, and the next plan, should another member be
-lost meanwhile, may keep what this one gave up. Two members never hold one chunk with different contributors: whoever
-has it FINAL in this epoch has seen all others post it in this epoch, so all have gone back before. And what somebody
-has returned is never reduced again: then each member of the view holds all chunks, of one set.
+By the first two rows what remains has one set, as it must to return. A member goes back to its input only when it posts
+the chunk again. Until then its account is the old one, and the next plan, if another member is lost meanwhile, may keep
+what this one gave up. Two members never hold one chunk with different contributors: a member that has it FINAL in this
+epoch has seen all others post it in this epoch, so all have gone back before. And what any member has returned is never
+reduced again: then each member of the view holds all chunks, with one set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ftcomm.collective.chunks import Contributors, unpack
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import FtcommError
 
-REDUCE = -1  # as `Task.holder`
+REDUCE = -1  # a value of `Task.holder`
 
 
 class Task(NamedTuple):
@@ -52,12 +52,13 @@ class ProtocolError(FtcommError):
 
 @lru_cache(maxsize=256)
 def all_reduce(chunks: int) -> tuple[Task, ...]:
-    """The tasks of an op that nobody holds any part of."""
+    """Returns the tasks of an op of which no member holds any part."""
     return tuple(Task(chunk, REDUCE, ()) for chunk in range(chunks))
 
 
 def side_by_side(tasks: Sequence[Task]) -> int:
-    """How many of the first tasks, at least one, can be done as one: chunks in a row, all of them to be reduced."""
+    """Returns how many of the first tasks, at least one, can be done as one: adjacent chunks that are all to be
+    reduced."""
     if tasks[0].holder != REDUCE:
         return 1
     alike = (task == (tasks[0].chunk + number, REDUCE, ()) for number, task in enumerate(tasks))
@@ -65,12 +66,12 @@ def side_by_side(tasks: Sequence[Task]) -> int:
 
 
 def base(progress: Iterable[Progress]) -> int:
-    """The first op that nobody has returned. The stream of tasks of the new epoch begins with it."""
+    """Returns the first op that no member has returned. The stream of tasks of the new epoch begins with it."""
     return max((p.returned for p in progress if not p.fresh), default=0)
 
 
 def failure(number: int, progress: Mapping[int, Progress]) -> FailedOp | None:
-    """What op `number` failed with at any member: then it fails everywhere, and has no tasks."""
+    """Returns what op `number` failed with at any member: then it fails everywhere, and has no tasks."""
     told = (failed for _, p in sorted(progress.items()) for failed in p.failed if failed.number == number)
     return next(told, None)
 
@@ -78,10 +79,11 @@ def failure(number: int, progress: Mapping[int, Progress]) -> FailedOp | None:
 def resume_tasks(
     number: int, chunks: int, progress: Mapping[int, Progress], only: Contributors | None = None
 ) -> tuple[Task, ...]:
-    """The tasks of op `number`, which has `chunks` chunks and which nobody has returned; `progress` is by replica.
+    """Returns the tasks of op `number`, which has `chunks` chunks and which no member has returned; `progress` is by
+    replica.
 
-    `only`: for an atomic op, those who contribute in the new view. A task with holder REDUCE of a chunk that a member
-    holds FINAL tells it to go back to its input.
+    `only`: for an atomic op, the contributors in the new view. A task with holder REDUCE of a chunk that a member holds
+    FINAL tells it to go back to its input.
 
     Raises `ProtocolError` if the members contradict each other.
     """
@@ -106,7 +108,7 @@ def resume_tasks(
 
 
 def holdings(number: int, progress: Mapping[int, Progress]) -> dict[int, dict[Contributors, int]]:
-    """The FINAL chunks of op `number` at each member, a bitmap for each set of contributors.
+    """Returns the FINAL chunks of op `number` at each member, a bitmap for each set of contributors.
 
     Raises `ProtocolError` if the op is FINAL in part, and not in flight at some member.
     """
@@ -128,7 +130,8 @@ def _one_set(chunks: int, held: Iterable[dict[Contributors, int]]) -> bool:
 
 
 def _held(number: int, progress: Progress) -> dict[Contributors, int] | None:
-    """The FINAL chunks of an op at one member, a bitmap for each set of contributors; None if it is not in flight."""
+    """Returns the FINAL chunks of an op at one member, a bitmap for each set of contributors; None if it is not in
+    flight."""
     ops = progress.ops  # in order; of thousands, each is looked for
     at = bisect.bisect_left(ops, number, key=lambda op: op.number)
     if at == len(ops) or ops[at].number != number:

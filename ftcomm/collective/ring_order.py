@@ -1,9 +1,9 @@
-"""In which order a ring goes through its members, and which order of hosts is the fastest.
+"""Decides in which order a ring goes through its members, and which order of hosts is the fastest.
 
-The members of a host stand side by side, and so do the hosts of a rack, so that one flow enters them and one leaves
-them. Which rack and which host comes first is in the tuning file, if the bandwidth between the hosts was measured
-(`ftcomm bench tune`); else it follows from their labels. In either case the place of a member depends on nobody else's
-being there: who comes or goes has two neighbours, and between all others the ring stays as it is.
+The members of a host are side by side, and so are the hosts of a rack, so that one flow enters them and one leaves
+them. The tuning file gives the order of racks and hosts, if the bandwidth between the hosts was measured (`ftcomm bench
+tune`); otherwise it follows from their labels. In either case the place of a member does not depend on others: a member
+that comes or goes has two neighbours, and between all others the ring stays as it is.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ftcomm.tuning import BUILT_IN, Tuning
+from ftcomm.settings.tuning import BUILT_IN, Tuning
 
-ALIKE = 1.1  # rates that differ by less are as good as equal: measured again, they might be the other way round
+ALIKE = 1.1  # rates that differ by less count as equal: another measurement might swap them
 
 
 def ring_order(
@@ -22,12 +22,12 @@ def ring_order(
     addresses: Mapping[int, str] | None = None,
     tuning: Tuning = BUILT_IN,
 ) -> tuple[int, ...]:
-    """From the host of each member, the label of the rack in which it stands ("": not told), and the address by which
-    it is known to the file. Hosts and racks that are not in the file come behind those that are."""
+    """Orders the members by the host of each, the label of its rack ("": unknown), and the address by which the file
+    knows it. Hosts and racks that are not in the file come after those that are."""
     racks, addresses = racks or {}, addresses or {}
     through_racks, through_hosts = _places(tuning.ring_racks), _places(tuning.ring_hosts)
-    where: dict[str, str] = {}  # a host stands in one rack, whatever its members say
-    place: dict[str, int] = {}  # of a host in the file
+    where: dict[str, str] = {}  # a host is in one rack, whatever its members say
+    place: dict[str, int] = {}  # the place of a host in the file
     for member, host in hosts.items():
         where[host] = max(where.get(host, ""), racks.get(member, ""))
         known = through_hosts.get(addresses.get(member, ""), len(through_hosts))
@@ -46,12 +46,12 @@ def _places(names: Sequence[str]) -> dict[str, int]:
 
 
 def fastest_ring(racks: Sequence[str], rates: Mapping[tuple[int, int], float]) -> tuple[int, ...]:
-    """The order of hosts 0, 1 ... in which the slowest link of the ring is as fast as it can be: as many bytes cross
-    each link, at the same time, so that one is what the ring waits for.
+    """Returns the order of hosts 0, 1 ... in which the slowest link of the ring is as fast as possible. As many bytes
+    cross each link at the same time, so the ring waits for that one.
 
-    `racks`: that of each host, which stay together. `rates`: of each two, (lower, higher). Where nothing speaks against
-    it, they are in the order of their numbers. Exact, by the sets of hosts that a way may have been through (Held and
-    Karp, 1962): at most some seconds for 16 hosts.
+    `racks`: the rack of each host; racks stay together. `rates`: of each two hosts, (lower, higher). Otherwise hosts
+    are in the order of their numbers. Exact, by the sets of hosts on a path (Held and Karp, 1962): at most some seconds
+    for 16 hosts.
     """
     classes = {pair: math.floor(math.log(rate) / math.log(ALIKE)) for pair, rate in rates.items()}
     levels = sorted(set(classes.values()))
@@ -59,7 +59,7 @@ def fastest_ring(racks: Sequence[str], rates: Mapping[tuple[int, int], float]) -
     low, high = 0, len(levels) - 1
     while low <= high:
         middle = (low + high + 1) // 2
-        near = [0] * len(racks)  # bits of the hosts to which a link is fast enough
+        near = [0] * len(racks)  # as bits, the hosts to which a link is fast enough
         for (a, b), found in classes.items():
             if found >= levels[middle]:
                 near[a] |= 1 << b
@@ -73,13 +73,13 @@ def fastest_ring(racks: Sequence[str], rates: Mapping[tuple[int, int], float]) -
 
 
 def _ring(racks: Sequence[str], near: Sequence[int]) -> tuple[int, ...] | None:
-    """All hosts, each near the next one and the last near the first, rack by rack. Sets of hosts are bits."""
+    """Returns all hosts, each near the next one and the last near the first, rack by rack. Sets of hosts are bits."""
     count = len(racks)
     mates = [sum(1 << other for other in range(count) if racks[other] == rack) for rack in racks]
     everybody = (1 << count) - 1
     starts = range(1) if mates[0] == everybody else [host for host in range(count) if mates[0] >> host & 1]
     for start in starts:
-        ends = [0] * (everybody + 1)  # of each set, in which hosts a way from `start` through all of it can end
+        ends = [0] * (everybody + 1)  # for each set, the hosts in which a path from `start` through all of it can end
         ends[1 << start] = 1 << start
         for been in range(1 << start, everybody + 1):
             if not been >> start & 1:
@@ -99,8 +99,8 @@ def _ring(racks: Sequence[str], near: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _before(host: int, been: int, mates: Sequence[int]) -> int:
-    """From which hosts a way that has been through `been` may come to `host`: it leaves a rack when it has been through
-    all of it, so if that of `host` is begun, it is there."""
+    """Returns the hosts from which a path that has been through `been` may come to `host`. It leaves a rack after it
+    has been through all of it, so if the rack of `host` is begun, it comes from there."""
     if been & mates[host]:
         return been
     return sum(1 << other for other in range(len(mates)) if not mates[other] & ~been)

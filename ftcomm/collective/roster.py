@@ -1,16 +1,16 @@
-"""Which members a group has in rank order, as its users see it: alike on all of them, and changed at boundaries alone.
+"""The members of a group in rank order, as its users see them: equal on all of them, and changed only at boundaries.
 
 A loss is in force at once, in the middle of a step, and members hear of it at different moments: one has passed a
 boundary before it knew, another passes it after. So the roster must not follow the view. It follows what members tell
-each other anyway, when they enter a view: the last boundary that each has passed. They change the roster at the next
-boundary after the last that any of them has passed, which all of them have still before them, and they cannot pass it
-meanwhile: no boundary is passed between telling and entering.
+each other anyway when they enter a view: the last boundary that each has passed. They change the roster at the next
+boundary after the last that any of them has passed. All of them have that boundary still before them, and cannot pass
+it meanwhile: no boundary is passed between telling and entering.
 
 What was scheduled before is told as well, since a member may have missed a view that others have entered. Of several
 accounts that of the newest epoch counts; all that have entered an epoch have the same.
 
-    view 4: 0 1 2 3     0 and 1 have passed boundary 7, 3 has passed 6, 2 is lost
-    view 5: 0 1 3       the roster is 0 1 2 3 until boundary 8, 0 1 3 from then on
+    view 4: 0 1 2 3    0 and 1 have passed boundary 7, 3 has passed 6, 2 is lost
+    view 5: 0 1   3    the roster is 0 1 2 3 until boundary 8, 0 1 3 from then on
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from ftcomm.errors import CollectiveTimeout
 NONE = -1  # boundaries passed: none yet
 
 
-def agree(members: tuple[int, ...], givers: tuple[int, ...], progress: Mapping[int, Progress]) -> tuple[Roster, ...]:
-    """The rosters from now on, as all `members` of a new view find them from what all of them have told. `givers` are
-    those who contribute in it."""
+def agree(
+    members: tuple[int, ...], contributors: tuple[int, ...], progress: Mapping[int, Progress]
+) -> tuple[Roster, ...]:
+    """Returns the rosters from now on, as all `members` of a new view find them from what all of them have told.
+    `contributors` are those in that view."""
     ran = [p for _, p in sorted(progress.items()) if not p.fresh]
     known = max(ran, key=lambda p: p.epoch).rosters if ran else ()
     if not known:
-        return (Roster(NONE, members, givers),)
+        return (Roster(NONE, members, contributors),)
     passed = max(p.step for p in ran)
-    if (known[-1].members, known[-1].givers) != (members, givers):
-        known = (*(roster for roster in known if roster.since <= passed), Roster(passed + 1, members, givers))
+    if (known[-1].members, known[-1].contributors) != (members, contributors):
+        known = (*(roster for roster in known if roster.since <= passed), Roster(passed + 1, members, contributors))
     first = max((i for i, roster in enumerate(known) if roster.since <= min(p.step for p in ran)), default=0)
     return known[first:]
 
 
 def at(rosters: tuple[Roster, ...], step: int) -> Roster:
-    """That from the boundary of `step` to the next."""
+    """Returns the roster from the boundary of `step` to the next."""
     return next((roster for roster in reversed(rosters) if roster.since <= step), rosters[0])
 
 
@@ -55,19 +57,19 @@ class RosterTracker:
         self._rosters: tuple[Roster, ...] = ()
 
     def at(self, step: int) -> Roster:
-        """The roster from the boundary of `step` on. After the first view."""
+        """Returns the roster from the boundary of `step` on. To be called after the first view."""
         return at(self._rosters, step)
 
     def stand(self, step: int) -> None:
-        """The boundary of `step` is passed; a joiner begins as if it were."""
+        """Note that the boundary of `step` is passed; a joiner begins in this way."""
         self._step = step
 
     def told(self, progress: Progress) -> Progress:
-        """With where this member stands, which passes no boundary before it enters a view."""
+        """Add the boundary at which this member stands; it passes none before it enters a view."""
         return msgspec.structs.replace(progress, step=self._step, epoch=self._epoch, rosters=self._rosters)
 
     def agree(self, view: GroupView, progress: Mapping[int, Progress]) -> None:
-        """On the way into `view`."""
+        """Settle the rosters on the way into `view`."""
         self._rosters = agree(view.members, view.contributors, progress)
         self._epoch = view.epoch
 
@@ -75,7 +77,7 @@ class RosterTracker:
 def pass_boundary(
     rosters: RosterTracker, changed: threading.Condition, moves: Callable[[], bool], step: int, timeout: float
 ) -> Roster:
-    """The roster from the boundary of `step` on, which is passed. Waits for the end of a view change that is under way:
+    """Pass the boundary of `step`, and return the roster from there on. Waits for the end of a view change under way:
     until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout`."""
     with changed:
         if not changed.wait_for(moves, timeout):

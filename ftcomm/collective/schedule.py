@@ -1,27 +1,27 @@
-"""What a collective other than the all-reduce moves and reduces: a pure function of its kind, its sizes and the roster.
+"""The schedule of a collective other than the all-reduce: a pure function of its kind, its sizes and the roster.
 
-A schedule is a list of *parts*, the same list on all members. A part is one chunk: the unit of transfer and recovery,
-INPUT or FINAL at each of its takers. What differs between members is only where it lies in their arrays.
+A schedule is a list of *parts*, the same on all members. A part is one chunk: the unit of transfer and recovery, INPUT
+or FINAL at each of its takers. Members differ only in where it lies in their arrays.
 
-    collective        parts                        holder            takers
-    broadcast         the array                    root              all
-    allgather         one piece a member           that member       all
-    gather            one piece a member           that member       root
-    scatter           one piece a member           root              that member
-    alltoall          one piece a pair             the sender        the receiver
-    reduce            the array                    all, reduced      root
-    reduce_scatter    one piece a member           all, reduced      that member
-    barrier           none
+    collective      parts                  holder         takers
+    broadcast       the array              root           all
+    allgather       one piece a member     that member    all
+    gather          one piece a member     that member    root
+    scatter         one piece a member     root           that member
+    alltoall        one piece a pair       the sender     the receiver
+    reduce          the array              all, reduced   root
+    reduce_scatter  one piece a member     all, reduced   that member
+    barrier         none
 
 Pieces are cut into parts, and parts are packed into *batches*: the tasks of the stream. Each member stages what it
-gives of a batch in one slot of its own, so that in a batch all members give and take at the same time:
+gives of a batch in its own slot, so that in a batch all members give and take at the same time:
 
-    allgather, 3 members       slot of 0   slot of 1   slot of 2
-    batch 0                    0.0         1.0         2.0           piece.part
-    batch 1                    0.1         1.1         2.1
+    allgather, 3 members    slot of 0       slot of 1       slot of 2
+    batch 0                 0.0             1.0             2.0             piece.part
+    batch 1                 0.1             1.1             2.1
 
-    reduce_scatter             slot of 0   slot of 1   slot of 2
-    batch 0                    0.0 1.0 2.0 0.0 1.0 2.0 0.0 1.0 2.0   a third of a slot each; member 1 reduces the 1.0
+    reduce_scatter          slot of 0       slot of 1       slot of 2
+    batch 0                 0.0 1.0 2.0     0.0 1.0 2.0     0.0 1.0 2.0     each a third of a slot; member 1 reduces 1.0
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import NamedTuple
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.resume import REDUCE, Task
 
-# The place of a kind is its number on the wire; never reused.
+# The index of a kind is its number on the wire; never reuse one.
 KINDS = (
     "allreduce",
     "broadcast",
@@ -48,54 +48,55 @@ KINDS = (
     "scatter",
     "barrier",
 )
-AROUND = 1 << 8  # the detail of an all-reduce where large ones go around a ring
-HIERARCHICAL = 2 << 8  # where they are hierarchical
+AROUND = 1 << 8  # the detail of an all-reduce, if large ones go around a ring
+HIERARCHICAL = 2 << 8  # if they are hierarchical
 REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
-_ALIGN = 64  # bytes; what lies side by side in a slot begins on cache lines
+_ALIGN = 64  # bytes; adjacent parts of a slot begin on cache lines
 
 
 class Part(NamedTuple):
-    """`size` elements that `holder` gives to `takers` (None: to all), or that are reduced for them (REDUCE)."""
+    """A part: `size` elements that `holder` gives to `takers` (None: to all), or that are reduced for them (REDUCE)."""
 
     size: int
     holder: int
     takers: tuple[int, ...] | None
-    source: int  # where it begins in the array that this member gives from; -1: it gives nothing of it
-    dest: int  # where it begins in the array of the result at this member; -1: it takes nothing of it
+    source: int  # its offset in the array that this member gives from; -1: it gives none of it
+    dest: int  # its offset in the result at this member; -1: it takes none of it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Made once for each size of each collective, and compared by identity."""
+    """The schedule of a call. It is made once for each size of each collective, and compared by identity."""
 
     kind: str
     parts: tuple[Part, ...]
     detail: int  # kind, root and sizes as one word, for members to compare; see `explained`
     room: int  # elements in a slot
     unit: int  # elements in a cache line
-    begin: tuple[Contributors | None, ...]  # what each part is at first: None for INPUT, () where it is not taken
+    begin: tuple[Contributors | None, ...]  # the state of each part at first: None for INPUT, () if it is not taken
 
 
 class Move(NamedTuple):
-    """A part in a batch: from `holder`, or reduced, by way of `size` elements from `at` on in the slots."""
+    """A part in a batch, from `holder` or reduced, through `size` elements from `at` on in the slots."""
 
     part: int
     holder: int
-    contributors: Contributors  # if a member that has it FINAL gives it; else ()
+    contributors: Contributors  # of a part that a member gives FINAL; else ()
     takers: tuple[int, ...]
     at: int
     size: int
 
 
 class Batch(NamedTuple):
-    """A task of the stream."""
+    """A batch: one task of the stream."""
 
     moves: tuple[Move, ...]
     itemsize: int
 
     def span(self, giver: int, reduces: bool, taker: int) -> tuple[int, int]:
-        """The elements (start, stop) of the slot of `giver` that `taker` has to read; `reduces`: its input counts."""
+        """Returns the elements (start, stop) of `giver`'s slot that `taker` has to read; `reduces`: its input
+        counts."""
         given = [
             move
             for move in self.moves
@@ -107,7 +108,7 @@ class Batch(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Members that are not in the view, whose data members that are in it need."""
+    """The members that are not in the view and whose data its members need."""
 
     members: tuple[int, ...]
 
@@ -117,7 +118,7 @@ class Lost(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def broadcast(count: int, roster: Sequence[int], me: int, root: int, chunk: int, itemsize: int) -> Schedule:
-    """In place."""
+    """Builds the schedule of a broadcast, which works in place."""
     room, unit = _slot(chunk, itemsize)
     piece = [Part(size, roster[root], None, at if me == root else -1, at) for at, size in _cut(count, room)]
     return _script("broadcast", [piece], roster, me, root, (count,), room, unit)
@@ -125,7 +126,8 @@ def broadcast(count: int, roster: Sequence[int], me: int, root: int, chunk: int,
 
 @lru_cache(maxsize=1024)
 def allgather(count: int, roster: Sequence[int], me: int, in_place: bool, chunk: int, itemsize: int) -> Schedule:
-    """`count` elements from each. In place: what this member gives lies where the result has it."""
+    """Builds the schedule of an allgather of `count` elements from each. In place: the input is the own part of the
+    result."""
     room, unit = _slot(chunk, itemsize)
     pieces = []
     for rank, member in enumerate(roster):
@@ -139,7 +141,7 @@ def allgather(count: int, roster: Sequence[int], me: int, in_place: bool, chunk:
 
 @lru_cache(maxsize=1024)
 def gather(count: int, roster: Sequence[int], me: int, root: int, chunk: int, itemsize: int) -> Schedule:
-    """`count` elements from each."""
+    """Builds the schedule of a gather of `count` elements from each."""
     room, unit = _slot(chunk, itemsize)
     pieces = []
     for rank, member in enumerate(roster):
@@ -155,7 +157,7 @@ def gather(count: int, roster: Sequence[int], me: int, root: int, chunk: int, it
 
 @lru_cache(maxsize=1024)
 def scatter(count: int, roster: Sequence[int], me: int, root: int, chunk: int, itemsize: int) -> Schedule:
-    """`count` elements to each."""
+    """Builds the schedule of a scatter of `count` elements to each."""
     room, unit = _slot(chunk, itemsize)
     pieces = []
     for rank, member in enumerate(roster):
@@ -171,7 +173,7 @@ def scatter(count: int, roster: Sequence[int], me: int, root: int, chunk: int, i
 
 @lru_cache(maxsize=256)
 def alltoall(counts: Sequence[Sequence[int]], roster: Sequence[int], me: int, chunk: int, itemsize: int) -> Schedule:
-    """`counts[i][j]` elements from rank i to rank j."""
+    """Builds the schedule of an alltoall of `counts[i][j]` elements from rank i to rank j."""
     room, unit = _slot(chunk, itemsize)
     sent = (0, *itertools.accumulate(counts[me]))
     got = (0, *itertools.accumulate(row[me] for row in counts))
@@ -188,7 +190,7 @@ def alltoall(counts: Sequence[Sequence[int]], roster: Sequence[int], me: int, ch
 
 @lru_cache(maxsize=1024)
 def reduce(count: int, roster: Sequence[int], me: int, root: int, chunk: int, itemsize: int) -> Schedule:
-    """In place."""
+    """Builds the schedule of a reduce, which works in place."""
     room, unit = _slot(chunk, itemsize)
     piece = [Part(size, REDUCE, (roster[root],), at, at if me == root else -1) for at, size in _cut(count, room)]
     return _script("reduce", [piece], roster, me, root, (count,), room, unit)
@@ -196,7 +198,8 @@ def reduce(count: int, roster: Sequence[int], me: int, root: int, chunk: int, it
 
 @lru_cache(maxsize=1024)
 def reduce_scatter(count: int, roster: Sequence[int], me: int, in_place: bool, chunk: int, itemsize: int) -> Schedule:
-    """`count` elements to each. In place: the result lies where this member's input of it was."""
+    """Builds the schedule of a reduce_scatter of `count` elements to each. In place: the result is the own part of the
+    input."""
     room, unit = _slot(chunk, itemsize)
     pieces = []
     for rank, member in enumerate(roster):
@@ -217,17 +220,17 @@ def barrier(roster: Sequence[int], me: int) -> Schedule:
 
 
 def _slot(chunk: int, itemsize: int) -> tuple[int, int]:
-    """Elements in a slot and in a cache line."""
+    """Returns the elements in a slot and in a cache line."""
     return chunk // itemsize, max(1, _ALIGN // itemsize)
 
 
 def _share(room: int, unit: int, parts: int) -> int:
-    """Elements of a part if a slot is to hold `parts` of them."""
+    """Returns the elements of a part if a slot has to hold `parts` of them."""
     return max(unit, room // max(1, parts) // unit * unit)
 
 
 def _cut(count: int, most: int) -> list[tuple[int, int]]:
-    """(begin, size) of the parts of a piece."""
+    """Returns (begin, size) of the parts of a piece."""
     return [(at, min(most, count - at)) for at in range(0, count, most)]
 
 
@@ -241,8 +244,8 @@ def _script(
     room: int,
     unit: int,
 ) -> Schedule:
-    """The first parts of all pieces, then the second ones, and so on: who gives or takes a piece has a part in each
-    batch."""
+    """Orders the first parts of all pieces, then the second ones, and so on: a member that gives or takes a piece has a
+    part in each batch."""
     rows = itertools.zip_longest(*pieces)
     parts = tuple(part for row in rows for part in row if part is not None)
     detail = (
@@ -253,7 +256,7 @@ def _script(
 
 
 def explained(detail: int) -> tuple[str, str]:
-    """The kind of a collective, and of its arguments what its detail tells, as a person would say it."""
+    """Returns the kind of a collective, and what its detail tells of its arguments, in words."""
     code, root, sizes = detail & 0xFF, detail >> 8 & 0xFF_FFFF, detail >> 32
     kind = KINDS[code] if code < len(KINDS) else f"collective {code}"
     said = [f"root={root - 1}"] if root else []
@@ -268,9 +271,9 @@ def explained(detail: int) -> tuple[str, str]:
 def left(
     schedule: Schedule, members: Iterable[int], held: Mapping[int, Mapping[Contributors, int]]
 ) -> tuple[Task, ...]:
-    """The parts that `members` still need. `held`: for each, the bitmaps of the parts that it has FINAL.
+    """Returns the parts that `members` still need. `held`: for each, the bitmaps of the parts that it has FINAL.
 
-    Copied from the lowest member that has it FINAL; what nobody has comes from its holder, or is reduced, again.
+    A part is copied from the lowest member that has it FINAL; otherwise it comes from its holder, or is reduced, again.
     """
     everybody = tuple(sorted(members))
     union: dict[int, int] = {member: 0 for member in everybody}
@@ -294,25 +297,26 @@ def left(
 
 @lru_cache(maxsize=4096)
 def fresh(schedule: Schedule, members: tuple[int, ...], itemsize: int) -> tuple[Batch, ...] | Lost:
-    """The batches of an op of which nobody holds anything. At least one: an op without any still compares calls."""
+    """Returns the batches of an op of which no member holds anything. At least one: an op without any still compares
+    calls."""
     return batches(schedule, left(schedule, members, {}), members, itemsize) or NOTHING
 
 
 def batches(
     schedule: Schedule, tasks: Sequence[Task], members: tuple[int, ...], itemsize: int
 ) -> tuple[Batch, ...] | Lost:
-    """`tasks` in order, as many in a batch as the slots have room for; or who is lost that would have to give."""
+    """Packs `tasks` in order into batches, as many in each as the slots have room for; or returns lost givers."""
     lost = {task.holder for task in tasks if task.holder != REDUCE and task.holder not in members}
     if lost:
         return Lost(tuple(sorted(lost)))
     made = []
     moves: list[Move] = []
     filled: dict[int, int] = {}  # elements staged by each member
-    by_all = 0  # those that all have staged
+    by_all = 0  # elements that all have staged
     for number, holder, contributors in tasks:
         part = schedule.parts[number]
         takers = members if part.takers is None else tuple(m for m in members if m in part.takers)
-        alone = takers == (holder,)  # no way of a slot is needed
+        alone = takers == (holder,)  # it needs no slot
         while True:
             at = max(by_all, *filled.values(), 0) if holder == REDUCE else max(by_all, filled.get(holder, 0))
             if alone or at + part.size <= schedule.room:
@@ -330,4 +334,4 @@ def batches(
     return tuple(made)
 
 
-NOTHING = (Batch((), 1),)  # one task, in which nothing moves: calls are compared, and all wait for all
+NOTHING = (Batch((), 1),)  # a task that moves nothing: calls are compared, and all wait for all

@@ -1,4 +1,4 @@
-"""An op that follows a schedule: every collective but the all-reduce."""
+"""An op that follows a schedule: any collective but the all-reduce."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ftcomm.errors import LostError
 
 
 class ScheduledOperation(Operation):
-    """Gives from `source` and takes into `array`, which may be one array; both flat, contiguous, and left alone by the
-    caller until `done`. `source` stays INPUT until then, but for what is reduced in place.
+    """An op that gives from `source` and takes into `array`, which may be one array; both are flat, contiguous, and
+    untouched by the caller until `done`. `source` stays INPUT until then, except for what is reduced in place.
 
     `dtype` and `count` are those of the caller's elements, for members to compare. What only moves is carried as bytes,
     and `itemsize` is then 1.
@@ -43,19 +43,15 @@ class ScheduledOperation(Operation):
         self.source, self.array = source, array
         self.dtype, self.op, self.count = dtype, op, count
         self.itemsize = array.itemsize
+        self.nbytes = max(source.nbytes, array.nbytes)
         self._scale = size // array.itemsize
         self.call = count << 16 | call
         self.detail = schedule.detail
         self.finals: list[Contributors | None] = list(schedule.begin)
-        self.left: tuple[Task, ...] | None = None  # of this epoch; None: all
+        self.left: tuple[Task, ...] | None = None  # the tasks of this epoch; None: all
         self.tasks: tuple[Batch, ...] = NOTHING
-        self._latch = _thread.allocate_lock()
-        self._latch.acquire()
-
-    @property
-    def nbytes(self) -> int:
-        """In the larger of the two arrays."""
-        return int(max(self.source.nbytes, self.array.nbytes))
+        self.latch = _thread.allocate_lock()
+        self.latch.acquire()
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:
         self.left = None
@@ -68,8 +64,8 @@ class ScheduledOperation(Operation):
         return tasks
 
     def enter(self, view: GroupView) -> None:
-        """What is left becomes tasks, or the op fails."""
-        if self.error is not None:  # with which it has failed at somebody, before this epoch
+        """Turn what is left into tasks, or fail the op."""
+        if self.error is not None:  # it has failed with this at some member, before this epoch
             self.tasks = ()
             return
         if self.left is None:
@@ -79,7 +75,7 @@ class ScheduledOperation(Operation):
         self.doom = None
         if isinstance(made, Lost):
             self.doom = self._lost(made)
-            made = NOTHING  # a task that all take: then all have called the op, and know that it fails
+            made = NOTHING  # once all have taken this task, all have called the op and know that it fails
         self.tasks = made
 
     def _lost(self, lost: Lost) -> LostError:
@@ -91,7 +87,7 @@ class ScheduledOperation(Operation):
         )
 
     def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
-        """(start, stop, contributors) in elements of the result, for a finished op."""
+        """Returns (start, stop, contributors) in elements of the result, for a finished op."""
         found = sorted(
             (part.dest, part.dest + part.size, who)
             for part, who in zip(self.schedule.parts, self.finals, strict=True)

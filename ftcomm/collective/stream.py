@@ -1,17 +1,17 @@
-"""One epoch of the exchange at one member: it does what the pipeline says can be done.
+"""One epoch of the exchange at one member. It does what the pipeline says can be done.
 
-pipeline     decides, see `ftcomm.collective.pipeline`
-algorithms   move and reduce memory, see `ftcomm.collective.algorithms`
-publisher    raises words, wakes and sends, see `ftcomm.collective.publisher`
-checksums    compare the results of all members, if that is wished, see `ftcomm.collective.checksum`
-fast path    does small ops in one go, see `ftcomm.collective.fast_path`
+pipeline    decides, see `ftcomm.collective.pipeline`
+algorithms  move and reduce memory, see `ftcomm.collective.algorithms`
+publisher   raises words, wakes and sends, see `ftcomm.collective.publisher`
+checksums   compare the results of all members, if asked to, see `ftcomm.collective.checksum`
+fast path   does small ops in one go, see `ftcomm.collective.fast_path`
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ftcomm.collective.algorithms import Algorithms
 from ftcomm.collective.checksum import Checksums, Divergence
@@ -19,14 +19,14 @@ from ftcomm.collective.fast_path import FastPath, applies
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.publisher import Delivered, Publisher, token
+from ftcomm.collective.publisher import Delivered, Publisher
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.schedule import Batch
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
 from ftcomm.transport.segment import POSTED, SLOTS, TAKEN, Memory, Segment
-from ftcomm.tuning import Tuning
 
 
 class Interrupted(Exception):
@@ -34,11 +34,11 @@ class Interrupted(Exception):
 
 
 class Stream:
-    """Used by one thread at a time; `waiter` is where that thread waits.
+    """The stream of one epoch. For one thread at a time, which waits at `waiter`.
 
     `on_lost(replica, epoch, reason)` hears of connections that broke, and of this member itself if it cannot send. With
     `on_divergence` the results of all members are compared; it hears of those that differ, and raises `Interrupted` to
-    give up. `lines` are the connections that this thread is to serve; without them nothing is ever left to be sent.
+    give up. `lines` are the connections that this thread serves; without them nothing is ever left to be sent.
     """
 
     pipeline_type: type[Pipeline] = Pipeline
@@ -76,12 +76,13 @@ class Stream:
             compares=on_divergence is not None,
         )
         self.publisher = self.publisher_type(pipeline, segment, readers, on_lost, compares=on_divergence is not None)
+        self._undialled: list[Peer] = []  # those that no thread could be had for
         self.checksums: Checksums | None = None
         self.fast_path: FastPath | None = None
         if on_divergence is not None:
             self.checksums = Checksums(view, memories, pipeline.taken_by_all.is_open, on_divergence)
         elif applies(view, peers):
-            self.fast_path = FastPath(pipeline, segment, waiter)
+            self.fast_path = FastPath(pipeline, self.publisher.publish, segment, waiter)
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class Stream:
                 pipeline.arrive(slot)
                 moved = True
         if pipeline.taken < pipeline.arrived:
-            if pipeline.slots[pipeline.taken % SLOTS].gates:  # else that task is taken now, and others step then
+            if pipeline.slots[pipeline.taken % SLOTS].gates:  # otherwise that task is taken now, and others step later
                 for slot in pipeline.to_step():
                     self.step(slot)
                     moved = True
@@ -124,11 +125,14 @@ class Stream:
             assert isinstance(task, Task)
             for chunk in range(task.chunk, task.chunk + slot.span):
                 op.keep(chunk, task.holder == REDUCE)
-        for peer in pipeline.need(slot) if pipeline.relayed else ():
-            peer.want(self._waiter.interrupt)
+        if pipeline.relayed:
+            self._dial(pipeline.need(slot))
         slot.algorithm.post(slot)
         pipeline.posted = slot.index + 1
         self.publisher.publish(POSTED, slot.index + 1)
+
+    def _dial(self, peers: Iterable[Peer]) -> None:
+        self._undialled = [peer for peer in (*self._undialled, *peers) if not peer.want(self._waiter.interrupt)]
 
     def step(self, slot: Slot) -> None:
         slot.algorithm.step(slot)
@@ -137,7 +141,7 @@ class Stream:
             self.publisher.publish(word, slot.index + 1)
 
     def take(self, slot: Slot) -> None:
-        """INPUT becomes FINAL here, in one go: nothing waits between the first byte and the mark."""
+        """Turn INPUT into FINAL, in one go: nothing waits between the first byte and the mark."""
         op, index = slot.op, slot.index
         if op.error is None:
             slot.algorithm.finish(slot)
@@ -154,13 +158,13 @@ class Stream:
             checksums.taken(slot.index, slot.op, slot.task.chunk, slot.here)
 
     def stable(self, op: Operation) -> bool:
-        """True when all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""
+        """Whether all members are known to hold all of `op` FINAL (or to have failed it). Looks at the words now."""
         if not self.pipeline.is_stable(op):
             return False
         if self.publisher.relayed:
-            self.publisher.relay()  # the right neighbour may have it from nobody else
+            self.publisher.relay()  # the right neighbour may get it only from here
         if self.readers and not self.publisher.told(op.end):
-            return False  # it may be the last for long, and the others wait to hear that it is taken here
+            return False  # it may be the last for long, and the others wait for it
         if self.checksums is not None:
             self.checksums.compare(op.end)
         return True
@@ -168,10 +172,12 @@ class Stream:
     # -- waits -------------------------------------------------------------------------------------------------------
 
     def wait(self, oldest: Operation) -> bool:
-        """When nothing can move: wait for what stands in the way of `oldest`, the first op not returned.
+        """Wait for what stands in the way of `oldest`, the first op not returned, when nothing can move.
 
-        False if it did not come before an interrupt or the end of one sleep. Through lines: for any word.
+        False if it did not come before an interrupt or the end of one sleep. With lines: wait for any word.
         """
+        if self._undialled:
+            self._dial(())
         lines = self._lines
         clogged = self.publisher.clogged() if self.readers else ()
         if lines is not None and lines.peers and not self._serves_all:
@@ -179,20 +185,14 @@ class Stream:
         if lines is not None and (lines.peers or clogged):
             return lines.wait(clogged)
         gate, count = self.pipeline.obstacle(oldest)
-        word = gate.word
-        for peer in gate.behind(count):
-            if not self._waiter.until(
-                peer.words, word, peer.address + 8 * word, gate.low + count, gate.high, token(peer.replica, word)
-            ):
-                return False
-        return True
+        return gate.wait(count, self._waiter)
 
     def missing(self, oldest: Operation) -> tuple[int, ...]:
-        """On whom `wait` waits."""
+        """Returns the members for which `wait` waits."""
         gate, count = self.pipeline.obstacle(oldest)
         behind = gate.behind(count)
         if gate.relayed and self.pipeline.relayed:
-            # Of others the left neighbour tells. If it has not, it waits for that as well, or stands still.
+            # The left neighbour tells of others. If it has not, it waits for them as well, or stands still.
             behind = [self._left if self._left and not p.is_open else p for p in behind]
         missing = tuple(sorted({peer.replica for peer in behind}))
         return missing or tuple(reader.replica for reader in self.publisher.clogged())
@@ -200,16 +200,17 @@ class Stream:
     # -- the epoch ---------------------------------------------------------------------------------------------------
 
     def close(self, lives: Mapping[int, str] | None = None) -> list[MirrorWriter]:
-        """The epoch is over. The connections of the readers that go on with this member come back.
+        """End the epoch. Returns the connections of the readers that go on with this member.
 
-        Nothing of it may hold the memory of members that are gone: what frees objects that know each other runs so
-        rarely that the memory and a descriptor of every loss would be kept."""
+        Nothing of it may hold the memory of members that are gone: cyclic garbage is collected so rarely that the
+        memory and a descriptor of every loss would be kept.
+        """
         kept = self.publisher.close(lives or {})
         self.pipeline.close()
         return kept
 
     def tune(self, tuning: Tuning) -> None:
-        """Other switch points, while nothing is in flight."""
+        """Use other switch points, while nothing is in flight."""
         self.view = dataclasses.replace(self.view, tuning=tuning)
         self.pipeline.algorithms.tune(tuning)
         if self.fast_path is not None:

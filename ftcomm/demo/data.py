@@ -16,7 +16,9 @@ HELD_OUT = 16  # every 16th file is kept for validation
 
 def library_text(limit: int = 8 << 20) -> tuple[np.ndarray, np.ndarray]:
     """(training text, validation text) as uint8, of different files; the same on every replica of one interpreter."""
-    train, held_out, size = [], [], 0
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    size = 0
     for number, file in enumerate(_files(sysconfig.get_path("stdlib"))):
         text = file.read_bytes()
         (held_out if number % HELD_OUT == HELD_OUT - 1 else train).append(text)

@@ -59,8 +59,8 @@ def _kill(
         stop(pid)
         progress = words[POSTED], words[REDUCED], words[TAKEN]
         if _owes(*progress) and _gather(others, words[POSTED]):
-            counters = (word & (COUNTS - 1) for word in progress)
-            kill = Kill(pid, time.monotonic(), progress[0] >> COUNTER, *counters, attempts)
+            posted, reduced, taken = (word & (COUNTS - 1) for word in progress)
+            kill = Kill(pid, time.monotonic(), progress[0] >> COUNTER, posted, reduced, taken, attempts)
             announce(kill)
             os.kill(pid, signal.SIGKILL)
             return kill

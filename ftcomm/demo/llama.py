@@ -9,7 +9,7 @@ from torch import Tensor, nn
 VOCABULARY = 256  # bytes
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):  # type: ignore[misc]
     """Pre-norm, rotary attention, SwiGLU."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
@@ -35,11 +35,11 @@ def rotated(x: Tensor) -> Tensor:  # [batch, heads, time, size]
     return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
 
 
-class Llama(nn.Module):
+class Llama(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(LlamaBlock(width) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 VOCABULARY = 256  # bytes
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):  # type: ignore[misc]
     """Pre-norm attention and feed-forward, both added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -28,12 +28,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
-class Transformer(nn.Module):
+class Transformer(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, context: int = 64) -> None:
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
         self.place = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for p in self.parameters():

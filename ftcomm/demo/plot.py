@@ -23,7 +23,7 @@ def draw(story: Story, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: dict[str, Any] = {
+    style: Any = {
         "font.size": 10,
         "text.color": INK,
         "axes.edgecolor": FAINT,
@@ -138,4 +138,5 @@ def smooth(values: np.ndarray, reach: int = 10) -> np.ndarray:
     sums = np.concatenate(([0.0], np.cumsum(values)))
     place = np.arange(len(values))
     reach_here = np.minimum(reach, np.minimum(place, len(values) - 1 - place))
-    return (sums[place + reach_here + 1] - sums[place - reach_here]) / (2 * reach_here + 1)
+    means: np.ndarray = (sums[place + reach_here + 1] - sums[place - reach_here]) / (2 * reach_here + 1)
+    return means

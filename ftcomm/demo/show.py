@@ -234,7 +234,10 @@ class Demo:
         """The lines of the final table."""
         story = self.story
         unknown = "?"
-        ms = lambda value: unknown if value is None else f"{value:.1f} ms"  # noqa: E731
+
+        def ms(value: float | None) -> str:
+            return unknown if value is None else f"{value:.1f} ms"
+
         stalls, kill, fetched, lost = story.stalls_ms(), story.kill, story.fetched, story.steps_lost()
         validation = [value for _, value in sorted(story.validation.items())]
         elapsed = max(story.ended.values(), default=0.0)
@@ -285,7 +288,7 @@ class Demo:
             is None,
             "the killed replica fetched no state": story.fetched is None,
             "the killed replica did not contribute again": story.contributes_again is None,
-            f"{story.steps_lost()} steps were lost": story.steps_lost() != 0,
+            f"steps lost: {story.steps_lost()}": story.steps_lost() != 0,
             "the weights are not equal on all replicas": not story.equal(),
         }
         return [text for text, missing in checks.items() if missing]

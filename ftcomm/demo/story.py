@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from ftcomm.demo.kill import Kill
-from ftcomm.launch.event_text import replicas
+from ftcomm.launch.event_text import counted, replicas
 
 Event = dict[str, Any]
 
@@ -66,8 +66,8 @@ class Story:
         self.victim, self.kill = replica, kill
         self.replicas[replica].state = "killed"
         text = (
-            f"SIGKILL to replica {replica} (pid {kill.pid}) inside an all-reduce: {kill.posted} chunks posted, "
-            f"{kill.reduced} reduced, {kill.taken} taken in epoch {kill.epoch}"
+            f"SIGKILL to replica {replica} (pid {kill.pid}) inside an all-reduce: "
+            f"{counted(kill.posted, 'chunk')} posted, {kill.reduced} reduced, {kill.taken} taken in epoch {kill.epoch}"
         )
         self._mark(kill.at, "killed", f"replica {replica} killed", text)
 
@@ -155,8 +155,8 @@ class Story:
         members = {member["replica"]: member["contributing"] for member in event["members"]}
         for number, contributing in members.items():
             self.replicas[number].state = "training" if contributing else "catching up"
-        counted = [number for number, contributing in members.items() if contributing]
-        text = f"view {self.epoch}: {replicas(counted)} in training"
+        training = [number for number, contributing in members.items() if contributing]
+        text = f"view {self.epoch}: {replicas(training)} in training"
         behind = [number for number, contributing in members.items() if not contributing]
         self.say(self._now, text + (f", {replicas(behind)} catching up" if behind else ""))
         if self.kill is None or self.victim is None:
@@ -179,8 +179,8 @@ class Story:
         self.resumed[number] = {**event, "stall_ms": (self._now - self.kill.at) * 1000} if self.kill else event
         self.say(
             self._now,
-            f"replica {number} resumes {event['ops']} ops {event['resume_ms']:.1f} ms after it heard of the loss: "
-            f"{event['reduced']} chunks to reduce again, {event['copied']} to copy",
+            f"replica {number} resumes {counted(event['ops'], 'op')} {event['resume_ms']:.1f} ms after it heard of the "
+            f"loss: {counted(event['reduced'], 'chunk')} to reduce again, {event['copied']} to copy",
         )
         if set(self.resumed) == set(self.survivors):
             self._mark(self._now, "resumed", "all-reduce resumed", "all survivors are in that same all-reduce again")
@@ -194,7 +194,8 @@ class Story:
             self.say(
                 self._now,
                 f"replica {event['replica']} has the state of step {event['step']}: {event['bytes'] / 1e6:.1f} MB from "
-                f"{named(event['sources'])} in {event['seconds']:.2f} s, {event['replayed']} steps to replay",
+                f"{named(event['sources'])} in {event['seconds']:.2f} s, "
+                f"{counted(event['replayed'], 'step')} to replay",
             )
 
     def _on_report(self, event: Event) -> None:

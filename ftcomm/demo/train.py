@@ -27,13 +27,13 @@ def learning_rate(step: int, total: int, peak: float = 8e-3, warmup: int = 20) -
     return peak * min((step + 1) / warmup, 1) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / total)))
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def validation_loss(group: ftcomm.Group, model: Transformer, text: np.ndarray) -> float:
     """Each contributing replica takes its share of the same sequences; the all-reduce makes it one number for all."""
     starts = np.linspace(0, len(text) - CONTEXT - 1, HELD_OUT, dtype=np.int64)
     voters = sorted(group.contributing)
     mine = starts[voters.index(group.replica) :: len(voters)] if group.contributes else starts[:1]
-    return ftcomm.allreduce(model(windows(text, mine, CONTEXT)), op="avg").item()
+    return float(ftcomm.allreduce(model(windows(text, mine, CONTEXT)), op="avg"))
 
 
 def main() -> None:

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ftcomm.address import interfaces, listed, mtu, own_address, resolved
-from ftcomm.control import wire
+from ftcomm.control import handshake, wire
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
-from ftcomm.credentials import from_env
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.settings import split_endpoint
+from ftcomm.settings.credentials import from_env
+from ftcomm.transport.address import interfaces, listed, mtu, own_address, resolved
 
 PURPOSE = "doctor"
 PATIENCE = 3.0  # s for a connection
@@ -158,8 +158,8 @@ def serve(host: str, port: int, say: Callable[[str], None]) -> None:
     asyncio.run(_serve(sock, from_env(token), say))
 
 
-async def _serve(sock: socket.socket, mine: wire.Credentials, say: Callable[[str], None]) -> None:
-    async def answer(channel: Channel, opening: wire.Opening) -> None:
+async def _serve(sock: socket.socket, mine: handshake.Credentials, say: Callable[[str], None]) -> None:
+    async def answer(channel: Channel, opening: handshake.Opening) -> None:
         """Take what comes, and say at the end how much it was."""
         loop = asyncio.get_running_loop()
         with channel.detach() as peer:  # what is measured is the network
@@ -176,13 +176,13 @@ async def _serve(sock: socket.socket, mine: wire.Credentials, say: Callable[[str
         await listener.close()
 
 
-def _reach(name: str, there: tuple[str, int], mine: wire.Credentials) -> tuple[socket.socket, float] | Finding:
+def _reach(name: str, there: tuple[str, int], mine: handshake.Credentials) -> tuple[socket.socket, float] | Finding:
     """A connection and how long it took; or what is wrong."""
     begun = time.monotonic()
     where = f"{there[0]}:{there[1]}"
     try:
         return wire.connect(there, mine, PURPOSE, {}, PATIENCE).detach(), time.monotonic() - begun
-    except wire.HandshakeError as error:
+    except handshake.HandshakeError as error:
         return Finding(name, "wrong", f"{where} was reached, but {error}", "mend what it says, and run this again")
     except TimeoutError:
         said = f"no answer from {where} within {PATIENCE:g} s: a firewall drops packets, or the address is no host's"

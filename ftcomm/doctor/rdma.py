@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftcomm.doctor.check import Finding
+from ftcomm.doctor.check import Finding, Verdict
 from ftcomm.errors import TransportError
 from ftcomm.transport.nixl import library as nixl_library
 from ftcomm.transport.nixl.context import rails
@@ -27,7 +27,7 @@ def library() -> list[Finding]:
     try:
         library = nixl_library.load()
     except nixl_library.NixlMissing as error:
-        verdict = "wrong" if wanted(os.environ) or rdma_devices() else "note"
+        verdict: Verdict = "wrong" if wanted(os.environ) or rdma_devices() else "note"
         return [
             Finding(
                 "nixl",
@@ -76,7 +76,7 @@ def library() -> list[Finding]:
     return findings + [Finding("ucx", "note", f"UCX says: {trouble}") for trouble in troubles]
 
 
-def _put(library: nixl_library.Library, agents: list[object]) -> float:
+def _put(library: nixl_library.NixlLibrary, agents: list[object]) -> float:
     """Bytes a second. Raises `TransportError` if nothing gets through."""
     near, far = mmap.mmap(-1, CHUNK), mmap.mmap(-1, CHUNK)
     near.write(b"x" * CHUNK)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
-from ftcomm.messages.slots import Slots
+from ftcomm.p2p.slots import Slots
 from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.segment import Segment
 
@@ -24,7 +25,7 @@ class CallEngine(Protocol):
     by_stream: bool  # a stream of the caller's waits for an op, which may be in flight when it was waited for
 
     def all_reduce(
-        self, x: Any, op: str, *, atomic: bool, compression: str, max_sms: int | None
+        self, x: Any, op: str, atomic: bool, compression: str, max_sms: int | None
     ) -> tuple[Operation, Finish | None]:
         """The op, to be submitted, and what is to be called behind it. Arguments are those of `Calls.allreduce`.
         Raises `ArgumentError`."""
@@ -37,7 +38,7 @@ class CallEngine(Protocol):
 
 
 class Events(NamedTuple):
-    """Whom an exchange calls; `ftcomm.collective.exchange.Exchange` says when."""
+    """Names whom an exchange calls; `ftcomm.collective.exchange.Exchange` says when."""
 
     on_stall: Callable[[Stall], None]
     on_failed: Callable[[BaseException], None]
@@ -50,14 +51,17 @@ class GroupEngine(CallEngine, Protocol):
 
     segment: Segment
     transport: str  # by which peers are reached, as FTCOMM_TRANSPORT says it
-    arithmetic: str  # equal at two members: they reduce to the same bits; "" is equal to nothing
     slots: Slots | None  # through which messages go by copy engines
 
-    def exchange(self, events: Events) -> Any:
-        """What runs its ops, once; see `ftcomm.collective.exchange.Exchange`."""
+    @property
+    def arithmetic(self) -> str:
+        """Equal at two members: they reduce to the same bits; "" is equal to nothing."""
+
+    def exchange(self, events: Events) -> GroupExchange[Any]:
+        """What runs its ops, once."""
 
     def warm(self) -> None:
-        """Before the first op: prepare what any op needs. Blocks, for seconds maybe."""
+        """Prepare what any op needs, before the first one. Blocks, for seconds maybe."""
 
     def reach(self, peer: Peer) -> None:
         """An epoch that is to come has this peer. Blocks. Raises `TransportError`."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ftcomm.arrays import stage
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines.base import Events, Finish
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.p2p.slots import Slots
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import HOST, Layout, Segment, putting
+from ftcomm.transport.segment import CHUNK, HOST, Layout, Segment, layout_for
 
 if TYPE_CHECKING:
     from ftcomm.calls import Calls
@@ -23,10 +25,10 @@ class HostCalls:
     by_stream = False
 
     def all_reduce(
-        self, x: Any, op: str, *, atomic: bool, compression: str, max_sms: int | None
+        self, x: Any, op: str, atomic: bool, compression: str, max_sms: int | None
     ) -> tuple[Operation, Finish | None]:
         staged = stage(x)
-        return Operation(staged.flat, staged.dtype, op, atomic=atomic, compression=compression), staged.finish
+        return Operation(staged.flat, staged.dtype, op, CHUNK, atomic, compression), staged.finish
 
     def may_move(self, call: str) -> None:
         """All are there."""
@@ -35,46 +37,72 @@ class HostCalls:
         return False
 
 
+def deadlines(times: Timeouts) -> tuple[float, float, float]:
+    """Floor, ceiling and end of an op without progress, see `Exchange`."""
+    return times.op_floor, times.op, times.give_up
+
+
 class HostEngine(HostCalls):
     """See `ftcomm.engines.base.GroupEngine`. Raises `TransportError` without memory."""
 
-    slots = None
+    slots: Slots | None = None
 
-    def __init__(self, settings: Settings, layout: Layout | None = None, reducer: Reducer | None = None) -> None:
-        layout = HOST if layout is None else layout
-        self._settings = settings
-        self.transport = settings.transport
-        self.segment = Segment(putting(layout) if settings.transport == "nixl" else layout)
+    def __init__(
+        self,
+        me: int,
+        segment: Segment,
+        transport: str,
+        deadlines: tuple[float, float, float],
+        *,
+        verify: bool,
+        ranks_per_replica: int = 1,
+        reducer: Reducer | None = None,
+    ) -> None:
+        self.segment, self.transport = segment, transport
+        self._me, self._deadlines, self._verify, self._ranks_per_replica = me, deadlines, verify, ranks_per_replica
         self._reducer = Reducer() if reducer is None else reducer
+
+    @classmethod
+    def of_job(cls, settings: Settings, layout: Layout = HOST, reducer: Reducer | None = None) -> HostEngine:
+        segment = Segment(layout_for(settings.transport, layout))
+        return cls(
+            settings.replica,
+            segment,
+            settings.transport,
+            deadlines(settings.timeouts),
+            verify=settings.verify,
+            ranks_per_replica=settings.ranks_per_replica,
+            reducer=reducer,
+        )
 
     @property
     def arithmetic(self) -> str:
         return self._reducer.arithmetic
 
     def exchange(self, events: Events) -> Exchange:
-        settings, times = self._settings, self._settings.timeouts
+        floor, ceiling, give_up = self._deadlines
         return Exchange(
-            settings.replica,
+            self._me,
             self.segment,
-            deadline_floor=times.op_floor,
-            deadline_ceiling=times.op,
-            give_up=times.give_up,
+            deadline_floor=floor,
+            deadline_ceiling=ceiling,
+            give_up=give_up,
             on_stall=events.on_stall,
             on_lost=events.on_lost,
             on_failed=events.on_failed,
-            on_divergence=events.on_divergence if settings.verify else None,
-            ranks_per_replica=settings.ranks_per_replica,
+            on_divergence=events.on_divergence if self._verify else None,
+            ranks_per_replica=self._ranks_per_replica,
             reducer=self._reducer,
         )
 
     def warm(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def reach(self, peer: Peer) -> None:
         """The exchange maps what it needs."""
 
     def leave(self, peer: Peer) -> None:
-        """Nothing was mapped here."""
+        """Do nothing: nothing was mapped here."""
 
     def close(self) -> None:
         self.segment.close()

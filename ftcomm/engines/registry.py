@@ -1,4 +1,4 @@
-"""From FTCOMM_ENGINE to the engine. Imports no more than the choice needs.
+"""Opens the engine that FTCOMM_ENGINE names. Imports no more than the choice needs.
 
     engine                               who drives an op                          who reduces
     host                                 this process                              it
@@ -30,19 +30,19 @@ def _gpu_reduce(settings: Settings) -> GroupEngine:
     from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
-    from ftcomm.engines.gpu_reduce.engine import ReduceEngine
-    from ftcomm.engines.gpu_reduce.mapped import MappedPlace
+    from ftcomm.engines.gpu_reduce.engine import reduce_engine
+    from ftcomm.engines.gpu_reduce.mapped import CudaReduceDevice
 
-    return ReduceEngine(settings, MappedPlace(settings.max_sms))
+    return reduce_engine(settings, CudaReduceDevice(settings.max_sms))
 
 
 def _interpreter_reduce(settings: Settings) -> GroupEngine:
-    from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace  # first: Triton is to interpret
+    from ftcomm.engines.gpu_reduce.interpreted import InterpretedReduceDevice  # first: Triton is to interpret
 
     # isort: split
-    from ftcomm.engines.gpu_reduce.engine import ReduceEngine
+    from ftcomm.engines.gpu_reduce.engine import reduce_engine
 
-    return ReduceEngine(settings, InterpretedPlace(settings.max_sms))
+    return reduce_engine(settings, InterpretedReduceDevice(settings.max_sms))
 
 
 def _gpu_kernel(settings: Settings) -> GroupEngine:
@@ -69,7 +69,7 @@ def _interpreter_kernel(settings: Settings) -> GroupEngine:
 
 
 ENGINES: dict[str, Callable[[Settings], GroupEngine]] = {
-    "host": HostEngine,
+    "host": HostEngine.of_job,
     "gpu-reduce": _gpu_reduce,
     "gpu-kernel": _gpu_kernel,
     "interpreter-reduce": _interpreter_reduce,

@@ -1,6 +1,6 @@
-"""`ftcomm run`: the processes of a job on this machine, and the coordinator beside them.
+"""`ftcomm run`: the processes of a job on this machine, and its coordinator.
 
-Light to import: `Launcher` and `RunOptions` are loaded on first use.
+The package is light to import: `Launcher` and `RunOptions` are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name the job and ask the user before a command acts on all of it."""
+"""Names the job and asks the user before a command acts on all of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def at_terminal() -> bool:
 
 
 def confirm(seen: protocol.Status, what: str, command: str, *, named: bool, yes: bool) -> None:
-    """Name the job, and ask at the terminal whether `what` is meant for it. `named`: by --job, so that without a
-    terminal there is nothing to ask. Raises `SettingsError` if it is not, or if nobody can say so."""
+    """Name the job, and ask at the terminal whether `what` is meant for it. With `named` (--job) there is nothing to
+    ask where there is no terminal. Raises `SettingsError` if it is not meant, or if there is no way to ask."""
     step = max((replica.step for replica in seen.replicas), default=-1)
     at = f", at step {step}" if step >= 0 else ""
     job = f"job {seen.run}: {seen.script}, {len(seen.replicas)} replicas{at}"

@@ -1,4 +1,4 @@
-"""`ftcomm coordinator`: a coordinator on its own, for replicas that a cluster's own launcher starts."""
+"""`ftcomm coordinator`: a coordinator by itself, for replicas that a cluster's own launcher starts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from ftcomm.control.limits import beyond
 from ftcomm.control.server import CoordinatorServer, ServerError
 from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.credentials import from_env
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch.event_text import describe
 from ftcomm.launch.options import TIMEOUT_OPTIONS
+from ftcomm.launch.torch_store import TorchStore
 from ftcomm.settings import chain
+from ftcomm.settings.credentials import from_env
 from ftcomm.sync.sched import request_short_slice
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit codes
 
-ETCD = "etcd://"  # in front of a --store that is no file
-LEAST_HEARTBEAT = 1.0  # s, of a job whose coordinator has to hear of etcd in that time
+ETCD = "etcd://"  # the prefix of a --store in etcd
+LEAST_HEARTBEAT = 1.0  # s, where the coordinator has to hear of etcd in that time
 
 MAKE_TOKEN = "export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
 
 
 @dataclasses.dataclass(frozen=True)
 class CoordinatorOptions:
-    """Times are seconds. Without `store` the file of views lies in the working directory, named after the port.
-    `standby`: wait while another coordinator has the job, and take over when it is gone; with etcd alone."""
+    """The options of a coordinator. Times are seconds. Without `store` the file of views is in the working directory,
+    named after the port. `standby`: wait while another coordinator has the job, and take over when it is gone; only
+    with etcd."""
 
     replicas: int
     token: str = dataclasses.field(repr=False)
@@ -42,18 +44,21 @@ class CoordinatorOptions:
     port: int = 29400
     store: str | None = None
     standby: bool = False
+    torch_store: int | None = None  # the port of torch's store; None: there is none
     heartbeat_timeout: float | None = None
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
 
     def check(self) -> None:
-        """Raise `SettingsError`, with the mend, on what cannot work."""
+        """Raise `SettingsError`, with the mend, if the options cannot work."""
         if self.replicas < 1 or self.ranks_per_replica < 1:
             raise SettingsError("--replicas and --ranks-per-replica: expected 1 or more, as in --replicas 4.")
         if reason := beyond(self.replicas, self.ranks_per_replica):
             raise SettingsError(f"--replicas and --ranks-per-replica: {reason}.")
         if not 0 <= self.port < 65536:
             raise SettingsError(f"--port {self.port}: expected 0 (any free one) to 65535.")
+        if self.torch_store is not None and not 0 <= self.torch_store < 65536:
+            raise SettingsError(f"--torch-store {self.torch_store}: expected 0 (any free one) to 65535.")
         if not self.token:
             raise SettingsError(f"FTCOMM_TOKEN is not set; all of a job share one secret. Make it with: {MAKE_TOKEN}")
         etcd = self.store is not None and self.store.startswith(ETCD)
@@ -69,11 +74,11 @@ class CoordinatorOptions:
 
     @property
     def timeouts(self) -> Timeouts:
-        """Raises `SettingsError` if they cannot work together."""
+        """Returns the timeouts. Raises `SettingsError` if they cannot work together."""
         return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
 
     def open_store(self) -> Path | Store:
-        """Nothing is opened yet. Raises `SettingsError`."""
+        """Returns the store, which is not opened yet. Raises `SettingsError`."""
         if self.store is None:
             return Path(f"ftcomm-views-{self.port}.jsonl")
         if not self.store.startswith(ETCD):
@@ -91,7 +96,7 @@ class CoordinatorOptions:
 
 
 def run(options: CoordinatorOptions) -> int:
-    """Serve one job to its end; the exit code. Raises `SettingsError`, `InitError`. Blocks."""
+    """Serve one job to its end; returns the exit code. Blocks. Raises `SettingsError`, `InitError`."""
     options.check()
     return asyncio.run(_serve(options))
 
@@ -108,15 +113,20 @@ async def _serve(options: CoordinatorOptions) -> int:
         on_event=_say,
     )
     request_short_slice()
+    store = None if options.torch_store is None else TorchStore(options.host, _tell, options.torch_store)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
-        if not await _unless(stopped, server.start()):  # it may wait for another coordinator
+        if store is not None and not options.standby:
+            await store.start()
+        if not await _unless(stopped, server.start()):  # this may wait for another coordinator
             return STOPPED
-        print(_instructions(options, server.endpoint), flush=True)
+        if store is not None and options.standby:  # on one host the other coordinator has had its port until now
+            await store.start()
+        print(_instructions(options, server.endpoint, store), flush=True)
         if await _unless(stopped, server.wait_done()):
-            if server.ended:  # else the job goes on, and needs what is stored
+            if server.ended:  # otherwise the job goes on, and needs what is stored
                 await server.clear()
             return FAILED if server.failed else FINISHED
         _tell(f"stopped; the job goes on. Start this coordinator again with --port and --store {server.store} as now.")
@@ -127,11 +137,13 @@ async def _serve(options: CoordinatorOptions) -> int:
         _tell(str(error))
         return FINISHED
     finally:
+        if store is not None:
+            await store.close()
         await server.stop()
 
 
 async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` came to its end before we were stopped; raises what it raises."""
+    """Run `work` until `stopped`; returns whether it came to its end, and raises what it raises."""
     done, signalled = asyncio.ensure_future(work), asyncio.ensure_future(stopped.wait())
     await asyncio.wait({done, signalled}, return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()
@@ -143,7 +155,7 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> bo
     return True
 
 
-def _instructions(options: CoordinatorOptions, endpoint: str) -> str:
+def _instructions(options: CoordinatorOptions, endpoint: str, store: TorchStore | None) -> str:
     lines = [
         f"ftcomm: coordinator at {endpoint}, waiting for {options.replicas} replicas. On every replica:",
         f"  export FTCOMM_COORDINATOR={endpoint}",
@@ -159,6 +171,8 @@ def _instructions(options: CoordinatorOptions, endpoint: str) -> str:
             f"  export FTCOMM_RANK=0   # to {options.ranks_per_replica - 1}, each process its own",
             "  export FTCOMM_LEADER=HOST:PORT   # where rank 0 of this replica listens; the same on all its ranks",
         ]
+    if store is not None:
+        lines.append(f"  export FTCOMM_STORE={store.endpoint}")
     if options.timeouts != Timeouts.derive():
         lines += [
             f"  export FTCOMM_HEARTBEAT_TIMEOUT={options.timeouts.heartbeat:g}",

@@ -1,18 +1,21 @@
-"""The coordinator of a run: it lives in the launcher's event loop, and can be replaced as if it had crashed."""
+"""The coordinator of a run. It lives in the launcher's event loop, and can be replaced as if it had crashed."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.handshake import Credentials
 from ftcomm.control.server import CoordinatorServer, ServerError
-from ftcomm.control.wire import Credentials
 from ftcomm.errors import FtcommError, InitError
 from ftcomm.launch.options import RunOptions
 from ftcomm.sync.sched import request_short_slice
+
+RETRY = 1.0  # s between two attempts to come back
 
 
 class EmbeddedCoordinator:
@@ -31,27 +34,27 @@ class EmbeddedCoordinator:
         self._on_event, self._emit = on_event, emit
         self._draining = False
         self._returning: asyncio.Task[None] | None = None
-        self.server = self._new(0)  # another object after `restart`
+        self.server = self._new(0)  # replaced by `restart`
 
     @property
     def away(self) -> bool:
         return self._returning is not None
 
     async def start(self) -> None:
-        """Raises `InitError`."""
-        request_short_slice()  # it hears of the deaths
+        """Start the coordinator. Raises `InitError`."""
+        request_short_slice()  # since it hears of deaths
         try:
             await self.server.start()
         except ServerError as error:
             raise InitError(f"the coordinator cannot start: {error}") from None
 
     def drain(self) -> None:
-        """Also of the one that comes back, if it is away now."""
+        """Drain the job, also by the coordinator that comes back if none is here now."""
         self._draining = True
         self.server.drain()
 
     def restart(self, away: float, lost: Callable[[str], None]) -> asyncio.Task[None]:
-        """See `Launcher.restart_coordinator`. `lost(why)` is called if none comes back."""
+        """Restart, as `Launcher.restart_coordinator` says. Calls `lost(why)` if no coordinator comes back."""
         if self._returning is not None:
             raise FtcommError("the coordinator is being restarted already; ask again when it is back")
         self._returning = asyncio.get_running_loop().create_task(self._replace(away, lost))
@@ -75,23 +78,44 @@ class EmbeddedCoordinator:
             on_event=self._on_event,
         )
 
+    async def _return(self) -> None:
+        """Start the new coordinator, with as many attempts as it takes: the job trains on without it, even while the
+        store is down."""
+        told = ""
+        while True:
+            try:
+                await self.start()
+                break
+            except (InitError, OSError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._tell(
+                        f"{told}. Until then nobody joins, leaves or is replaced; it is tried again every {RETRY:g} s"
+                    )
+            await asyncio.sleep(RETRY)
+        if told:
+            self._tell("the coordinator is back")
+
+    def _tell(self, text: str) -> None:
+        self._on_event({"kind": "store", "text": text, "time": time.time(), "mono": time.monotonic()})
+
     async def _replace(self, away: float, lost: Callable[[str], None]) -> None:
         port = int(self.server.endpoint.rpartition(":")[2])
         try:
             await self.server.stop()
             self._emit("coordinator_stopped")
-            # Bound, and not listening: who comes is refused, and nobody, a rank that tries to connect neither, is given
-            # this port meanwhile.
+            # Bound, and not listening: connections are refused, and no other process, nor a rank that tries to
+            # connect, is given this port meanwhile.
             with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as place:
                 place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 place.bind((self._host, port))
                 await asyncio.sleep(away)
                 self.server = self._new(port)
-                await self.start()
+                await self._return()
             self._emit("coordinator_started")
             if self._draining:
                 self.server.drain()
-        except (InitError, OSError) as error:
+        except OSError as error:
             lost(f"the coordinator did not come back: {error}")
         finally:
             self._returning = None

@@ -1,4 +1,4 @@
-"""Events of the coordinator in plain words, for the launcher's own lines."""
+"""Describes events of the coordinator in plain words, for the launcher's own lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """One line, or None for an event that is only for the event log. Unknown fields and kinds are left out."""
+    """Returns one line, or None for an event that is only for the event log. Leaves unknown fields and kinds out."""
     kind = event["kind"]
     if kind == "view":
         return _view(event)
@@ -20,7 +20,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return f"replica {event.get('replica')} was removed, and its process may live: it ends when it hears of that"
     if kind == "refused":
         return f"somebody was refused: {event.get('reason')}"
-    if kind in ("twins", "cut_off", "outdated"):
+    if kind in ("cut_off", "ended", "outdated"):
         return str(event.get("reason"))
     if kind == "spared":
         return f"replica {event.get('replica')} is not given up: {event.get('reason')}"
@@ -53,7 +53,12 @@ def _view(event: Mapping[str, Any]) -> str:
     return text + (f" ({event['why']})" if event.get("why") else "")
 
 
+def counted(number: int, what: str) -> str:
+    """Returns `1 step`, or `3 steps`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def replicas(numbers: Iterable[int]) -> str:
-    """`replica 2`, or `replicas 0, 2, 3`."""
+    """Returns `replica 2`, or `replicas 0, 2, 3`."""
     listed = sorted(numbers)
     return f"replica{'' if len(listed) == 1 else 's'} {', '.join(map(str, listed))}"

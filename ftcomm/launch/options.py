@@ -1,11 +1,11 @@
-"""What `ftcomm run` is asked to do, and whether that can work."""
+"""The options of `ftcomm run`, and whether they can work."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.machinery
 import os
-import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,41 +13,40 @@ from pathlib import Path
 from ftcomm.control.limits import beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
+from ftcomm.launch.hosts import HostPlacement
 from ftcomm.settings import TRANSPORTS, chain
 
-HOSTS = ("shared", "netns")
 TIMEOUT_OPTIONS = "--op-timeout, --heartbeat-timeout, --op-timeout-floor"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Times are seconds. `script` is a path, or a module's name if `module`; `env` is for the ranks only."""
+    """The options. Times are seconds. `script` is a path, a module's name if `module`, or a program if `no_python`;
+    `env` is for the ranks only."""
 
     replicas: int
     script: str
     args: tuple[str, ...] = ()
     module: bool = False
+    no_python: bool = False
     ranks_per_replica: int = 1
-    max_restarts: int = 10  # of one replica within an hour
+    max_restarts: int = 10  # per replica, within an hour
     min_replicas: int = 1
     log_dir: Path | None = None
     events: Path | None = None
     transport: str = "auto"
     host: str = "127.0.0.1"
-    hosts: str = "shared"  # or "netns": each replica in a network namespace of its own, see `ftcomm.lab.netns`
-    replicas_per_host: int = 1  # with "netns", in the order of their numbers
-    rate: float | None = None  # of the network between them, bits a second; None: what the kernel can
-    delay: float = 0.0  # s, of a packet from one to another
-    heartbeat_timeout: float | None = None  # derived from op_timeout, like the next but one
+    hosts: HostPlacement | None = None  # None: they share this host's network
+    heartbeat_timeout: float | None = None  # derived from op_timeout by default, like op_timeout_floor
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
-    grace: float = 30.0  # for leaving after a first signal
+    grace: float = 30.0  # to leave after a first signal
     backoff: float = 0.5  # before the first restart; doubled each time
     backoff_limit: float = 30.0
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # secrets may be in it
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # may hold secrets
 
     def check(self) -> None:
-        """Raise `SettingsError`, with the mend, on what cannot work. Reads the file system, changes nothing."""
+        """Raise `SettingsError`, with the mend, if the options cannot work. Reads the file system, changes nothing."""
         if self.replicas < 1:
             raise SettingsError(f"--replicas {self.replicas}: a job needs at least 1 replica, as in --replicas 4.")
         if self.ranks_per_replica < 1:
@@ -63,14 +62,8 @@ class RunOptions:
             )
         if self.max_restarts < 0:
             raise SettingsError(f"--max-restarts {self.max_restarts}: expected 0 (never restart) or more.")
-        if self.hosts not in HOSTS:
-            raise SettingsError(f"--hosts {self.hosts}: expected one of {', '.join(HOSTS)}.")
-        if not 1 <= self.replicas_per_host <= self.replicas or (self.hosts == "shared" and self.replicas_per_host > 1):
-            raise SettingsError(
-                f"replicas_per_host {self.replicas_per_host}: expected 1 to {self.replicas}, and hosts of their own."
-            )
-        if self.hosts == "shared" and (self.rate is not None or self.delay):
-            raise SettingsError("--rate and --delay are of a network between hosts; add --hosts netns.")
+        if self.hosts is not None:
+            self.hosts.check(self.replicas)
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
         for name in ("grace", "backoff", "backoff_limit"):
@@ -78,18 +71,25 @@ class RunOptions:
             if not 0 < seconds < float("inf"):
                 raise SettingsError(f"--{name.replace('_', '-')} {seconds}: expected a positive number of seconds.")
         _ = self.timeouts
-        if self.module:
+        if self.no_python:
+            if self.module:
+                raise SettingsError("-m with --no-python: a module is run by Python; leave one of them away.")
+            if shutil.which(self.script) is None:
+                raise SettingsError(f"--no-python: there is no program {self.script}; give its path, or mend PATH.")
+        elif self.module:
             check_module(self.script)
         else:
             check_script(self.script)
 
     @property
     def timeouts(self) -> Timeouts:
-        """Raises `SettingsError` if they cannot work together."""
+        """Returns the timeouts. Raises `SettingsError` if they cannot work together."""
         return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
 
     def command(self) -> list[str]:
-        """The command line of a rank."""
+        """Returns the command line of a rank."""
+        if self.no_python:
+            return [shutil.which(self.script) or self.script, *self.args]
         return [sys.executable, "-u", *(["-m"] if self.module else []), self.script, *self.args]
 
 
@@ -116,7 +116,7 @@ def check_module(module: str) -> None:
         name = ".".join(names[:depth])
         try:
             spec = _find(name, path)
-        except Exception:  # a finder that needs the parent imported: let Python say it in the rank
+        except Exception:  # a finder that needs the parent imported; the rank will show the error
             return
         if spec is None:
             raise SettingsError(
@@ -135,26 +135,3 @@ def _find(name: str, path: Iterable[str] | None) -> importlib.machinery.ModuleSp
         if (spec := finder.find_spec(name, where)) is not None:  # type: ignore[arg-type]
             return spec
     return None
-
-
-_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # as tc has them
-_TIME = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-def parse_rate(text: str) -> float:
-    """ "1gbit" -> bits a second. Raises `SettingsError`."""
-    return _parse(text, _RATE, "a rate", "1gbit")
-
-
-def parse_delay(text: str) -> float:
-    """ "5ms" -> seconds. Raises `SettingsError`."""
-    return _parse(text, _TIME, "a time", "5ms")
-
-
-def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?)([a-z]+)", text.strip().lower())
-    if match is None or match[2] not in units or not float(match[1]):
-        raise SettingsError(
-            f"{text!r} is not {what} in {', '.join(units)}; expected a number with one of these, as {example}."
-        )
-    return float(match[1]) * units[match[2]]

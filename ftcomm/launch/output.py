@@ -1,4 +1,5 @@
-"""The output of many ranks on one terminal: whole lines, each with its rank in front, never blocking the event loop."""
+"""Prints the output of many ranks on one terminal: whole lines, each with its rank in front, without blocking the event
+loop."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI foregrounds, one a replica
-HELD = 1 << 20  # bytes that wait for a slow terminal before ranks have to
+HELD = 1 << 20  # bytes that may wait for a slow terminal before ranks must wait
 
 
 class LineSplitter:
-    """Bytes as they come -> whole lines without their ends. One for each stream of a rank; not thread-safe."""
+    """Splits bytes, as they come, into whole lines without their ends. One for each stream of a rank; not
+    thread-safe."""
 
     LONGEST = 1 << 20  # bytes; a longer line is passed on in pieces
     REDRAW = 1.0  # s; a progress bar that redraws itself with \\r is shown this often
@@ -28,7 +30,7 @@ class LineSplitter:
         self._redrawn = float("-inf")
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """`now` in seconds of any monotonic clock."""
+        """Returns the lines that `data` completes. `now` is in seconds of any monotonic clock."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [_last_drawn(line) for line in whole]
         # A last \r may be the first half of \r\n, so it waits, and so does what a bar draws before it.
@@ -45,20 +47,20 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[bytes]:
-        """The last line, if it has no end."""
+        """Returns the last line, if it has no end."""
         rest, self._rest = self._rest, b""
         return [_last_drawn(rest)] if rest else []
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What a terminal shows of a line that redraws itself; of `text\\r` it is `text`."""
+    """Returns what a terminal shows of a line that redraws itself; of `text\r` it is `text`."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Console:
     """Writes lines to stdout and stderr from a thread of its own.
 
-    The event loop also drives the coordinator: it must not stop because somebody selects text in a terminal or pages
+    The event loop also drives the coordinator, so it must not stop because a user selects text in a terminal or pages
     through the output. When `HELD` bytes wait, `hold(True)` asks for a pause in reading from the ranks, and
     `hold(False)` ends it; both are called on the event loop.
     """
@@ -68,7 +70,7 @@ class Console:
         self._hold = hold
         self._held = False
         self._waiting = 0
-        self._lock = threading.Lock()  # guards _waiting and _held; never held across a wait
+        self._lock = threading.Lock()  # guards _waiting and _held; never held during a wait
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._streams: dict[int, IO[str]] = {1: sys.stdout, 2: sys.stderr}
         self._broken: set[int] = set()
@@ -79,7 +81,7 @@ class Console:
         self._thread.start()
 
     def write(self, stream: int, line: bytes) -> None:
-        """One line without its end, to 1 (stdout) or 2 (stderr). From the event loop; does not block."""
+        """Write one line, without its end, to 1 (stdout) or 2 (stderr). From the event loop; does not block."""
         data = line + b"\n"
         with self._lock:
             self._waiting += len(data)
@@ -90,7 +92,7 @@ class Console:
             self._hold(True)
 
     def close(self, patience: float) -> None:
-        """Return when all is written, or after `patience` seconds if the terminal does not take it."""
+        """Close when all is written, or after `patience` seconds if the terminal does not take it. Blocks."""
         self._queue.put(None)
         self._thread.join(patience)
 
@@ -100,7 +102,7 @@ class Console:
             if stream not in self._broken:
                 try:
                     _write_all(self._streams[stream], data)
-                except OSError:  # its reader went away, as in `ftcomm run ... | head`; the job goes on
+                except OSError:  # the reader has gone, as in `ftcomm run ... | head`; the job goes on
                     self._broken.add(stream)
             with self._lock:
                 self._waiting -= len(data)
@@ -117,10 +119,10 @@ class Console:
 
 
 def _write_all(stream: IO[str], data: bytes) -> None:
-    """Past Python's buffers: a thread that is stuck in one of those would block the interpreter's exit."""
+    """Writes past Python's buffers: a thread that is stuck in one of those would block the interpreter's exit."""
     try:
         fd = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # replaced by something in memory, as tests and notebooks do
+    except (OSError, ValueError, AttributeError):  # replaced by an object in memory, as in tests and notebooks
         stream.write(data.decode(errors="replace"))
         stream.flush()
         return
@@ -133,7 +135,7 @@ def _write_all(stream: IO[str], data: bytes) -> None:
 
 
 class LogFile:
-    """Bytes or text appended to a file as they come. Trouble with the disk is told once and never stops the job."""
+    """Appends bytes or text to a file. Trouble with the disk is told once and never stops the job."""
 
     def __init__(self, path: Path, trouble: Callable[[str], None]) -> None:
         self._path = path
@@ -163,6 +165,6 @@ class LogFile:
 
 
 def prefix(replica: int, rank: int, ranks_per_replica: int, colour: bool) -> bytes:
-    """`[2]`, or `[2.1]` with several ranks a replica."""
+    """Returns `[2]`, or `[2.1]` with several ranks a replica."""
     text = f"[{replica}]" if ranks_per_replica == 1 else f"[{replica}.{rank}]"
     return (f"\033[{COLOURS[replica % len(COLOURS)]}m{text}\033[0m " if colour else f"{text} ").encode()

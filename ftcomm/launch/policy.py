@@ -1,4 +1,4 @@
-"""What to do about a replica that died: pure decisions, so that they can be read and tested alone."""
+"""Decides what to do about a replica that died. All decisions are pure, so that they can be read and tested alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import signal
 from collections.abc import Mapping
 
-WINDOW = 3600.0  # s in which restarts are counted against --max-restarts
+WINDOW = 3600.0  # s for which a restart counts against --max-restarts
 HEALTHY = 60.0  # s of life after which the back-off starts anew
 
 
@@ -15,9 +15,9 @@ class State(enum.Enum):
     RUNNING = "running"
     WAITING = "waiting"  # dead, to be restarted after its back-off
     FINISHED = "finished"  # all its ranks exited with 0
-    LEFT = "left"  # the same, having left the job at a step boundary while the others went on (SIGTERM)
-    FAILED = "failed"  # for good
-    STOPPED = "stopped"  # ended while the job was being drained or killed, or was not back when it was complete
+    LEFT = "left"  # the same, but it left at a step boundary while the others went on (SIGTERM)
+    FAILED = "failed"  # given up
+    STOPPED = "stopped"  # ended while the job was drained or killed, or too late to come back
 
     @property
     def over(self) -> bool:
@@ -28,16 +28,20 @@ class State(enum.Enum):
 class Restarts:
     """The past restarts of one replica. Times are seconds of one monotonic clock."""
 
-    times: tuple[float, ...] = ()  # within the window
+    times: tuple[float, ...] = ()  # those within the window
     streak: int = 0  # restarts since it last lived for a healthy minute
 
     def after(self, now: float, lived: float) -> Restarts:
-        """The record when the replica dies at `now`, having lived for `lived`."""
+        """Returns the record after the replica has died at `now`, having lived for `lived`."""
         times = tuple(time for time in self.times if now - time < WINDOW)
         return Restarts(times, 0 if lived >= HEALTHY else self.streak)
 
     def another(self, now: float) -> Restarts:
         return Restarts((*self.times, now), self.streak + 1)
+
+    def refused(self) -> Restarts:
+        """Returns the record after the system has refused a process for the replica, which is no fault of it."""
+        return dataclasses.replace(self, streak=self.streak + 1)
 
     def delay(self, first: float, limit: float) -> float:
         return min(limit, first * 2.0 ** min(self.streak, 30))
@@ -52,14 +56,14 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True)
 class GiveUp:
-    """This replica has failed for good; the others go on."""
+    """The replica is given up; the others go on."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class JobLost:
-    """Nobody is left to go on."""
+    """The job is lost, since no replica is left to go on."""
 
     reason: str
 
@@ -80,9 +84,10 @@ def after_death(
     backoff: float,
     backoff_limit: float,
 ) -> Restart | GiveUp | JobLost:
-    """A replica died unasked; `others` are the states of all the others, `restarts` its own past as of now.
+    """Decide about a replica that died unasked. `others` are the states of all the others, `restarts` its own past as
+    of now.
 
-    `code` as in `Popen.returncode`. `began`: there was a view, so there is a state of the training to be lost.
+    `code` is as in `Popen.returncode`. `began`: there was a view, so there is a state of the training to be lost.
     """
     states = list(others.values())
     if State.RUNNING not in states:
@@ -91,7 +96,7 @@ def after_death(
         if not began:
             return JobLost("all replicas died before the job began; their output says why")
         return JobLost(f"no replica is left that holds the training state. {CHECKPOINT}")
-    if said_finished and code < 0:  # a script says so at any exit of its own, sys.exit(1) too
+    if said_finished and code < 0:  # a script says so at any exit of its own, also sys.exit(1)
         return GiveUp("it is not restarted: its training had finished")
     if len(restarts.times) < max_restarts:
         return Restart(restarts.delay(backoff, backoff_limit), len(restarts.times) + 1, restarts.another(now))
@@ -107,14 +112,14 @@ def after_death(
 
 
 def how_it_ended(code: int) -> str:
-    """`Popen.returncode` in words."""
+    """Describes a `Popen.returncode` in words."""
     if code >= 0:
         return f"exited with code {code}"
     return f"was killed by {signal_name(code)}"
 
 
 def signal_name(code: int) -> str | None:
-    """SIGKILL for -9, None for an exit code."""
+    """Returns the name of the signal, SIGKILL for -9; None for an exit code."""
     if code >= 0:
         return None
     try:

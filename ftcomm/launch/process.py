@@ -1,4 +1,4 @@
-"""One rank's process: started, watched and ended by the event loop, its output read as it comes."""
+"""Starts, watches and ends the process of one rank on the event loop, and reads its output."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from ftcomm.launch import exec_stub as first_stage
 
 READ = 1 << 16  # bytes a read
-LAST = 1 << 20  # bytes read at most from a dead rank's pipe: the largest pipe that an ordinary user can have
+LAST = 1 << 20  # bytes read at most from a dead rank's pipe: the largest pipe of an ordinary user
 
 
 class RankProcess:
-    """Leads a session and a process group of its own, so no signal of the terminal reaches it.
+    """The process of a rank. It leads its own session and process group, so no signal of the terminal reaches it.
 
-    Lives on the event loop that makes it; nothing here blocks. `on_output(stream, data)` gets what it writes to 1 and
-    2, `on_exit(code)` is called once, after the last output, when the process and all of its group are dead.
+    It belongs to the event loop that makes it; no method blocks. Raises `OSError` if the system refuses the process, or
+    the means to watch it. `on_output(stream, data)` gets what it writes to 1 and
+    2. `on_exit(code)` is called once, after the last output, when the process and all of its group are dead.
     """
 
     def __init__(
@@ -47,30 +48,35 @@ class RankProcess:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._pipes = {1: self._process.stdout, 2: self._process.stderr}
-        for pipe in self._pipes.values():
-            os.set_blocking(pipe.fileno(), False)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._pidfd, self._ended)
+        self._pidfd = -1
         self._held = True
-        self.hold(False)
+        try:
+            for pipe in self._pipes.values():
+                os.set_blocking(pipe.fileno(), False)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            self._loop.add_reader(self._pidfd, self._ended)
+            self.hold(False)
+        except BaseException:
+            self._abandon()
+            raise
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank alone; what it started dies with it."""
+        """Send a signal to the rank alone; its children die with it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL to the rank and its process group."""
-        # Safe from hitting a stranger: until `_ended` has reaped the rank, its number cannot be given to another.
+        # This hits no stranger: until `_ended` has reaped the rank, no other process gets its number.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def hold(self, held: bool) -> None:
-        """Stop or go on reading its output. While stopped, the rank has to wait once its pipe is full."""
+        """Stop reading its output, or go on. While stopped, the rank has to wait once its pipe is full."""
         if held == self._held:
             return
         self._held = held
@@ -80,8 +86,19 @@ class RankProcess:
             else:
                 self._loop.add_reader(pipe.fileno(), self._read, stream)
 
+    def _abandon(self) -> None:
+        """End a process that cannot be watched. It has only begun, so it ends at once."""
+        self.kill()
+        self._process.wait()
+        self.hold(True)
+        for pipe in self._pipes.values():
+            pipe.close()
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+
     def _read(self, stream: int) -> int:
-        """The number of bytes read; 0 for none now and none ever."""
+        """Reads from a stream. Returns the number of bytes; 0 if there is none now, or ever."""
         pipe = self._pipes[stream]
         try:
             data = os.read(pipe.fileno(), READ)
@@ -90,12 +107,12 @@ class RankProcess:
         if data:
             self._on_output(stream, data)
         elif not self._held:
-            self._loop.remove_reader(pipe.fileno())  # it has closed this stream; its pidfd tells when it ends
+            self._loop.remove_reader(pipe.fileno())  # the rank has closed this stream; its pidfd tells when it ends
         return len(data)
 
     def _ended(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        self.kill()  # before it is reaped, see there: what it started and left in its group
+        self.kill()  # before it is reaped, see `kill`: the children in its group
         code = self._process.wait()
         os.close(self._pidfd)
         self.hold(True)

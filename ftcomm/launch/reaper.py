@@ -1,15 +1,16 @@
-"""The process that cleans up after a launcher, however the launcher ends; SIGKILL and out-of-memory included.
+"""The process that cleans up after a launcher, however the launcher ends, also by SIGKILL or for want of memory.
 
-    python -I -S reaper.py MARK RUN_DIR        started by the launcher, in a session of its own
+    python -I -S reaper.py MARK RUN_DIR     started by the launcher, in a session of its own
 
-The launcher holds the only write end of its standard input and tells it, in lines, which sessions ranks lead:
+The launcher holds the only write end of its standard input, and tells it in lines which sessions ranks lead:
 
-    start PID          a rank has been started (its pid is its session)
-    end PID MARK       that rank is dead; kill what it left behind
+    start PID       a rank has been started (its pid is its session)
+    end PID MARK    that rank is dead; kill what it left behind
 
-At the end of file the launcher is gone: kill everything of the run, remove its directory, exit. Something belongs to
-the run if it is in the session of a rank, or if its environment carries the run's mark, which children inherit; so a
-process that went into a session of its own is found as well. Only the standard library, and little of it.
+At the end of file the launcher is gone: the reaper kills everything of the run, removes its directory and exits. A
+process belongs to the run if it is in the session of a rank, or if its environment carries the run's mark, which
+children inherit; so a process with a session of its own is found as well. It uses the standard library only, and little
+of it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import signal
 import sys
 import time
 
-MARK = "FTCOMM_RUN"  # environment of all that descends from a rank: run id, replica, start, rank, each with a colon
-EXEC = 0.005  # s, longer than the kernel takes to replace a process's memory
-PATIENCE = 10.0  # s that a killed process may take to go; one stuck in a driver may never
+MARK = "FTCOMM_RUN"  # set in all descendants of a rank: run id, replica, start, rank, each with a colon
+EXEC = 0.005  # s, longer than an exec takes
+PATIENCE = 10.0  # s for a killed process to go; one stuck in a driver may never go
 
 
 def kill_all(mark: str, sessions: set[int], patience: float = PATIENCE) -> None:
-    """SIGKILL what carries a mark that begins with `mark`, or is in one of `sessions`; return when it is gone."""
+    """SIGKILL all processes whose mark begins with `mark`, or in one of `sessions`; return when they are gone."""
     deadline = time.monotonic() + patience
     clear = 0
-    # A process may have forked while we looked, and in the midst of exec it shows no environment: only two looks that
-    # find nothing, a moment apart, end this.
+    # A process may fork during a look, and shows no environment in the midst of exec. So only two empty looks, a
+    # moment apart, end this.
     while clear < 2 and time.monotonic() < deadline:
         pidfds = [fd for pid in _pids() if (fd := _open_if_ours(pid, mark, sessions)) is not None]
         if not pidfds:
@@ -60,7 +61,8 @@ def _pids() -> list[int]:
 
 
 def _open_if_ours(pid: int, mark: str, sessions: set[int]) -> int | None:
-    """A pidfd of `pid` if it belongs to the run and lives. Opened before looking, so it cannot mean a later process."""
+    """Returns a pidfd of `pid` if it belongs to the run and lives. It is opened before the look, so it means the same
+    process."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
@@ -74,7 +76,7 @@ def _open_if_ours(pid: int, mark: str, sessions: set[int]) -> int | None:
 def _is_ours(pid: int, mark: str, sessions: set[int]) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # pid (name) state parent group session ...; the name may hold anything, blanks and brackets too
+            # pid (name) state parent group session ...; the name may hold blanks and brackets
             state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
         if state in (b"Z", b"X"):
             return False
@@ -82,14 +84,14 @@ def _is_ours(pid: int, mark: str, sessions: set[int]) -> bool:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"\0{MARK}={mark}".encode() in b"\0" + file.read()
-    except OSError:  # gone meanwhile, or of another user
+    except OSError:  # gone meanwhile, or another user's
         return False
 
 
 def main(argv: list[str]) -> None:
     mark, run_dir = argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the launcher, whose end we wait for
+        signal.signal(number, signal.SIG_IGN)  # signals are for the launcher, whose end this process waits for
     sessions: set[int] = set()
     for line in sys.stdin:
         word, pid, *rest = line.split()

@@ -9,10 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from ftcomm.errors import InitError
-from ftcomm.launch import reaper
+from ftcomm.launch import reaper, torchrun
+from ftcomm.launch.hosts import HostNetwork
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import LineSplitter, LogFile
 from ftcomm.launch.policy import Restarts, State
@@ -31,27 +31,13 @@ class Death:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaListener:
-    """Who hears of a replica. All are called on the event loop and must not block."""
+    """The listener to a replica. All of it is called on the event loop and must not block."""
 
     line: Callable[[int, int, int, bytes], None]  # replica, rank, stream (1 or 2), line without its end
     started: Callable[[int, int, int], None]  # replica, rank, pid
     exited: Callable[[int, int, int, int], None]  # replica, rank, pid, code
     ended: Callable[[ReplicaProcesses], None]  # all its ranks are gone
     trouble: Callable[[str], None]  # something to tell the user
-
-
-class HostNetwork(Protocol):
-    """Hosts of their own for the replicas of a job, which only tests need; `ftcomm.lab.netns` has them."""
-
-    hub: int  # descriptors of network namespaces
-    hosts: list[int]
-    cut_by_kernel: bool
-
-    def address(self, place: int) -> str: ...
-
-    def inside(self, place: int) -> contextlib.AbstractContextManager[None]: ...
-
-    def close(self) -> None: ...
 
 
 class ReplicaProcesses:
@@ -77,11 +63,11 @@ class ReplicaProcesses:
         self.joined = False  # was in a view since it started
         self.contributed = False  # in some view since it started, so it held the state of the training
         self.said_finished = False  # since it started
-        self.trained = False  # all steps of its loop, since it started
+        self.trained = False  # all steps of its newest loop, since it started
         self.left = False  # at a step boundary, since it started
         self.removed = ""  # since it started: why the job goes on without it, though its process lived
         self.reason = ""  # why it is not in the job, or was not when it last ended; "" while it contributes
-        self.restart_wanted = False  # somebody asked for it: start again as soon as this life has ended
+        self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
         # What no later life of it has made good, by contributing:
         self.failed_at_end = False  # it did all of its training, and failed then
         self.exited_with_error = False  # it contributed, and ended by an exit code
@@ -91,7 +77,7 @@ class ReplicaProcesses:
         self._run_dir = run_dir
         self._listener = listener
         self._network = network
-        self.place = number // options.replicas_per_host  # its host, if they have hosts of their own
+        self.place = 0 if options.hosts is None else options.hosts.place(number)  # its host in `network`
         self.host = options.host if network is None else network.address(self.place)
         self._ranks: dict[int, RankProcess] = {}
 
@@ -136,8 +122,8 @@ class ReplicaProcesses:
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):
                 environment["FTCOMM_RANK"] = str(rank)
-                place = str(self.number * self._options.ranks_per_replica + rank)
-                environment["RANK"] = environment["LOCAL_RANK"] = place  # for scripts that choose a device by them
+                place = self.number * self._options.ranks_per_replica + rank
+                environment.update(torchrun.of_rank(place, self.starts - 1))
                 pass_fds: tuple[int, ...] = ()
                 if leader is not None and rank == 0:
                     pass_fds = (leader.fileno(),)
@@ -210,23 +196,22 @@ class ReplicaProcesses:
             process.hold(held)
 
 
-def rank_environment(options: RunOptions, coordinator: str, token: str, job: str) -> dict[str, str]:
+def rank_environment(options: RunOptions, coordinator: str, token: str, job: str, store: str) -> dict[str, str]:
     """What all ranks of a run have in common, on top of the launcher's own environment."""
-    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", "MASTER_ADDR", "MASTER_PORT")  # of another launcher around us
+    inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", *torchrun.OUTER)  # of another launcher around us
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
-    size = str(options.replicas * options.ranks_per_replica)
+    environment.update(torchrun.of_job(options, job, store))
     environment.update(
         FTCOMM_COORDINATOR=coordinator,
         FTCOMM_TOKEN=token,
         FTCOMM_JOB=job,
+        FTCOMM_STORE=store,
         FTCOMM_REPLICAS=str(options.replicas),
         FTCOMM_RANKS_PER_REPLICA=str(options.ranks_per_replica),
         FTCOMM_TRANSPORT=options.transport,
         FTCOMM_HEARTBEAT_TIMEOUT=repr(options.timeouts.heartbeat),
         FTCOMM_OP_TIMEOUT_FLOOR=repr(options.timeouts.op_floor),
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
-        WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size,
     )
     # Each rank's numerical libraries would else start a thread for every core of the machine.
     threads = len(os.sched_getaffinity(0)) // (options.replicas * options.ranks_per_replica)

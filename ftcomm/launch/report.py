@@ -1,4 +1,4 @@
-"""What a job says: its events, its own lines, the lines of its ranks; to callbacks, a file and the console."""
+"""Reports what a job says (its events, its own lines, the lines of its ranks) to callbacks, a file and the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 class Reporter:
-    """Lives on one event loop; nothing blocks but `close`. See `Launcher` for the callbacks."""
+    """The reporter of a job, on one event loop. Only `close` blocks. See `Launcher` for the callbacks."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class Reporter:
         self._events: LogFile | None = None
 
     def open(self, hold: Callable[[bool], None]) -> None:
-        """`hold` as in `Console`. Raises `SettingsError` if a file or directory cannot be written."""
+        """Open the files; `hold` is as in `Console`. Raises `SettingsError` if a file or directory cannot be
+        written."""
         if self._log_dir is not None:
             probe = self._log_dir / ".ftcomm-probe"
             with _writable(f"--log-dir {self._log_dir}", "directory"):
@@ -51,7 +52,7 @@ class Reporter:
         self._console = Console(asyncio.get_running_loop(), hold)
 
     def close(self, patience: float) -> None:
-        """Waits at most `patience` seconds for a terminal that does not take the rest."""
+        """Close. Blocks for at most `patience` seconds if a terminal does not take the rest."""
         if self._console is not None:
             self._console.close(patience)
         if self._events is not None:

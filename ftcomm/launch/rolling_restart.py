@@ -1,4 +1,4 @@
-"""Restart the replicas of a running job one after the other, while the others train on."""
+"""Restarts the replicas of a running job one after the other, while the others train on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NotBack(FtcommError):
 
 
 def which(status: protocol.Status, asked: Sequence[int], all_of_them: bool) -> list[int]:
-    """The replicas to restart, in order. Raises `SettingsError`."""
+    """Returns the replicas to restart, in order. Raises `SettingsError`."""
     known = [replica.replica for replica in status.replicas]
     if all_of_them == bool(asked):
         raise SettingsError(f"say which to restart: --all, or --replica N (one of {', '.join(map(str, known))})")
@@ -30,7 +30,7 @@ def which(status: protocol.Status, asked: Sequence[int], all_of_them: bool) -> l
 
 
 def restart(job: AdminClient, number: int, seconds: float, tell: Callable[[str], None]) -> None:
-    """Restart one and wait until it contributes again; `tell(text)` hears how far it is. Blocks.
+    """Restart one replica and block until it contributes again; `tell(text)` hears how far it is.
 
     Raises `FtcommError` if the job refuses, `NotBack` after `seconds`, `JobEnded`.
     """

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 from ftcomm.control.server import CoordinatorServer
-from ftcomm.credentials import from_env
-from ftcomm.errors import FtcommError
+from ftcomm.errors import FtcommError, InitError
 from ftcomm.launch.admin.handlers import answer
 from ftcomm.launch.admin.protocol import SOCKET
 from ftcomm.launch.admin.server import AdminServer
 from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
 from ftcomm.launch.event_text import describe, replicas
+from ftcomm.launch.hosts import HUB, HostNetwork
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.policy import (
     GiveUp,
@@ -30,14 +30,15 @@ from ftcomm.launch.policy import (
     how_it_ended,
     signal_name,
 )
-from ftcomm.launch.replica_processes import HostNetwork, ReplicaListener, ReplicaProcesses, rank_environment
+from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.report import Event, Reporter
 from ftcomm.launch.rundir import VIEWS, RunDir
+from ftcomm.launch.torch_store import TorchStore
+from ftcomm.settings.credentials import from_env
 
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
 
 TERM_TO_KILL = 5.0  # s between SIGTERM and SIGKILL
-HUB = -1  # the place of the coordinator in a `HostNetwork`
 REMOVED_TO_TERM = 5.0  # s in which a removed replica may end by itself: it is told, and most can hear
 SAME = 2.0  # s in which a second signal is the same one: timeout(1) and some batch systems signal a child and its group
 
@@ -102,8 +103,8 @@ class Launcher:
             stack.push_async_callback(asyncio.to_thread, run_dir.remove)
             self.run_id = run_dir.run
             host = self.options.host
-            if self.options.hosts == "netns":
-                self.network = await asyncio.to_thread(_network, self.options)
+            if self.options.hosts is not None:
+                self.network = await asyncio.to_thread(self.options.hosts.open, self.options.replicas)
                 stack.callback(self.network.close)
                 # The coordinator is at the hub, now and after a restart; a replica goes to its own place to start.
                 stack.enter_context(self.network.inside(HUB))
@@ -114,7 +115,12 @@ class Launcher:
             )
             stack.push_async_callback(self._stop_coordinator)
             await self._coordinator.start()
-            environment = rank_environment(self.options, self.coordinator.endpoint, self._token, mine.job)
+            store = TorchStore(host, self._report.log)
+            stack.push_async_callback(store.close)
+            await store.start()
+            environment = rank_environment(
+                self.options, self.coordinator.endpoint, self._token, mine.job, store.endpoint
+            )
             listener = ReplicaListener(
                 self._report.line, self._rank_started, self._rank_exited, self._replica_ended, self._report.log
             )
@@ -271,12 +277,21 @@ class Launcher:
             self._report.log(f"replica {replica.number} {how}; starting it again")
             self._cancel_start(replica, State.WAITING)
             self._restart(replica)
-        elif replica.death is None and not replica.removed:
+        elif self._ended_well(replica):
             replica.state = State.STOPPED if self._draining else State.LEFT if replica.left else State.FINISHED
             self._report.log(f"replica {replica.number} {'finished' if replica.state is State.FINISHED else 'left'}")
         else:
             self._replica_died(replica)
         self._check_over()
+
+    def _ended_well(self, replica: ReplicaProcesses) -> bool:
+        """Exit code 0 alone proves nothing of who was in the job: os._exit(0) gives it, and an atexit of a library
+        after an error. Who finishes or leaves says so, and waits until that was heard; while the coordinator is away
+        nobody can hear it, so the code has to do."""
+        if replica.death is not None or replica.removed:
+            return False
+        said = replica.said_finished or replica.trained or replica.left
+        return said or not replica.joined or self._draining or self.away
 
     def _did_not_leave(self, replica: ReplicaProcesses, starts: int) -> None:
         if replica.restart_wanted and replica.starts == starts:
@@ -284,7 +299,8 @@ class Launcher:
             replica.kill()
 
     def _end_removed(self, replica: ReplicaProcesses, starts: int) -> None:
-        """It hangs, is stopped, or has not come to hear of it: its place is needed for its next life."""
+        """End a removed replica that hangs, is stopped, or has not heard of it: its place is needed for its next
+        life."""
         if replica.starts != starts or replica.state is not State.RUNNING or not replica.removed:
             return
         if replica.asked_to_end:
@@ -301,13 +317,15 @@ class Launcher:
 
     def _replica_died(self, replica: ReplicaProcesses) -> None:
         death, who, code = replica.death, f"replica {replica.number}", 0
+        untold = death is None and not replica.removed  # that it finished or left
         if death is not None:
             rank = f"rank {death.rank}, " if self.options.ranks_per_replica > 1 else ""
             who, code = f"{who} ({rank}pid {death.pid})", death.code
-        what = f"{who} {how_it_ended(code)}"
-        replica.reason = how_it_ended(code) + (f" ({replica.removed})" if replica.removed else "")
-        replica.failed_at_end |= replica.trained or replica.said_finished
-        replica.exited_with_error |= replica.contributed and code > 0 and not replica.removed
+        how = f"{how_it_ended(code)} before it had said that it finished or left" if untold else how_it_ended(code)
+        what = f"{who} {how}"
+        replica.reason = how + (f" ({replica.removed})" if replica.removed else "")
+        replica.failed_at_end |= replica.trained
+        replica.exited_with_error |= replica.contributed and (code > 0 or untold) and not replica.removed
         if self._draining or self._lost or self._killed:
             self._unclean |= not replica.asked_to_end
             replica.state = State.STOPPED
@@ -349,8 +367,27 @@ class Launcher:
             self._job_lost(decision)
 
     def _restart(self, replica: ReplicaProcesses) -> None:
+        """Start a replica again. What the system refuses now, it may grant later: try again with a back-off."""
+        if replica.pids():  # of an attempt that has failed
+            replica.timer = self._loop.call_later(self.options.backoff, self._restart, replica)
+            return
         try:
             replica.start()
+        except (InitError, OSError) as error:
+            replica.kill()
+            delay = replica.restarts.delay(self.options.backoff, self.options.backoff_limit)
+            replica.restarts = replica.restarts.refused()
+            replica.state = State.WAITING
+            replica.timer = self._loop.call_later(delay, self._restart, replica)
+            self._report.log(f"replica {replica.number} is started again in {delay:g} s: {error}")
+            self._report.emit(
+                "restarting",
+                replica=replica.number,
+                delay=delay,
+                restart=len(replica.restarts.times),
+                reason=str(error),
+            )
+            self._check_over()
         except Exception as error:
             replica.kill()
             replica.state = State.FAILED
@@ -401,6 +438,13 @@ class Launcher:
             or (replica.holds_state and (replica.said_finished or replica.number in here))
         ]
         return bool(holders) and all(replica.said_finished or replica.state is State.FINISHED for replica in holders)
+
+    def _has_trained(self) -> bool:
+        """All that have held the state of the training say that they have done all of it, though the coordinator, who
+        may have been away then, did not hear that."""
+        holders = [x for x in self._replicas if x.contributed and x.state in (State.RUNNING, State.FINISHED)]
+        done = [x.state is State.FINISHED or x.said_finished or x.trained for x in holders]
+        return bool(done) and all(done)
 
     def _has_failed(self, replica: ReplicaProcesses) -> bool:
         """Whether a replica that was not back when the others had finished has failed, and was not only late.
@@ -465,7 +509,7 @@ class Launcher:
             replica.kill()
 
     async def _kill_rest(self) -> None:
-        """Nothing runs after this. In the normal case nothing did."""
+        """Kill what is left. In the normal case nothing is."""
         for timer in self._timers:
             timer.cancel()
         for replica in self._replicas:
@@ -525,14 +569,14 @@ class Launcher:
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)
-        if kind == "failed" and not (self._draining or self._over.done()):
+        if kind in ("failed", "ended") and not (self._draining or self._over.done() or self._has_trained()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
 
     def _of_replica(self, replica: ReplicaProcesses, kind: str, reason: str) -> None:
         if kind == "finished":
             replica.said_finished = True
-        elif kind == "trained":
-            replica.trained = True
+        elif kind in ("trains", "trained"):
+            replica.trained = kind == "trained"
         elif kind == "dismissed":  # it has left in order, though it was in no view that it could have left
             replica.left = True
         elif kind == "removed" and replica.joined and not replica.removed:
@@ -551,16 +595,6 @@ class Launcher:
     def _hold_output(self, held: bool) -> None:
         for replica in self._replicas:
             replica.hold(held)
-
-
-def _network(options: RunOptions) -> HostNetwork:
-    from ftcomm.lab.netns.network import Network
-    from ftcomm.lab.netns.slow_network import SlowNetwork
-
-    hosts = -(-options.replicas // options.replicas_per_host)
-    if options.rate is None and not options.delay:
-        return Network(hosts)
-    return SlowNetwork(hosts, rate=options.rate, delay=options.delay)
 
 
 def _are(numbers: list[int]) -> str:

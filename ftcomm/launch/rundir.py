@@ -22,7 +22,8 @@ LOCK = "lock"  # held by the launcher and its reaper for as long as either lives
 
 
 def base_dir() -> Path:
-    """The directory of this user's runs; made if missing, mode 0700. Raises `SettingsError` if it is not ours alone."""
+    """Returns the directory of this user's runs; made if missing, mode 0700. Raises `SettingsError` if others have
+    access."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     parent = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     base = parent / f"ftcomm-{os.getuid()}"
@@ -34,14 +35,15 @@ def base_dir() -> Path:
     except OSError as error:
         raise SettingsError(f"cannot use {base} for the files of a run: {error.strerror}; {mend}") from None
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        # In a shared /tmp somebody else could have made it first, to read or change what we put there.
+        # In a shared /tmp another user could have made it first, to read or change what we put there.
         raise SettingsError(f"{base} is not a directory that only you can use; {mend}")
     return base
 
 
 @contextlib.contextmanager
 def short(path: Path) -> Iterator[str]:
-    """Another name of `path`, valid inside, that fits into the 107 bytes of a unix socket's address."""
+    """Yields another name of `path`, valid inside the block, that fits into the 107 bytes of a unix socket's
+    address."""
     fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"
@@ -61,15 +63,15 @@ class RunDir:
             self.path.mkdir(mode=0o700)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Not ours to hand on: with the settings of a run in its environment, the reaper could be taken for a part of
-        # that run when one launcher runs inside another.
+        # Not passed on: with the settings of a run in its environment, the reaper could be taken for a part of that
+        # run when one launcher runs inside another.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
         self._reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, self.mark(), str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(self._lock,),  # the same lock, open in both: free only when both are gone
+            pass_fds=(self._lock,),  # the lock is open in both, so it is free only when both are gone
             env=environment,
             cwd="/",
             start_new_session=True,
@@ -77,14 +79,15 @@ class RunDir:
         )
 
     def mark(self, *parts: int) -> str:
-        """Value of `reaper.MARK`: of the run, or with (replica, start, rank) of one rank; it begins with the run's."""
+        """Returns the value of `reaper.MARK` of the run, or with (replica, start, rank) of one rank, which begins with
+        the run's."""
         return "".join(f"{part}:" for part in (self.run, *parts))
 
     def started(self, pid: int) -> None:
         self._tell(f"start {pid}\n")
 
     def ended(self, pid: int, mark: str) -> None:
-        """Have the reaper kill what the dead rank `pid` left outside of its process group. Returns at once."""
+        """Let the reaper kill what the dead rank `pid` left outside of its process group. Does not block."""
         self._tell(f"end {pid} {mark}\n")
 
     def remove(self) -> None:
@@ -96,7 +99,7 @@ class RunDir:
         except subprocess.TimeoutExpired:
             self._reaper.kill()
             code = self._reaper.wait()
-        if code != 0:  # somebody killed it
+        if code != 0:  # it was killed
             reaper.kill_all(self.mark(), set())
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
@@ -109,7 +112,8 @@ class RunDir:
 
 @contextlib.contextmanager
 def _locked(base: Path) -> Iterator[None]:
-    """Hold the lock under which directories are made and cleaned, so none is taken for stale before it is locked."""
+    """Hold the lock under which directories are made and cleaned, so that a new one is locked before it can look
+    stale."""
     fd = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -119,7 +123,7 @@ def _locked(base: Path) -> Iterator[None]:
 
 
 def _remove_stale(base: Path) -> None:
-    """Directories that nobody locks: left by a power cut, or by a launcher and a reaper that were both killed."""
+    """Remove directories without a lock, left by a power cut, or by a launcher and a reaper that were both killed."""
     for path in base.iterdir():
         if not path.is_dir() or path.is_symlink():
             continue

@@ -8,17 +8,18 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ftcomm.simulation.exhaustive import Check, Report
-from ftcomm.simulation.live import MOST_CHUNKS, MOST_MEMBERS, Group
+from ftcomm.simulation.exhaustive import CheckReport, ExhaustiveCheck
+from ftcomm.simulation.live import MOST_CHUNKS, MOST_MEMBERS, CheckedGroup
 from ftcomm.simulation.mutations import MUTATIONS
 
 
 @click.command()
 @click.option("--members", type=click.IntRange(1, MOST_MEMBERS), default=3, show_default=True, metavar="N")
 @click.option("--faults", type=click.IntRange(0), default=2, show_default=True, metavar="F")
+@click.option("--resets", type=click.IntRange(0), default=0, show_default=True, metavar="R", help="Of connections.")
 @click.option("--ops", type=click.IntRange(1), default=2, show_default=True, metavar="K", help="Ops of each member.")
 @click.option("--chunks", type=click.IntRange(1), default=1, show_default=True, metavar="C", help="Chunks of each op.")
-@click.option("--two-shot", is_flag=True, help="Members on several hosts: each reduces a shard, all copy the shards.")
+@click.option("--two-shot", is_flag=True, help="Members on several hosts: each reduces a slice, all copy the slices.")
 @click.option("--atomic", is_flag=True, help="Ops that end with one set of contributors in all their chunks.")
 @click.option("--verify", is_flag=True, help="As with FTCOMM_VERIFY=1: a false alarm is a violation.")
 @click.option("--forming", is_flag=True, help="Begin when the first view is decided, not when all run in it.")
@@ -32,6 +33,7 @@ from ftcomm.simulation.mutations import MUTATIONS
 def check(
     members: int,
     faults: int,
+    resets: int,
     ops: int,
     chunks: int,
     two_shot: bool,
@@ -45,8 +47,8 @@ def check(
     """Explore every interleaving of a small group.
 
     N members that call K ops of C chunks, with up to F faults, each a crash of a member or a false suspicion of a live
-    one, at any point: the state machines of the product in every order of their steps. A violation of a promise is
-    printed with one of the shortest histories that lead to it.
+    one, and up to R resets of connections for data, at any point: the state machines of the product in every order of
+    their steps. A violation of a promise is printed with one of the shortest histories that lead to it.
 
     \b
     Exit codes:
@@ -58,9 +60,9 @@ def check(
     if ops * chunks >= MOST_CHUNKS:
         raise click.UsageError(f"{ops} ops of {chunks} chunks: at most {MOST_CHUNKS - 1} chunks can be told apart")
     try:
-        group = Group(members, ops, chunks, one_host=not two_shot, atomic=atomic, verify=verify)
+        group = CheckedGroup(members, ops, chunks, one_host=not two_shot, atomic=atomic, verify=verify)
         known = MUTATIONS[mutation] if mutation is not None else None
-        checked = Check(group, faults, known, reduced=not unreduced, forming=forming)
+        checked = ExhaustiveCheck(group, faults, known, resets=resets, reduced=not unreduced, forming=forming)
         if known is not None:
             console.print(f"without a rule: {known.what}")
         report = _run(checked, seconds, console)
@@ -69,7 +71,7 @@ def check(
     sys.exit(_conclude(report, mutation, console))
 
 
-def _run(checked: Check, seconds: float | None, console: Console) -> Report:
+def _run(checked: ExhaustiveCheck, seconds: float | None, console: Console) -> CheckReport:
     bars = Progress(
         SpinnerColumn(),
         *([BarColumn(bar_width=20)] if seconds is not None else []),
@@ -81,7 +83,7 @@ def _run(checked: Check, seconds: float | None, console: Console) -> Report:
     with bars:
         task = bars.add_task("", total=seconds)
 
-        def show(report: Report) -> None:
+        def show(report: CheckReport) -> None:
             rate = report.states / report.seconds if report.seconds else 0.0
             text = (
                 f"{report.states:,} states, {rate:,.0f}/s, depth {report.depth}, frontier {report.frontier:,}, "
@@ -92,7 +94,7 @@ def _run(checked: Check, seconds: float | None, console: Console) -> Report:
         return checked.run(float("inf") if seconds is None else seconds, show)
 
 
-def _conclude(report: Report, mutation: str | None, console: Console) -> int:
+def _conclude(report: CheckReport, mutation: str | None, console: Console) -> int:
     rate = report.states / report.seconds if report.seconds else 0.0
     console.print(
         f"{report.states:,} states, {report.steps:,} steps, {report.local:,} different states of a member with its "

@@ -6,13 +6,14 @@ resume plan in `ftcomm/collective/`, on memories of a few hundred bytes. What is
 else:
 
     calls op N        the caller calls its next op; it may call all before the first returns
-    reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its shard (`step`)
+    reduces, copies   a chunk becomes FINAL (the stage `take`); two-shot: a member reduces its slice (`step`)
     looks             a look at the TAKEN words of the others stops between two of them
     returns op N      from then on the caller's buffer is the caller's
     hears             the next message of the coordinator comes: it stops, and tells the members of the view
     enters            everybody has told, the member resumes
     takes for lost    a fault; the member lives and goes on in its old view until it hears, or never does. Or it has
                       crashed: a member that does nothing more, its memory as it was for those who map it
+    connects anew     a connection for data has ended, and the next view has the same members (`resets`)
 
 Checked in every state: whoever returns an op returns the same bytes and contributors, the one that was expelled too; a
 chunk at a member of the newest view is its INPUT or the sum that it says; an atomic op has one set of contributors; no
@@ -60,8 +61,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ftcomm.control import messages as m
-from ftcomm.simulation.live import Group
-from ftcomm.simulation.local import Coordination, Decided, Members, Numbers, Step, opening
+from ftcomm.simulation.live import CheckedGroup
+from ftcomm.simulation.local import Coordination, Decided, Members, Numbering, Transition, opening
 from ftcomm.simulation.mutations import Mutation
 
 _BITS = 26  # of the number of a pair in a packed state
@@ -78,6 +79,7 @@ class Control(NamedTuple):
     mail: tuple[tuple[int, int, int], ...]  # (from, to, progress) under way; only if not reduced
     outcomes: tuple[int | None, ...]  # of each op: what it returned where it returned first
     faults: int  # still to come
+    resets: int  # the same for connections
     dead: tuple[int, ...] = ()
 
 
@@ -85,7 +87,7 @@ State = tuple[int, ...]  # the number of its control, then of each member's pair
 
 
 @dataclasses.dataclass
-class Report:
+class CheckReport:
     """How far a check has come. `broken` is "" or says what does not hold, with the `history` that leads to it."""
 
     states: int = 0
@@ -108,19 +110,21 @@ class _Found(Exception):
         self.line, self.broken = line, broken
 
 
-class Check:
-    """Not thread-safe. `run` once."""
+class ExhaustiveCheck:
+    """The exhaustive check. Not thread-safe. Call `run` once."""
 
     def __init__(
         self,
-        group: Group,
+        group: CheckedGroup,
         faults: int = 2,
         mutation: Mutation | None = None,
         *,
+        resets: int = 0,
         reduced: bool = True,
         forming: bool = False,
     ) -> None:
-        """`forming`: begins when the first view is decided and nobody has heard of it; else when all run in it."""
+        """`resets`: of connections, beside the `faults`. `forming`: begins when the first view is decided and nobody
+        has heard of it; else when all run in it."""
         self.group, self._reduced = group, reduced
         eager = set()
         if reduced:
@@ -129,16 +133,19 @@ class Check:
         self.members = Members(group, mutation or Mutation(), frozenset(eager))
         self._eager = bool(eager)
         self._coordination = Coordination(group)
-        self._controls = Numbers()
-        self._messages = Numbers()
+        self._controls = Numbering()
+        self._messages = Numbering()
         self._following: dict[tuple[object, ...], int] = {}  # (control, what happens) -> control
         self._everyone = range(group.members)
-        self._first = self._start(faults, forming)
+        self._first = self._start(faults, resets, forming)
         self.endings: set[tuple[object, ...]] = set()  # the newest view, and what its ops returned
 
-    def run(self, seconds: float = float("inf"), progress: Callable[[Report], None] = lambda report: None) -> Report:
-        """Until all is explored, a violation is found, or the time is over. `progress` is called now and then."""
-        report = Report()
+    def run(
+        self, seconds: float = float("inf"), progress: Callable[[CheckReport], None] = lambda report: None
+    ) -> CheckReport:
+        """Explore until there is nothing left, a violation is found, or the time is over. `progress` is called now and
+        then."""
+        report = CheckReport()
         began = time.monotonic()
         states = [_pack(self._first)]
         parents = array("I", [0])
@@ -172,7 +179,7 @@ class Check:
         report.complete = True
         return report
 
-    def _fill(self, report: Report, done: int, found: int, began: float) -> None:
+    def _fill(self, report: CheckReport, done: int, found: int, began: float) -> None:
         report.states, report.frontier, report.local = found, found - done, len(self.members.pairs)
         report.seconds = time.monotonic() - began
 
@@ -183,13 +190,13 @@ class Check:
         path.reverse()
         lines = []
         for before, after in itertools.pairwise(path):
-            steps = self.successors(_unpack(states[before], self.group.members), Report())
+            steps = self.successors(_unpack(states[before], self.group.members), CheckReport())
             lines.append(next(_line(actor, text) for actor, text, state in steps if _pack(state) == states[after]))
         return lines
 
     # -- the first state ---------------------------------------------------------------------------------------------
 
-    def _start(self, faults: int, forming: bool) -> State:
+    def _start(self, faults: int, resets: int, forming: bool) -> State:
         coordinator = self._coordination.first
         sent: list[tuple[int, int]] = []
         for i in self._everyone:
@@ -199,11 +206,11 @@ class Check:
                 sent = [(to, self._messages.number(x)) for to, x in decided.sent if isinstance(x, m.NewView)]
         queues = tuple(tuple(message for to, message in sent if to == i) for i in self._everyone)
         view = self._coordination.views(coordinator)[-1]
-        control = Control(coordinator, view.replicas, view.epoch, queues, (), (None,) * self.group.ops, faults)
+        control = Control(coordinator, view.replicas, view.epoch, queues, (), (None,) * self.group.ops, faults, resets)
         state: State = (self._controls.number(control), *(self.members.new(i) for i in self._everyone))
         ready = ("hears", "is told", "enters")
         while not forming:
-            steps = self.successors(state, Report())
+            steps = self.successors(state, CheckReport())
             following = next((after for _, text, after in steps if text.startswith(ready)), None)
             if following is None:
                 break
@@ -212,7 +219,7 @@ class Check:
 
     # -- one state -> the next ---------------------------------------------------------------------------------------
 
-    def successors(self, state: State, report: Report) -> list[tuple[int, str, State]]:
+    def successors(self, state: State, report: CheckReport) -> list[tuple[int, str, State]]:
         """What can happen: who (-1: the coordinator) does what, and the state that it leads to."""
         number, pairs = state[0], state[1:]
         control: Control = self._controls.values[number]
@@ -220,7 +227,7 @@ class Check:
         memory, looking = members.memory, members.looking
         memories = tuple([memory[pair] for pair in pairs])
         found: list[tuple[int, str, State]] = []
-        able = False  # somebody who has to go on can
+        able = False  # a member that has to go on can
         for i, pair in enumerate(pairs):
             if i in control.dead:
                 if i in newest:
@@ -247,9 +254,16 @@ class Check:
                 if not self._reduced:
                     after = [members.crashed(pair) if j == i else pair for j, pair in enumerate(pairs)]
                     found.append((i, "crashes", (self._event(number, "crashed", i), *after)))
+        alive = [i for i in newest if i not in control.dead]
+        if control.resets and len(alive) > 1:  # whichever two it is between, the view is the same
+            following = self._event(number, "severed", alive[-1])
+            epoch = self._controls.values[following].epoch
+            found.append((-1, f"connects all anew and decides view {epoch}", (following, *pairs)))
         return found
 
-    def _stepped(self, number: int, pairs: tuple[int, ...], memories: tuple[int, ...], i: int, step: Step) -> State:
+    def _stepped(
+        self, number: int, pairs: tuple[int, ...], memories: tuple[int, ...], i: int, step: Transition
+    ) -> State:
         members = self.members
         if step.broken:
             raise _Found(_line(i, step.text), step.broken)
@@ -286,7 +300,7 @@ class Check:
                 after[to] = self._told(to, pairs[to], message, by_member=True).pair
                 found.append((to, f"is told what {source} holds", (self._event(number, "delivered", at), *after)))
 
-    def _told(self, i: int, pair: int, message: int, by_member: bool) -> Step:
+    def _told(self, i: int, pair: int, message: int, by_member: bool) -> Transition:
         step = self.members.hear(i, pair, self._messages.values[message], message, by_member)
         if step.broken or (by_member and step.out):
             raise _Found(_line(i, step.text), step.broken or f"answers {step.out}")
@@ -308,8 +322,8 @@ class Check:
                 memories = tuple([memory[pair] for pair in pairs])
             i = (i + 1) % len(pairs)
 
-    def _check_end(self, control: Control, pairs: tuple[int, ...], report: Report) -> None:
-        """Nobody of the newest view can do anything any more, whatever those do who are not of it."""
+    def _check_end(self, control: Control, pairs: tuple[int, ...], report: CheckReport) -> None:
+        """Check a state in which no member of the newest view can do anything more, whatever others do."""
         for i in control.newest:
             if self.members.finished[pairs[i]] != control.epoch:
                 raise _Found(
@@ -321,7 +335,7 @@ class Check:
 
     # -- what is not in the members ----------------------------------------------------------------------------------
 
-    def _came_of(self, number: int, i: int, step: Step) -> int:
+    def _came_of(self, number: int, i: int, step: Transition) -> int:
         """A member has entered a view, or returned ops."""
         key = (number, i, step.returned, step.entered is not None and step.entered.epoch)
         known = self._following.get(key)
@@ -371,6 +385,11 @@ class Check:
         by = next(j for j in control.newest if j != i and j not in control.dead)
         decided = self._coordination.suspected(control.coordinator, i, by)
         return self._decided(control._replace(faults=control.faults - 1), decided)
+
+    def _severed(self, control: Control, i: int) -> Control:
+        by = next(j for j in control.newest if j != i and j not in control.dead)
+        decided = self._coordination.severed(control.coordinator, i, by)
+        return self._decided(control._replace(resets=control.resets - 1), decided)
 
     def _decided(self, control: Control, decided: Decided) -> Control:
         queues = list(control.queues)

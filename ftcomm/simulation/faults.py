@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 from ftcomm.control import messages as m
-from ftcomm.simulation.job import Job, Replica
+from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import Scenario
 
 _STORM = ("kill", "kill", "power", "freeze", "freeze", "partition", "one-way", "cut", "flap", "flap", "coordinator",
           "mid-decision", "leave", "lonely", "slow", "hold", "hold-all", "cut-off", "reset-all", "stop-coordinator",
-          "together", "orphan")  # fmt: skip
+          "together", "orphan", "sever")  # fmt: skip
 _OF_KIND = {
     "kills": ("kill", "kill", "kill", "power", "flap"),
     "storm": _STORM,
@@ -27,14 +27,17 @@ _OF_KIND = {
     "forks": ("orphan", "orphan", "hold", "coordinator"),
     "accused": ("accuse", "accuse", "accuse", "kill", "coordinator"),
     "rejected": ("reject", "reject", "reject", "kill", "coordinator"),
+    "halves": ("half", "half", "half", "kill", "coordinator"),
+    "squatted": ("squat", "squat", "kill", "coordinator", "flap"),
     "divided": ("divide", "divide", "divide", "kill", "coordinator", "cut"),
+    "severed": ("sever", "sever", "sever", "sever", "kill", "coordinator", "hold"),
 }
 
 
 class Faults:
     """Schedules itself. After the storm all is mended but what is dead for good."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SimulatedJob) -> None:
         self.job, self.world, self.network = job, job.world, job.network
         self.random = self.world.random
         self.scenario: Scenario = job.scenario
@@ -65,7 +68,7 @@ class Faults:
 
     def _length(self) -> float:
         """How long a single fault of the histories of one fault lasts."""
-        return {"frozen": 6.0, "stuck": 40.0}.get(self.scenario.kind, 0.0)
+        return {"frozen": 6.0, "stuck": 40.0, "suspended": 3 * self.scenario.timeouts.op}.get(self.scenario.kind, 0.0)
 
     # -- histories of one fault --------------------------------------------------------------------------------------
 
@@ -78,19 +81,28 @@ class Faults:
             self._excuse(replica, "its script stands still", stalls=True)
             self.random.choice(replica.scripts).stuck = True
 
+    def _begin_suspended(self) -> None:
+        """Stop one after the other, so that most are stopped while they wait, and let them go on in another order."""
+        seconds = self.scenario.timeouts.give_up + 1.0
+        for rank in self._everybody():
+            self.world.after(0.5 * self.random.random(), None, rank.freeze)
+            self.world.after(seconds + 1.5 * self.random.random(), None, self._thaw, rank)
+        if self.random.random() < 0.5:
+            self._stop_coordinator(seconds + 1.5 * self.random.random())
+
     def _begin_quiet(self) -> None:
-        """As soon as there is a view that all have installed: away, until the training is through."""
+        """Take the coordinator away as soon as there is a view that all have installed, until the training is
+        through."""
         job = self.job
         machine = None if job.coordinator is None else job.coordinator.machine
-        settled = machine is not None and machine.view is not None and machine.installed >= set(machine.view.replicas)
-        if not settled:
+        if machine is None or not machine.job.settled:
             self.world.after(0.001, None, self._begin_quiet)
             return
         job.kill_coordinator()
         self._watch_quiet()
 
     def _watch_quiet(self) -> None:
-        """It comes back when all stand behind their last step; `history.run` says so if they never do."""
+        """Start the coordinator when all stand behind their last step; `history.run` says so if they never do."""
         if self.job.promises.steps >= self.scenario.work.steps:
             self.world.after(0.01, None, self.job.start_coordinator)
         else:
@@ -108,7 +120,7 @@ class Faults:
         self.world.after(0.01, None, self._begin_rolling, number)
 
     def _arm(self, kind: str) -> None:
-        """In the middle of the next op."""
+        """Let it happen in the middle of the next op."""
         self.world.armed.append(functools.partial(self.strike, kind))
 
     # -- faults by chance --------------------------------------------------------------------------------------------
@@ -131,9 +143,15 @@ class Faults:
             self._excuse(replica, "killed, with a child")
             child = self.random.choice((0.5, 3.0, 12.0))
             self.job.kill(replica, first=self.random.randrange(len(replica.ranks)), child=child)
+        elif kind == "half" and self.job.stored:  # else the others wait for it to start, up to their init timeout
+            self._excuse(replica, "a host of it has no power")
+            self.job.lose_host(replica, self.random.randrange(len(replica.ranks)))
+        elif kind == "squat" and self.job.stored:  # without it no job begins
+            self._excuse(replica, "killed, and its port taken")
+            self.job.lose_ports(replica)
         elif kind == "freeze":
             self._freeze(replica, self.random.choice((0.05, 0.5, 1.5, 5.0)))
-        elif kind == "brief":  # nobody may be removed for that
+        elif kind == "brief":  # no member may be removed for that
             self._freeze(replica, self._briefly())
         elif kind == "late-news":
             here, there = self.scenario.coordinator_host, replica.hosts[0]
@@ -180,6 +198,17 @@ class Faults:
             self._together(running)
         elif kind == "accuse":
             self._accuse(replica, running)
+        elif kind == "sever":
+            self._sever(replica)
+
+    def _sever(self, replica: Replica) -> None:
+        """Connections for data, of one rank or of all, to one replica or to several: at both ends, or at one."""
+        others = [other for other in self.job.replicas if other is not replica]
+        for other in self.random.sample(others, self.random.choice((1, 1, len(others)))):
+            ends = self.random.choice(((0,), (1,), (0, 1)))
+            self.world.say("chance", "resets the way from %s to %s, at %s", other.number, replica.number, ends)
+            for rank in self.random.sample(replica.ranks, self.random.randint(1, len(replica.ranks))):
+                rank.break_data(other.number, ends)
 
     def _accuse(self, accused: Replica, running: list[Replica]) -> None:
         for by in running:
@@ -187,7 +216,7 @@ class Faults:
             view = rank.node.machine.view
             if by is not accused and view is not None and rank.alive and not rank.gone:
                 rank.say("takes for proved that replica %s has ended", accused.number)
-                rank._do(rank.node.peer_lost(accused.number, view.epoch, "its port is another one's", proof=True))
+                rank.do(rank.node.peer_lost(accused.number, view.epoch, "its port is another one's", proof=True))
 
     def _right_store(self) -> None:
         """Somebody sees what was wrong."""
@@ -196,7 +225,7 @@ class Faults:
         self.job.start_coordinator()
 
     def _together(self, running: list[Replica]) -> None:
-        """As on one host; one replica that holds the state is left."""
+        """Kill several at once, as the loss of a host does; one replica that holds the state is left."""
         holders = [replica for replica in running if replica.ranks[0].incarnation in self.job.holders()]
         spared = self.random.choice(holders) if holders else None
         others = [replica for replica in running if replica is not spared]
@@ -206,7 +235,7 @@ class Faults:
         self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator)
 
     def _hold(self, kind: str, running: list[Replica]) -> None:
-        """Their interpreters: a process says nothing, and its kernel goes on."""
+        """Hold interpreters: a process says nothing, and its kernel goes on."""
         count = {"hold": 1, "hold-some": self.random.randint(1, len(running)), "hold-all": len(running)}[kind]
         seconds = self.random.choice((0.5, 1.5, 3.0, 6.0))
         for replica in self.random.sample(running, count):
@@ -220,11 +249,11 @@ class Faults:
             self.world.after(seconds, None, coordinator.thaw)
 
     def _cut_off(self) -> None:
-        """The coordinator, from everybody: both ways or one."""
+        """The coordinator, from everybody: both ways or one; and the ranks of its host with it."""
         here = self.scenario.coordinator_host
         there = [host for host in self._hosts() if host != here]
         out, back = [(here, host) for host in there], [(host, here) for host in there]
-        self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
+        self._part(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
 
     def _divide(self) -> None:
         """The hosts of the first ranks from those of the second ones: both ways or one. All replicas alike, so no one
@@ -235,7 +264,7 @@ class Faults:
         self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
 
     def _reject(self) -> None:
-        """Before the host of the coordinator: it is refused by all alike."""
+        """Let the coordinator's host refuse all, as a filter before it would, and reset what there is."""
         coordinator = self.job.coordinator
         if coordinator is not None:
             seconds = self.random.choice((0.01, 0.3, 3.0))
@@ -246,7 +275,7 @@ class Faults:
         return [rank for other in self.job.replicas for rank in other.ranks if rank.alive]
 
     def _hosts(self) -> list[int]:
-        """Of all ranks."""
+        """Returns the hosts of all ranks."""
         return sorted({host for hosts in self.scenario.hosts for host in hosts})
 
     def _briefly(self) -> float:
@@ -288,7 +317,7 @@ class Faults:
         for rank in replica.ranks:
             known = rank.node.view is not None or rank.node.machine.preview is not None
             if rank.alive and not rank.gone and not rank.frozen and known:
-                rank._do(rank.node.tell(m.Leave()))
+                rank.do(rank.node.tell(m.Leave()))
 
     def _partition(self, kind: str, replica: Replica) -> None:
         hosts = sorted({*self._hosts(), self.scenario.coordinator_host})
@@ -308,9 +337,13 @@ class Faults:
             elif self.random.random() < 0.5:
                 ways = [(b, a) for a, b in ways]
         seconds = self.random.choice((0.1, 1.5, 12.0))
+        self._part(ways, seconds)
+
+    def _part(self, ways: list[tuple[int, int]], seconds: float) -> None:
+        """Block paths, some of which may lie between ranks: then one of their replicas has to go."""
         apart = {host for way in ways if set(way) <= set(self._hosts()) for host in way}
         for other in self.job.replicas:
-            if apart & set(other.hosts):  # two ranks: one of their replicas has to go
+            if apart & set(other.hosts):
                 self._touch(other, "a blocked path")
         self._block(ways, seconds)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 import traceback
 
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.errors import FtcommError
 from ftcomm.simulation.faults import Faults
-from ftcomm.simulation.job import Job
-from ftcomm.simulation.network import Network
-from ftcomm.simulation.promises import Broken, Promises
-from ftcomm.simulation.scenario import draw
+from ftcomm.simulation.job import SimulatedJob
+from ftcomm.simulation.network import SimulatedNetwork
+from ftcomm.simulation.promises import BrokenPromise, Promises
+from ftcomm.simulation.scenario import draw, with_groups, with_loops
 from ftcomm.simulation.world import World
 
+ENDS_WELL = ("calm", "quiet", "frozen", "stuck", "suspended")  # kinds of histories in which some holder is never hit
 CALM = 400.0  # s of virtual time within which a job must end once faults have: 25 deadlines in a row
 
 
@@ -41,9 +43,13 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
     began = time.process_time()
     world = World(seed, traced=traced)
     scenario = draw(world.random, least, most, kinds)
+    if seed % 4 == 0:
+        scenario = with_groups(scenario, random.Random(f"groups of {seed}"))
+    if seed % 3 == 0:
+        scenario = with_loops(scenario, random.Random(f"loops of {seed}"))
     promises = Promises()
-    network = Network(world, scenario.weather)
-    job = Job(scenario, world, network, promises)
+    network = SimulatedNetwork(world, scenario.weather)
+    job = SimulatedJob(scenario, world, network, promises)
     world.say("seed", "%s: %s", seed, scenario)
     broken = ""
     try:
@@ -52,10 +58,10 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
         world.run(until=faults.end + CALM)
         if not world.over and not job.is_waiting_for_the_lost:
             broken = f"the job has not ended {CALM:g} s after the last fault:\n{job.describe()}"
-        elif scenario.kind in ("calm", "quiet", "frozen", "stuck") and not scenario.weather.loss and job.ended:
+        elif scenario.kind in ENDS_WELL and not scenario.weather.loss and job.ended:
             broken = f"the job did not end well: {job.ended}"
     except (AssertionError, FtcommError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        expected = isinstance(error, Broken | ProtocolError)
+        expected = isinstance(error, BrokenPromise | ProtocolError)
         broken = str(error) if expected else "".join(traceback.format_exception(error)[-6:]).rstrip()
         broken = f"{type(error).__name__}: {broken}" if isinstance(error, ProtocolError) else broken
     return History(

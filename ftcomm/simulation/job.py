@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
 
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
-from ftcomm.control.dials import Outcome
+from ftcomm.control.blame import Removal
+from ftcomm.control.suspicion import Outcome, Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
-from ftcomm.simulation.network import Connection, Network
+from ftcomm.simulation.network import SimulatedConnection, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.rank import COORDINATOR, Rank, described
-from ftcomm.simulation.script import Script, Work
+from ftcomm.simulation.script import Script, Workload
 from ftcomm.simulation.world import Process, World
 
 if TYPE_CHECKING:
     from ftcomm.simulation.scenario import Scenario
 
 
-class Coordinator(Process):
+class SimulatedCoordinator(Process):
     """Drives the machine as `ftcomm.control.server` does. `crash_in`: so many actions after a view it dies."""
 
-    def __init__(self, job: Job, lifetime: int, known: list[View]) -> None:
+    def __init__(self, job: SimulatedJob, lifetime: int, known: list[View]) -> None:
         world = job.world
         super().__init__(world, f"coordinator.{lifetime}", job.scenario.coordinator_host)
         self._job = job
         self.crash_in = -1
-        self._conns: dict[int, Connection] = {}
+        self._conns: dict[int, SimulatedConnection] = {}
         self._count = 0
         self.machine = job.machine(
             job.scenario.replicas,
@@ -41,7 +43,7 @@ class Coordinator(Process):
         )
         self._tick()
 
-    def accepts(self, connection: Connection, purpose: str, fields: object) -> bool:
+    def accepts(self, connection: SimulatedConnection, purpose: str, fields: object) -> bool:
         self._count += 1
         number = self._count
         self._conns[number] = connection
@@ -62,17 +64,13 @@ class Coordinator(Process):
             connection.send(1, m.Ping())
         self.do(self.machine.tick(self.clock()))
 
-    def _dialled(self, dial: c.Dial, outcome: Outcome) -> None:
-        self.do(self.machine.dialled(dial.replica, dial.incarnation, outcome, self.clock()))
-
-    def _probed(self, probe: c.Probe, outcome: Outcome) -> None:
-        self.do(self.machine.probed(probe.replica, probe.incarnation, probe.rank, probe.itself, outcome))
-
-    def _asked(self, ask: c.Ask, here: bool) -> None:
-        self.do(self.machine.asked(ask.replica, ask.incarnation, ask.rank, here))
+    def _probed(self, probe: Probe, outcome: Outcome) -> None:
+        self.do(self.machine.probed(probe, outcome, self.clock()))
 
     def do(self, actions: list[c.Action]) -> None:
         crash = -1
+        told = [action.fields for action in actions if isinstance(action, c.Log)]
+        stalls: set[Any] = {fields["replica"] for fields in told if fields.get("removal") == Removal.STALL.value}
         for action in actions:
             if crash == 0:
                 self.say("dies in the middle of telling a view")
@@ -91,32 +89,28 @@ class Coordinator(Process):
             elif kind is c.Persist:
                 view: View = action.view  # type: ignore[union-attr]
                 self.say("decides %s", described(view))
-                self._job.store(view)
+                self._job.store(view, stalls)
                 if self.crash_in >= 0:
                     crash = self.crash_in
             elif kind is c.Close:
                 connection = self._conns.pop(action.conn, None)  # type: ignore[union-attr]
                 if connection is not None:
                     connection.close(1)
-            elif kind is c.Dial:
+            elif kind is Probe:
                 port = action.address.pid  # type: ignore[union-attr]
-                self._job.network.knock(self, port, functools.partial(self._dialled, action))  # type: ignore[arg-type]
-            elif kind is c.Ask:
-                port = action.address.pid  # type: ignore[union-attr]
-                self._job.network.ask(self, port, functools.partial(self._asked, action))  # type: ignore[arg-type]
-            elif kind is c.Probe:
-                port = action.address.pid  # type: ignore[union-attr]
-                self._job.network.knock(self, port, functools.partial(self._probed, action))  # type: ignore[arg-type]
+                asks = action.why in (Why.ACCUSED, Why.SEVERED)  # type: ignore[union-attr]
+                self._job.network.knock(self, port, functools.partial(self._probed, action), patient=asks)  # type: ignore[arg-type]
             elif kind is c.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()
+                self._job.unfit = True
                 return
             elif kind is c.Done:
                 self._job.done(action.failed)  # type: ignore[union-attr]
 
 
 class Replica:
-    """Its present life."""
+    """A replica: its present life."""
 
     def __init__(self, number: int, hosts: tuple[int, ...]) -> None:
         self.number, self.hosts = number, hosts
@@ -128,20 +122,21 @@ class Replica:
         self.codes: list[int] = []
 
 
-class Job:
+class SimulatedJob:
     machine: type[c.Coordinator] = c.Coordinator  # a test may put another in its place
 
-    def __init__(self, scenario: Scenario, world: World, network: Network, promises: Promises) -> None:
+    def __init__(self, scenario: Scenario, world: World, network: SimulatedNetwork, promises: Promises) -> None:
         self.scenario, self.world, self.network, self.promises = scenario, world, network, promises
         self.timeouts: Timeouts = scenario.timeouts
-        self.work: Work = scenario.work
+        self.work: Workload = scenario.work
         self.stored: list[View] = []  # all views that were ever decided
         self.older = 0  # by so many views the store of this coordinator is older than the job
         self.draining = False
         self.ended: str | None = None  # "" if it ended well, else what the coordinator said
         self._ports = 10
         self._lifetimes = 0
-        self.coordinator: Coordinator | None = None
+        self.coordinator: SimulatedCoordinator | None = None
+        self.unfit = False  # the last coordinator has ended by itself, and the job has not
         self.replicas = [Replica(number, scenario.hosts[number]) for number in range(scenario.replicas)]
 
     def start(self) -> None:
@@ -152,12 +147,13 @@ class Job:
     # -- the coordinator ---------------------------------------------------------------------------------------------
 
     def start_coordinator(self, older: int = 0) -> None:
-        """With the store as it was `older` views ago."""
+        """Start a coordinator with the store as it was `older` views ago."""
         if self.coordinator is None and self.ended is None:
             self._lifetimes += 1
+            self.unfit = False
             self.older = min(older, len(self.stored))
             known = self.stored[: len(self.stored) - self.older]
-            coordinator = self.coordinator = Coordinator(self, self._lifetimes, known)
+            coordinator = self.coordinator = SimulatedCoordinator(self, self._lifetimes, known)
             self.network.listeners[COORDINATOR] = coordinator
             coordinator.say("starts with %s views of %s", len(known), len(self.stored))
             if self.draining:
@@ -169,9 +165,10 @@ class Job:
             coordinator.say("dies")
             self.network.end(coordinator)
 
-    def store(self, view: View) -> None:
+    def store(self, view: View, stalls: Set[int]) -> None:
+        """Store a view in which the replicas `stalls` are not any more, since others wait for them."""
         self.stored.append(view)
-        self.promises.persisted(view)
+        self.promises.persisted(view, stalls)
 
     def drain(self) -> None:
         if not self.draining:
@@ -183,8 +180,8 @@ class Job:
         if self.ended is None:
             self.world.say("coordinator", "says that the job is over: %s", failed or "finished")
             self.ended = failed
-            if failed:
-                self.promises.failed(failed, self.holders())
+            holders = self.holders() if failed else self.holders(at_work=True)
+            self.promises.over(failed or "finished", holders)
             self.world.after(1.0, None, self.stop)
 
     def stop(self) -> None:
@@ -192,27 +189,31 @@ class Job:
 
     # -- replicas ----------------------------------------------------------------------------------------------------
 
-    def holders(self) -> list[str]:
+    def holders(self, at_work: bool = False) -> list[str]:
         """Lives that hold the state of the training: members of the newest view, or of the one that it changes as long
-        as nobody runs in it."""
+        as nobody runs in it. `at_work`: of the newest alone, as who leaves need not be waited for, those whose scripts
+        have not come to their ends."""
         newest = self.stored[-1:]
-        if newest and newest[0].proposal and not self.promises.entered(newest[0]):
+        if newest and newest[0].proposal and not self.promises.entered(newest[0]) and not at_work:
             newest = self.stored[-2:]
         return [
             replica.ranks[0].incarnation
             for replica in self.replicas
             if replica.running
             and all(rank.alive and rank.holds_state and not rank.gone and not rank.left for rank in replica.ranks)
+            and not (at_work and any(rank.finishing for rank in replica.ranks))
             and any(view.has(replica.number, replica.ranks[0].incarnation) for view in newest)
         ]
 
     @property
     def is_waiting_for_the_lost(self) -> bool:
-        """No holder lives, which nobody can prove to the coordinator, and joiners have been told that they wait for
-        one: the product's give up after a time. Whoever has a view must not wait: that is a hang."""
-        live = [rank for replica in self.replicas for rank in replica.ranks if rank.alive and not rank.gone]
-        waiting = all(rank.node.view is None for rank in live)
-        return self.coordinator is not None and self.coordinator.machine.alone and not self.holders() and waiting
+        """No holder lives, which nobody can prove to the coordinator, and joiners wait for one, or for a coordinator if
+        that has given up: a rank of the product's gives up after a time, and ends its replica. A replica whose ranks
+        all have a view must not wait: that is a hang."""
+        replicas = ([rank for rank in x.ranks if rank.alive and not rank.gone] for x in self.replicas)
+        waiting = all(any(rank.node.view is None for rank in ranks) for ranks in replicas if ranks)
+        alone = self.unfit if self.coordinator is None else self.coordinator.machine.alone
+        return alone and not self.holders() and waiting
 
     def start_replica(self, replica: Replica) -> None:
         if replica.over or replica.running or self.ended is not None or (self.draining and replica.lives):
@@ -241,7 +242,7 @@ class Job:
                 timeouts=self.timeouts,
                 burst=scenario.burst,
                 pace=scenario.pace,
-                on_exit=lambda rank, code, replica=replica: self._exits(replica, rank, code),
+                on_exit=functools.partial(self._exits, replica),
             )
             if scenario.skew:
                 rank.rate = 1.0 + scenario.skew * (2 * world.random.random() - 1)
@@ -256,10 +257,23 @@ class Job:
             rank.run(script.train())
 
     def kill(self, replica: Replica, *, power: bool = False, first: int = 0, child: float = 0.0) -> None:
-        """Rank `first`, and the launcher then ends the others. `child`: see `Network.end`."""
+        """Rank `first`, and the launcher then ends the others. `child`: see `SimulatedNetwork.end`."""
         if replica.running:
             self._end_rank(replica, replica.ranks[first], power=power, child=child)
             self._died(replica)
+
+    def lose_ports(self, replica: Replica) -> None:
+        """End a replica for good; other programs have its ports from then on."""
+        for rank in replica.ranks:
+            if rank.alive:
+                rank.say("dies, and another program listens at its port")
+                self.network.end(rank, port_taken=True)
+        replica.running, replica.over = False, True
+        self._look()
+
+    def lose_host(self, replica: Replica, index: int) -> None:
+        """The host of one of its ranks loses power. Nobody there can tell a launcher, so the others live on."""
+        self._end_rank(replica, replica.ranks[index], power=True)
 
     def _end_rank(self, replica: Replica, rank: Rank, *, power: bool = False, child: float = 0.0) -> None:
         if rank.alive:
@@ -315,7 +329,7 @@ class Job:
             self.world.over = True
         elif self.stored and not running:
             if self.ended is None and not any(replica.over for replica in self.replicas):
-                self.ended = "all replicas died"  # nobody holds the state: a launcher gives up here
+                self.ended = "all replicas died"  # the state is lost: a launcher gives up here
             self.world.over = True
 
     def describe(self) -> str:
@@ -323,21 +337,27 @@ class Job:
         for replica in self.replicas:
             for rank in replica.ranks:
                 node = rank.node
-                stream = rank.stream
+                stream, inflight = rank.exchange.core.stream, rank.exchange.inflight
                 at = "" if stream is None else f"e{stream.view.epoch} {stream.pipeline.counts}"
                 lines.append(
                     f"{rank.name}: alive={rank.alive} frozen={rank.frozen} {node.machine.phase.value} at boundary "
-                    f"{node.machine.step}, {rank.flight.returned} ops returned, {len(rank.flight.ops)} in flight, "
-                    f"stream {at}, script waits for {rank._awaits!r}, missing {node.machine.missing()} "
-                    f"{node._waiting()}{', gone: ' + rank.gone if rank.gone else ''}"
+                    f"{node.machine.step}, {inflight.returned} ops returned, {len(inflight.ops)} in flight, "
+                    f"stream {at}, script waits for {rank.awaits!r}, missing {node.machine.missing()} "
+                    f"{node.waiting()}{', gone: ' + rank.gone if rank.gone else ''}"
                 )
+                for name, group in rank.groups.items():
+                    lines.append(
+                        f"  {name}: enters {group.membership.view and group.membership.view.epoch}, runs in "
+                        f"{group.membership.epoch}, missing {group.membership.missing()}"
+                    )
         if self.coordinator is None:
             lines.append("no coordinator")
         else:
             machine = self.coordinator.machine
             lines.append(
-                f"coordinator: view {machine.view and described(machine.view)}, installed {sorted(machine.installed)}, "
-                f"proposal {machine.proposal}, waiting {sorted(machine.joiners.waiting)}, "
+                f"coordinator: view {machine.view and described(machine.view)}, "
+                f"installed {sorted(machine.job.installed)}, proposal {machine.proposal}, "
+                f"waiting {sorted(machine.joiners.waiting)}, "
                 f"preparing {sorted(machine.joiners.preparing)}, "
                 f"links {sorted(link.replica for link in machine.links.values())}"
             )

@@ -12,9 +12,11 @@ import numpy as np
 
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.core import RETURNED, ExchangeCore
+from ftcomm.collective.gate import Gate
 from ftcomm.collective.inflight import Inflight
+from ftcomm.collective.member import GroupMember
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pipeline import Gate, Pipeline, Slot
+from ftcomm.collective.pipeline import Pipeline, Slot
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.stream import Stream
@@ -27,6 +29,7 @@ from ftcomm.control.views import Address, View
 from ftcomm.errors import ExpelledError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.simulation.memory import CHUNK, TinyMemory
+from ftcomm.simulation.promises import BrokenPromise
 from ftcomm.simulation.states import References, freeze, is_plain, thaw
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
@@ -36,12 +39,9 @@ MOST_MEMBERS = 8
 MOST_CHUNKS = 100  # of all ops: so many inputs of a member can be told apart
 
 
-class Broken(Exception):
-    """What the check is there to find: a promise that does not hold, said in a sentence."""
-
-
 class SteppedGate(Gate):
-    """Of the first `seen` peers the words were good, in a look that is under way; they are not looked at again."""
+    """Looks at one peer after the other: in a look that is under way the words of the first `seen` were good, and they
+    are not looked at again."""
 
     __slots__ = ("seen",)
 
@@ -110,14 +110,14 @@ class SteppedStream(Stream):
 
 
 # Of the product's objects: what is saved apart; what tells of time; and what is kept to be quick, and found again.
-_APART = frozenset(("inflight", "rosters", "stream", "peers", "_lives", "watch"))
+_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "_lives", "watch"))
 _CACHES = frozenset(("unposted", "slots", "stages", "_gates", "_last"))
 
-Resumption = Callable[[Inflight, GroupView], None]  # may spoil what is left to do, in a mutation
+Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class CheckedGroup:
     """What is the same in all states: who calls what."""
 
     members: int = 3
@@ -129,7 +129,7 @@ class Group:
 
     @property
     def chunk(self) -> int:
-        """Bytes. In two-shot each member has a shard of each chunk, a cache line."""
+        """Bytes. In two-shot each member has a slice of each chunk, a cache line."""
         return CHUNK if self.one_host else CHUNK * self.members
 
     @property
@@ -158,7 +158,7 @@ class Live:
     def __init__(
         self,
         replica: int,
-        group: Group,
+        group: CheckedGroup,
         memories: Mapping[int, TinyMemory],
         stream: type[SteppedStream],
         quiesces: bool,
@@ -172,12 +172,12 @@ class Live:
         self._node: n.Node | None = n.Node(replica, 0, 1, f"life-{replica}", address, Timeouts.derive())
         self._saved_node: Hashable = None  # if `_node` is None: most steps do not need it
         waiter, watch = Waiter(memories[replica].words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0, lambda: 0.0)
+        self.member = GroupMember[Operation](replica, watch)
         self.core = ExchangeCore(
-            replica,
+            self.member,
             memories[replica],  # type: ignore[arg-type]
             waiter,
             Reducer(),
-            watch,
             on_lost=lambda *lost: None,
             on_divergence=self._diverged if group.verify else None,
         )
@@ -201,8 +201,8 @@ class Live:
         return self._node
 
     @property
-    def flight(self) -> Inflight:
-        return self.core.inflight
+    def flight(self) -> Inflight[Operation]:
+        return self.member.inflight
 
     @property
     def stream(self) -> SteppedStream | None:
@@ -212,17 +212,18 @@ class Live:
 
     @property
     def frozen(self) -> bool:
-        return self.core.frozen
+        return self.member.frozen
 
     # -- as a value ------------------------------------------------------------------------------------------------
 
     def save(self) -> Hashable:
-        save, core, ops = self._references.save, self.core, self.flight.ops
+        save, member, ops = self._references.save, self.member, self.flight.ops
         return (
             self._saved_node if self._node is None else freeze(self._node),
-            save(core, _APART),
-            save(core.inflight, ("ops",)),
-            save(core.rosters),
+            save(self.core, _APART),
+            save(member, _APART),
+            save(member.inflight, ("ops",)),
+            save(member.rosters),
             tuple((op.number, save(op)) for op in ops),
             None if self.stream is None else self._save_stream(self.stream),
             None if self.pending is None else (self.pending[0], freeze(self.pending[1])),
@@ -233,7 +234,9 @@ class Live:
         slots = [pipeline.slots[index % SLOTS] for index in range(pipeline.taken, pipeline.posted)]
         for slot in slots:
             if all(slot.op is not op for op in ops):
-                raise Broken(f"the stream of {self.replica} still works on op {slot.op.number}, which has returned")
+                raise BrokenPromise(
+                    f"the stream of {self.replica} still works on op {slot.op.number}, which has returned"
+                )
         save(pipeline.algorithms, _CACHES)  # they refer to the same as ever
         return (
             stream.view,
@@ -247,15 +250,16 @@ class Live:
         )
 
     def load(self, saved: Any) -> None:
-        self._saved_node, core, flight, rosters, ops, stream, pending = saved
+        self._saved_node, core, member, flight, rosters, ops, stream, pending = saved
         self._node = None
         load = self._references.load
         load(self.core, core, _APART)
+        load(self.member, member, _APART)
         load(self.flight, flight, ("ops",))
-        load(self.core.rosters, rosters)
+        load(self.member.rosters, rosters)
         self.pending = None if pending is None else (pending[0], thaw(pending[1]))
         self.flight.ops = deque(self._operation(*op) for op in ops)
-        self.core.stream = None
+        self.core.stream = self.member.view = None
         if stream is not None:
             self._load_stream(*stream)
 
@@ -263,6 +267,7 @@ class Live:
         of, publisher, decided, unposted, slots, sums = saved
         load, by_number = self._references.load, {op.number: op for op in self.flight.ops}
         self.core.stream = live = self._streams[view]
+        self.member.view = view
         live.seen, pipeline = seen, live.pipeline
         load(live, of)
         load(live.publisher, publisher)
@@ -282,7 +287,7 @@ class Live:
     def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]
         self._references.load(op, state)
-        op._latch.acquire(blocking=False)  # as it is until the op is done
+        op.latch.acquire(blocking=False)  # as it is until the op is done
         return op
 
     # -- what it does ----------------------------------------------------------------------------------------------
@@ -319,7 +324,7 @@ class Live:
             return "; ".join(said) or "is done with a task"
         if pipeline.arrived > counts[1]:
             return f"sees task {counts[1]} posted by all"
-        return f"posts task {counts[0]}" if pipeline.posted > counts[0] else "reduces its shard"
+        return f"posts task {counts[0]}" if pipeline.posted > counts[0] else "reduces its slice"
 
     def _finals(self) -> dict[tuple[int, int], tuple[int, ...] | None]:
         return {(op.number, chunk): who for op in self.flight.ops for chunk, who in enumerate(op.finals)}
@@ -349,14 +354,17 @@ class Live:
         return self._returns(op)
 
     def _returns(self, op: Operation) -> str:
-        """From here on the caller may do with its buffer what it likes, so it is no part of any state."""
+        """Return the op to its caller, who may do with the buffer what it likes from here on, so that it is no part of
+        any state."""
         if op.error is not None:
-            raise Broken(f"op {op.number} raised {op.error!r} at {self.replica}")
+            raise BrokenPromise(f"op {op.number} raised {op.error!r} at {self.replica}")
         self._check(op)
         if None in op.finals:
-            raise Broken(f"op {op.number} returned at {self.replica} with chunks that are INPUT")
+            raise BrokenPromise(f"op {op.number} returned at {self.replica} with chunks that are INPUT")
         if self.group.atomic and len(set(op.finals)) > 1:
-            raise Broken(f"op {op.number} is atomic, and returned at {self.replica} with the sums of {op.finals}")
+            raise BrokenPromise(
+                f"op {op.number} is atomic, and returned at {self.replica} with the sums of {op.finals}"
+            )
         numbers = tuple(op.array[:: self.group.elements].tolist())
         self.returned.append((op.number, (op.array.tobytes(), numbers, op.spans())))
         op.array[:] = -1
@@ -400,7 +408,7 @@ class Live:
         return "; ".join([f"enters view {view.epoch} of {_names(view.replicas)}, {left}", *said])
 
     def _diverged(self, divergence: Divergence) -> None:
-        raise Broken(f"a false alarm at {self.replica}: {divergence}")
+        raise BrokenPromise(f"a false alarm at {self.replica}: {divergence}")
 
     def _do(self, actions: list[n.Action]) -> None:
         for action in actions:
@@ -410,7 +418,7 @@ class Live:
                 self.out.append((action.replica, action.message))
             elif isinstance(action, act.Freeze):
                 if self._quiesces:
-                    self.core.freeze()
+                    self.member.freeze()
                 self.pending = None
                 if self.stream is not None:
                     self.stream.seen = 0
@@ -419,9 +427,9 @@ class Live:
                 self.pending = (action.view, dict(action.progress))
             elif isinstance(action, act.Failed):
                 self.failed = True
-                self.core.fail(ExpelledError(action.reason))
+                self.member.fail(ExpelledError(action.reason))
                 self.core.abandon()
-                self.core.stream, self.core.frozen, self.pending = None, True, None
+                self.core.stream, self.member.frozen, self.pending = None, True, None
 
     # -- promise 2 -------------------------------------------------------------------------------------------------
 
@@ -434,7 +442,7 @@ class Live:
                 want = self._content[key] = self.group.content(*key)
             there = content[chunk * size : (chunk + 1) * size]
             if there != want:
-                raise Broken(
+                raise BrokenPromise(
                     f"chunk {chunk} of op {op.number} at {self.replica} should be "
                     f"{'its input' if who is None else 'the sum of ' + _names(who)}, {_values(want)}, "
                     f"and is {_values(there)}"
@@ -445,7 +453,7 @@ class Live:
         try:
             for op in self.flight.ops:
                 self._check(op)
-        except Broken as broken:
+        except BrokenPromise as broken:
             return str(broken)
         return ""
 

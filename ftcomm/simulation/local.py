@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
+from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import View
 from ftcomm.errors import FtcommError
-from ftcomm.simulation.live import Broken, Group, Live
+from ftcomm.simulation.live import CheckedGroup, Live
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.simulation.mutations import Mutation
+from ftcomm.simulation.promises import BrokenPromise
 from ftcomm.simulation.states import freeze, load_memory, save_memory, thaw
 
 STAGES = ("post", "arrive", "step", "take")
@@ -37,7 +39,7 @@ Pair = int  # a member and its memory, numbered
 Pairs = tuple[Pair, ...]
 
 
-class Step(NamedTuple):
+class Transition(NamedTuple):
     """What a member may do next, and what comes of it."""
 
     pair: Pair
@@ -50,7 +52,7 @@ class Step(NamedTuple):
     broken: str = ""
 
 
-class Numbers:
+class Numbering:
     """Gives equal values the same number, from 0 on."""
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class Numbers:
 class Members:
     """The members of a group. `eager` are the stages that happen by themselves, see `exhaustive`."""
 
-    def __init__(self, group: Group, mutation: Mutation, eager: frozenset[str]) -> None:
+    def __init__(self, group: CheckedGroup, mutation: Mutation, eager: frozenset[str]) -> None:
         self.group = group
         self._eager = tuple(sorted(eager))
         self._stages = tuple(stage for stage in STAGES if stage not in eager)
@@ -80,12 +82,12 @@ class Members:
             Live(i, group, self._memories, mutation.stream, mutation.quiesces, mutation.spoil, atomic)
             for i in range(group.members)
         ]
-        self._locals = Numbers()
+        self._locals = Numbering()
         self._dead = self._locals.number("dead")
-        self._contents = Numbers()
+        self._contents = Numbering()
         self._loaded: dict[int, int] = {}  # member -> its memory, as it is now
-        self.pairs = Numbers()
-        self.outcomes = Numbers()
+        self.pairs = Numbering()
+        self.outcomes = Numbering()
         # Of each pair:
         self.memory: list[int] = []
         self.dead: list[bool] = []
@@ -93,15 +95,16 @@ class Members:
         self.finished: list[int] = []  # the epoch in which it has returned all ops, 0 before
         self.wrong: list[str] = []  # what is neither INPUT nor FINAL
         self._reads: list[tuple[int, ...]] = []  # the members whose memories it looks at
-        self._steps: dict[tuple[int, ...], list[Step]] = {}
+        self._steps: dict[tuple[int, ...], list[Transition]] = {}
         self._settled: dict[tuple[int, ...], Pair] = {}
-        self._heard: dict[tuple[Pair, int], Step] = {}
+        self._heard: dict[tuple[Pair, int], Transition] = {}
 
     def new(self, i: int) -> Pair:
         return self._save(i)
 
     def crashed(self, pair: Pair) -> Pair:
-        """It does nothing any more, and its memory stays as it is, for as long as somebody maps it."""
+        """Returns the state of a member that has crashed: it does nothing more, and its memory stays for those who map
+        it."""
         crashed = self._pair(self._dead, self.memory[pair])
         if crashed == len(self._reads):
             self._reads.append(())
@@ -110,7 +113,7 @@ class Members:
             self.wrong.append("")
         return crashed
 
-    def steps(self, i: int, pair: Pair, memories: Pairs) -> list[Step]:
+    def steps(self, i: int, pair: Pair, memories: Pairs) -> list[Transition]:
         """Everything that member `i` can do of its own."""
         key = (pair, *[memories[j] for j in self._reads[pair]])
         known = self._steps.get(key)
@@ -128,7 +131,7 @@ class Members:
             known = self._settled[key] = self._save(i)
         return known
 
-    def hear(self, i: int, pair: Pair, message: m.Message, number: int, by_member: bool) -> Step:
+    def hear(self, i: int, pair: Pair, message: m.Message, number: int, by_member: bool) -> Transition:
         """A message of the coordinator, or `by_member`; each message has its own `number`."""
         key = (pair, number)
         known = self._heard.get(key)
@@ -141,7 +144,7 @@ class Members:
 
     # -- running the product -----------------------------------------------------------------------------------------
 
-    def _find_steps(self, i: int, pair: Pair, memories: Pairs) -> list[Step]:
+    def _find_steps(self, i: int, pair: Pair, memories: Pairs) -> list[Transition]:
         live = self.live[i]
         if self.looking[pair]:
             calls: list[tuple[Any, ...]] = [(live.finish,)]
@@ -159,24 +162,24 @@ class Members:
                 found.append(step)
         return found
 
-    def _step(self, i: int, settles: bool, call: Any, *arguments: Any) -> Step:
+    def _step(self, i: int, settles: bool, call: Any, *arguments: Any) -> Transition:
         """`settles`: what then happens by itself belongs to it. Only if it looks at no memory that the call did not."""
         live = self.live[i]
         live.up, live.out, live.returned, live.entered, live.failed = [], [], [], None, False
         try:
             text = call(*arguments)
             if not text:
-                return Step(-1, "")
+                return Transition(-1, "")
             if settles:
                 self._advance(i)
             pair = self._save(i)
-        except (Broken, FtcommError) as error:
+        except (BrokenPromise, FtcommError) as error:
             text = _ABOUT_TO.get(call.__name__, call.__name__)
-            return Step(
-                -1, text, broken=str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+            return Transition(
+                -1, text, broken=str(error) if isinstance(error, BrokenPromise) else f"{type(error).__name__}: {error}"
             )
         returned = tuple((op, self.outcomes.number(outcome)) for op, outcome in live.returned)
-        return Step(pair, text, returned, tuple(live.up), tuple(live.out), live.entered, live.failed)
+        return Transition(pair, text, returned, tuple(live.up), tuple(live.out), live.entered, live.failed)
 
     def _advance(self, i: int) -> None:
         live = self.live[i]
@@ -224,8 +227,8 @@ class Decided(NamedTuple):
 class Coordination:
     """The coordinator. Connections have the numbers of the replicas."""
 
-    def __init__(self, group: Group) -> None:
-        self._values = Numbers()
+    def __init__(self, group: CheckedGroup) -> None:
+        self._values = Numbering()
         self._known: dict[tuple[int, Hashable], Decided] = {}
         live = c.Coordinator(group.members, 1, Timeouts.derive(), [], 0.0, 1)
         self.first = self._values.number((freeze(live), ()))
@@ -246,6 +249,12 @@ class Coordination:
         assert member is not None
         return self.receive(coordinator, by, m.Suspect(replica, member.incarnation, LOST, True))
 
+    def severed(self, coordinator: int, replica: int, by: int) -> Decided:
+        view = self.views(coordinator)[-1]
+        member = view.member(replica)
+        assert member is not None
+        return self.receive(coordinator, by, m.Severed(replica, member.incarnation, view.epoch, LOST))
+
     def _call(self, coordinator: int, event: tuple[Any, ...]) -> Decided:
         known = self._known.get((coordinator, event))
         if known is not None:
@@ -256,13 +265,15 @@ class Coordination:
         actions = deque(getattr(live, event[0])(*event[1:]))
         while actions:
             action = actions.popleft()
-            if isinstance(action, c.Ask):  # nobody answers: who was accused in error is cut off
-                actions.extendleft(reversed(live.asked(action.replica, action.incarnation, action.rank, False)))
+            if isinstance(action, Probe) and action.why is Why.ACCUSED:  # an error: the accused is cut off
+                actions.extendleft(reversed(live.probed(action, "unreachable", 0.0)))
+            elif isinstance(action, Probe) and action.why is Why.SEVERED:
+                actions.extendleft(reversed(live.probed(action, "answered", 0.0)))
             elif isinstance(action, c.Send):
                 sent.append((action.conn, action.message))
             elif isinstance(action, c.Persist):
                 if views and action.view.epoch <= views[-1].epoch:
-                    raise Broken(f"epoch {action.view.epoch} is used twice")
+                    raise BrokenPromise(f"epoch {action.view.epoch} is used twice")
                 views = (*views, action.view)
         decided = Decided(self._values.number((freeze(live), views)), views, tuple(sent))
         self._known[coordinator, event] = decided

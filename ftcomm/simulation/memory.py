@@ -9,7 +9,7 @@ import numpy as np
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import HEADER, POSTED, SLOTS, SPAN
 
-CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a shard of it in two-shot
+CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a slice of it in two-shot
 
 
 class Words(list[int]):
@@ -17,13 +17,13 @@ class Words(list[int]):
 
 
 class TinyMemory(Peer):
-    """In place of a `Segment` (the owner's) and of a `ShmPeer` (what the others see of it: the same object).
+    """Stands for a `Segment` (the owner's) and for a `ShmPeer` (what the others see of it: the same object).
 
     Words are plain Python integers, so the largest epoch costs no more than the smallest, and a copy is cheap.
     """
 
     chunk = CHUNK
-    address = 0  # nobody sleeps here, so nobody is woken
+    address = 0  # no thread sleeps here, so none is woken
     transport = "shm"
     shares_memory = True
 

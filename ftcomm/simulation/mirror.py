@@ -16,7 +16,7 @@ from ftcomm.transport.base import MirrorWriter, Poller
 from ftcomm.transport.tcp.mirror import TcpMirror
 
 if TYPE_CHECKING:
-    from ftcomm.simulation.network import Connection
+    from ftcomm.simulation.network import SimulatedConnection
 
 _ROOM = (150, 2000, 1 << 20)  # bytes of what a connection carries: less than a frame, those of one op, and of all
 FIN = "its connection closed"  # as the network says it
@@ -27,7 +27,7 @@ class TinySocket:
     """One end of a connection, as a socket that never blocks. `on_room` is called when there is room again, `on_news`
     when there is something to receive, be it the end."""
 
-    def __init__(self, connection: Connection, end: int) -> None:
+    def __init__(self, connection: SimulatedConnection, end: int) -> None:
         self._connection, self._end = connection, end
         self._random = connection.network.world.random
         self._inbox = bytearray()
@@ -42,10 +42,10 @@ class TinySocket:
     # -- what the product calls ----------------------------------------------------------------------------------------
 
     def setblocking(self, flag: bool) -> None:
-        """It never blocks."""
+        """Do nothing: a simulated socket never blocks."""
 
     def setsockopt(self, *option: int) -> None:
-        """There are none."""
+        """Do nothing: a simulated socket has no options."""
 
     def sendmsg(self, buffers: Iterable[Any], ancillary: object = (), flags: int = 0) -> int:
         self._check()
@@ -86,6 +86,10 @@ class TinySocket:
         self._over = "closed on this side"
         self._connection.close(self._end)
 
+    def reset(self, ends: Iterable[int]) -> None:
+        """See `Mirror.reset`."""
+        self._connection.reset(ends)
+
     @property
     def over(self) -> bool:
         return self._over is not None
@@ -112,12 +116,17 @@ class TinySocket:
 
 
 class Mirror(TcpMirror):
-    """That of the product, with smaller chunks. Who drives receives, and `attend` does what the thread does."""
+    """The mirror of the product, with smaller chunks. Who drives receives, and `attend` does what the thread does."""
 
     chunk = CHUNK
 
     def _start(self) -> None:
-        """There is no thread."""
+        """Start nothing: there is no thread."""
+
+    def reset(self, ends: Iterable[int]) -> None:
+        """A fault: the connection is reset at these ends, and the others hear nothing of it."""
+        if self._sock is not None:
+            self._sock.reset(ends)
 
     def attend(self) -> None:
         """The connection has ended: find its end, behind all that has come."""
@@ -129,6 +138,8 @@ class Mirror(TcpMirror):
 class Pump(Poller):
     """Receives from all mirrors of a member, and never sleeps."""
 
+    peers: Sequence[TcpMirror]
+
     def __init__(self, peers: Sequence[TcpMirror]) -> None:
         self.peers = peers
 
@@ -138,7 +149,14 @@ class Pump(Poller):
 
 
 class Glance(Waiter):
-    """Looks at a word, and never sleeps."""
+    """Looks at a word, and never sleeps. `on_wake`: who would sleep here is to look again."""
+
+    def __init__(self, own: memoryview, asleep: int, on_wake: Callable[[], object]) -> None:
+        super().__init__(own, asleep, 0)
+        self._on_wake = on_wake
 
     def until(self, words: memoryview, index: int, address: int, target: int, limit: int, token: int) -> bool:
         return target <= words[index] < limit
+
+    def wake(self) -> None:
+        self._on_wake()

@@ -62,7 +62,7 @@ class _NobodyReduces(SteppedGate):
         return self.word == REDUCED or super().is_open(count)
 
 
-class _HastyShards(SteppedStream):
+class _HastySlices(SteppedStream):
     class pipeline_type(SteppedPipeline):
         gate = _NobodyReduces
 
@@ -73,21 +73,21 @@ class _Ahead(SteppedStream):
         self.pipeline.ahead = SLOTS
 
 
-def _leave(flight: Inflight, view: GroupView) -> None:
+def _leave(flight: Inflight[Operation], view: GroupView) -> None:
     """What is left to do is as the product says."""
 
 
-def _all_again(flight: Inflight, view: GroupView) -> None:
+def _all_again(flight: Inflight[Operation], view: GroupView) -> None:
     for op in flight.ops:
         op.tasks = all_reduce(len(op.finals))
 
 
-def _any_holder(flight: Inflight, view: GroupView) -> None:
+def _any_holder(flight: Inflight[Operation], view: GroupView) -> None:
     def other(holder: int) -> int:
         return holder if holder == REDUCE else next((x for x in reversed(view.members) if x != holder), holder)
 
     for op in flight.ops:
-        op.tasks = tuple(Task(chunk, other(holder), who) for chunk, holder, who in op.tasks)
+        op.tasks = tuple(task._replace(holder=other(task.holder)) for task in op.tasks if isinstance(task, Task))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ MUTATIONS: dict[str, Mutation] = {
     "fencing": Mutation("words are compared without their epoch", stream=_Unfenced),
     "late-words": Mutation("a member enters an epoch without raising its words first", stream=_Late),
     "hasty": Mutation("a chunk is reduced before all have posted it", stream=_Hasty),
-    "hasty-shards": Mutation("two-shot: shards are copied out before all have reduced theirs", stream=_HastyShards),
+    "hasty-slices": Mutation("two-shot: slices are copied out before all have reduced theirs", stream=_HastySlices),
     "ahead": Mutation("a slot of the staging is used again before all have read it", stream=_Ahead),
     "all-again": Mutation("after a loss every chunk is reduced again, FINAL or not", spoil=_all_again),
     "any-holder": Mutation("after a loss a chunk is copied from some member, not from a holder", spoil=_any_holder),

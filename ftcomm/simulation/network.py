@@ -7,8 +7,8 @@ the connection up, of which the other end then hears nothing as long as the path
 that loses power says nothing at all.
 
 A kernel answers for its processes, also for one that is stopped, or holds its interpreter: it acknowledges what comes
-(`Connection.unanswered`), and takes connections to its ports (`Network.knock`). It does so for a process that has
-ended, too, as long as a child that has inherited its connections lives.
+(`SimulatedConnection.unanswered`), and takes connections to its ports (`SimulatedNetwork.knock`). It does so for a
+process that has ended, too, as long as a child that has inherited its connections lives.
 
 `rough` takes the order and the uniqueness away that TCP gives, from the links between members, whose machines are
 meant to stand it.
@@ -19,11 +19,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ftcomm.control import messages as m
-from ftcomm.control.dials import Outcome
+from ftcomm.control.suspicion import Outcome
 from ftcomm.simulation.mirror import FIN, TinySocket
 from ftcomm.simulation.world import Process, World
 
@@ -31,7 +31,7 @@ _FIN = object()
 _MANY = 100  # acknowledgements that are kept before somebody looks at them
 REFUSED = "connection refused"
 
-Accept = Callable[["Connection"], bool]
+Accept = Callable[["SimulatedConnection"], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Weather:
     checked: float = 0.01  # of a message whose way over the wire is tried
 
 
-class Connection:
-    """Between two processes. End 0 has dialled, end 1 has accepted."""
+class SimulatedConnection:
+    """A connection between two processes. End 0 has dialled, end 1 has accepted."""
 
     __slots__ = (
         "_acked",
@@ -66,7 +66,7 @@ class Connection:
         "way",
     )
 
-    def __init__(self, network: Network, dialler: Process, acceptor: Process) -> None:
+    def __init__(self, network: SimulatedNetwork, dialler: Process, acceptor: Process) -> None:
         self.network = network
         self.processes = (dialler, acceptor)
         self.way = ((dialler.host, acceptor.host), (acceptor.host, dialler.host))
@@ -91,7 +91,7 @@ class Connection:
             self._carry(end, message)
 
     def unanswered(self, end: int) -> float | None:
-        """As `ftcomm.control.liveness.unanswered`, of the socket at that end."""
+        """Does what `ftcomm.control.liveness.unanswered` does, for the socket at that end."""
         if not self.open[end]:
             return None
         until = min(self.network.world.now, self.network.since.get(self.way[1 - end], float("inf")))
@@ -101,7 +101,7 @@ class Connection:
         return self.network.world.now - self._acked[end] if due or self.held[end] else 0.0
 
     def close(self, end: int, reason: str = "") -> None:
-        """By that end. With a `reason` it was not its own wish, and it is told."""
+        """Close it by that end. With a `reason` that was not its own wish, and it is told."""
         if self.open[end]:
             self.open[end] = False
             self.processes[end].connections.pop(self, None)
@@ -109,8 +109,16 @@ class Connection:
             if reason:
                 self.closed[end](reason)
 
+    def reset(self, ends: Iterable[int]) -> None:
+        """Let something in between forget it: these ends are told, and an end that is not hears of it never."""
+        for end in ends:
+            if self.open[end]:
+                self.open[end] = False
+                self.processes[end].connections.pop(self, None)
+                self.network.world.after(0.0, self.processes[end], self.closed[end], "reset")
+
     def vanish(self, end: int) -> None:
-        """That end is gone without a word; the other finds out by silence."""
+        """Take that end away without a word; the other finds out by silence."""
         self.open[end] = False
         other = 1 - end
         now = self.network.world.now
@@ -164,7 +172,7 @@ class Connection:
             self.receive[other](what)
 
 
-class Network:
+class SimulatedNetwork:
     def __init__(self, world: World, weather: Weather) -> None:
         self.world = world
         self.weather = weather
@@ -172,11 +180,11 @@ class Network:
         self.blocked: dict[tuple[int, int], int] = {}  # (from, to) -> which partition did it
         self.since: dict[tuple[int, int], float] = {}  # when
         self.rejecting: dict[int, int] = {}  # hosts whose connections to others are reset and refused: how often
-        self.holding: dict[Connection, None] = {}
+        self.holding: dict[SimulatedConnection, None] = {}
         self.listeners: dict[int, Process] = {}  # by port
         self.dark: dict[Process, None] = {}  # those that lost power, and answer nothing
         self._partitions = 0
-        self._survived: dict[Process, None] = {}  # ended, and a child of theirs holds what they had open
+        self._survived: dict[Process, None] = {}  # ended, and somebody takes the connections to their ports
 
     def delay(self, way: tuple[int, int]) -> float:
         chance = self.random()
@@ -195,8 +203,8 @@ class Network:
         self,
         dialler: Process,
         port: int,
-        accept: Callable[[Process, Connection], bool],
-        on_open: Callable[[Connection], object],
+        accept: Callable[[Process, SimulatedConnection], bool],
+        on_open: Callable[[SimulatedConnection], object],
         on_fail: Callable[[str], object],
         patient: bool = False,
         waited: float = 0.0,
@@ -247,7 +255,7 @@ class Network:
         if answered or not dialler.alive:
             return
         answered.append(True)
-        connection = Connection(self, dialler, target)
+        connection = SimulatedConnection(self, dialler, target)
         opened = self.world.now + self.delay((target.host, dialler.host))
         connection.last[1] = opened  # what the other side says at once comes after the opening
         self.world.at(opened, dialler, self._opened, connection, on_open, on_fail)
@@ -256,7 +264,7 @@ class Network:
             dialler.connections.pop(connection, None)
             target.connections.pop(connection, None)
 
-    def _opened(self, connection: Connection, on_open: Any, on_fail: Any) -> None:
+    def _opened(self, connection: SimulatedConnection, on_open: Any, on_fail: Any) -> None:
         if connection.open[0]:
             on_open(connection)
         else:
@@ -278,48 +286,40 @@ class Network:
             return False
         return (target.alive and target.frozen) or target in self._survived
 
-    def knock(self, dialler: Process, port: int, tell: Callable[[Outcome], object]) -> None:
-        """`tell` what the kernel at that port says, whatever the process there does."""
+    def knock(self, dialler: Process, port: int, tell: Callable[[Outcome], object], *, patient: bool = False) -> None:
+        """Does what `ftcomm.control.knock` does: `tell` what is found at that port. `patient`: its process has
+        `knock_timeout` to answer."""
+        told: list[Outcome] = []
+
+        def found(outcome: Outcome) -> None:
+            if not told:
+                told.append(outcome)
+                tell(outcome)
+
         target = self.listeners[port]
         way = (dialler.host, target.host)
+        trip, late = 2 * self.weather.latency, self.weather.knock_timeout
         if self._rejected(way):
-            self.world.after(2 * self.weather.latency, dialler, tell, "refused")
+            self.world.after(trip, dialler, found, "refused")
         elif way in self.blocked or way[::-1] in self.blocked or target in self.dark:
-            self.world.after(self.weather.knock_timeout, dialler, tell, "unreachable")
+            self.world.after(late, dialler, found, "unreachable")
+        elif not target.alive and way[0] == way[1]:  # its kernel knows the process, whoever has its port
+            self.world.after(trip, dialler, found, "ended")
         elif target.alive or target in self._survived:
-            self.world.after(2 * self.weather.latency, dialler, tell, "answered")
+            self.world.after(late if patient else 2 * trip, dialler, found, "mute")
+            if target.alive:
+                answer = functools.partial(self.world.after, self.weather.latency, dialler, found, "answered")
+                self.world.after(self.weather.latency, target, answer)
         else:
-            self.world.after(2 * self.weather.latency, dialler, tell, "ended" if way[0] == way[1] else "refused")
+            self.world.after(trip, dialler, found, "refused")
 
-    def ask(self, dialler: Process, port: int, tell: Callable[[bool], object]) -> None:
-        """`tell` whether the process at that port answers a handshake in time."""
-        answered: list[bool] = []
-
-        def said(here: bool) -> None:
-            if not answered:
-                answered.append(here)
-                tell(here)
-
-        target = self.listeners[port]
-        if self._rejected((dialler.host, target.host)):
-            self.world.after(2 * self.weather.latency, dialler, said, False)
-            return
-        if not target.alive and target not in self._survived and target not in self.dark:
-            self.world.after(2 * self.weather.latency, dialler, said, False)
-            return
-        way = (dialler.host, target.host)
-        self.world.after(self.weather.knock_timeout, dialler, said, False)
-        if target.alive and way not in self.blocked and way[::-1] not in self.blocked:
-            answer = functools.partial(self.world.after, self.weather.latency, dialler, said, True)
-            self.world.after(self.weather.latency, target, answer)
-
-    def astray(self, connection: Connection, end: int, message: Any) -> None:
+    def astray(self, connection: SimulatedConnection, end: int, message: Any) -> None:
         """A copy of a message comes some time later, out of order."""
         seconds = self.delay(connection.way[end]) * 50 * self.random()
         self.world.after(seconds, connection.processes[1 - end], connection._arrive, end, message)
 
     def check(self, message: m.Message) -> None:
-        """That the message means the same on the other side."""
+        """Check that the message means the same on the other side."""
         if self.random() < self.weather.checked:
             there = m.decode(m.encode(message))
             if there != message:
@@ -341,7 +341,7 @@ class Network:
                         self.world.after(seconds, connection.processes[side], self._expire, connection, side)
         return self._partitions
 
-    def _expire(self, connection: Connection, end: int) -> None:
+    def _expire(self, connection: SimulatedConnection, end: int) -> None:
         if connection.way[0] in self.blocked or connection.way[1] in self.blocked:
             connection.close(end, "timed out")
 
@@ -379,9 +379,10 @@ class Network:
             if any(connection.held):
                 self.holding[connection] = None
 
-    def end(self, process: Process, *, power: bool = False, child: float = 0.0) -> None:
+    def end(self, process: Process, *, power: bool = False, child: float = 0.0, port_taken: bool = False) -> None:
         """The process ends: the kernel closes its connections, unless the power went. `child`: seconds for which a
-        child holds them open that was forked without Python's knowledge, so that nothing has closed them in it."""
+        child holds them open that was forked without Python's knowledge, so that nothing has closed them in it.
+        `port_taken`: another program listens at its port from then on, takes connections, and says nothing."""
         process.alive = False
         process.backlog.clear()
         if child:
@@ -390,6 +391,8 @@ class Network:
             return
         if power:
             self.dark[process] = None
+        if port_taken:
+            self._survived[process] = None
         self._close(process, power)
 
     def _child_ends(self, process: Process) -> None:
@@ -405,7 +408,7 @@ class Network:
                 connection.close(end)
 
 
-class Link:
+class SimulatedLink:
     """An outgoing connection that is made again whenever it breaks, as `ftcomm.control.links.Link` does. `on_down` is
     told why there is none, and whether there was one that has ended."""
 
@@ -413,10 +416,10 @@ class Link:
 
     def __init__(
         self,
-        network: Network,
+        network: SimulatedNetwork,
         owner: Process,
         port: int,
-        accept: Callable[[Process, Connection], bool],
+        accept: Callable[[Process, SimulatedConnection], bool],
         *,
         on_open: Callable[[], object],
         on_message: Callable[[Any], object],
@@ -426,7 +429,7 @@ class Link:
         self._network, self._owner, self._port, self._accept = network, owner, port, accept
         self._on_open, self._on_message, self._on_down = on_open, on_message, on_down
         self._rough = rough
-        self._connection: Connection | None = None
+        self._connection: SimulatedConnection | None = None
         self._over = False
         self._pause = self.FIRST_PAUSE
         self._begun = 0.0
@@ -455,7 +458,7 @@ class Link:
             failed = functools.partial(self._down, ended=False)
             self._network.dial(self._owner, self._port, self._accept, self._opened, failed, patient=True)
 
-    def _opened(self, connection: Connection) -> None:
+    def _opened(self, connection: SimulatedConnection) -> None:
         if self._over:
             connection.close(0)
             return
@@ -466,7 +469,8 @@ class Link:
         self._on_open()
 
     def unanswered(self) -> float | None:
-        """As `ftcomm.control.links.Link.unanswered`: also of a connection that the process has not taken yet."""
+        """Does what `ftcomm.control.links.Link.unanswered` does: also for a connection that the process has not taken
+        yet."""
         if self._connection is not None:
             return self._connection.unanswered(0)
         return 0.0 if self._network.is_mute(self._owner, self._network.listeners.get(self._port)) else None
@@ -483,4 +487,4 @@ class Link:
 
 
 def _nobody(what: Any) -> None:
-    """Nobody listens."""
+    """Drop what comes: no process listens."""

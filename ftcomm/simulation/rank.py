@@ -1,11 +1,12 @@
 """A simulated process: one rank, with all that is pure of the product in it, driven as the product drives it.
 
-    Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
-    ExchangeCore              as `ftcomm.collective.driver` does: step after step, frozen and resumed, its waits watched
-    TcpMirror and its writer  between hosts, on sockets that are simulated, see `ftcomm.simulation.mirror`
-    script                    the user's loop, see `ftcomm.simulation.script`
+Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
+ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
+DerivedMembership         of a subgroup, see `ftcomm.simulation.subgroup`
+TcpMirror and its writer  between hosts, on sockets that are simulated, see `ftcomm.simulation.mirror`
+script                    the user's loop, see `ftcomm.simulation.script`
 
-The memory of members of the same host is read directly, also that of the dead.
+All of a history belongs to one thread.
 """
 
 from __future__ import annotations
@@ -13,34 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from ftcomm.collective.core import MOVED, RETURNED, ExchangeCore
-from ftcomm.collective.inflight import Inflight
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView
-from ftcomm.collective.stream import Stream
-from ftcomm.collective.watchdog import Watchdog
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
+from ftcomm.control.failed_dials import Cause
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
-from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError
-from ftcomm.kernels.host.reduce import Reducer
-from ftcomm.simulation.memory import TinyMemory
-from ftcomm.simulation.mirror import Glance, Mirror, Pump, TinySocket
-from ftcomm.simulation.network import REFUSED, Connection, Link, Network
+from ftcomm.errors import ExpelledError, FtcommError
+from ftcomm.membership.derived import Left
+from ftcomm.simulation.exchange import SimulatedExchange
+from ftcomm.simulation.mirror import Mirror
+from ftcomm.simulation.network import REFUSED, SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
+from ftcomm.simulation.subgroup import SimulatedSubgroup
 from ftcomm.simulation.world import Process, World
-from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import ASLEEP
-from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from ftcomm.transport.peer_cache import PeerCache
+from ftcomm.transport.router import ASK, ENTERED, Incoming
 
 COORDINATOR = 1  # its port
 
-_reducer = Reducer()  # scratch memory, used within one advance
 
-
-class Gone(Exception):
+class RankEnded(Exception):
     """What the script of a rank gets that cannot go on."""
 
 
@@ -48,7 +44,7 @@ class Rank(Process):
     def __init__(
         self,
         world: World,
-        network: Network,
+        network: SimulatedNetwork,
         promises: Promises,
         *,
         replica: int,
@@ -68,72 +64,58 @@ class Rank(Process):
         self.replica, self.index, self.incarnation, self.port = replica, index, incarnation, port
         self.timeouts = timeouts
         self.burst, self.pace = burst, pace  # tasks in a row at most, and s that they take
-        self.memory = TinyMemory(replica, nonce=f"{port:032x}")
-        self.core = ExchangeCore(
-            replica,
-            self.memory,  # type: ignore[arg-type]
-            Glance(self.memory.words, ASLEEP, 0),
-            _reducer,
-            Watchdog(timeouts.op_floor, timeouts.op, timeouts.give_up, self.clock),
-            on_lost=self.data_lost,
-            poller=lambda peers: Pump(mirrors) if (mirrors := [p for p in peers if isinstance(p, Mirror)]) else None,
+        nonce = f"{port:032x}"
+        self.exchange = SimulatedExchange(
+            self, nonce, on_lost=self.data_lost, on_stall=self._stalled, on_failed=self.fail
         )
+        self.exchanges = {nonce: self.exchange}  # by the nonce of their memories
+        self.groups: dict[str, SimulatedSubgroup] = {}
+        self.waits_for_groups = False
+        self._made = 0  # groups
+        self._retired: dict[str, Left] = {}  # by the nonces of the segments of groups that were closed
+        self._calls_for_groups: list[Incoming] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
         self.holds_state = False
         self.view: View | None = None  # that the script stands in
-        address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, f"{port:032x}")
+        address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
         self.node = n.Node(replica, index, ranks, incarnation, address, timeouts)
         self._leader_port = leader_port
         self._on_exit = on_exit
-        self._up: Link | None = None
-        self._ranks: dict[int, Connection] = {}
-        self._parked = True
-        self._parked_since = 0.0
-        self._driving = False
-        self._fresh: Operation | None = None  # that the driver, who has just called it, tries to do in one go
-        self._kept: dict[str, Peer] = {}
-        self._reached: dict[int, dict[int, Peer]] = {}
-        self._epoch = -1
-        self.onlookers: dict[Rank, None] = {}  # who reads our memory
+        self._up: SimulatedLink | None = None
+        self._ranks: dict[int, SimulatedConnection] = {}
+        self._cache = PeerCache()
+        self._entered: View | None = None  # what subgroups are told of
         # Links to the other members, and an eye on their processes, as `ftcomm.control.peers.Peers`.
-        self._links: dict[int, tuple[str, Link]] = {}
+        self._links: dict[int, tuple[str, SimulatedLink]] = {}
         self._down: set[int] = set()
         self._linked: View | None = None
-        self._reaching: tuple[int, ...] = ()  # whose memory we are about to reach
+        self._reaching: tuple[int, ...] = ()  # members whose memory is about to be reached
         self._watched: dict[int, Rank | None] = {}  # None: it has ended
         self.watchers: dict[Rank, None] = {}
         # The script.
         self.script: Generator[Any, Any, None] | None = None
-        self._awaits: Any = "known"
-        self.serves: Callable[[Connection, dict[str, Any]], bool] = lambda connection, fields: False
-
-    @property
-    def flight(self) -> Inflight:
-        return self.core.inflight
-
-    @property
-    def stream(self) -> Stream | None:
-        return self.core.stream
+        self.awaits: Any = "known"  # what the script waits for
+        self.serves: Callable[[SimulatedConnection, dict[str, Any]], bool] = lambda connection, fields: False
 
     def start(self) -> None:
         self.say("starts on host %s", self.host)
-        self._do(self.node.start())
+        self.do(self.node.start())
         if self.node.leader is not None:
             self._up = self._link_up(COORDINATOR, "leader", {})
         else:
-            self._up = self._link_up(self._leader_port, "rank", {"rank": self.index})
+            self._up = self._link_up(self._leader_port, "rank", {"shard": self.index})
         self._tick()
 
-    def _link_up(self, port: int, purpose: str, fields: dict[str, Any]) -> Link:
-        return Link(
+    def _link_up(self, port: int, purpose: str, fields: dict[str, Any]) -> SimulatedLink:
+        return SimulatedLink(
             self.network,
             self,
             port,
             lambda target, connection: target.accepts(connection, purpose, fields),  # type: ignore[attr-defined]
-            on_open=lambda: self._do(self.node.up_opened()),
-            on_message=lambda message: self._do(self.node.from_up(message)),
-            on_down=lambda reason, ended: self._do(
+            on_open=lambda: self.do(self.node.up_opened()),
+            on_message=lambda message: self.do(self.node.from_up(message)),
+            on_down=lambda reason, ended: self.do(
                 self.node.up_lost(
                     f"the way up is lost: {reason}",
                     not ended and reason == REFUSED,
@@ -150,52 +132,59 @@ class Rank(Process):
         if replica in self._links:
             self._links[replica][1].break_()
 
-    def accepts(self, connection: Connection, purpose: str, fields: dict[str, Any]) -> bool:
+    def break_data(self, replica: int, ends: tuple[int, ...]) -> None:
+        """The connection by which this one reads `replica`, at its own end (0), at the other one (1), or at both."""
+        peer = self.exchange.exchange.member.peers.get(replica)
+        if isinstance(peer, Mirror):
+            peer.reset(ends)
+
+    def accepts(self, connection: SimulatedConnection, purpose: str, fields: dict[str, Any]) -> bool:
         if purpose == "member":
             connection.receive[1] = lambda message: self._from_peer(connection, message)
             return True
         if purpose == "rank" and self.node.leader is not None:
-            rank = fields["rank"]
-            self._ranks[rank] = connection
-            connection.receive[1] = lambda message: self._do(self.node.from_rank(rank, message, self.clock()))
-            connection.closed[1] = lambda reason: self._rank_lost(rank, connection, reason)
+            shard = fields["shard"]
+            self._ranks[shard] = connection
+            connection.receive[1] = lambda message: self.do(self.node.from_rank(shard, message, self.clock()))
+            connection.closed[1] = lambda reason: self._rank_lost(shard, connection, reason)
             return True
         if purpose == "data":
-            return self._attach(connection, fields["replica"], fields["epoch"], fields["nonce"])
+            self.exchange.attach(connection, fields["replica"], fields["epoch"], fields["nonce"])
+            return True
         return purpose == "state" and self.serves(connection, fields)
 
-    def _from_peer(self, connection: Connection, message: m.Message) -> None:
-        self._do(self.node.from_peer(message, self.clock()))
+    def _from_peer(self, connection: SimulatedConnection, message: m.Message) -> None:
+        self.do(self.node.from_peer(message, self.clock()))
         later = self.node.passed_by(message)
         if later is not None:
             connection.send(1, later)
 
-    def _rank_lost(self, rank: int, connection: Connection, reason: str) -> None:
-        if self._ranks.get(rank) is connection:  # else it is here again, by another one
-            del self._ranks[rank]
-            self._seek(rank, reason)
+    def _rank_lost(self, shard: int, connection: SimulatedConnection, reason: str) -> None:
+        if self._ranks.get(shard) is connection:  # else it is here again, by another one
+            del self._ranks[shard]
+            self._seek(shard, reason, self.clock())
 
-    def _seek(self, rank: int, why: str) -> None:
-        """As `ftcomm.control.agent`: whether a rank of ours has ended whose connection has."""
+    def _seek(self, shard: int, why: str, begun: float) -> None:
+        """Find out, as `ftcomm.control.agent` does, whether a rank of ours has ended whose connection has."""
         leader = self.node.leader
-        there = None if leader is None else leader.addresses.get(rank)
-        if rank in self._ranks or self._up is None:
+        there = None if leader is None else leader.addresses.get(shard)
+        if shard in self._ranks or self._up is None:
             return
         if there is None:
-            self._do(self.node.rank_lost(rank, why))
+            self.do(self.node.rank_lost(shard, why))
             return
 
         def told(outcome: str) -> None:
-            if rank in self._ranks or self._up is None:
+            if shard in self._ranks or self._up is None:
                 return
             if outcome == "ended":
-                self._do(self.node.rank_lost(rank, why))
+                self.do(self.node.rank_lost(shard, why))
                 return
             if outcome == "refused":
-                self._do(self.node.rank_refused(rank, why))
-            if outcome == "answered":
-                self._do(self.node.rank_acknowledged(rank, self.clock()))
-            self.after(self.timeouts.beat, self._seek, rank, why)
+                self.do(self.node.rank_refused(shard, why))
+            if outcome == "answered" or (outcome == "mute" and self.clock() - begun < self.timeouts.op):
+                self.do(self.node.rank_acknowledged(shard, self.clock()))
+            self.after(self.timeouts.beat, self._seek, shard, why, begun)
 
         self.network.knock(self, there.pid, told)
 
@@ -204,60 +193,63 @@ class Rank(Process):
         if self.gone:
             return
         self._look()
-        self._do(self.node.tick(self.clock()))
-        self._look_at_stall()
+        self.do(self.node.tick(self.clock()))
+        self.exchange.exchange.nudge()
+        for group in self.groups.values():
+            group.exchange.kick()
 
     def _look(self) -> None:
-        """Whose kernels answer, before anything more is sent to them."""
+        """Look whose kernels answer, before anything more is sent to them."""
         now = self.clock()
         above = None if self._up is None else self._up.unanswered()
         if above is not None:
-            self._do(self.node.up_acknowledged(now - above))
-        for rank, connection in self._ranks.items():
+            self.do(self.node.up_acknowledged(now - above))
+        for shard, connection in self._ranks.items():
             seconds = connection.unanswered(1)
             if seconds is not None:
-                self._do(self.node.rank_acknowledged(rank, now - seconds))
+                self.do(self.node.rank_acknowledged(shard, now - seconds))
         peers = {replica: link.unanswered() for replica, (_, link) in self._links.items()}
         known = {replica: seconds for replica, seconds in peers.items() if seconds is not None}
         for replica in [replica for replica in sorted(self._down) if known.get(replica) == 0.0]:
             self._back(replica)
-        self._do(self.node.peers_acknowledged({replica: now - seconds for replica, seconds in known.items()}))
-        self._do(self.node.reaching(self._reaching))
+        self.do(self.node.peers_acknowledged({replica: now - seconds for replica, seconds in known.items()}))
+        self.do(self.node.reaching(self._reaching))
 
     # -- what the node wants -----------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[n.Action]) -> None:
+    def do(self, actions: list[n.Action]) -> None:
+        """Carry out what the node wants."""
         for action in actions:
-            kind = type(action)
-            if kind is n.Up:
-                if self._up is not None:
-                    self._up.send(action.message)  # type: ignore[union-attr]
-            elif kind is n.Down:
-                if action.rank in self._ranks:  # type: ignore[union-attr]
-                    self._ranks[action.rank].send(1, action.message)  # type: ignore[union-attr]
-            elif kind is n.ToPeer:
-                known = self._links.get(action.replica)  # type: ignore[union-attr]
-                if known is not None:
-                    known[1].send(action.message)  # type: ignore[union-attr]
-            elif kind is act.Freeze:
-                self._freeze(action.view)  # type: ignore[union-attr]
-            elif kind is act.Resume:
-                self._reach(action.view, action.progress)  # type: ignore[union-attr]
-            elif kind is n.LookAtWaits:
-                stall = None if self.core.frozen else self.core.watch.waiting(self.timeouts.beat)
-                op, waiting_on = (0, ()) if stall is None else (stall.op, stall.waiting_on)
-                self._do(self.node.waits(op, waiting_on))
-            elif kind is act.Known:
-                self._wake("known", None)
-            elif kind is act.Passed:
-                self.left = action.left  # type: ignore[union-attr]
-                self._wake("boundary", action.view)  # type: ignore[union-attr]
-                if self.left:
-                    self._wake("join", None)  # sent away before it was in any view
-            elif kind is n.Acked:
-                self._wake("ack", True)
-            elif kind is act.Failed:
-                self._end(action.reason)  # type: ignore[union-attr]
+            match action:
+                case n.Up(message):
+                    if self._up is not None:
+                        self._up.send(message)
+                case n.Down(shard, message):
+                    if shard in self._ranks:
+                        self._ranks[shard].send(1, message)
+                case n.ToPeer(replica, message):
+                    known = self._links.get(replica)
+                    if known is not None:
+                        known[1].send(message)
+                case act.Freeze(view):
+                    self._freeze(view)
+                case act.Resume(view, progress):
+                    self._reach(view, progress)
+                case n.LookAtWaits():
+                    self.do(self.node.waits(*self._waiting()))
+                case act.Known():
+                    self.wake("known", None)
+                case act.Passed():
+                    self.left = action.left
+                    self.wake("boundary", action.view)
+                    if self.left:
+                        self.wake("join", None)  # sent away before it was in any view
+                case act.GoOn():
+                    self.wake("join", None)
+                case n.Acked():
+                    self.wake("ack", True)
+                case act.Failed(reason):
+                    self._end(reason)
 
     def _end(self, reason: str) -> None:
         if self.gone:
@@ -267,15 +259,20 @@ class Rank(Process):
         if self._up is not None:
             self._up.close()
             self._up = None
-        self._fail(ExpelledError(reason))
+        self._end_all(ExpelledError(reason))
 
-    def _fail(self, error: FtcommError) -> None:
+    def fail(self, error: FtcommError) -> None:
+        """An exchange cannot go on."""
+        self._end_all(error)
+        self.do(self.node.failed(str(error)))
+
+    def _end_all(self, error: FtcommError) -> None:
         """The engine ends, and the script hears of it when it waits for something."""
         self.gone = self.gone or str(error)
-        self.core.fail(error)
-        self.core.abandon()
-        self._parked = True
-        if self._awaits is not None:
+        self.exchange.end(error)
+        for group in self.groups.values():
+            group.end(error)
+        if self.awaits is not None:
             self.after(0.0001, self.proceed, None)
 
     # -- links to the other members ----------------------------------------------------------------------------------
@@ -296,9 +293,9 @@ class Rank(Process):
             if member.replica != self.replica and member.replica not in self._links:
                 self._links[member.replica] = (member.incarnation, self._link(member))
 
-    def _link(self, member: Member) -> Link:
+    def _link(self, member: Member) -> SimulatedLink:
         def opened() -> None:
-            self._do(self.node.peer_opened(member.replica))
+            self.do(self.node.peer_opened(member.replica))
             self._back(member.replica)
 
         def down(reason: str, ended: bool) -> None:
@@ -307,13 +304,13 @@ class Rank(Process):
             self._down.add(member.replica)
             self._lost(member, f"the link to it is down: {reason}", proof=False)
 
-        return Link(
+        return SimulatedLink(
             self.network,
             self,
             member.ranks[self.index].pid,
             lambda target, connection: target.accepts(connection, "member", {}),  # type: ignore[attr-defined]
             on_open=opened,
-            on_message=lambda message: self._do(self.node.from_beside(message)),
+            on_message=lambda message: self.do(self.node.peer_answered(message)),
             on_down=down,
             rough=self.network.weather.rough > 0,
         )
@@ -321,19 +318,19 @@ class Rank(Process):
     def _back(self, replica: int) -> None:
         if replica in self._down:
             self._down.discard(replica)
-            self._do(self.node.peer_back(replica))
+            self.do(self.node.peer_back(replica))
 
     def _lost(self, member: Member, reason: str, *, proof: bool) -> None:
         view = self._linked
         if view is not None and view.has(member.replica, member.incarnation):
-            self._do(self.node.peer_lost(member.replica, view.epoch, reason, proof))
+            self.do(self.node.peer_lost(member.replica, view.epoch, reason, proof))
 
     def data_lost(self, replica: int, epoch: int, reason: str) -> None:
-        self._do(self.node.peer_lost(replica, epoch, reason, proof=False))
+        self.do(self.node.severed(replica, epoch, reason, self.clock()))
 
     def _watch_processes(self, view: View) -> None:
         """The end of a process of this host is an event."""
-        for replica, memory in self._reached_of(view.epoch).items():
+        for replica, memory in self._cache.of(view.epoch).items():
             member = view.member(replica)
             if not memory.shares_memory or member is None or replica in self._watched:
                 continue
@@ -358,48 +355,33 @@ class Rank(Process):
     def _freeze(self, view: View) -> None:
         self.say("hears of %s", described(view))
         self._connect(view)
-        self.core.freeze()
-        self.busy(0.0002 * self.world.random.random(), self._quiesced, view)
+        self.exchange.freeze(lambda: self._quiesced(view))
 
     def _quiesced(self, view: View) -> None:
-        if self.core.frozen and not self._parked:
-            self._parked, self._parked_since = True, self.clock()
         if self.node.machine.view is not view or self.gone:
             return
-        self.promises.holds(self)
-        progress = self.core.progress()
+        self.promises.holds(self.exchange)
+        progress = self.exchange.exchange.progress()
         self.say("stands still: %s", progress)
-        self._do(self.node.quiesced(view.epoch, progress))
-
-    def _nonces(self, view: View) -> set[str]:
-        return {member.ranks[self.index].nonce for member in view.members}
-
-    def _reached_of(self, epoch: int) -> dict[int, Peer]:
-        return self._reached.setdefault(epoch, {})
+        self.do(self.node.quiesced(view.epoch, progress))
 
     def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
-        """One member after the other, as `ftcomm.engine.Engine.reach`; a failure is told, and tried again."""
+        """One member after the other, as `ftcomm.engine.LocalDataPlane.reach`; a failure is told, and tried again."""
         if not self.node.wants(view) or self.gone:
             return
-        reached = self._reached_of(view.epoch)
-        nonces = self._nonces(view)
-        self._kept = {nonce: peer for nonce, peer in self._kept.items() if peer.shares_memory or nonce in nonces}
+        self._cache.expect(view.epoch, view.replicas)
+        for replica in (x for x in view.replicas if self.replica in progress[x].severed):
+            self._cache.severed(view.epoch, replica)
         for member in view.members:
             replica, there = member.replica, member.ranks[self.index]
-            if replica == self.replica or replica in reached:
+            if replica == self.replica or self._cache.find(view.epoch, replica, there.nonce) is not None:
                 continue
-            known = self._kept.get(there.nonce)
-            if known is not None and not known.shares_memory and (self._epoch < 0 or not known.serves(view.epoch)):
-                known = None
             process = self.network.listeners[there.pid]
             assert isinstance(process, Rank)
-            if known is None and process.host == self.host and process.alive:
-                known = self._kept[there.nonce] = process.memory
-            if known is not None:
-                reached[replica] = known
-                continue
-            self._dial_data(view, replica, there, progress)
-            return
+            if process.host != self.host or not process.alive:
+                self._dial_data(view, replica, there, progress)
+                return
+            self._cache.add(view.epoch, replica, process.exchange.memory)
         self._watch_processes(view)
         if self.node.wants(view):
             self._enter(view, progress)
@@ -407,28 +389,18 @@ class Rank(Process):
     def _dial_data(self, view: View, replica: int, there: Address, progress: dict[int, m.Progress]) -> None:
         fields = {"replica": self.replica, "epoch": view.epoch, "nonce": f"{self.port:032x}"}
 
-        def opened(connection: Connection) -> None:
+        def opened(connection: SimulatedConnection) -> None:
             self._reaching = ()
-            if view.epoch <= self._epoch or replica in self._reached_of(view.epoch) or self.gone:
-                connection.close(0)
-                return
-            sock = TinySocket(connection, 0)
-            mirror = Mirror(replica, view.epoch, sock, self.data_lost)  # type: ignore[arg-type]
-            mirror.nonce = there.nonce
-
-            def news() -> None:
-                if sock.over:
-                    mirror.attend()
-                self.kick()
-
-            sock.on_news = news
-            self._reached_of(view.epoch)[replica] = self._kept[there.nonce] = mirror
-            self._reach(view, progress)
+            mirror = self.exchange.mirror(connection, replica, view.epoch, there.nonce)
+            if self.gone or not self._cache.add(view.epoch, replica, mirror):
+                mirror.close()
+            else:
+                self._reach(view, progress)
 
         def failed(reason: str) -> None:
             self._reaching = ()
             if self.node.wants(view) and not self.gone:
-                self._do(self.node.unreachable(view.epoch, replica, reason))
+                self.do(self.node.unreachable(view.epoch, replica, reason, Cause.OTHER, self.clock()))
                 self.after(self.timeouts.beat, self._reach, view, progress)
 
         self._reaching = (replica,)
@@ -443,154 +415,124 @@ class Rank(Process):
 
     def _enter(self, view: View, progress: dict[int, m.Progress]) -> None:
         self.promises.enters(self, view, progress)
-        self._epoch = view.epoch
-        peers = self._reached.pop(view.epoch)
-        over = [self._reached.pop(epoch) for epoch in sorted(self._reached) if epoch < view.epoch]
-        for peer in (peer for reached in over for peer in reached.values()):
-            if all(peer is not kept for kept in (*peers.values(), *self.core.peers.values())):
-                peer.close()
-        nonces = self._nonces(view)
-        self._kept = {nonce: peer for nonce, peer in self._kept.items() if nonce in nonces}
-        one_host = all(member.ranks[self.index].boot == f"boot{self.host}" for member in view.members)
+        self._cache.enter(view.epoch)
+        peers = self._cache.peers
         for member in view.members:
             process = self.network.listeners[member.ranks[self.index].pid]
-            if process is not self and isinstance(process, Rank) and peers[member.replica] is process.memory:
-                process.onlookers[self] = None
-        alike = len(view.members) % 2 == 0  # so that there are views of both kinds
-        plan = GroupView(view.epoch, self.replica, view.replicas, view.contributing, one_host, alike=alike)
-        first, ops, self._fresh = self.stream is None, list(self.flight.ops), None
-        resumed, error = self.core.enter(plan, peers, progress)
-        if error is not None:
-            raise error
-        self._parked = False
+            if process is not self and isinstance(process, Rank) and peers[member.replica] is process.exchange.memory:
+                process.exchange.onlookers[self.exchange] = None
+        first = self.exchange.core.stream is None
+        self._entered = view
+        for group in self.groups.values():
+            group.entered(view)
+        resumed = self.exchange.enter(view, self.index, peers, progress)
         self.say("enters %s: %s", described(view), resumed)
-        self.promises.copies += resumed.copied
-        for op in ops:
-            if op.done:
-                self._returned(op)
-        self.core.welcome(self.core.due())
-        self._do(self.node.resumed(view))
+        self.do(self.node.resumed(view))
         if first:
-            self._wake("known", view)
-            self._wake("join", view)
-        self.kick()
+            self.wake("known", view)
+            self.wake("join", view)
 
-    # -- the exchange ------------------------------------------------------------------------------------------------
+    # -- what waits --------------------------------------------------------------------------------------------------
 
-    def _attach(self, connection: Connection, replica: int, epoch: int, life: str) -> bool:
-        sock = TinySocket(connection, 1)
-        sock.on_room = self.kick
-        self.core.admit(TcpMirrorWriter(sock, replica, epoch, life))  # type: ignore[arg-type]
-        self.kick()
-        return True
+    def _waiting(self) -> tuple[int, tuple[int, ...]]:
+        stall = self.exchange.exchange.waiting(self.timeouts.beat)
+        if stall is not None:
+            return stall.op, stall.waiting_on
+        waits = (group.waiting() for group in self.groups.values())
+        return next((wait for wait in waits if wait is not None), (0, ()))
 
-    def submit(self, op: Operation) -> None:
-        self.core.submit(op)
-        alone = len(self.flight.ops) == 1 and not self.core.frozen
-        self._fresh = op if alone and self.world.random.random() < 0.5 else None
-        self.kick()
+    def _stalled(self, stall: Stall) -> None:
+        self.do(self.node.stalled(*stall))
 
-    def kick(self) -> None:
-        """There may be something to do."""
-        if not self._driving and not self._parked and self.flight.ops:
-            self._driving = True
-            world = self.world
-            chance = world.random.random()
-            world.after(self.pace * (0.1 + 8 * chance**4) * self.slow, self, self._drive)
+    def stalled_in_group(self, stall: Stall) -> None:
+        """Report a stall as `ftcomm.group.Group` does: a rank has one at a time."""
+        member = self.exchange.exchange.member
+        if member.frozen or member.watch.waiting(0) is None:
+            self._stalled(stall)
 
-    def _drive(self) -> None:
-        self._driving = False
-        core, stream = self.core, self.stream
-        if self._parked or stream is None:
+    # -- subgroups ---------------------------------------------------------------------------------------------------
+
+    def make_group(self, name: str, number: int, among: tuple[int, ...]) -> None:
+        """Make a subgroup. It is entered when its members in the view in force have made it, too."""
+        self._made += 1
+        group = self.groups[name] = SimulatedSubgroup(self, name, number, among, self._made)
+        self.exchanges[group.exchange.memory.nonce] = group.exchange
+        if self._entered is not None:
+            group.entered(self._entered)
+        self._deal_again()
+
+    def _deal_again(self) -> None:
+        calls, self._calls_for_groups = self._calls_for_groups, []
+        for call in calls:
+            self.deal(call)
+
+    def close_group(self, name: str) -> None:
+        group = self.groups.pop(name)
+        group.end(FtcommError("it was closed"))
+        nonce = group.exchange.memory.nonce
+        del self.exchanges[nonce]
+        self._retired.update(dict.fromkeys(group.membership.segments(), group.left))
+        self._deal_again()
+
+    def deal(self, call: Incoming) -> None:
+        """Deal with a connection as `ftcomm.transport.router.ConnectionRouter` does: it is for a group, which may be
+        still to come."""
+        group, left = self.groups.get(call.group), None
+        if call.what in (ASK, ENTERED):
+            left = self._retired.get(call.there) or self._retired.get(call.nonce)
+        if left is not None:
+            call.sock.connection.send(1, left)  # type: ignore[attr-defined]
+            call.sock.close()
             return
-        core.welcome(core.due())
-        left = 1 if core.frozen or self.burst == 1 else self.world.random.randint(1, self.burst)
-        ops = self.flight.ops
-        moved = False
-        fresh, self._fresh = self._fresh, None
-        if fresh is not None and not core.frozen and core.at_once(fresh):
-            self._returned(fresh)
-            moved = True
-        while ops:
-            if not left:
-                self.kick()
-                break
-            left -= 1
-            op = ops[0]
-            did = core.step()
-            if did is RETURNED:
-                self._returned(op)
-            elif did is not MOVED and not stream.wait(op):
-                break
-            moved = True
-        if moved:
-            if self.world.armed and ops and self._halfway(ops[0]):
-                self.world.after(3 * self.pace * self.world.random.random(), None, self.world.armed.pop())
-            for rank in self.onlookers:
-                rank.kick()
-
-    def _halfway(self, op: Operation) -> bool:
-        """The moment for a fault: some of it is FINAL, not all, or not everywhere."""
-        finals = op.finals
-        return finals[0] is not None and (finals[-1] is None or self.world.random.random() < 0.2)
-
-    def _returned(self, op: Operation) -> None:
-        self.promises.returned(self, op)
-        if self._awaits is op:
-            self._awaits = None
-            self.after(0.0, self.proceed, None)
-
-    def _look_at_stall(self) -> None:
-        ops = self.flight.ops
-        stream = self.stream
-        if not ops or stream is None:
+        if group is not None and group.take(call):
             return
-        if self._parked:
-            if self.clock() - self._parked_since > self.timeouts.give_up:
-                self._failed(CollectiveTimeout("no view was agreed upon in time"))
-            return
-        if self.core.frozen:
-            return
-        if not stream.wait(ops[0]) and stream.missing(ops[0]):
-            try:
-                stall = self.core.blocked()
-            except FtcommError as error:
-                self._failed(error)
-                return
-            if stall is not None:
-                self.say("op %s stalls, waiting on %s", stall.op, stall.waiting_on)
-                self._do(self.node.stalled(*stall))
-        self.kick()
+        if call.what == ASK:
+            self._calls_for_groups.append(call)
+        else:
+            call.sock.close()
 
-    def _failed(self, error: FtcommError) -> None:
-        self._fail(error)
-        self._do(self.node.failed(str(error)))
+    def exchange_on_host(self, port: int, nonce: str) -> SimulatedExchange | None:
+        """Returns the exchange of a process that lives on this host."""
+        process = self.network.listeners[port]
+        assert isinstance(process, Rank)
+        return process.exchanges.get(nonce) if process.host == self.host and process.alive else None
+
+    def goes_on_in_group(self) -> None:
+        """A group has entered a view."""
+        self.wake("group", None)
 
     # -- the script --------------------------------------------------------------------------------------------------
 
     def run(self, script: Generator[Any, Any, None]) -> None:
         self.script = script
-        self._awaits = "begin"
+        self.awaits = "begin"
         self.proceed(None)
 
-    def _wake(self, what: str, value: object) -> None:
-        if self._awaits == what:
-            self._awaits = None
+    def wake(self, what: str, value: object) -> None:
+        """The script goes on with `value`, if it awaits `what`."""
+        if self.awaits == what:
+            self.awaits = None
             self.after(0.00001, self.proceed, value)
+
+    def goes_on_after(self, op: Operation) -> None:
+        """Let the script go on if it waits for `op`, which has returned."""
+        if self.awaits is op:
+            self.awaits = None
+            self.after(0.0, self.proceed, None)
 
     def awaken(self) -> None:
         """What the script polls for may be there."""
-        self._wake("news", None)
+        self.wake("news", None)
 
     def proceed(self, value: object) -> None:
         """The script goes on to its next wait."""
         script = self.script
         if script is None:
             return
-        self._awaits = None
+        self.awaits = None
         try:
             while True:
-                wish = script.throw(Gone(self.gone)) if self.gone and not self.finishing else script.send(value)
+                wish = script.throw(RankEnded(self.gone)) if self.gone and not self.finishing else script.send(value)
                 value = None
                 if type(wish) is float:
                     self.busy(wish, self.proceed, None)
@@ -599,14 +541,14 @@ class Rank(Process):
                     if wish.done:
                         continue
                 elif isinstance(wish, tuple):  # the boundary of a step
-                    self._awaits = "boundary"
-                    self._do(self.node.boundary(wish[1]))
+                    self.awaits = "boundary"
+                    self.do(self.node.boundary(*wish[1:]))
                     return
-                self._awaits = wish
+                self.awaits = wish
                 return
         except StopIteration:
             self.exit(0)
-        except Gone as gone:
+        except RankEnded as gone:
             self.say("ends: %s", gone)
             self.exit(1)
 

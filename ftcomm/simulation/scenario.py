@@ -8,7 +8,7 @@ import random
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.simulation.network import Weather
 from ftcomm.simulation.promises import ELEMENTS
-from ftcomm.simulation.script import Work
+from ftcomm.simulation.script import Workload
 
 # One number of the chain of timeouts in 15 of the product's, so that stalls do not take minutes of ticks.
 TIMEOUTS = Timeouts(heartbeat=1.0, op_floor=2.0, op=8.0)
@@ -22,6 +22,7 @@ KINDS = {
     "partitions": 3,
     "frozen": 1,  # exactly one member is stopped, and nobody else may be removed
     "stuck": 1,  # the script of exactly one stands still
+    "suspended": 1,  # all processes are stopped for longer than ops wait, and go on one after the other
     "quiet": 2,  # the coordinator is away until the training has ended
     "rolling": 1,  # all replicas are restarted one by one
     "coordinator": 2,  # it dies again and again, in the middle of a decision, too
@@ -31,10 +32,13 @@ KINDS = {
     "held": 3,  # interpreters are, and processes stopped: one, several or all, the coordinator too
     "rolled-back": 2,  # the coordinator comes back with an older store
     "together": 2,  # the coordinator dies with replicas, as on one host
-    "forks": 2,  # who dies leaves a child that holds its connections open
+    "forks": 2,  # a process that dies leaves a child with its connections open
     "accused": 2,  # members take for proved that another one has ended, and it lives
     "rejected": 2,  # what stands before the coordinator's host resets and refuses all connections, and so for others
+    "halves": 2,  # the host of one rank of a replica loses power, and the other rank lives
+    "squatted": 2,  # a replica that dies stays away, and another program has its port
     "divided": 2,  # the hosts of the ranks of every replica hear nothing of each other, for up to twelve heartbeats
+    "severed": 3,  # connections for data are reset, at both ends or at one
 }
 
 
@@ -46,6 +50,8 @@ _LONGER = (
     "rolled-back",
     "divided",
     "rejected",
+    "halves",
+    "squatted",
 )  # for silences that are longer than a heartbeat
 
 
@@ -56,7 +62,7 @@ class Scenario:
     ranks: int
     hosts: tuple[tuple[int, ...], ...]  # of each replica, of its ranks
     coordinator_host: int
-    work: Work
+    work: Workload
     weather: Weather
     timeouts: Timeouts
     burst: int  # tasks of an op in a row
@@ -71,23 +77,27 @@ class Scenario:
 
 
 def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ()) -> Scenario:
-    """Of one of these kinds, or of any."""
+    """Draw a scenario of one of these kinds, or of any."""
     among = kinds or tuple(KINDS)
     kind = rng.choices(among, [KINDS[kind] for kind in among])[0] if len(among) > 1 else among[0]
     replicas = _members(rng, least, most)
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
     topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
-    if kind == "rejected" and topology == "one":
+    if kind in ("rejected", "squatted", "severed") and topology == "one":
         topology = "each"
+    if kind == "halves":
+        replicas, ranks, topology = min(replicas, 6), 2, "each"
     if kind == "divided":
         replicas, ranks, topology = min(replicas, 6), 2, "one"
-    spread = replicas if kind == "divided" or (ranks > 1 and rng.random() < 0.5) else 0  # a host for each rank
+    spread = (
+        replicas if kind in ("divided", "halves") or (ranks > 1 and rng.random() < 0.5) else 0
+    )  # a host for each rank
     bases = [{"one": 0, "each": i, "pairs": i // 2}[topology] for i in range(replicas)]
     hosts = tuple(tuple(base + spread * rank for rank in range(ranks)) for base in bases)
     ops = rng.choice((1, 1, 2, 3)) if kind != "growth" else 1
     steps = max(2, rng.choice((4, 8, 12)) // ops) if replicas <= 6 else 4
     steps += 6 * (kind == "growth")
-    work = Work(
+    work = Workload(
         steps=steps,
         counts=tuple(rng.choice((1, 2 * ELEMENTS, 3 * ELEMENTS + 4, 5 * ELEMENTS)) for _ in range(ops)),
         atomic=tuple(rng.random() < 0.3 for _ in range(ops)),
@@ -139,8 +149,27 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     )
 
 
+def with_groups(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same, with groups of some of its replicas."""
+    replicas = range(scenario.replicas)
+    groups = [
+        rng.sample(replicas, rng.randint(min(2, len(replicas)), len(replicas))) for _ in range(rng.choice((1, 2)))
+    ]
+    work = dataclasses.replace(
+        scenario.work, groups=tuple(tuple(sorted(some)) for some in groups), renew=rng.choice((0, 0, 2, 3))
+    )
+    return dataclasses.replace(scenario, work=work)
+
+
+def with_loops(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same, with several step loops in the script."""
+    steps = range(1, min(scenario.work.steps, 20))
+    loops = tuple(sorted(rng.sample(steps, min(len(steps), rng.choice((1, 2, 4))))))
+    return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, loops=loops))
+
+
 def _members(rng: random.Random, least: int, most: int) -> int:
-    """Mostly few: what can go wrong does so among four."""
+    """Draws how many members there are: mostly few, since four are enough for what can go wrong."""
     number = least
     while number < most and rng.random() < 0.55:
         number += 1

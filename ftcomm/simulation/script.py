@@ -6,6 +6,7 @@ have applied the same results in the same order, from the same state.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import zlib
 from collections.abc import Generator
@@ -16,17 +17,18 @@ from ftcomm.control import messages as m
 from ftcomm.control.views import View
 from ftcomm.errors import MismatchError
 from ftcomm.simulation.memory import CHUNK
-from ftcomm.simulation.network import Connection
-from ftcomm.simulation.promises import input_of
-from ftcomm.simulation.rank import Gone, Rank
+from ftcomm.simulation.network import SimulatedConnection
+from ftcomm.simulation.promises import BrokenPromise, input_of
+from ftcomm.simulation.rank import Rank, RankEnded
 from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
 
 REPLAY_LEAST = 2  # see `ftcomm.training.joiner`
+PARTING = 2.0  # s, see `ftcomm.subgroup`
 LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Workload:
     """What all ranks train: `steps` steps of ops with so many elements each."""
 
     steps: int
@@ -36,15 +38,21 @@ class Work:
     ahead: int  # ops in flight
     prepare: float  # s from joining a running job to the first step
     blocks: int  # of a state that is fetched
+    groups: tuple[tuple[int, ...], ...] = ()  # of some replicas
+    renew: int = 0  # steps after which each of them is closed and made again; 0: never
+    loops: tuple[int, ...] = ()  # the first steps of the step loops after the first one
+
+    def loop_of(self, step: int) -> int:
+        return 1 + bisect.bisect(self.loops, step)
 
 
 class Script:
-    def __init__(self, rank: Rank, work: Work) -> None:
+    def __init__(self, rank: Rank, work: Workload) -> None:
         self.rank, self.work = rank, work
         self.stuck = False
         self._step = -1  # the boundary that was passed last
         self._snapshots: Snapshots[tuple[int, int]] = Snapshots()  # (step, model)
-        self._asking: list[tuple[Connection, dict[str, Any]]] = []
+        self._asking: list[tuple[SimulatedConnection, dict[str, Any]]] = []
         rank.serves = self._serve
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -56,23 +64,29 @@ class Script:
             view = yield from self._enter()
             if view is None:
                 rank.say("is sent away")
-                self._ends()
+                yield from self._ends()
                 return
+        else:
+            yield from self._make_groups()
         rank.say("has joined")
+        yield from self._groups_enter(view)
         step = view.step or 0
         fresh = rank.replica not in view.contributing
         model = 0
-        joiner: Joiner | None = None
+        joiner: SimulatedJoiner | None = None
         rank.holds_state = not fresh
         while True:
-            view = yield "boundary", step
+            view = yield "boundary", step, work.loop_of(step)
             rank.view = view
             if rank.left:
                 rank.say("has left at the boundary of step %s", step)
                 break
+            yield from self._groups_enter(view)
+            if self.work.renew and step % self.work.renew == self.work.renew - 1:
+                yield from self._make_groups()
             self._at_boundary(step, view, model, rank.holds_state)
             if fresh:
-                fresh, joiner = False, Joiner(rank, view, step, work.blocks)
+                fresh, joiner = False, SimulatedJoiner(rank, view, step, work.blocks)
             if joiner is not None:
                 while not joiner.offered:
                     yield "news"
@@ -83,18 +97,28 @@ class Script:
             if joiner is None:
                 promises.stands(rank, step, model)
                 if rank.replica not in view.contributing:
-                    rank._do(rank.node.tell(m.CaughtUp(step)))
+                    rank.do(rank.node.tell(m.CaughtUp(step)))
             if step >= work.steps:
                 break
             while self.stuck:
                 yield 0.5
             yield work.compute * (0.5 + rank.world.random.random())
+            if rank.gone:
+                raise RankEnded(rank.gone)
+            for name in rank.groups:
+                yield from self._enter_group(name, 1)
+            called = [group.call(step) for group in rank.groups.values()]
             results = []
             for result in self._ops(step):
                 if isinstance(result, Operation) and not result.done:
                     yield result
                 elif isinstance(result, Operation):
                     results.append(result)
+            for op in called:
+                if not op.done:
+                    yield op
+                if op.error is not None:
+                    raise RankEnded(str(op.error))
             said = step_result(results)
             if joiner is not None:
                 joiner.kept.append(said)
@@ -109,8 +133,8 @@ class Script:
             began = rank.clock()
             while self._lingers() and rank.clock() - began < LINGER:
                 yield 0.05
-        self._ends()
-        rank._do(rank.node.tell(m.Finished()))
+        yield from self._ends()
+        rank.do(rank.node.tell(m.Finished()))
         began = rank.clock()
         acked = False
         while not rank.gone:  # as `Agent.finish`
@@ -119,25 +143,76 @@ class Script:
                     break
             else:
                 began = rank.clock()
-            rank.after(0.05, rank._wake, "ack", False)
+            rank.after(0.05, rank.wake, "ack", False)
             acked = (yield "ack") or acked
         rank.say("has finished")
 
-    def _ends(self) -> None:
+    def _make_groups(self) -> Generator[str, None, None]:
+        """One after the other, anew; in a replica that joins a running job nobody is waited for."""
+        rank = self.rank
+        for number, among in enumerate(self.work.groups):
+            if rank.replica in among:
+                name = f"g{number}"
+                if name in rank.groups:
+                    yield from self._close_group(name)
+                rank.make_group(name, number, among)
+                if rank.view is not None:
+                    yield from self._enter_group(name, rank.view.epoch)
+
+    def _groups_enter(self, view: View) -> Generator[str, None, None]:
+        """Wait until all groups run in that view, as `ftcomm.subgroup.Subgroup.follow` does."""
+        for name, group in self.rank.groups.items():
+            if group.membership.epoch:
+                yield from self._enter_group(name, view.epoch)
+
+    def _enter_group(self, name: str, epoch: int) -> Generator[str, None, None]:
+        """Wait until a group runs in that epoch, or a later one."""
+        rank = self.rank
+        rank.waits_for_groups = True
+        while rank.groups[name].membership.epoch < epoch:
+            if rank.gone:
+                raise RankEnded(rank.gone)
+            yield "group"
+        rank.waits_for_groups = False
+
+    def _close_group(self, name: str) -> Generator[str, None, None]:
+        """Close a group when the others have entered what this member has, or after `PARTING`."""
+        rank = self.rank
+        until = rank.clock() + PARTING
+        rank.after(PARTING, rank.goes_on_in_group)
+        while rank.groups[name].membership.is_needed() and rank.clock() < until and not rank.gone:
+            yield "group"
+        rank.close_group(name)
+
+    def _ends(self) -> Generator[str, None, None]:
         """Whatever happens now, the script has ended well."""
+        for name in list(self.rank.groups):
+            yield from self._close_group(name)
         self.rank.finishing = True
         self.rank.promises.excuse(self.rank.incarnation, "its script has ended")
 
     def _enter(self) -> Generator[Any, Any, View | None]:
         """Prepare to join a running job, and join it; None: it never will be in it."""
         rank = self.rank
-        rank.say("prepares")
-        yield self.work.prepare * (0.5 + rank.world.random.random())
-        if rank.left:
-            return None
-        rank.promises.ready(rank)
-        rank._do(rank.node.tell(m.Ready()))
-        view: View | None = yield "join"
+        machine = rank.node.machine
+        loop = 0
+        view: View | None = None
+        while view is None:
+            loop += 1
+            rank.say("prepares for step loop %s", loop)
+            yield self.work.prepare * (0.5 + rank.world.random.random())
+            if rank.left:
+                return None
+            if loop == 1:
+                yield from self._make_groups()
+            if loop >= machine.loop_of_job:
+                rank.promises.ready(rank)
+                rank.do(rank.node.tell(m.Ready(loop)))
+                view = yield "join"
+        if loop < machine.loop_of_job:
+            raise BrokenPromise(
+                f"{rank.name} came in from step loop {loop} when the others were in {machine.loop_of_job}"
+            )
         return view
 
     def _ops(self, step: int) -> Generator[Operation, None, None]:
@@ -149,9 +224,9 @@ class Script:
             if (rank.replica, number) in rank.promises.wrong:
                 count += 1
             if rank.gone:
-                raise Gone(rank.gone)
+                raise RankEnded(rank.gone)
             op = Operation(input_of(rank.replica, number, count).copy(), "float32", "sum", CHUNK, atomic=work.atomic[i])
-            rank.submit(op)
+            rank.exchange.submit(op)
             if op.number != number:
                 raise AssertionError(f"{rank.name} calls op {number}, which gets the number {op.number}")
             flight.append(op)
@@ -176,14 +251,14 @@ class Script:
         self._snapshots.only(members)
         return bool(self._snapshots)
 
-    def _serve(self, connection: Connection, fields: dict[str, Any]) -> bool:
+    def _serve(self, connection: SimulatedConnection, fields: dict[str, Any]) -> bool:
         if self._step >= fields["step"]:
             self._answer(connection, fields)
         else:
             self._asking.append((connection, fields))
         return True
 
-    def _answer(self, connection: Connection, fields: dict[str, Any]) -> None:
+    def _answer(self, connection: SimulatedConnection, fields: dict[str, Any]) -> None:
         joiner = fields["replica"], fields["incarnation"]
         snapshot = self._snapshots.get(joiner, fields["step"])
         if snapshot is None:
@@ -206,7 +281,7 @@ def _finished(op: Operation) -> Generator[Operation, None, None]:
     if not op.done:
         yield op
     if op.error is not None and not isinstance(op.error, MismatchError):
-        raise Gone(str(op.error))
+        raise RankEnded(str(op.error))
     yield op
 
 
@@ -214,7 +289,7 @@ def step_result(ops: list[Operation]) -> bytes:
     return b"".join(op.array.tobytes() if op.error is None else str(op.error).encode() for op in ops)
 
 
-class Joiner:
+class SimulatedJoiner:
     """The joiner's side, as `Joiner` over `Fetch` in `ftcomm.training`, with the same `BlockScheduler`."""
 
     def __init__(self, rank: Rank, view: View, step: int, blocks: int) -> None:
@@ -225,7 +300,7 @@ class Joiner:
         self.offered = False
         self._said: int | None = None
         self._scheduler = BlockScheduler(sources_of(view))
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, SimulatedConnection] = {}
         member = view.member(rank.replica)
         assert member is not None
         self._fields = {"step": step, "replica": rank.replica, "incarnation": member.incarnation}
@@ -246,7 +321,7 @@ class Joiner:
     def at_boundary(self, step: int) -> bool:
         """Load what has arrived, replay a little; True when the model is that of everybody entering `step`."""
         if self._scheduler.hopeless:
-            raise Gone(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
+            raise RankEnded(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
         self._load()
         if self.loaded:
             for said in self.kept[:REPLAY_LEAST]:
@@ -255,9 +330,9 @@ class Joiner:
         return self.loaded and not self.kept
 
     def finish(self) -> bool:
-        """After the last step."""
+        """Load the state, after the last step; returns whether it was there."""
         if self._scheduler.hopeless:
-            raise Gone(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
+            raise RankEnded(f"the state of step {self.step} cannot be fetched: {self._scheduler.why()}")
         self._load()
         if self.loaded:
             for said in self.kept:
@@ -284,11 +359,11 @@ class Joiner:
             lambda reason: self._drop(source, reason),
         )
 
-    def _opened(self, source: int, connection: Connection) -> None:
+    def _opened(self, source: int, connection: SimulatedConnection) -> None:
         connection.receive[0] = lambda what: self._received(source, connection, what)
         connection.closed[0] = lambda reason: self._drop(source, reason)
 
-    def _received(self, source: int, connection: Connection, what: tuple[Any, ...]) -> None:
+    def _received(self, source: int, connection: SimulatedConnection, what: tuple[Any, ...]) -> None:
         scheduler = self._scheduler
         if source not in scheduler.alive:
             return

@@ -13,6 +13,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ftcomm.errors import SettingsError
+from ftcomm.launch.option_types import Parsed, choices
 from ftcomm.simulation.history import History, run
 from ftcomm.simulation.scenario import KINDS
 
@@ -24,31 +26,15 @@ _SHOWN = 5  # failing seeds that are told in full
 _Batch = tuple[int, int, int, int, tuple[str, ...]]  # first and last seed, least and most members, kinds
 
 
-class _Kinds(click.ParamType):
-    name = "kinds"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        kinds = tuple(dict.fromkeys(str(value).split(",")))
-        wrong = [kind for kind in kinds if kind not in KINDS]
-        if wrong:
-            self.fail(f"{wrong[0]!r}: expected some of {','.join(sorted(KINDS))}", param, ctx)
-        return kinds
-
-
-class _Range(click.ParamType):
-    name = "range"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        first, dots, last = value.partition("..")
-        try:
-            least, most = int(first), int(last if dots else first)
-        except ValueError:
-            self.fail(f"{value!r} is no range; expected for example 2..16, or 3", param, ctx)
-        if not 1 <= least <= most <= MOST:
-            self.fail(f"{value!r}: expected 1 <= first <= last <= {MOST}", param, ctx)
-        return least, most
+def _members(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    try:
+        least, most = int(first), int(last if dots else first)
+    except ValueError:
+        raise SettingsError(f"{text!r} is no range; expected for example 2..16, or 3") from None
+    if not 1 <= least <= most <= MOST:
+        raise SettingsError(f"{text!r}: expected 1 <= first <= last <= {MOST}")
+    return least, most
 
 
 @click.command()
@@ -56,7 +42,7 @@ class _Range(click.ParamType):
 @click.option("--first", type=click.IntRange(0), default=0, metavar="SEED", show_default=True, help="The first seed.")
 @click.option(
     "--members",
-    type=_Range(),
+    type=Parsed("range", _members),
     default="2..16",
     metavar="A..B",
     show_default=True,
@@ -64,7 +50,7 @@ class _Range(click.ParamType):
 )
 @click.option(
     "--kinds",
-    type=_Kinds(),
+    type=choices(*sorted(KINDS)),
     default=(),
     metavar="K,K",
     help=f"Only histories of these kinds: {', '.join(sorted(KINDS))}.  [default: all of them]",
@@ -132,7 +118,7 @@ def _report(histories: Iterator[History], workers: int, members: tuple[int, int]
     began = time.monotonic()
     broken: list[History] = []
     count: collections.Counter[str] = collections.Counter()
-    cost: collections.Counter[str] = collections.Counter()
+    cost: dict[str, float] = collections.defaultdict(float)
     lost = total = views = returns = copies = 0
     virtual = 0.0
     for history in histories:

@@ -131,9 +131,8 @@ class References:
 def save_memory(memory: TinyMemory) -> Hashable:
     if any(memory.words[_WORDS:]):
         raise TypeError("a word beyond the descriptors is in use; teach ftcomm/simulation/states.py to save it")
-    return (tuple(memory.words[:_WORDS]), memory._bytes.tobytes())
+    return (tuple(memory.words[:_WORDS]), memory.buffer.tobytes())
 
 
 def load_memory(memory: TinyMemory, saved: Any) -> None:
-    memory.words[:_WORDS], content = saved
-    memory._bytes[:] = np.frombuffer(content, np.uint8)
+    memory.words[:_WORDS], memory.buffer[:] = saved

@@ -18,6 +18,7 @@ class World:
     """All times are seconds of virtual time since the beginning."""
 
     def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.events = 0
@@ -36,12 +37,12 @@ class World:
         heapq.heappush(self._queue, (self.now + seconds, self._number, owner, call, args))
 
     def say(self, who: str, text: str, *args: object) -> None:
-        """For the trace: formatted only when somebody reads it."""
+        """Write to the trace; the text is formatted only when somebody reads it."""
         if self.trace is not None:
             self.trace.append((self.now, who, text, args))
 
     def run(self, until: float) -> None:
-        """Until `over`, or until that time, or nothing is left to happen."""
+        """Run until `over`, or until that time, or until nothing is left to happen."""
         queue, pop = self._queue, heapq.heappop
         while queue and not self.over:
             when, _, owner, call, args = pop(queue)
@@ -76,11 +77,11 @@ class Process:
         return self.offset + self.rate * self.world.now
 
     def after(self, seconds: float, call: Call, *args: Any) -> None:
-        """In so many seconds of its own clock."""
+        """Call it in so many seconds of its own clock."""
         self.world.at(self.world.now + seconds / self.rate, self, call, *args)
 
     def busy(self, seconds: float, call: Call, *args: Any) -> None:
-        """When it has worked for so long."""
+        """Call `call` when the process has worked for `seconds`."""
         self.world.at(self.world.now + seconds * self.slow, self, call, *args)
 
     def say(self, text: str, *args: object) -> None:

@@ -68,14 +68,15 @@ class DeathWatch(Generic[Key]):
         self._closed = False
 
     def watch(self, mutexes: Mapping[Key, MutexWord]) -> None:
-        """Watch these and no others from now on. Does not block."""
+        """Watch these and no others from now on. Does not block. Raises `RuntimeError` if no thread can be started."""
         with self._lock:
             if self._closed or self._words.keys() == mutexes.keys():
                 return
-            self._words = dict(mutexes)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()  # first: if there is no thread to be had, a later call tries again
+                self._thread = thread
+            self._words = dict(mutexes)
         self._interrupt()
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class DeathWatch(Generic[Key]):
         with self._lock:
             self._closed = True
             self._words = {}
-            self._on_died = _nobody  # whoever made this one may know it
+            self._on_died = _nobody  # the callback may refer to the owner of this watch
         self._interrupt()
 
     def _interrupt(self) -> None:

@@ -1,11 +1,11 @@
-"""ftcomm as torch knows it: a process group for DDP, FSDP2 and HSDP, and gradient buckets without one.
+"""ftcomm for torch: a process group for DDP, FSDP2 and HSDP, and gradient buckets without one.
 
     import torch.distributed as dist
 
-    dist.init_process_group("ftcomm")    # under `ftcomm run`, torchrun or mp.spawn
+    dist.init_process_group("ftcomm")   # under `ftcomm run`, torchrun or mp.spawn
 
 torch finds the name by an entry point when it is imported. Where that is off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), this
-import does the same. Names are imported on first use: this runs inside `import torch`.
+import does the same. Names are imported on first use, since this module runs inside `import torch`.
 """
 
 from __future__ import annotations

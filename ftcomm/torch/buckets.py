@@ -32,18 +32,19 @@ BUCKET_BYTES = 4 << 20
 
 
 class _Bucket:
-    """One flat tensor and the parameters whose gradients lie in it, in the order in which backward fills them."""
+    """A flat tensor and the parameters whose gradients lie in it, in the order in which backward fills them."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         pieces = self.flat.split([p.numel() for p in params])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-        self.filled: set[int] = set()  # places in `params` whose gradient is there
+        self.filled: set[int] = set()  # indices in `params` of the gradients that are there
         self.work: Work | None = None
 
     def fill(self, place: int) -> None:
-        """The gradient of one parameter is there; take it in if it was made outside (after `optimizer.zero_grad()`)."""
+        """Note that the gradient of a parameter is there; copy it in if it was made outside (after
+        `optimizer.zero_grad()`)."""
         grad, view = self.params[place].grad, self.views[place]
         if grad is not view:
             assert grad is not None, "autograd has just accumulated it"
@@ -52,7 +53,7 @@ class _Bucket:
         self.filled.add(place)
 
     def fill_rest(self) -> None:
-        """Parameters that took no part in this backward contribute zeros."""
+        """Fill in zeros for parameters that took no part in this backward."""
         for place, view in enumerate(self.views):
             if place not in self.filled:
                 view.zero_()
@@ -62,10 +63,12 @@ class _Bucket:
 class GradientBuckets:
     """Averages the gradients of `module` over `group` (default: the default group), overlapped with backward.
 
-    Args: `bucket_bytes` is the size at which a bucket is closed (a larger parameter has one of its own); `op` is "avg"
-    (over the replicas that contribute) or "sum"; `compression` that of `Group.allreduce`. One backward a step. The
-    parameters that require gradients are taken once, here. Costs one copy of the gradients, that `p.grad` shares. Not
-    thread-safe.
+    bucket_bytes: a bucket is closed at this size; a larger parameter has one of its own.
+    op: "avg" (over the replicas that contribute) or "sum".
+    compression: as of `Group.allreduce`.
+
+    One backward a step. The parameters that require gradients are taken once, here. It costs one copy of the gradients,
+    which `p.grad` shares. Not thread-safe. `wait` raises what an all-reduce raises.
     """
 
     def __init__(
@@ -95,18 +98,19 @@ class GradientBuckets:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each bucket, in the order in which they are reduced."""
+        """The bytes of each bucket, in the order in which they are reduced."""
         return tuple(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
 
     def zero_grad(self) -> None:
-        """Zero all gradients in place, one fill a bucket. `optimizer.zero_grad()` works as well, at a copy more."""
+        """Zero all gradients in place, with one fill a bucket. `optimizer.zero_grad()` works as well, at the cost of a
+        copy."""
         for bucket in self._buckets:
             bucket.flat.zero_()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
     def wait(self) -> None:
-        """Block until every gradient is reduced; call it between backward and `optimizer.step()`.
+        """Block until every gradient is reduced. Call it between backward and `optimizer.step()`.
 
         Launches what backward left out, with zeros. Raises what the first failed op raised, after all have ended.
         """
@@ -127,8 +131,8 @@ class GradientBuckets:
             raise error
 
     def abandon(self) -> None:
-        """Give the step up: wait for what is on its way, whatever becomes of it, and forget the rest. To be passed to a
-        step loop as `on_repeat`."""
+        """Give the step up: wait for the ops under way, also failed ones, and forget the rest. For a step loop, as
+        `on_repeat`."""
         for bucket in self._buckets:
             if bucket.work is not None:
                 with contextlib.suppress(FtcommError):
@@ -156,7 +160,7 @@ class GradientBuckets:
 
 
 def _partition(module: nn.Module, bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order, cut into runs of one dtype and device, in the order in which backward fills them."""
+    """Cuts the parameters, in reverse order, into runs of one dtype and device, as backward fills them."""
     done: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for name, param in reversed(list(module.named_parameters())):

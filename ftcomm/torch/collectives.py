@@ -1,8 +1,8 @@
 """torch's collectives, as its Python and its C++ call them, in terms of `ftcomm.calls.Calls`.
 
-torch has several names for some of them, newer and older; both are here, because some callers look for one and some
-for the other. Where torch takes a list of tensors and we one array, the tensors are packed into one and copied out at
-the end: an op of many small messages costs more than a copy.
+torch has several names for some of them, newer and older. Both are here, because callers look for either. Where torch
+takes a list of tensors and ftcomm one array, the tensors are packed into one and copied out at the end: an op of many
+small messages costs more than a copy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,11 @@ from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import equal_sizes, fit, joined, one, reals, reduction, rescale, spread
 from ftcomm.torch.work import FtWork, Futures, WorkPart
 
-Tensors = Sequence[torch.Tensor] | torch.Tensor
+Tensors: TypeAlias = Sequence[torch.Tensor] | torch.Tensor
 
 
 class Collectives(dist.ProcessGroup):  # type: ignore[misc]
-    """What `FtProcessGroup` can do. `_calls` is the group beneath; rank and size are those of its roster."""
+    """The calls of `FtProcessGroup`. `_calls` is the group beneath; rank and size are those of its roster."""
 
     _calls: Any
     _futures: Futures
@@ -61,14 +61,15 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return self._work("all_reduce", parts, tensors, opts)
 
     def average(self, bucket: torch.Tensor, compression: str) -> FtWork:
-        """The average of those who contribute, in place; not of torch, see `ftcomm.torch.hooks`."""
+        """Average over the contributors, in place. torch has no such call, see `ftcomm.torch.hooks`."""
         self._alive()
         with _seen_by_profilers("allreduce"):
             part = self._calls.allreduce(bucket, "avg", async_op=True, compression=compression)
         return self._work("average", [part], [bucket], None)
 
     def _average_of(self, bucket: torch.Tensor, opts: Any) -> FtWork:
-        """DDP has divided by the size of the group; who was lost since, or catches up, has given nothing."""
+        """Average what DDP has divided by the size of the group: members that were lost since, or catch up, gave
+        nothing."""
         self._alive()
         grid = isinstance(self._calls, Grid)
         with _seen_by_profilers("allreduce"):
@@ -144,7 +145,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         if by_ddp is None or not isinstance(self._calls, (Grid, Replicas)):
             return self._work("broadcast", self._call(opts, True, "broadcast", x, opts.rootRank), [x], opts)
         self._alive()
-        if not kept_buckets(by_ddp, x):  # then it is of what all ranks hold alike: weights, buffers
+        if not kept_buckets(by_ddp, x):  # otherwise it is weights or buffers, alike on all ranks
             self._calls.broadcast_state(x, opts.rootRank)
         return self._work("broadcast", [], [x], opts)
 
@@ -159,7 +160,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> FtWork:
-        # torch has a list for each rank here, with a tensor for each input in it
+        # torch has a list for each rank here, with a tensor for each input
         lists = [[of_rank[place] for of_rank in outputs] for place in range(len(inputs))]
         return self._allgather(lists, list(inputs), _options(opts, c10d.AllgatherOptions))
 
@@ -325,19 +326,20 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _call(self, opts: Any, at_once: bool, call: str, *args: Any) -> list[WorkPart]:
-        """Start an op. If torch waits for it anyway (`at_once` if it may), this thread drives it to its end instead,
-        which saves two changes of threads; a timeout that comes first needs somebody who looks at the clock."""
+        """Start an op. If torch waits for it anyway (and `at_once` allows it), this thread drives it to its end, which
+        saves two changes of threads. A timeout that comes before the op's own needs another thread to watch the clock.
+        """
         self._alive()
+        # Does an op that stands still fail by itself before the timeout of this group?
+        in_time = self._calls.op_timeout <= self._timeout
+        drive = at_once and in_time and not opts.asyncOp and opts.timeout.total_seconds() <= 0
         method = getattr(self._calls, call)
-        with _seen_by_profilers(call):
-            if at_once and not opts.asyncOp and opts.timeout.total_seconds() <= 0 and self._ends_in_time():
-                method(*args)
-                return []
-            return [method(*args, async_op=True)]
-
-    def _ends_in_time(self) -> bool:
-        """Does an op that stands still fail by itself before the timeout of this group?"""
-        return bool(self._calls._patience() <= self._timeout)
+        if torch.autograd._profiler_enabled():
+            with _seen_by_profilers(call):
+                made = method(*args, async_op=not drive)
+        else:
+            made = method(*args, async_op=not drive)
+        return [] if drive else [made]
 
     def _work(
         self,
@@ -359,7 +361,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     _sequence = 0
-    _together: list[FtWork] | None = None  # what was called since _start_coalescing
+    _together: list[FtWork] | None = None  # the calls since _start_coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._together is not None:
@@ -380,17 +382,20 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
 
 
 def _seen_by_profilers(call: str) -> contextlib.AbstractContextManager[Any]:
-    """The event of a call, under the name that torch gives it; of an asynchronous one, of its start."""
+    """Records the event of a call under torch's name for it; for an asynchronous call, the event of its start."""
     if not torch.autograd._profiler_enabled():
         return _UNSEEN
-    return torch.autograd.profiler.record_function(f"ftcomm:{'all_reduce' if call == 'allreduce' else call}")
+    seen: contextlib.AbstractContextManager[Any] = torch.autograd.profiler.record_function(
+        f"ftcomm:{'all_reduce' if call == 'allreduce' else call}"
+    )
+    return seen
 
 
 _UNSEEN = contextlib.nullcontext()
 
 
 class _Nested:
-    """A work of torch's as a part of another."""
+    """A work of torch as a part of another one."""
 
     def __init__(self, work: FtWork) -> None:
         self._work = work
@@ -403,7 +408,7 @@ class _Nested:
 
 
 def _options(given: Any, kind: type, timeout: timedelta | None = None) -> Any:
-    """torch's options of a call, which is also made with a ReduceOp in their place, or with nothing."""
+    """Returns torch's options of a call. It may also be made with a ReduceOp in their place, or with nothing."""
     if isinstance(given, kind):
         return given
     opts = kind()
@@ -415,7 +420,7 @@ def _options(given: Any, kind: type, timeout: timedelta | None = None) -> Any:
 
 
 def _rooted(given: Any, kind: type, root: int, timeout: timedelta | None) -> Any:
-    """The same for a call with a root, which is also made with the root in their place."""
+    """Returns the options of a call with a root, which may also be made with the root in their place."""
     if isinstance(given, kind):
         return given
     opts = kind()
@@ -426,7 +431,7 @@ def _rooted(given: Any, kind: type, root: int, timeout: timedelta | None) -> Any
 
 
 def _counts(x: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
-    """Elements for each rank; torch splits along the first dimension."""
+    """Returns the elements for each rank; torch splits along the first dimension."""
     if not splits:
         if x.numel() % size:
             raise ArgumentError(

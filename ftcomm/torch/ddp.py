@@ -1,12 +1,12 @@
-"""DDP's buckets, cut once and alike in every process, whenever it has started.
+"""Cuts DDP's buckets once, and alike in every process, whenever that has started.
 
 DDP reduces all gradients in one piece in the first iteration of a process. Then it cuts buckets in the order in which
-gradients came, and broadcasts from rank 0 how: a collective in the second iteration, and in no other. A replica that
-joins a running job has its first and second iterations when the others have their hundredth: its pieces would have
-other sizes, and the broadcast nobody to answer.
+gradients came, and broadcasts the cuts from rank 0: a collective in the second iteration, and in no other. A replica
+that joins a running job has its first and second iterations when the others have their hundredth: its pieces would have
+other sizes, and its broadcast no receiver.
 
-So for our groups the buckets are cut by the parameters' order alone, from the last to the first, when DDP is made, and
-what DDP cuts later is the same again, without a broadcast. Buckets overlap with backward from the first iteration on.
+So for our groups the order of the parameters alone, from the last to the first, decides the buckets when DDP is made,
+and DDP's later cuts are the same again, without a broadcast. Buckets overlap with backward from the first iteration on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CUTS = "_compute_bucket_assignment_by_size"  # (tensors, limits, sparse[, indices]) -> (buckets, limit of each)
 _making = threading.local()  # .module: the DDP that this thread makes, if it is on one of our groups
 _lock = threading.Lock()
-_layouts = "_ftcomm_buckets"  # attribute of a DDP: its buckets, lists of indices of parameters, in their order
+_layouts = "_ftcomm_buckets"  # an attribute of a DDP: the indices of the parameters in each bucket
 
 
 def adapt(ours: type) -> None:
@@ -68,9 +68,10 @@ def _cutter(cut: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kept_buckets(caller: FrameType, tensor: torch.Tensor) -> bool:
-    """Called by `broadcast`: does DDP tell how it has cut its buckets anew? Then `tensor` becomes what they are.
+    """Whether DDP broadcasts here how it has cut its buckets anew; `broadcast` asks this. Then `tensor` gets our
+    buckets.
 
-    It broadcasts twice: the indices of all parameters, bucket by bucket, and the number of buckets; then their sizes.
+    DDP broadcasts twice: the indices of all parameters, bucket by bucket, and the number of buckets; then their sizes.
     """
     if caller.f_code.co_name not in ("_pre_forward", "main_hook") or tensor.dtype != torch.int32:
         return False
@@ -85,14 +86,14 @@ def kept_buckets(caller: FrameType, tensor: torch.Tensor) -> bool:
 
 
 def called_by_ddp() -> FrameType | None:
-    """The frame of DDP that has called the method of a group in which this is asked, if it was DDP."""
+    """Returns the frame of DDP that has called the current method of a group, if it was DDP."""
     caller = sys._getframe(2)
     return caller if caller.f_globals.get("__name__") == "torch.nn.parallel.distributed" else None
 
 
 def called_by_autograd() -> bool:
-    """Is the call of `allreduce` in which this is asked one of DDP's reducer? It is C++, called by the autograd engine,
-    so between our frame and that of `backward()` (which the threads of devices do not have) there is no other."""
+    """Whether DDP's reducer has made the current call of `allreduce`. It is C++, called by the autograd engine, so
+    there is no other frame between ours and that of `backward()` (which the threads of devices do not have)."""
     try:
         caller = sys._getframe(2)
     except ValueError:
@@ -103,13 +104,13 @@ def called_by_autograd() -> bool:
 def raised_by_backward(work: FtWork) -> None:
     """Let `backward` raise the error of an all-reduce of DDP's reducer as it is.
 
-    In the future on which the reducer waits it could only be a RuntimeError with its text. So the future has a value in
-    any case, the reducer ends its backward, and the error is raised after that. It does so in a callback at the end of
-    backward, which it adds after this call; ours adds another one, and so comes after it.
+    The future on which the reducer waits could only raise a RuntimeError with its text. So the future gets a value in
+    any case, the reducer ends its backward, and then the error is raised, in a callback at the end of backward. The
+    reducer adds its own callback after this call; ours adds another one there, which so comes after it.
     """
     queue = Variable._execution_engine.queue_callback
     try:
         queue(lambda: queue(work.raise_error))
-    except RuntimeError:  # this is no backward: a callback can be added in one alone
+    except RuntimeError:  # outside of backward no callback can be added
         return
     work.raised_elsewhere = True

@@ -1,16 +1,16 @@
 """The world of a job whose replicas have several ranks: all collectives over replicas x ranks of each.
 
-      rank of a replica     0    1
-    replica 0               0 -- 1     --  a fixed group inside the replica: its ranks live and die together
-                            |    |     |   the group across replicas, which survives
-    replica 1               2 -- 3
+               rank of a replica  0     1
+    replica 0                     0 --- 1    --    a static group inside the replica: its ranks live and die together
+                                  |     |    |     the group across replicas, which survives
+    replica 1                     2 --- 3
 
 An op is one inside the replica and one across: an all-reduce is a reduce-scatter inside, an all-reduce of the own part
-across and an all-gather inside. So a lost replica does here what it does across: a sum goes on without it, and what
-needs its data fails, on all survivors.
+across and an all-gather inside. So a loss has the same effect here as across: a sum goes on without the lost replica,
+and what needs its data fails, on all survivors.
 
-The steps of an op need the thread of somebody, so the ops of a grid run in one of its own, in the order of the calls,
-and both groups are the grid's own: what its thread calls there stands in no order to what the script calls elsewhere.
+The steps of an op need a thread, so the ops of a grid run in its own thread, in the order of the calls. Both groups are
+the grid's own: the calls of its thread have no order relative to those of the script.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from typing import Any
 import torch
 
 from ftcomm.errors import ArgumentError, CollectiveTimeout, LostError
+from ftcomm.process.turn import Series, Turn
 from ftcomm.torch.replicas import Replicas
 from ftcomm.torch.tensors import rescale
-from ftcomm.turn import Series, Turn
 
 
 class GridTurn:
-    """An op of a grid that was called: what `async_op=True` returns. Methods may be called from any thread."""
+    """An op of a grid that was called: the result of `async_op=True`. All methods from any thread."""
 
     def __init__(self, op: Callable[[], None], when: tuple[int, int]) -> None:
-        self.when = when  # it was called
+        self.when = when  # the stamp of the call
         self._op: Callable[[], None] | None = op
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self.series: Series | None = None  # of the thread that has called it with `async_op`
+        self.series: Series | None = None  # the asynchronous calls of its thread
 
     def run(self) -> None:
-        """Run the op; called once, in the thread of the grid."""
+        """Run the op, once, in the thread of the grid."""
         assert self._op is not None
         try:
             self._op()
         except BaseException as error:
             self._error = error
-        self._op = None  # nobody's buffers are kept
+        self._op = None  # keep no buffers of callers
         self._over.set()
 
     def done(self) -> bool:
@@ -66,17 +66,20 @@ class GridTurn:
 class Grid:
     """The calls of a group, for torch tensors, over all ranks of all replicas, those of a replica one after the other.
 
-    `across` is a group of this rank with its likes in all replicas, `inside` one of the ranks of this replica; nobody
-    else calls anything on them. `when` tells when a thread calls, see `Group`; what its op does is compared by that.
-    Results do not depend on whether an op is called with `async_op`, errors come from its `wait`.
+    `across` is a group of this rank and the same rank of all replicas, and `inside` one of the ranks of this replica;
+    only the grid calls anything on them. `when` stamps the calls of a thread, see `Internals`, and ops are compared by
+    that. Results are the same with and without `async_op`; errors come from `wait`.
     """
+
+    op_timeout = math.inf  # s until an op that stands still fails; the ops beneath do so
 
     def __init__(self, across: Replicas, inside: Any, when: Callable[[], tuple[int, int]]) -> None:
         self._across, self._inside, self._when = across, inside, when
         self._shards: int = len(inside.roster)
         self._turns: queue.SimpleQueue[GridTurn | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # started with the first op
-        self._order: Turn[GridTurn] = Turn(GridTurn.done)  # of those who call; beneath, `_thread` does
+        self._starting = threading.Lock()  # guards that
+        self._order: Turn[GridTurn] = Turn(GridTurn.done)  # the order of callers; beneath, only `_thread` calls
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -86,35 +89,32 @@ class Grid:
     def rank(self) -> int:
         return self._across.rank * self._shards + int(self._inside.rank)
 
-    def _patience(self) -> float:
-        return math.inf  # of several ops together
-
     def forgives(self, error: Exception) -> bool:
         return self._across.forgives(error)
 
     def close(self) -> None:
-        """End the thread. Both groups were closed before, so no op goes on for long. Idempotent; does not block."""
+        """End the thread. Both groups were closed before, so no op lasts. Idempotent; does not block."""
         if self._thread is not None:
             self._turns.put(None)
 
     def _in_turn(self, async_op: bool, op: Callable[[], None]) -> GridTurn | None:
-        """Run `op` after all that was called before. Raises `ArgumentError` if another thread calls meanwhile."""
+        """Run `op` after all earlier calls. Raises `ArgumentError` if another thread calls meanwhile."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
-            self._thread.start()
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="ftcomm-grid", daemon=True)
+                    self._thread.start()
         turn, order = GridTurn(op, self._when()), self._order
         if async_op:
             turn.series = order.start(turn)
             self._turns.put(turn)
             return turn
-        outermost = order.enter()
-        try:
-            self._turns.put(turn)
-            turn.wait()
-        finally:
-            if outermost:
-                order.leave()
+        order.run(self._wait_for, turn)
         return None
+
+    def _wait_for(self, turn: GridTurn) -> None:
+        self._turns.put(turn)
+        turn.wait()
 
     def _run(self) -> None:
         while (turn := self._turns.get()) is not None:
@@ -125,7 +125,8 @@ class Grid:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
-        """See `Replicas`. Each rank takes it from its likes, after the ranks of each replica have made theirs alike."""
+        """Broadcast state, as `Replicas` does: first inside each replica, then each rank to the same rank of the
+        others."""
         replica, shard = divmod(root, self._shards)
 
         def op() -> None:
@@ -143,8 +144,8 @@ class Grid:
         average_of: bool = False,
         compression: str | None = None,
     ) -> Any:
-        """`average_of`: `x` is divided by the number of ranks already; the sum is to be the average of those who
-        contributed. `compression` is between replicas; the ranks of one are near each other."""
+        """Reduce. With `average_of`, `x` was already divided by the number of ranks, and the sum has to become the
+        average over the contributors. `compression` applies between replicas; the ranks of one are near each other."""
         return self._in_turn(async_op, lambda: self._allreduce(x, op, average_of, compression))
 
     def _allreduce(self, x: torch.Tensor, op: str, average_of: bool = False, compression: str | None = None) -> None:
@@ -236,7 +237,7 @@ class Grid:
     def _alltoall(
         self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
     ) -> None:
-        """What is for rank `p` of any replica goes to rank `p` of this one, and from there across: an element moves at
+        """Send what is for rank `p` of any replica to rank `p` of this one, and from there across: an element moves at
         most twice. `counts[i][j]` elements go from rank `i` to rank `j`."""
         size, me, shards = len(self.roster), self.rank, self._shards
         replicas, here = range(size // shards), me % shards
@@ -248,7 +249,7 @@ class Grid:
         taken = [[counts[i][r * shards + here] for r in replicas] for i in own]
         there = torch.empty(sum(map(sum, taken)), dtype=x.dtype, device=x.device)
         self._inside.alltoall(there, torch.cat(first), list(map(sum, taken)), given)
-        parts = there.split([count for row in taken for count in row])  # of each rank, for each replica
+        parts = there.split([count for row in taken for count in row])  # from each rank, for each replica
         second = torch.cat([parts[p * len(replicas) + r] for r in replicas for p in range(shards)])
         given = [sum(row[r] for row in taken) for r in replicas]
         came = [sum(counts[r * shards + p][me] for p in range(shards)) for r in replicas]
@@ -259,7 +260,7 @@ class Grid:
     def _counts(
         self, out: torch.Tensor, x: torch.Tensor, out_counts: Sequence[int] | None, in_counts: Sequence[int] | None
     ) -> list[list[int]]:
-        """Elements from each rank to each: as many to all, or as all have said."""
+        """Returns the number of elements from each rank to each: equal, or as all have said."""
         size, me = len(self.roster), self.rank
         if not in_counts and not out_counts and x.numel() == out.numel() and not x.numel() % size:
             return [[x.numel() // size] * size] * size
@@ -281,7 +282,7 @@ class Grid:
         def barrier() -> None:
             self._inside.barrier()
             self._across.barrier()
-            self._inside.barrier()  # every rank has met its likes
+            self._inside.barrier()  # every rank has met the same rank of the others
 
         return self._in_turn(async_op, barrier)
 
@@ -296,7 +297,7 @@ class Grid:
         return group.recv(x, rank, tag, async_op=async_op)
 
     def _way(self, rank: int) -> tuple[Any, int]:
-        """The group in which both we and `rank` are, and its rank there."""
+        """Returns the group that has both this rank and `rank`, and the place of `rank` there."""
         replica, shard = divmod(rank, self._shards)
         mine, here = divmod(self.rank, self._shards)
         if shard == here:
@@ -309,7 +310,7 @@ class Grid:
         )
 
     def _agree(self, call: str, across: Callable[[], Any]) -> None:
-        """Each rank of the replica has made its part of an op that can fail across: it has if one of them has."""
+        """Run the part of an op that can fail across. If it fails on one rank of the replica, it fails on all."""
         lost: LostError | None = None
         try:
             across()

@@ -1,6 +1,6 @@
-"""DDP's gradients in another form between replicas: a communication hook."""
+"""A communication hook that compresses DDP's gradients between replicas."""
 
-# No `from __future__ import annotations`: DDP compares those of a hook with what they have to be.
+# No `from __future__ import annotations`: DDP compares the annotations of a hook as objects.
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ from ftcomm.torch.process_group import FtProcessGroup
 def compression_hook(
     compression: str,
 ) -> Callable[[dist.ProcessGroup | None, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A hook that averages gradients as DDP does without one, over those who contribute, in the form `compression`.
+    """Makes a hook that averages gradients over the contributors, as DDP does without one, in the form `compression`.
 
         model.register_comm_hook(None, ftcomm.torch.compression_hook("fp8"))
 
     The state that is registered with it is the process group of the DDP, one of "ftcomm"; None: the default one. The
-    forms are those of `ftcomm.Group.allreduce`, and the same on all ranks. With several ranks to a replica it is that
+    forms are those of `ftcomm.Group.allreduce`, the same on all ranks. With several ranks to a replica it applies
     between replicas. Raises `ArgumentError` for another form, and in backward for another group.
     """
     if compression not in COMPRESSIONS:

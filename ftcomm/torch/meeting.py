@@ -1,7 +1,9 @@
-"""Where the processes of a torch program meet: in the job that `ftcomm run` has started, or at torch's own store.
+"""Decides where the processes of a torch program meet: in the job that `ftcomm run` has started, or at torch's own
+store.
 
-FTCOMM_COORDINATOR is set       the job is joined here; rank and size are those of its first view, and torch gets a
-                                store of this process alone, through which nothing of ours goes
+FTCOMM_COORDINATOR is set       the job is joined here; rank and size are those of its first view. Nothing of ours goes
+                                through torch's store: it is for groups of other backends, and for the script
+                                (`job_store`)
 MASTER_ADDR, RANK, ...          torch meets as ever (torchrun, mp.spawn); rank 0 starts a coordinator, and torch's
                                 store carries its address to the others. It carries no secret: the token is
                                 FTCOMM_TOKEN, or lies where the ranks of one host can read it (`secret`)
@@ -15,16 +17,19 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from ftcomm import ending
-from ftcomm.address import own_address
 from ftcomm.errors import InitError, SettingsError
-from ftcomm.settings import Settings, own
+from ftcomm.launch.store_contents import LIFE
+from ftcomm.process import ending
+from ftcomm.settings import Settings, own, split_endpoint
+from ftcomm.settings.launchers import numbered
 from ftcomm.torch.secret import MEND, Secret, read
+from ftcomm.transport.address import own_address
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -35,12 +40,28 @@ _met = 0  # how often this process has begun to meet by torch's store; all ranks
 _ours: Group | None = None  # joined for a process group, and so to be left with it
 
 
+class NoStore(dist.Store):  # type: ignore[misc]
+    """Stands where a job has no store, which groups of "ftcomm" do not need."""
+
+    def _none(self, *_: Any) -> NoReturn:
+        raise InitError(
+            "this job has no store for torch, which groups of other backends than ftcomm and keys of a script need. "
+            "Start it with `ftcomm run`, which has one, or set FTCOMM_STORE=host:port of a torch.distributed.TCPStore "
+            "that outlives the ranks."
+        )
+
+    set = get = add = wait = check = compare_set = delete_key = append = multi_get = multi_set = num_keys = _none
+
+
+_no_store = NoStore()  # torch keeps no reference to what it is in Python
+
+
 def meet(
     url: str, torchs: Callable[..., Iterator[Any]], options: dict[str, Any]
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """torch's rendezvous for `env://`: (store, rank, size). `torchs` is its own handler."""
-    if not in_job() or "MASTER_ADDR" in os.environ:
-        yield from torchs(url, **options)
+    if not in_job():
+        yield from torchs(_numbered(url), **options)
         return
     group = joined()
     rank, size = place(group)
@@ -52,8 +73,35 @@ def meet(
             f"{group.shards} ranks each, this is replica {group.replica} rank {group.shard}. Leave "
             "rank and world_size out, `ftcomm run` knows them."
         )
-    yield dist.HashStore(), rank, size
+    yield job_store(group, size, torchs, url, options), rank, size
     raise InitError("a process group cannot meet a second time; call init_process_group again")
+
+
+def job_store(
+    group: Group, size: int, torchs: Callable[..., Iterator[Any]], url: str, options: dict[str, Any]
+) -> dist.Store:
+    """torch's store of a job that has been joined: the one that FTCOMM_STORE names, or that of a torchrun for each
+    replica, or one that says that there is none."""
+    endpoint = os.environ.get("FTCOMM_STORE", "")
+    if not endpoint:
+        if "MASTER_ADDR" in os.environ:
+            return cast(dist.Store, next(torchs(_numbered(url), **options))[0])
+        return dist.HashStore() if size == 1 else _no_store
+    host, port = split_endpoint(endpoint, "FTCOMM_STORE")
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=options.get("timeout", default_pg_timeout)
+    )
+    if not group.internals.outside:
+        return store
+    life = group.view.member(group.replica)
+    return dist.PrefixStore(f"{LIFE} {group.replica}, {'' if life is None else life.incarnation}", store)
+
+
+def _numbered(url: str) -> str:
+    """`url` for torch's own rendezvous, which knows torchrun's numbering alone, with that of another launcher."""
+    if "RANK" in os.environ or urlparse(url).query or (found := numbered(os.environ)) is None:
+        return url
+    return f"{url}?rank={found[0]}&world_size={found[1]}"
 
 
 def place(group: Group) -> tuple[int, int]:
@@ -65,7 +113,7 @@ def place(group: Group) -> tuple[int, int]:
 def in_job() -> bool:
     """Has `ftcomm.init` been called here, or was this process started by `ftcomm run`?"""
     group = sys.modules.get("ftcomm.group")
-    return "FTCOMM_COORDINATOR" in os.environ or (group is not None and group._default is not None)
+    return "FTCOMM_COORDINATOR" in os.environ or (group is not None and group.existing_group() is not None)
 
 
 def joined() -> Group:
@@ -73,7 +121,7 @@ def joined() -> Group:
     global _ours
     import ftcomm.group
 
-    if ftcomm.group._default is None:
+    if ftcomm.group.existing_group() is None:
         _ours = ftcomm.group.init()
     return ftcomm.group.default_group()
 
@@ -86,7 +134,7 @@ def leave() -> None:
     import ftcomm.group
 
     well = sys.exc_info()[0] is None and not (ending.over() and ending.failure())
-    if group is not None and ftcomm.group._default is group and well:
+    if group is not None and ftcomm.group.existing_group() is group and well:
         ftcomm.group.shutdown()
 
 
@@ -95,10 +143,13 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     global _ours, _met
     import ftcomm.group
 
-    if ftcomm.group._default is not None:
-        return ftcomm.group.default_group()
+    group = ftcomm.group.existing_group()
+    if group is not None:
+        return group
     shards = _shards(size)
     host = _host()
+    asked = own(os.environ)  # raises before a coordinator is started, which would wait for somebody to come
+    asked["init_timeout"] = min(asked["init_timeout"], timeout.total_seconds())
     # torchrun keeps its store from attempt to attempt, and a program may meet in it again after it has left.
     keys = f"ftcomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_met}"
     _met += 1
@@ -116,7 +167,7 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
         else:
             endpoint, place = told(store.get(f"{keys}/coordinator"))
             token = _token(token, place)
-        _ours = _join(store, keys, endpoint, token, rank, shards, size, host, timeout)
+        _ours = _join(store, keys, endpoint, token, rank, shards, size, host, asked)
     return _ours
 
 
@@ -137,12 +188,10 @@ def _join(
     shards: int,
     size: int,
     host: str,
-    timeout: timedelta,
+    asked: dict[str, Any],
 ) -> Group:
     import ftcomm.group
 
-    asked = own(os.environ)
-    asked["init_timeout"] = min(asked["init_timeout"], timeout.total_seconds())
     leader, listener = "", None
     if shards > 1:
         key = f"{keys}/leader/{rank // shards}"

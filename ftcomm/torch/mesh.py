@@ -20,16 +20,15 @@ def init_device_mesh(
     *,
     mesh_dim_names: Sequence[str] = ("replicate", "shard"),
 ) -> DeviceMesh:
-    """The mesh for `fully_shard(model, mesh=...)`; initialises the process group if nobody has.
+    """Returns the mesh for `fully_shard(model, mesh=...)`; initialises the process group if there is none.
 
-    mesh_shape: (replicas, ranks of each) of the job, or None for what the job has.
+    mesh_shape: (replicas, ranks of each) of the job, or None for the shape of the job.
 
-    The mesh keeps the shape that it has at the start (`mesh.shape`, `mesh.size(0)`: torch has it fixed), the group of
-    its first dimension follows the job: `mesh.get_group("replicate").size()` is the number of replicas in the step.
-    That is what FSDP asks at each step, and gradients are averaged over those that have contributed. (FSDP itself
-    divides those that it reduces in float16 or float64, by the number of the boundary, also in a step in which a
-    replica is lost or catches up.) All ranks call it; a replica that joins a job which is running calls it too, and
-    waits for nobody then.
+    The mesh keeps its shape (`mesh.shape`, `mesh.size(0)`), since torch fixes it, while the group of its first
+    dimension follows the job: `mesh.get_group("replicate").size()` is the number of replicas in the step. FSDP asks for
+    that at each step, and gradients are averaged over the contributors. (Gradients that FSDP reduces in float16 or
+    float64 it divides by itself, by the number at the boundary, also in a step in which a replica is lost or catches
+    up.) All ranks call this. It blocks until they have, except in a replica that joins a running job.
 
     Raises `ArgumentError` if the world is not replicas x ranks of that shape.
     """

@@ -1,8 +1,8 @@
-"""A barrier that says who has not come: `dist.monitored_barrier`.
+"""A barrier that names the ranks that have not come: `dist.monitored_barrier`.
 
-It is the barrier of the group, which members that are lost do not fail. Beside it each rank tells rank 0 that it has
-come, so that rank 0 can name those that have not, in the words of torch's own. In the world of a job whose replicas
-have several ranks not all ranks can send to rank 0, and nobody is named.
+It is the barrier of the group, which a lost member does not fail. In addition each rank tells rank 0 that it has come,
+so that rank 0 can name the others, in the words of torch's own. In the world of a job whose replicas have several ranks
+not all ranks can send to rank 0, and none is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ftcomm.errors import CollectiveTimeout, FtcommError, LostError
 
-_TAG = -(1 << 62)  # less the number of the op, which is the same on all ranks and never used again
+_TAG = -(1 << 62)  # minus the number of the op, which is unique and the same on all ranks
 
 
 def barrier(calls: Any, seconds: float, wait_all_ranks: bool) -> None:
@@ -28,12 +28,13 @@ def barrier(calls: Any, seconds: float, wait_all_ranks: bool) -> None:
     op = calls.barrier(async_op=True)
     number: int | None = getattr(op, "number", None)
     coming: dict[int, Any] = {}
-    for rank in range(1, len(calls.roster)) if number is not None and me == 0 else ():
-        with contextlib.suppress(LostError):  # the barrier does without it
-            coming[rank] = calls.recv(torch.empty(1, dtype=torch.uint8), rank, _TAG - number, async_op=True)
-    if number is not None and me != 0:
-        with contextlib.suppress(LostError):
-            calls.send(torch.zeros(1, dtype=torch.uint8), 0, _TAG - number, async_op=True)
+    if number is not None:
+        for rank in range(1, len(calls.roster)) if me == 0 else ():
+            with contextlib.suppress(LostError):  # the barrier does without it
+                coming[rank] = calls.recv(torch.empty(1, dtype=torch.uint8), rank, _TAG - number, async_op=True)
+        if me != 0:
+            with contextlib.suppress(LostError):
+                calls.send(torch.zeros(1, dtype=torch.uint8), 0, _TAG - number, async_op=True)
     try:
         op.wait(seconds)
     except CollectiveTimeout as error:
@@ -42,7 +43,7 @@ def barrier(calls: Any, seconds: float, wait_all_ranks: bool) -> None:
 
 
 def _has_come(message: Any) -> bool:
-    """Its receive may have ended by a timeout of its own."""
+    """Whether a message has come; its receive may have ended by its own timeout."""
     if not message.done():
         return False
     try:

@@ -1,7 +1,7 @@
-"""`dist.ProcessGroup` over groups of ftcomm: who is in it, and when it ends. What it can do is in `collectives`.
+"""`dist.ProcessGroup` over groups of ftcomm: its members, and when it ends. Its calls are in `collectives`.
 
-It derives from ProcessGroup and not from Backend, because only the former can change its size: rank and size are asked
-of the group beneath at every call, and change at step boundaries when its roster does.
+It derives from ProcessGroup and not from Backend, because only the former can change its size: every call asks the
+group beneath for rank and size, which change at step boundaries with its roster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ftcomm.errors import CollectiveTimeout, FtcommError
-from ftcomm.own import own_process
+from ftcomm.process.own import own_process
 from ftcomm.torch.collectives import Collectives
 from ftcomm.torch.ddp import adapt
 from ftcomm.torch.versions import device_types
@@ -23,16 +23,16 @@ from ftcomm.torch.work import Futures
 
 
 class FtProcessGroup(Collectives):
-    """Do not make one: `dist.init_process_group("ftcomm")` and `dist.new_group` do.
+    """A process group. Do not make one: `dist.init_process_group("ftcomm")` and `dist.new_group` do.
 
-    `calls` is the group beneath, `end` is called once when this is shut down, `split` makes a group of some of its
+    `calls` is the group beneath, `end` is called once when this is shut down, and `split` makes a group of some of its
     ranks.
     """
 
     supports_reconfigure = False
     supports_splitting = True
     supports_coalescing = False
-    options = None  # of a group that is split off: there are none
+    options = None  # a group that is split off has none
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class FtProcessGroup(Collectives):
         self._name, self._desc = name, "undefined"
         self._futures = Futures(getattr(calls, "forgives", lambda error: False))
         self.splits = 0  # how often a group was split off
-        self._gone = ""  # why there is no group any more
+        self._gone = ""  # why the group has ended
 
     # -- who is in it ------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,8 @@ class FtProcessGroup(Collectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> FtProcessGroup | None:
-        """Make the group of `ranks` of this one for `dist.split_group`, as `dist.new_group` does; None for others."""
+        """Make the group of `ranks` of this one for `dist.split_group`, as `dist.new_group` does; None on other
+        ranks."""
         self._alive()
         assert self._split is not None, "a group that cannot be split overrides this"
         made = self._split(self, ranks, self._timeout if timeout is None else timeout.total_seconds(), group_name)
@@ -122,10 +123,10 @@ class FtProcessGroup(Collectives):
         return made
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing; `dist.new_group` calls it on ranks that are not in the group, for which nobody waits."""
+        """Do nothing. `dist.new_group` calls it on ranks outside of the group, which no rank waits for."""
 
     def get_group_store(self) -> dist.Store:
-        """torch keeps a store for each group; nothing of ours goes through it."""
+        """Returns torch's store for the group, which ftcomm does not use."""
         return c10d._get_default_store()
 
     def merge_remote_group(self, *args: Any, **more: Any) -> Any:
@@ -168,7 +169,7 @@ class FtProcessGroup(Collectives):
                 "dist.new_group, before any collective."
             )
         if self._futures.cut_off:
-            # Who waits for a future, as DDP does, fills the buffer anew, and the op is still to write its result there.
+            # A caller that waits for a future, as DDP does, refills the buffer before the op writes its result.
             raise CollectiveTimeout(
                 f"process group {self._name!r} is at its end: {self._futures.cut_off} timed out while it went on in a "
                 "buffer that DDP, or a hook, uses again. Start the program again from its last checkpoint, or raise "

@@ -1,12 +1,12 @@
-"""The c10d reconfigure contract (torch >= 2.14): a process group that is made anew from handles, as often as need be.
+"""The c10d reconfigure contract (torch >= 2.14): a process group that is made anew from handles, as often as necessary.
 
     dist.init_process_group("ftcomm", store=..., rank=..., world_size=..., enable_reconfigure=True)
-    handle = dist._get_reconfigure_handle()          # a string, to be brought to the others by whatever means
+    handle = dist._get_reconfigure_handle()          # a string, to be brought to the others by any means
     dist._reconfigure(uuid, handles).wait()          # rank by place in the list; a fresh uuid each time
 
-Who drives it (torchft's Manager, say) decides on membership; no coordinator of ours is there. Between two
-reconfigurations the group is a fixed one: a loss ends all ops with `LostError`, `abort` does the same on purpose, and
-either is mended by the next reconfiguration. The handle stays the same as long as the process group lives.
+The caller (torchft's Manager, say) decides on membership, without a coordinator of ftcomm. Between two reconfigurations
+the group is a static one: a loss ends all ops with `LostError`, `abort` does the same on purpose, and the next
+reconfiguration mends either. The handle stays the same as long as the process group lives.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from datetime import timedelta
 from typing import Any
 
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
-from ftcomm.fixed.endpoint import Endpoint
-from ftcomm.fixed.group import FixedGroup
+from ftcomm.static.endpoint import Endpoint
+from ftcomm.static.group import StaticGroup
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.replicas import FinishedWork
 from ftcomm.torch.work import FtWork
 
-MEET = 60.0  # s until all have come, unless the call says otherwise
+MEET = 60.0  # s to wait for all, unless the call says otherwise
 
 
 class _Before:
-    """Stands in for a group before there is one: rank and size that torch was given, and nothing to call."""
+    """Stands in for a group before the first one: the rank and size from torch, and no calls."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.roster = rank, tuple(range(size))
 
 
 class ReconfigurableGroup(FtProcessGroup):
-    """Do not make one: `dist.init_process_group("ftcomm", ..., enable_reconfigure=True)` does."""
+    """A group that can be reconfigured. Do not make one: `dist.init_process_group("ftcomm", ...,
+    enable_reconfigure=True)` does."""
 
     supports_reconfigure = True
     supports_splitting = False
@@ -43,7 +44,7 @@ class ReconfigurableGroup(FtProcessGroup):
     def __init__(self, rank: int, size: int, timeout: float, *, name: str) -> None:
         super().__init__(_Before(rank, size), timeout, name=name)
         self._endpoint = Endpoint(os.environ.get("FTCOMM_HOST", "127.0.0.1"))
-        self._group: FixedGroup | None = None
+        self._group: StaticGroup | None = None
         self._used: set[int] = set()
         self._hooks: dict[int, Callable[[], None]] = {}
 
@@ -51,8 +52,8 @@ class ReconfigurableGroup(FtProcessGroup):
         return self._endpoint.handle
 
     def reconfigure(self, opts: Any) -> FtWork:
-        """Meet those of `opts.handles`; blocks until they have come, or `opts.timeout` has passed. Errors come from
-        `wait` of the work that is returned, and leave the group without members, to be reconfigured again."""
+        """Meet the members of `opts.handles`; blocks until they have come, or `opts.timeout` has passed. The returned
+        work raises errors from `wait`; they leave the group without members, to be reconfigured again."""
         part = _Outcome()
         try:
             self._begin(opts)
@@ -72,8 +73,8 @@ class ReconfigurableGroup(FtProcessGroup):
         seconds = MEET if given is None or given.total_seconds() <= 0 else given.total_seconds()
         handles = list(opts.handles)
         if isinstance(opts.handles, (set, frozenset)):
-            handles.sort()  # the choice is ours, and the same everywhere
-        group = FixedGroup.from_handles(
+            handles.sort()  # any order will do that is the same everywhere
+        group = StaticGroup.from_handles(
             self._endpoint,
             f"torch {uuid}",
             handles,
@@ -89,7 +90,8 @@ class ReconfigurableGroup(FtProcessGroup):
             self._group.close()
 
     def abort(self) -> None:
-        """End every op in flight with `LostError`, here and on the others. The handle stays, for a reconfiguration."""
+        """End every op in flight with `LostError`, here and on the others. The handle stays valid for a
+        reconfiguration."""
         for hook in list(self._hooks.values()):
             hook()
         if self._group is not None:
@@ -130,7 +132,7 @@ class ReconfigurableGroup(FtProcessGroup):
 
 
 class _Outcome(FinishedWork):
-    """A call that has ended, well or not."""
+    """A call that has ended, with or without an error."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error

@@ -1,8 +1,8 @@
-"""The name "ftcomm" in torch.distributed, known without an import of ours.
+"""Makes the name "ftcomm" known to torch.distributed, without an import by the user.
 
 torch calls `autoload` at the end of its own import (entry-point group `torch.backends`), and torch >= 2.14 calls
-`register` when somebody asks for a backend that it does not know (`torch.distributed.backends`). The first is needed on
-all versions: torch meets its peers before it looks for the backend, and under `ftcomm run` that is ours to do.
+`register` for a backend that it does not know (`torch.distributed.backends`). The first is needed on all versions:
+torch meets its peers before it looks for the backend, and under `ftcomm run` ftcomm has to do that.
 
 Every program that imports torch where ftcomm is installed runs this, so it imports nothing but torch itself.
 """
@@ -17,7 +17,7 @@ NAME = "ftcomm"
 
 
 def autoload() -> None:
-    """Register the backend at the end of `import torch`. Raises nothing, else torch would not be imported."""
+    """Register the backend at the end of `import torch`. Raises nothing, or torch could not be imported."""
     try:
         register()
     except Exception as error:
@@ -30,7 +30,8 @@ def register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers  # a function has its name
+    # A function of torch.distributed has the name of the module.
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     torchs = handlers["env"]
 
     def meet(url: str, **options: Any) -> Any:

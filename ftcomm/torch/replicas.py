@@ -1,9 +1,9 @@
-"""The group across replicas as torch's programs use it: the same calls, and two cases that they know nothing of.
+"""The group across replicas for torch programs: the same calls, and two cases that such programs do not know.
 
 A replica that joins a running job runs its script from the top: it wraps its model in DDP, which broadcasts and
-compares weights, it waits at barriers, while the others train. What it calls before its first step boundary is
-therefore for it alone, and answered as if all others had called the same with the same data; its state is taken from
-them later anyway.
+compares weights, and it waits at barriers, while the others train. So its calls before its first step boundary are for
+it alone, and are answered as if all others had made the same call with the same data; it takes its state from them
+later anyway.
 
 While it catches up it has a rank like any other, and may be rank 0, from which DDP broadcasts buffers at every step.
 They are then taken from the lowest rank that contributes.
@@ -20,7 +20,7 @@ from ftcomm.errors import FtcommError, LostError, MismatchError
 
 
 class FinishedWork:
-    """What `async_op=True` returns for a call that has ended already."""
+    """The result of `async_op=True` for a call that has ended already."""
 
     contributors: tuple[Any, ...] = ()
 
@@ -47,31 +47,33 @@ class Replicas:
 
     @property
     def alone(self) -> bool:
-        """Is this a replica that has joined a running job and has not come to its first boundary?"""
-        return self.group._outside  # type: ignore[no-any-return]
+        """Whether this replica has joined a running job and has not come to its first boundary."""
+        return self.group.internals.outside  # type: ignore[no-any-return]
 
-    def _patience(self) -> float:
-        return self.group._patience()  # type: ignore[no-any-return]
+    @property
+    def op_timeout(self) -> float:
+        """The seconds until an op that stands still fails by itself."""
+        return self.group.internals.op_timeout  # type: ignore[no-any-return]
 
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
-        """`x` of `root`, which all should hold alike, to all. It may be lost, or be catching up and have nothing to
-        give; then it is that of the lowest rank that contributes, and if that is lost too, of the next."""
+        """Broadcast `x` of `root`, which should be the same on all. If `root` is lost, or catches up and has nothing to
+        give, it is that of the lowest rank that contributes, and if that is lost too, of the next."""
         if self.alone:
             return
-        givers = [self.roster.index(replica) for replica in self.group.contributors]
+        contributors = [self.roster.index(replica) for replica in self.group.contributors]
         own = x.detach().clone()
-        for rank in [root] * (root in givers) + [rank for rank in givers if rank != root]:
+        for rank in [root] * (root in contributors) + [rank for rank in contributors if rank != root]:
             try:
                 self.group.broadcast(x, rank)
                 return
-            except LostError:  # the same on all; part of `x` may be there
+            except LostError:  # the same on all; part of `x` may have come
                 x.detach().copy_(own)
         raise LostError(f"replica {self.group.replica}: all who could give buffers of the model were lost")
 
     def forgives(self, error: Exception) -> bool:
-        """Does the step loop repeat a step in which members have called different things (one has failed in it)? Then
-        DDP, which cannot be stopped half way, is to end it as if nothing had happened."""
-        tell = getattr(self.group, "_on_step_error", None)
+        """Whether the step loop repeats a step in which members have made different calls, after one has failed. DDP,
+        which cannot be stopped halfway, then has to end the step as usual."""
+        tell = self.group.internals.on_step_error
         if tell is None or not isinstance(error, MismatchError):
             return False
         tell(error)
@@ -144,7 +146,8 @@ class Replicas:
         return self.group.recv(x, src, tag, async_op=async_op)
 
     def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        return x.view(len(self.roster), -1).unbind()
+        parts: Sequence[torch.Tensor] = x.view(len(self.roster), -1).unbind()
+        return parts
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         return self._parts(x)[self.rank]

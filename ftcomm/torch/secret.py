@@ -1,8 +1,8 @@
 """The token of a job that torchrun or mp.spawn has started, when FTCOMM_TOKEN is not set.
 
-torch's store asks nobody for anything, so no secret goes through it. It says where rank 0 keeps the token: in a file
-without a name, which the ranks of the same user open through /proc, as they do each other's segments. So it needs them
-all on one host and in one container; else the user has to set FTCOMM_TOKEN.
+torch's store authenticates no client, so no secret goes through it. It says where rank 0 keeps the token: in a file
+without a name, which the ranks of the same user open through /proc, as they do each other's segments. So they must all
+be on one host and in one container; otherwise the user has to set FTCOMM_TOKEN.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ftcomm.errors import InitError
 
 _NAME = "ftcomm-token-"
 _PLACE = re.compile(r"([1-9]\d{0,9})/(\d{1,9})/([0-9a-f]{16})")  # pid, descriptor, nonce
-_MOST = 256  # bytes of a token
+_MOST = 256  # bytes of the longest token
 
 MEND = "Set FTCOMM_TOKEN to the same secret on all ranks, as in `export FTCOMM_TOKEN=$(openssl rand -hex 16)`"
 
 
 class Secret:
-    """A fresh token, and the `place` from which the other ranks read it until it is closed."""
+    """A fresh token, and the `place` from which the other ranks read it until `close`."""
 
     def __init__(self) -> None:
         nonce = secrets.token_hex(8)
@@ -34,15 +34,15 @@ class Secret:
         self.place = f"{os.getpid()}/{self._fd}/{nonce}"
 
     def close(self) -> None:
-        """Let nobody read it from now on; idempotent."""
+        """Let no process read the token from now on; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def read(place: str) -> str:
-    """The token that lies at `place`. That comes from torch's store, where anybody may have written it, so the file has
-    to be of this user. Raises `InitError`."""
+    """Returns the token at `place`. That comes from torch's store, where any process may have written it, so the file
+    has to belong to this user. Raises `InitError`."""
     fields = _PLACE.fullmatch(place)
     why = "that is no place"
     if fields is not None:

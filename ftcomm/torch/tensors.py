@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def reduction(op: Any) -> tuple[str, Any]:
-    """torch's ReduceOp -> (our name, what inputs are to be multiplied with before, or None)."""
+    """Returns our name of torch's ReduceOp, and the factor for inputs before it, or None."""
     kind = getattr(op, "op", op)
     name = _NAMES.get(kind)
     if name is None:
@@ -35,7 +35,7 @@ def reduction(op: Any) -> tuple[str, Any]:
 
 
 def reals(x: torch.Tensor, op: str) -> torch.Tensor:
-    """What of `x` is reduced: the real and imaginary parts of a complex tensor, which can be added and scaled."""
+    """Returns the reals to reduce: for a complex tensor its real and imaginary parts, which can be added and scaled."""
     if not x.is_complex():
         return x
     if op not in ("sum", "avg"):
@@ -44,7 +44,7 @@ def reals(x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def one(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Tensor:
-    """The tensor of a call that torch writes as a list of one, as if a process had several devices."""
+    """Returns the tensor of a call that torch writes as a list of one, as if a process had several devices."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -53,12 +53,12 @@ def one(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Tens
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their elements one after the other, in a copy."""
+    """Returns a copy of the elements of all tensors, one after the other."""
     return torch.cat([x.reshape(-1) for x in tensors]) if tensors else torch.empty(0)
 
 
 def spread(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
-    """The inverse: copy the elements of `flat` out to them."""
+    """Copies the elements of `flat` out to the tensors; the inverse of `joined`."""
     start = 0
     for x in tensors:
         x.copy_(flat[start : start + x.numel()].view(x.shape))
@@ -66,8 +66,8 @@ def spread(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def fit(call: str, what: str, tensors: Iterable[torch.Tensor], count: int, dtype: torch.dtype) -> None:
-    """Refuse tensors of which one has not `count` elements of `dtype`, before anything is exchanged: they would be
-    filled from what is for their neighbours, or converted. Raises `ArgumentError`."""
+    """Refuse tensors without `count` elements of `dtype`, before anything is exchanged: they would get elements of
+    their neighbours, or converted ones. Raises `ArgumentError`."""
     for place, x in enumerate(tensors):
         if x.numel() != count or x.dtype != dtype:
             raise ArgumentError(f"{call}: {what} {place} has {x.numel()} x {x.dtype}; expected {count} x {dtype}.")
@@ -78,7 +78,7 @@ def equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def rescale(x: torch.Tensor, spans: Iterable[Any], divided_by: int) -> None:
-    """`x` is a sum of inputs that were divided by `divided_by`: make it the average of those that are in it."""
+    """Turns `x`, a sum of inputs that were divided by `divided_by`, into the average of the inputs that are in it."""
     for span in spans:
         if len(span.replicas) != divided_by:
             x.view(-1)[span.start : span.stop].mul_(divided_by / len(span.replicas))

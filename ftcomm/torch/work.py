@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 
-from ftcomm import callers
 from ftcomm.errors import CollectiveTimeout
-from ftcomm.own import own_process
+from ftcomm.process import callers
+from ftcomm.process.own import own_process
 
 
 class WorkPart(Protocol):
-    """What a call with `async_op=True` returns."""
+    """The result of a call with `async_op=True`."""
 
     def wait(self, timeout: float | None = None) -> Any: ...
 
@@ -28,11 +28,21 @@ class WorkPart(Protocol):
 
 
 class FtWork(dist._Work):  # type: ignore[misc]
-    """One call of torch: done when all its `parts` are, and `finish` has brought the result to where torch wants it.
+    """One call of torch. It is done when all its `parts` are, and `finish` has brought the result to where torch wants
+    it.
 
-    `result` is what the future gets. `timeout` is in seconds from now, and of the call: each `wait` raises
-    `CollectiveTimeout` when it has passed, whatever the ops beneath do then. Methods may be called from any thread.
+    `result` is the value of the future. `timeout` is in seconds from now, for the call: each `wait` raises
+    `CollectiveTimeout` when it has passed, whatever the ops beneath do then. All methods from any thread.
     """
+
+    _registered = False
+    _error: BaseException | None = None
+    _over = False
+    _source = -1
+    _begun: torch.futures.Future[Any] | None = None  # set at the end, with or without an error
+    _future: torch.futures.Future[Any] | None = None  # follows from it
+    _forgiven = False
+    raised_elsewhere = False  # then the future gets a value in any case
 
     def __init__(
         self,
@@ -45,36 +55,36 @@ class FtWork(dist._Work):  # type: ignore[misc]
         sequence: int = 0,
     ) -> None:
         super().__init__()
-        self._sequence, self._registered = sequence, False
+        self._sequence = sequence
         self._name, self._parts, self._result, self._futures = name, parts, result, futures
         self._finish = finish
         self._start = time.monotonic()
         self._end = None if timeout is None else self._start + timeout
         self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._over = False
-        self._source = -1
-        self._begun: torch.futures.Future[Any] | None = None  # set at the end, well or not
-        self._future: torch.futures.Future[Any] | None = None  # follows from it
-        self._forgiven = False
-        self.raised_elsewhere = False  # then the future has a value in any case
         if not parts:
             self._settle(None)
 
     # -- torch's names -----------------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is there. Raises what the op failed with."""
+        """Block until the result is there; True. Raises what the op failed with."""
         if not self._over:
             own_process()
-        seconds = None if timeout is None else timeout.total_seconds()
+            self._wait_for_parts(None if timeout is None else timeout.total_seconds())
+        if self._registered:
+            self._unregister()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_for_parts(self, seconds: float | None) -> None:
         end = self._end if not seconds else time.monotonic() + seconds
         for part in self._parts:
             if self._over:
                 break
             try:
                 answer = part.wait(None if end is None else max(0.0, end - time.monotonic()))
-                if type(answer) is int:  # of a message: where it came from
+                if type(answer) is int:  # a message returns its sender
                     self._source = answer
             except CollectiveTimeout as error:
                 if not part.done():
@@ -86,18 +96,13 @@ class FtWork(dist._Work):  # type: ignore[misc]
             except Exception as error:
                 self._settle(error)
         self._settle(None)
-        if self._registered:
-            self._unregister()
-        if self._error is not None:
-            raise self._error
-        return True
 
     def is_completed(self) -> bool:
         if not self._over and all(part.done() for part in self._parts):
             try:
                 self.wait()
             except Exception:
-                return True  # exception() says which
+                return True  # exception() returns the error
         return self._over
 
     def is_success(self) -> bool:
@@ -118,10 +123,11 @@ class FtWork(dist._Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The future of the result.
+        """Returns the future of the result.
 
         An error comes out of it as a RuntimeError with the type and the text of ours, as torch's futures carry no
-        others; `wait` raises ours."""
+        others; `wait` raises ours.
+        """
         with self._lock:
             future, first = self._future, self._future is None
             if future is None:
@@ -139,7 +145,7 @@ class FtWork(dist._Work):  # type: ignore[misc]
         return self._sequence
 
     def register(self) -> None:
-        """Let `wait_tensor` of the tensors wait for this, as a compiled graph does into which they go in flight."""
+        """Let `wait_tensor` of the tensors wait for this, as a compiled graph does that gets them in flight."""
         self._registered = True
         for x in self._result:
             _register_work(x, self)
@@ -149,15 +155,15 @@ class FtWork(dist._Work):  # type: ignore[misc]
     def _unregister(self) -> None:
         """Take all tensors out of torch's registry of works.
 
-        torch's way to do so is to wait for each tensor, which waits for this once more, and raises its error each time.
+        torch's way is to wait for each tensor, which waits for this work again, and raises its error each time.
         """
         self._registered = False
         for x in self._result:
-            with contextlib.suppress(Exception):  # `wait` raises it when all are out
+            with contextlib.suppress(Exception):  # `wait` raises the error later
                 torch.ops._c10d_functional.wait_tensor(x)
 
     def _settle(self, error: BaseException | None) -> None:
-        """The end, once. `finish` copies and waits for nothing."""
+        """Settle the work, once. `finish` only copies, and does not wait."""
         with self._lock:
             if self._over:
                 return
@@ -170,34 +176,34 @@ class FtWork(dist._Work):  # type: ignore[misc]
             self._over = True
 
     def raise_error(self) -> None:
-        """Raise the error of a finished op that the step loop does not deal with (see `Futures`), if there is one."""
+        """Raise the error of a finished op, if there is one that the step loop does not handle (see `Futures`)."""
         if self._error is not None and not self._forgiven:
             raise self._error
 
     def _fulfil(self) -> None:
-        """Give the future its value, when all is over."""
+        """Give the future its value, at the end."""
         assert self._begun is not None
         self._forgiven = isinstance(self._error, Exception) and self._futures.forgives(self._error)
         self._begun.set_result(self._result)
 
     def _value(self, begun: torch.futures.Future[Any]) -> Any:
-        """What `Future.then` calls makes a future with an error for C++, too. One by `set_exception` has a value there,
-        an exception in Python, and DDP's reducer crashes as it takes that for a tensor."""
+        """Returns the value of the future, or raises. A callback of `Future.then` makes an error for C++, too. A future
+        by `set_exception` has a value there and an exception only in Python, and DDP's reducer would crash on it."""
         if self._error is None or self._forgiven or self.raised_elsewhere:
             return begun.value()
         raise self._error
 
 
 class Futures:
-    """The thread of a process group that gives futures their values, in the order in which their ops were called. An op
-    that is called by what was chained on a future gets its value in a thread of its own.
+    """The thread of a process group that gives futures their values, in the order of their calls. An op that a callback
+    of a future calls gets its value in a thread of its own.
 
     An error for which `forgives` is true is left out of the future, which then has the inputs: its step is discarded.
     """
 
     def __init__(self, forgives: Callable[[Exception], bool] = lambda error: False) -> None:
         self.forgives = forgives
-        self.cut_off = ""  # a call whose future has ended by its timeout, before the call itself
+        self.cut_off = ""  # a call whose future ended by its timeout, before the call
         self._works: queue.SimpleQueue[FtWork | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -220,7 +226,7 @@ class Futures:
             self._works.put(work)
 
     def close(self) -> None:
-        """End the thread when what is under way is done; idempotent. The groups have ended all ops before."""
+        """End the thread when the calls under way are done; idempotent. The groups have ended all ops before."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -230,7 +236,7 @@ class Futures:
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
             self._end(work)
-            del work  # nobody's buffers are kept while there is nothing to do
+            del work  # keep no buffers of callers while there is nothing to do
 
     def _end(self, work: FtWork) -> None:
         try:
@@ -238,7 +244,7 @@ class Futures:
         except Exception as error:
             if not all(part.done() for part in work._parts):
                 self.cut_off = work._name
-            work._settle(error)  # a timeout of the call: nobody else will
+            work._settle(error)  # after a timeout of the call
         callers.chained.value = True
         try:
             work._fulfil()

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ftcomm.training.metrics import Metrics
     from ftcomm.training.rng import Rng
     from ftcomm.training.step_loop import StepLoop
-    from ftcomm.training.steps import steps
     from ftcomm.training.vote import Outcome, Verdict
 
 _HOME = {
@@ -26,10 +25,9 @@ _HOME = {
     "Rng": "ftcomm.training.rng",
     "Verdict": "ftcomm.training.vote",
     "scaled": "ftcomm.training.lr_scaling",
-    "steps": "ftcomm.training.steps",
 }
 
-__all__ = ["Batches", "Checkpoints", "Loader", "Metrics", "Outcome", "Rng", "StepLoop", "Verdict", "scaled", "steps"]
+__all__ = ["Batches", "Checkpoints", "Loader", "Metrics", "Outcome", "Rng", "StepLoop", "Verdict", "scaled"]
 
 
 def __getattr__(name: str) -> Any:

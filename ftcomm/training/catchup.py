@@ -1,10 +1,10 @@
-"""How the training state gets from healthy replicas to one that came back, while everybody trains on.
+"""Carries the training state from healthy replicas to one that comes back, while all train on.
 
 A view that takes a replica in at the boundary of step m makes up to four contributing members its *sources*. Each
-copies its state entering step m to host memory, which is all that a healthy replica ever stalls (snapshot.py), and
-serves the copy from a thread. All sources hold the same bits, so the joiner takes each block from whichever is free,
-checks it, and when a source dies or answers wrongly gets its blocks from the others. Who is asked for what is decided
-in block_scheduler.py; what they say to each other is in catchup_protocol.py.
+copies its state entering step m to host memory, which is the only stall of a healthy replica (snapshot.py), and serves
+the copy from a thread. All sources hold the same bits, so the joiner takes each block from any free source and checks
+it. If a source dies or answers wrongly, the joiner gets its blocks from the others. block_scheduler.py decides what to
+ask of which source; catchup_protocol.py has the messages.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftcomm.control import wire
+from ftcomm.control import handshake, wire
 from ftcomm.control.dropped import drop
+from ftcomm.control.failed_dials import start
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
-from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
+from ftcomm.training.block_scheduler import BlockScheduler, Joiner, Snapshots, sources_of
 from ftcomm.training.catchup_protocol import (
     BLOCK,
     MAX_REQUEST,
-    Block,
+    BlockHeader,
     BlockStream,
-    Done,
-    Frame,
+    CatchUpDone,
+    CatchUpFrame,
     NoSource,
     Offer,
     Refusal,
@@ -53,22 +55,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-SILENCE = 10.0  # seconds without a byte after which others are asked, or without a kernel's answer until it is gone
+SILENCE = 10.0  # s without a byte until others are asked, or without an answer of the kernel until a source is lost
 SPOILED = (
     "parameters or optimizer state were changed before optimizer.step(), while they were being copied for a joiner; "
     "from now on they are copied before the step begins"
 )
-_LOOK = 1.0  # seconds between two looks whether the time of a wait passes
+_LOOK = 1.0  # s between two checks whether the time of a wait passes
 RETRY = 0.2  # seconds between attempts to reach a source whose script has not come to the step loop
 
 
 class StateSource:
-    """The healthy side. `at_boundary` is called by the step loop, requests are served in threads of their own."""
+    """The healthy side. The step loop calls `at_boundary`; requests are served in threads of their own."""
 
     def __init__(
         self, group: Group, state: Mapping[str, Stateful], *, overlap: bool = False, throttle: Throttle | None = None
     ) -> None:
-        """`overlap`: `settle` is called before every step of an optimizer, so that copies may take until then."""
+        """Makes a source. With `overlap`, `settle` is called before every step of an optimizer, so that copies may take
+        until then."""
         self._group = group
         self._state = state
         self._overlap = overlap
@@ -78,15 +81,18 @@ class StateSource:
         self._broken = ""  # why there is no snapshot
         self._snapshots: Snapshots[Snapshot] = Snapshots()
         self._moved = threading.Condition()
-        group._serve("state", self._serve)
+        self._open: Counter[Joiner] = Counter()  # connections of each joiner
+        self._closed: dict[Joiner, float] = {}  # when the last one of each has ended
+        group.internals.serve("state", self._serve)
 
     def at_boundary(self, step: int, view: View) -> None:
-        """Take a snapshot if members joined here and this replica is a source; drop those nobody needs any more."""
+        """Take a snapshot if members joined here and this replica is a source; drop snapshots that are no longer
+        needed."""
         self.settle()
         with self._moved:
             joined = self._snapshots.due(step, view)
         snapshot = None
-        if joined and self._state and self._group.replica in sources_of(view):
+        if joined and self._group.replica in sources_of(view):
             snapshot = self._copying = self._snapshot(step)
         with self._moved:
             if snapshot is not None:
@@ -95,7 +101,8 @@ class StateSource:
             self._moved.notify_all()
 
     def _snapshot(self, step: int) -> Snapshot | None:
-        """None if the state cannot be copied: that is a joiner's loss, and no reason for a healthy replica to end."""
+        """Take a snapshot. None if the state cannot be copied: the joiner loses by that, and a healthy replica must not
+        end."""
         try:
             return Snapshot(step, self._state, self._overlap)
         except Exception as error:
@@ -109,7 +116,7 @@ class StateSource:
             return None
 
     def settle(self) -> float:
-        """Block until the live state may change; returns for how many seconds the loop has stood still for the snapshot
+        """Block until the live state may change. Returns the seconds for which the loop has stood still for a snapshot
         that is now complete, 0.0 without one."""
         snapshot, self._copying = self._copying, None
         if snapshot is None:
@@ -125,31 +132,52 @@ class StateSource:
         return snapshot.seconds
 
     def linger(self, seconds: float) -> None:
-        """Stay after the last step until each joiner has its state or has left, or the time is over."""
-        deadline = time.monotonic() + seconds
+        """Stay after the last step until each joiner has its state or has left, for at most `seconds`.
+
+        A joiner that got its state in an earlier loop, or from other sources, asks for nothing, and may stand in an op
+        of the next loop already. So who has no connection here is waited for no longer than half the time in which the
+        others would call this replica a stall.
+        """
+        begun = time.monotonic()
+        patience = self._group.settings.timeouts.op_floor / 2
         with self._moved:
-            while self._snapshots and time.monotonic() < deadline:
+            while (now := time.monotonic()) < begun + seconds and any(
+                self._open[joiner] or now < max(begun, self._closed.get(joiner, begun)) + patience
+                for joiner in self._snapshots.joiners
+            ):
                 self._moved.wait(0.05)  # a loss is not announced here, so look
                 self._snapshots.only(self._group.members)
 
     def _serve(self, sock: Connection, fields: Mapping[str, Any]) -> None:
-        joiner = wire.number(fields, "replica"), wire.text(fields, "incarnation")
-        step = wire.number(fields, "step", most=1 << 53)
-        with contextlib.closing(sock), contextlib.suppress(OSError):
+        joiner = handshake.number(fields, "replica"), handshake.text(fields, "incarnation")
+        step = handshake.number(fields, "step", most=1 << 53)
+        with contextlib.closing(sock), self._talking(joiner), contextlib.suppress(OSError):
             sock.settimeout(None)  # a joiner may idle while other sources are busy; its death closes the connection
-            wire.for_bulk(sock, self._group.settings.timeouts.give_up)  # it may be stopped; but the snapshot is large
+            wire.for_bulk(sock, self._group.settings.timeouts.give_up)  # for a stopped joiner
             try:
                 self._answer(sock, step, joiner)
             except (msgspec.DecodeError, Wrong) as error:
                 drop("state", f"the connection of replica {joiner[0]}, which fetches the state: {error}")
 
-    def _answer(self, sock: Connection, step: int, joiner: tuple[int, str]) -> None:
+    @contextlib.contextmanager
+    def _talking(self, joiner: Joiner) -> Iterator[None]:
+        """A context in which a joiner has a connection here."""
+        with self._moved:
+            self._open[joiner] += 1
+        try:
+            yield
+        finally:
+            with self._moved:
+                self._open[joiner] -= 1
+                self._closed[joiner] = time.monotonic()
+
+    def _answer(self, sock: Connection, step: int, joiner: Joiner) -> None:
         snapshot = self._await(sock, step, joiner)
         if snapshot is None:
             reason = self._broken or "it took no snapshot for this replica"
-            send(sock, Refusal(reason if self._state else "it passes no `state` to steps()"))
+            send(sock, Refusal(reason))
             return
-        # At once, though the copy may go on: the joiner takes part in no op before it has heard this.
+        # At once, even if the copy goes on: the joiner takes part in no op before this answer.
         send(sock, Offer(snapshot.flat.skeleton, snapshot.nbytes, BLOCK))
         count = -(-snapshot.nbytes // BLOCK)
         while isinstance(want := receive(sock, MAX_REQUEST), Want) and 0 <= want.number < count:
@@ -158,21 +186,21 @@ class StateSource:
             stream = snapshot.stream()
             if stream is None:
                 send(sock, Refusal(SPOILED))
-                while True:  # until it hangs up: what it asked for on top must not reset the line
+                while True:  # until the joiner closes: unread requests must not reset the connection
                     receive(sock, MAX_REQUEST)
             pieces = stream.pieces(want.number)
             nbytes = sum(piece.nbytes for piece in pieces)
             self._throttle.take(nbytes)
-            send(sock, Block(want.number, nbytes))
+            send(sock, BlockHeader(want.number, nbytes))
             for piece in pieces:
                 sock.sendall(piece)
-        if not isinstance(want, Done):
-            raise Wrong(f"it sent {want!r}, expected Want of one of {count} blocks, or Done")
+        if not isinstance(want, CatchUpDone):
+            raise Wrong(f"it sent {want!r}, expected Want of one of {count} blocks, or CatchUpDone")
         with self._moved:
             self._snapshots.done(joiner)
             self._moved.notify_all()
 
-    def _await(self, sock: Connection, step: int, joiner: tuple[int, str]) -> Snapshot | None:
+    def _await(self, sock: Connection, step: int, joiner: Joiner) -> Snapshot | None:
         """Wait until this replica has passed the boundary of `step`; the joiner may have done so a step earlier."""
         while True:
             with self._moved:
@@ -182,13 +210,13 @@ class StateSource:
 
 
 class _FellSilent(Exception):
-    """A source that lives has said nothing for `SILENCE`, and what it was asked for was given to others."""
+    """A source that lives has sent nothing for `SILENCE`, and its blocks were given to other sources."""
 
 
 class Fetch:
-    """The joiner's side: the state entering `step` of `view`, fetched by one background thread a source.
+    """The joiner's side. It fetches the state entering `step` of `view`, with a background thread for each source.
 
-    `here` is the skeleton of the joiner's own state, to refuse another model before its bytes are moved.
+    `here` is the skeleton of the joiner's own state, so that another model is refused before its bytes are moved.
     """
 
     def __init__(self, group: Group, view: View, step: int, here: bytes) -> None:
@@ -199,14 +227,14 @@ class Fetch:
         self._fields: dict[str, str | int] = {"step": step, "replica": group.replica, "incarnation": member.incarnation}
         self._changed = threading.Condition()
         self._started = time.monotonic()
-        self._offer: Offer | None = None  # the first one; it lays out what is to be received
+        self._offer: Offer | None = None  # the first one, which lays out the state
         self._flat: FlatState | None = None
         self._stream: BlockStream | None = None
         self._scheduler = BlockScheduler(sources_of(view))
         self._error: Exception | None = None
         self._sockets: dict[int, Connection] = {}
         self._left_view: set[int] = set()
-        self._mute: set[int] = set()  # whose kernels answer, and whose processes are waited for
+        self._mute: set[int] = set()  # sources whose kernels answer, and whose processes are waited for
         self.step = step
         self.seconds = 0.0
         alive = self._scheduler.alive
@@ -217,7 +245,7 @@ class Fetch:
             for source in alive
         ]
         for thread in self._threads:
-            thread.start()
+            _start(thread, group.settings.timeouts.op)
 
     @property
     def nbytes(self) -> int:
@@ -231,14 +259,14 @@ class Fetch:
 
     @property
     def sources(self) -> list[int]:
-        """Who served at least one block."""
+        """The sources that served at least one block."""
         return self._scheduler.served
 
     def agree(self, seconds: float) -> None:
-        """Block until a source has said what it has, a round trip; raises `StateError` if that does not fit here.
+        """Block until a source has said what it has, for a round trip. Raises `StateError` if that does not fit here.
 
-        Before that a joiner must not take part in an op: with another model it would call one of another size, and
-        that is an error on everybody. For `seconds`, see `_within`.
+        Before that a joiner must not take part in an op: with another model it would call one of another size, and that
+        is an error for all. For `seconds`, see `_within`.
         """
         with self._changed:
             if not self._within(seconds, lambda: self._offer is not None):
@@ -246,14 +274,14 @@ class Fetch:
         self.ready()
 
     def ready(self) -> bool:
-        """Whether all has arrived; raises `StateError` when it never will. Does not block."""
+        """Whether the state has arrived completely. Raises `StateError` when it never will. Does not block."""
         with self._changed:
             if self._error is not None:
                 raise self._error
             return self._scheduler.complete
 
     def wait(self, seconds: float) -> None:
-        """Block until all has arrived; raises `StateError` when it never will, or not `_within` that time."""
+        """Block until the state has arrived. Raises `StateError` when it never will, or not `_within` that time."""
         with self._changed:
             if not self._within(seconds, lambda: self._scheduler.complete):
                 raise StateError(
@@ -263,8 +291,8 @@ class Fetch:
         self.ready()
 
     def _within(self, seconds: float, true: Callable[[], bool]) -> bool:
-        """Wait until that is so, or never will be; False if it is not in time. No time passes while all sources that
-        are left live and hold their interpreters, or are stopped: they go on when they can, or are removed."""
+        """Wait until `true()`, or until it can no longer be. False if it is not in time. No time passes while all
+        sources left are alive and hold their interpreters, or are stopped: they go on when they can, or are removed."""
         left = seconds
         while not (true() or self._error is not None):
             if left <= 0:
@@ -276,17 +304,17 @@ class Fetch:
         return True
 
     def take(self) -> FlatState:
-        """The state, once, after `ready`; it belongs to the caller from then on."""
+        """Returns the state, once, after `ready`; it belongs to the caller from then on."""
         flat, self._flat, self._stream = self._flat, None, None
         assert flat is not None
         return flat
 
     def keep(self, members: Collection[int]) -> None:
-        """Give up sources that are no members any more, without waiting for them to time out."""
+        """Give up sources that are no longer members, without waiting for their timeouts."""
         with self._changed:
             self._left_view |= {source for source in self._scheduler.alive if source not in members}
             left = [self._sockets[source] for source in self._left_view & self._sockets.keys()]
-            for source in self._left_view - self._sockets.keys():  # it may be stopped, and its dial take long
+            for source in self._left_view - self._sockets.keys():  # a source may be stopped, and a dial to it take long
                 self._drop(source, "it left before it was asked")
             self._changed.notify_all()
         for sock in left:
@@ -294,7 +322,8 @@ class Fetch:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the threads: at once if something is missing, else as soon as every source knows that we have it all."""
+        """End the threads: at once if something is missing, otherwise as soon as every source knows that the state has
+        arrived."""
         with self._changed:
             if not self._scheduler.complete and self._error is None:
                 self._error = StateError("The fetch of the state was given up.")
@@ -318,12 +347,12 @@ class Fetch:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-        except Exception as error:  # this thread must not die unheard: nobody would wait for another source
+        except Exception as error:  # this thread must not end unnoticed: another source is needed then
             drop("internal", f"the fetch of the state from replica {source}: {error!r}", error=error)
             self._drop(source, repr(error))
 
     def _fetched_from(self, source: int) -> bool:
-        """Whether all is there; else it has fallen silent, and others were asked."""
+        """Fetch from a source. True if all is there; False if the source has fallen silent, and others were asked."""
         sock, offer = self._open(source)
         with contextlib.closing(sock):
             self._agree(source, offer)
@@ -332,22 +361,23 @@ class Fetch:
                 for number in numbers:
                     send(sock, Want(number))
                 if due is None:
-                    send(sock, Done())
+                    send(sock, CatchUpDone())
                     return True
                 try:
                     self._receive(source, sock, due)
                 except _FellSilent:
-                    return False  # by a new connection: what still comes by this one would be written too late
+                    return False  # go on by a new connection: late bytes of this one must not be written
                 self._received(source)
 
     def _open(self, source: int) -> tuple[Connection, Offer]:
-        """Connect until the source makes its offer; one whose script is not in steps() yet closes the connection."""
+        """Connect until the source makes its offer. A source whose script is not in steps() yet closes the
+        connection."""
         while True:
             with self._changed:
-                self._mute.add(source)  # until it takes the connection
-            sock = self._group._dial(source, "state", self._fields)
+                self._mute.add(source)  # until the source takes the connection
+            sock = self._group.internals.dial(source, "state", self._fields)
             sock.settimeout(SILENCE)
-            with self._changed:  # who gives sources up looks at both under this lock
+            with self._changed:  # `keep` and `close` look at both under this lock
                 self._mute.discard(source)
                 self._sockets[source] = sock
                 left = source in self._left_view
@@ -364,17 +394,17 @@ class Fetch:
                 if self._changed.wait_for(lambda: source in self._left_view or self._error is not None, RETRY):
                     raise NoSource("it left before it made an offer")
 
-    def _heard(self, source: int, sock: Connection) -> Frame:
-        """What it says next."""
+    def _heard(self, source: int, sock: Connection) -> CatchUpFrame:
+        """Returns the next frame of a source."""
         frame = receive(sock, patient=functools.partial(self._patient, source, sock))
         with self._changed:
             self._mute.discard(source)
         return frame
 
     def _patient(self, source: int, sock: Connection) -> bool:
-        """Whether to go on waiting for a source that has said nothing for `SILENCE`: if its kernel answers. Its process
-        holds its interpreter, say; if that takes too long for the others, it is removed. Raises `_FellSilent` if others
-        are to send what it was asked for."""
+        """Whether to go on waiting for a source that has sent nothing for `SILENCE`: yes if its kernel answers. Its
+        process holds its interpreter, say; if that takes too long for the others, it is removed. Raises `_FellSilent`
+        if others are to send its blocks."""
         seconds = unanswered(sock)
         with self._changed:
             if source in self._left_view or seconds is None or seconds >= SILENCE:
@@ -387,7 +417,7 @@ class Fetch:
             return True
 
     def _agree(self, source: int, offer: Offer) -> None:
-        """The first offer lays out what is to be received, every other must be the same."""
+        """Take an offer. The first one lays out what is to be received, and every other must be the same."""
         with self._changed:
             if self._offer is None:
                 if difference := first_difference(self._here, offer.skeleton):
@@ -402,7 +432,7 @@ class Fetch:
                 raise Wrong("it offers another state than the first source")
 
     def _next(self, source: int) -> tuple[list[int], int | None]:
-        """Blocks to ask for now, and the one that is due. Waits while others fetch the last ones."""
+        """Returns the blocks to ask for now, and the one that is due. Waits while others fetch the last ones."""
         with self._changed:
             self._changed.wait_for(lambda: not self._scheduler.idle(source) or self._error is not None)
             if self._error is not None:
@@ -416,7 +446,7 @@ class Fetch:
         if isinstance(block, Refusal):
             raise NoSource(block.reason)
         pieces = self._stream.pieces(number)
-        if not isinstance(block, Block) or block.number != number:
+        if not isinstance(block, BlockHeader) or block.number != number:
             raise Wrong(f"it answered {type(block).__name__} when block {number} was due")
         if block.nbytes != sum(piece.nbytes for piece in pieces):
             raise Wrong(f"block {number} has {block.nbytes} bytes")
@@ -449,7 +479,23 @@ class Fetch:
         )
 
 
-def _offered(frame: Frame) -> Offer:
+def _start(thread: threading.Thread, seconds: float) -> None:
+    """Start a thread; if none can be had now, try again for so many seconds. Raises `RuntimeError`."""
+    deadline = time.monotonic() + seconds
+    told = False
+    while True:
+        lacks = start(thread)
+        if not lacks:
+            return
+        if time.monotonic() > deadline:
+            raise lacks
+        if not told:
+            log.warning("the fetch of the state waits for a thread: %s", lacks)
+        told = True
+        time.sleep(RETRY)
+
+
+def _offered(frame: CatchUpFrame) -> Offer:
     if isinstance(frame, Offer):
         return frame
     if isinstance(frame, Refusal):

@@ -1,4 +1,4 @@
-"""What a joiner and a source say to each other, and how a state is cut into blocks.
+"""The messages between a joiner and a source, and the blocks into which a state is cut.
 
     joiner                                source
       |  dial(purpose="state", {step, incarnation})
@@ -11,13 +11,13 @@
       |----------------------------------->|
       |            Wait, once a second,    |   until its copy of the state is complete,
       |<-----------------------------------|   or Refusal(reason) if that was in vain
-      |  Block(number, nbytes), then the bytes
+      |  BlockHeader(number, nbytes), then the bytes
       |<-----------------------------------|
-      |  Done                              |   the snapshot may go
+      |  CatchUpDone                       |   the snapshot may go
       |----------------------------------->|
 
 Frames (`ftcomm.control.framing`) and blocks travel in the records of an authenticated connection
-(`ftcomm.control.sealed`), so no bit of them can change on the way unnoticed.
+(`ftcomm.control.sealed`), so that a changed bit is noticed.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from ftcomm.training.state import FlatState
 
 BLOCK = 1 << 20  # bytes of one request; large enough to stream, small enough to spread over the sources
 MIN_BLOCK = 1 << 16  # bytes; a list of all smaller ones could fill the memory of a joiner
-MAX_FRAME = 256 << 20  # bytes that a source may send; a skeleton has about 100 a tensor
-MAX_REQUEST = 4096  # bytes that a joiner may
+MAX_FRAME = 256 << 20  # bytes of a frame of a source; a skeleton has about 100 a tensor
+MAX_REQUEST = 4096  # bytes of a frame of a joiner
 
 Got = TypeVar("Got")
 
 _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class Frame(msgspec.Struct, frozen=True, tag=True):
-    """Base of what passes between a joiner and a source."""
+class CatchUpFrame(msgspec.Struct, frozen=True, tag=True):
+    """The base of the frames between a joiner and a source."""
 
 
-class Wait(Frame, frozen=True):
+class Wait(CatchUpFrame, frozen=True):
     """The source has not reached the boundary of that step yet, or still copies its state."""
 
 
-class Offer(Frame, frozen=True):
+class Offer(CatchUpFrame, frozen=True):
     skeleton: bytes
     nbytes: _Count
     block: Annotated[int, Meta(ge=MIN_BLOCK, le=MAX_FRAME)]
 
 
-class Refusal(Frame, frozen=True):
+class Refusal(CatchUpFrame, frozen=True):
     reason: Text
 
 
-class Want(Frame, frozen=True):
+class Want(CatchUpFrame, frozen=True):
     number: _Count
 
 
-class Block(Frame, frozen=True):
+class BlockHeader(CatchUpFrame, frozen=True):
     number: _Count
     nbytes: _Count
 
 
-class Done(Frame, frozen=True):
-    """The joiner has everything, from whomever."""
+class CatchUpDone(CatchUpFrame, frozen=True):
+    """The joiner has everything, from any sources."""
 
 
-_FRAMES: Framing[Frame] = Framing(Wait | Offer | Refusal | Want | Block | Done, MAX_FRAME)
+_FRAMES: Framing[CatchUpFrame] = Framing(Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone, MAX_FRAME)
 
 
 class BlockStream:
-    """The tensors of a `FlatState` as one run of bytes, cut into blocks."""
+    """The tensors of a `FlatState`, as one run of bytes that is cut into blocks."""
 
     def __init__(self, flat: FlatState, block: int = BLOCK) -> None:
         self.nbytes = flat.nbytes
@@ -92,7 +92,7 @@ class BlockStream:
             self._starts.append(self._starts[-1] + view.nbytes)
 
     def pieces(self, number: int) -> list[memoryview]:
-        """The bytes of one block, as adjacent pieces of tensors, writable and without a copy."""
+        """Returns the bytes of one block as adjacent pieces of tensors, writable and without a copy."""
         at, stop = number * self.block, min((number + 1) * self.block, self.nbytes)
         pieces = []
         index = bisect.bisect_right(self._starts, at) - 1
@@ -108,10 +108,10 @@ class Wrong(Exception):
 
 
 class NoSource(Exception):
-    """A source that does not serve, or is not needed any more, and has said nothing wrong."""
+    """A source does not serve, or is not needed any more, without having sent anything wrong."""
 
 
-def send(sock: Connection, frame: Frame) -> None:
+def send(sock: Connection, frame: CatchUpFrame) -> None:
     sock.sendall(_FRAMES.frame(frame))
 
 
@@ -119,9 +119,9 @@ def _never() -> bool:
     return False
 
 
-def receive(sock: Connection, limit: int = MAX_FRAME, patient: Callable[[], bool] = _never) -> Frame:
-    """The next frame; raises `OSError` when the connection ends, `msgspec.DecodeError` on foreign bytes. When the time
-    of `sock` is over without a byte, `patient` says whether to wait as long again."""
+def receive(sock: Connection, limit: int = MAX_FRAME, patient: Callable[[], bool] = _never) -> CatchUpFrame:
+    """Returns the next frame. Raises `OSError` when the connection ends, `msgspec.DecodeError` on foreign bytes. When
+    the timeout of `sock` is over without a byte, `patient` says whether to wait as long again."""
     return _FRAMES.read(lambda most: _received(lambda: sock.recv(most), patient), limit)
 
 

@@ -1,17 +1,17 @@
-"""Which samples each replica trains on, so that every sample of an epoch is used exactly once, whoever is lost when.
+"""Says which samples each replica trains on, so that every sample of an epoch is used exactly once in spite of losses.
 
-The samples of all epochs, each shuffled anew, make one endless stream, cut into batches 0, 1, 2 ... A `Ledger` says
-which of them are trained and who is to have which one next. It is a pure function of who contributed to each step that
-was completed: the replicas whose input is, on all of their ranks, in every chunk of every all-reduce of the step. The
-members hold that in common, and the step loop tells it to the batches, which are an entry of its `state`.
+The samples of all epochs, each shuffled anew, are one endless stream, cut into batches 0, 1, 2 ... A `Ledger` says
+which of them are trained, and which one each replica is to have next. It is a pure function of who contributed to each
+completed step: the replicas whose input is, on all of their ranks, in every chunk of every all-reduce of the step. All
+members know these, and the step loop tells them to the batches, which are an entry of its `state`.
 
-    step   replica 0   1   2   3       contributed
-      0        batch 0   1   2   3     0 1 2 3
-      1              4   5   6   7     0 1   3        replica 2 was killed in it, so 6 is left over
-      2              6   8       9     0 1   3
+    step    replica 0   1   2   3    contributed
+      0     batch   0   1   2   3    0 1 2 3
+      1             4   5   6   7    0 1   3        replica 2 was killed in it, so 6 is left over
+      2             6   8       9    0 1   3
 
-What cannot be had: a replica that is killed in the middle of a step may have some chunks of its gradient in the sums
-and others not. Its batch counts as not trained; `allreduce(..., atomic=True)` keeps such halves out of an op.
+A replica that is killed in the middle of a step may have some chunks of its gradient in the sums and others not. Its
+batch counts as not trained; `allreduce(..., atomic=True)` keeps such halves out of an op.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """The batches below `first` are trained, but for those in `late`. `order`: the replicas that contributed last."""
+    """The batches below `first` are trained, except those in `late`. `order` are the replicas that contributed last."""
 
     first: int = 0
     late: tuple[int, ...] = ()  # ascending
     order: tuple[int, ...] = ()  # ascending
 
     def batch(self, replica: int) -> int:
-        """The batch that `replica` is to train on next. No two replicas have the same, whichever numbers there are."""
-        # Others have places of their own behind those in order, so that they may begin to contribute at any boundary.
+        """Returns the batch that `replica` is to train on next. No two replicas have the same, whatever their
+        numbers."""
+        # Other replicas come after these, each in its own place, so that they may begin to contribute at any boundary.
         place = self.order.index(replica) if replica in self.order else len(self.order) + replica
         return self.late[place] if place < len(self.late) else self.first + place - len(self.late)
 
     def after(self, contributed: Iterable[int]) -> Ledger:
-        """When a step is completed with these contributors."""
+        """Returns the ledger after a step that these replicas contributed to."""
         order = tuple(sorted(contributed))
         trained = {self.batch(replica) for replica in order}
         first = max(self.first, 1 + max(trained, default=-1))
@@ -62,10 +63,12 @@ class Batches:
 
     length: samples in the data set; each rank of a replica has its own part of them, every n-th of an epoch's order.
     size: samples of a batch. A batch may begin in one epoch and end in the next, so all are full and none is left out.
-    seed: of the order, with the epoch. All of these must be the same on all ranks. `shuffle=False` keeps the order.
+    seed: the seed of the order, together with the epoch. All of these must be the same on all ranks. `shuffle=False`
+        keeps the order.
 
     For ranks that share their batch (tensor parallel), pass `part=(0, 1)` and hand the batch of rank 0 to the others.
-    `ftcomm.training.loader.Loader` fetches ahead, in workers. Not thread-safe. Raises `ArgumentError`.
+    `ftcomm.training.loader.Loader` fetches ahead, in workers. No method blocks. Not thread-safe. Raises
+    `ArgumentError`.
     """
 
     def __init__(
@@ -85,14 +88,14 @@ class Batches:
         self._group = group
         self._part, self._parts = part or (group.shard, group.shards)
         self._length, self._size, self._seed, self._shuffle = length, size, seed, shuffle
-        self._own = len(range(self._part, length, self._parts))  # samples of an epoch
+        self._own = len(range(self._part, length, self._parts))  # own samples of an epoch
         if not 0 < size <= self._own:
             raise ArgumentError(
                 f"batches of {size} samples, of {self._own} that this rank has of {length}: expected 1 to {self._own}; "
                 "give a smaller batch or more data"
             )
-        self._epochs: dict[int, np.ndarray[Any, Any]] = {}  # the orders of the last two
-        self._behind = group._fresh  # the ledger of the others is still to be loaded
+        self._epochs: dict[int, np.ndarray[Any, Any]] = {}  # the orders of the last two epochs
+        self._behind = group.internals.catching_up  # the ledger of the others is not loaded yet
         self.ledger = Ledger()
 
     @property
@@ -110,7 +113,7 @@ class Batches:
 
     @property
     def samples(self) -> list[int]:
-        """Indices of the samples of that batch. A replica that catches up gets some, too; they count for nobody."""
+        """The indices of the samples of that batch. A replica that catches up gets some, too, which do not count."""
         return self.samples_of(self.number)
 
     @property
@@ -119,18 +122,19 @@ class Batches:
         return self.number * self._size // self._own
 
     def samples_of(self, number: int) -> list[int]:
-        """Indices of the samples of any batch; a pure function of the arguments of this object."""
+        """Returns the indices of the samples of any batch: a pure function of the arguments of this object."""
         places = range(number * self._size, (number + 1) * self._size)
         return [int(self._order(place // self._own)[place % self._own]) for place in places]
 
     def settled(self, outcome: Outcome) -> None:
-        """The step loop calls this after each attempt at a step: what those had who count is trained, unless all are to
-        repeat the step."""
+        """Take the outcome of an attempt at a step, from the step loop. The batches of the replicas that count are
+        trained, unless all are to repeat the step."""
         if outcome.verdict is not Verdict.REPEAT:
             self.ledger = self.ledger.after(outcome.counted)
 
     def ahead(self) -> Iterator[int]:
-        """Numbers of the batches of this rank from this step on, should nobody come or go: to fetch ahead."""
+        """Yields the numbers of the next batches of this rank if membership stays as it is, so that they can be fetched
+        ahead."""
         ledger, replica = self.ledger, self._group.replica
         contributing = ledger.order or tuple(sorted(self._group.contributing))
         while True:
@@ -143,7 +147,7 @@ class Batches:
         return {**self._call(), **msgspec.to_builtins(self.ledger, builtin_types=(tuple,))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `StateError` if the batches are not the same there."""
+        """Load the ledger. Raises `StateError` if the batches are not the same there."""
         for name, here in self._call().items():
             if state.get(name) != here:
                 raise StateError(
@@ -168,7 +172,7 @@ class Batches:
         }
 
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        """The samples of this part in the order in which they are used."""
+        """Returns the samples of this part in the order in which they are used."""
         order = self._epochs.get(epoch)
         if order is None:
             while len(self._epochs) > 1:

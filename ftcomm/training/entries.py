@@ -1,12 +1,12 @@
-"""Arrays, tensors, and dicts and lists of them can be entries of the state: what a script keeps outside of modules and
+"""Arrays, tensors, and dicts and lists of them, as entries of the state: what a script keeps outside of modules and
 optimizers.
 
     params = {"w": np.zeros(1000), "b": np.zeros(10)}
     for step in ftcomm.steps(1000, {"params": params}):
         ...
 
-Where it arrives an array or tensor is written into, so every name that the script has for it stays good; what cannot be
-written into (a number, an array of JAX) is replaced in the dict or list that holds it.
+An array or tensor is overwritten in place where it arrives, so every name that the script has for it stays good. A
+value that cannot be overwritten (a number, an array of JAX) is replaced in the dict or list that holds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ValueEntry:
 
 
 def as_entry(name: str, value: Any) -> Stateful:
-    """`value` as it may stand in the state of a step loop. Raises `StateError` for what may not."""
+    """Returns `value` in a form that the state of a step loop can hold. Raises `StateError` if there is none."""
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         stateful: Stateful = value
         return stateful
@@ -52,7 +52,7 @@ def as_entry(name: str, value: Any) -> Stateful:
 
 
 def _update(here: Any, there: Any) -> Any:
-    """Make `here` hold what `there` holds, in place if that can be; returns what holds it now."""
+    """Make `here` hold what `there` holds, in place if possible; returns the holder."""
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray) and here.flags.writeable:
         np.copyto(here, there)
         return here

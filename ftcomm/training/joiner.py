@@ -14,25 +14,24 @@ if TYPE_CHECKING:
     from ftcomm.control.views import View
     from ftcomm.group import Group
 
-FINISH = 120.0  # seconds that the end of the loop waits for a state that is still on its way
-REPLAY_SHARE = 0.25  # of a step's time that a joiner spends on replaying: everybody waits for it in the next op
-REPLAY_LEAST = 2  # kept steps replayed at a boundary whatever they take: one is added each step, so it converges
+FINISH = 120.0  # s that the end of the loop waits for a state on its way
+REPLAY_SHARE = 0.25  # the part of a step's time spent on replay, for which the others wait in the next op
+REPLAY_LEAST = 2  # kept steps replayed at each boundary; one is added a step, so it converges
 
 
 class Joiner:
-    """Catches up one replica, from the boundary at which it joined until it contributes. Not thread-safe."""
+    """Catches this replica up, from the boundary at which it joined until it contributes. Not thread-safe."""
 
     def __init__(self, group: Group, state: Mapping[str, Stateful], view: View, step: int) -> None:
         self._group = group
-        self._fetch = Fetch(group, view, step, flatten(state).skeleton) if state else None
+        self._fetch = Fetch(group, view, step, flatten(state).skeleton)
         self._replay = Replay(state)
-        self._loaded = self._fetch is None
+        self._loaded = False
         self._caught_up = False
         self._since = time.monotonic()
 
     def agree(self, name: str) -> Any:
         """Block until a source has said what it has; returns the entry `name` of that state, which is plain."""
-        assert self._fetch is not None
         self._fetch.agree(FINISH)
         return plain_entry(self._fetch.skeleton, name)
 
@@ -50,40 +49,39 @@ class Joiner:
         self._replay.scale = scale
 
     def at_boundary(self, step: int, view: View) -> None:
-        """Load what has arrived, replay a little of what was kept, and tell the coordinator once nothing is missing."""
+        """Load what has arrived, replay some of what was kept, and tell the coordinator once nothing is missing."""
         now = time.monotonic()
         last_step, self._since = now - self._since, now
-        if self._fetch is not None and not self._loaded:
+        if not self._loaded:
             self._fetch.agree(FINISH)
             self._fetch.keep(view.replicas)
             if not self._replay.possible:
                 self._fetch.wait(FINISH)
             if self._fetch.ready():
-                self._load(self._fetch)
+                self._load()
         if self._loaded and not self._caught_up:
             self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
             self._check()
         if not self._caught_up:
             self._replay.begin()
         elif not self._group.contributes:
-            self._group._caught_up(step)
+            self._group.internals.caught_up(step)
 
     def finish(self) -> None:
-        """Wait for what is missing after the last step and apply all of it. Blocks."""
-        if self._fetch is not None and not self._loaded:
+        """Block for what is missing after the last step, and apply all of it."""
+        if not self._loaded:
             self._fetch.wait(FINISH)
-            self._load(self._fetch)
+            self._load()
         if not self._caught_up:
             self._replay.apply(self._replay.behind, 0.0)
             self._check()
 
     def close(self) -> None:
         self._replay.restore()
-        if self._fetch is not None:
-            self._fetch.close()
+        self._fetch.close()
 
-    def _load(self, fetch: Fetch) -> None:
-        started = time.monotonic()
+    def _load(self) -> None:
+        fetch, started = self._fetch, time.monotonic()
         self._replay.load(fetch.take())
         self._loaded = True
         self._group.report(

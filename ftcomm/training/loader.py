@@ -1,8 +1,8 @@
 """The batches of `Batches` through a torch `DataLoader`, fetched ahead by its workers.
 
-Who gets which batch is known when the step before is done; a loader that fetches ahead cannot wait for that. So it
-fetches what this replica will have if nobody comes or goes, and begins again where that was wrong, which is at changes
-of the membership only.
+The owner of each batch is known only when the step before is done, and a loader that fetches ahead cannot wait for
+that. So it fetches what this replica will have if membership stays as it is, and begins again where that was wrong,
+which is only at changes of membership.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ftcomm.training.vote import Outcome
 
 
 class Loader:
-    """`next(loader)` is this replica's batch of the step at hand, the same if that is repeated.
+    """A loader whose `next(loader)` is this replica's batch of the current step; a repeated step gets the same batch.
 
         loader = Loader(dataset, Batches(len(dataset), 16), num_workers=2, persistent_workers=True)
         for step in ftcomm.steps(1000, {"model": model, "optimizer": optimizer, "data": loader}):
             inputs, targets = next(loader)
 
-    options: those of `torch.utils.data.DataLoader`, but for batch_size, shuffle, sampler and drop_last, which are the
-    matter of `Batches`. The state of the loader is that of its batches. Not thread-safe.
+    options: those of `torch.utils.data.DataLoader`, except batch_size, shuffle, sampler and drop_last, which `Batches`
+        decides. The state of the loader is that of its batches. Not thread-safe.
     """
 
     def __init__(self, dataset: Dataset[Any], batches: Batches, **options: Any) -> None:
@@ -40,7 +40,7 @@ class Loader:
         return self
 
     def __next__(self) -> Any:
-        """Blocks until the batch is there."""
+        """Returns the batch of the current step; blocks until it is there."""
         number = self._batches.number
         if number != self._number:
             if self._rows is None or not self._ahead or self._ahead[0] != number:
@@ -50,7 +50,7 @@ class Loader:
         return self._batch
 
     def settled(self, outcome: Outcome) -> None:
-        """Called by the step loop."""
+        """Take the outcome of an attempt at a step, from the step loop."""
         self._batches.settled(outcome)
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class Loader:
 
 
 class _Feed:
-    """What a DataLoader takes for a batch sampler. Each iterator of it has a record of its own of what was asked for,
-    so that one which is given up cannot write into that of the next."""
+    """A batch sampler for the DataLoader. Each of its iterators has its own record of what was asked for, so that one
+    that is given up cannot write into the record of the next."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,8 +1,8 @@
-"""The learning rate while replicas are away: fewer of them average over fewer samples, so the step may be shorter.
+"""Scales the learning rate while replicas are away: an average over fewer samples may need a shorter step.
 
-"none"     as it is
-"linear"   times healthy / total, as the batch has shrunk
-"sqrt"     times the root of that, as the noise of the gradient has grown
+"none"      unchanged
+"linear"    times healthy / total, as the batch has shrunk
+"sqrt"      times the root of that, as the noise of the gradient has grown
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLICIES: dict[str, Callable[[float], float]] = {"none": lambda share: 1.0, "lin
 
 
 def lr_multiplier(policy: str, healthy: int, total: int) -> float:
-    """What a learning rate is multiplied with. Pure; 1.0 exactly when all are healthy."""
+    """Returns the factor for learning rates. Pure; exactly 1.0 when all replicas are healthy."""
     if policy not in POLICIES:
         raise ArgumentError(f"lr={policy!r}; expected one of {', '.join(POLICIES)}.")
     return POLICIES[policy](min(healthy / total, 1.0))
@@ -29,7 +29,8 @@ def lr_multiplier(policy: str, healthy: int, total: int) -> float:
 def scaled(optimizer: Optimizer, scale: float) -> Iterator[None]:
     """Multiply the learning rate of each group of `optimizer` by `scale` inside the block; 1.0 touches nothing.
 
-    Afterwards each rate is the very object that it was, so schedulers, which may read it back, see no difference."""
+    Afterwards each rate is the same object as before, so schedulers, which may read it back, see no difference.
+    """
     if scale == 1.0:
         yield
         return

@@ -1,8 +1,8 @@
-"""The metadata of a checkpoint are read without running what they say.
+"""Reads the metadata of a checkpoint without running code from it.
 
-`torch.distributed.checkpoint` keeps them as a pickle, and a pickle calls what it names: who may write to the folder of
-checkpoints could so run code in every rank. Here it may name the few classes of which metadata are made, and nothing
-else; and what comes out must be tensors of the names, shapes and dtypes that are awaited, in files of that folder.
+`torch.distributed.checkpoint` keeps metadata as a pickle, and a pickle calls what it names: a writer to the folder of
+checkpoints could run code in every rank. Here it may name only the few classes that metadata are made of. The result
+must be tensors of the expected names, shapes and dtypes, in files of that folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},  # a look into a table
+    "torch.serialization": {"_get_layout"},  # only looks into a table
     "torch": {"Size"},
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
@@ -38,8 +38,8 @@ _CLASSES = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """That of Python, as the one in C asks nobody before it gives attributes to whatever a pickle says: to a class as
-    well, for all of this process."""
+    """The unpickler written in Python. The one in C does not ask before it sets attributes, which a pickle could do to
+    a class, for all of this process."""
 
     dispatch = pickle._Unpickler.dispatch.copy()
 
@@ -60,20 +60,20 @@ class _Unpickler(pickle._Unpickler):
 
 
 class Reader(dcp.FileSystemReader):  # type: ignore[misc]
-    """Reads the checkpoint in `path`, which has to hold `tensors`."""
+    """A reader of the checkpoint in `path`, which has to hold `tensors`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(path)
         self._folder, self._tensors = path, tensors
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, checked. Raises `OSError` and `ValueError`."""
+        """Returns the metadata, checked. Raises `OSError` and `ValueError`."""
         with (self._folder / FILE).open("rb") as file:
             try:
                 metadata = _Unpickler(file).load()
             except OSError:
                 raise
-            except Exception as error:  # whatever a pickle that is none leads to
+            except Exception as error:  # a broken pickle may raise anything
                 raise ValueError(f"{FILE} is not understood: {error}") from None
         self._check(metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -84,7 +84,7 @@ class Reader(dcp.FileSystemReader):  # type: ignore[misc]
             raise ValueError(f"{FILE} holds no metadata")
         for name, tensor in self._tensors.items():
             there = metadata.state_dict_metadata.get(name)
-            # What is no tensor there would be unpickled, without any limit.
+            # An entry that is not a tensor would be unpickled without these checks.
             if not isinstance(there, TensorStorageMetadata):
                 raise ValueError(f"{FILE} has no tensor {name}")
             kind, size = there.properties.dtype, list(there.size)

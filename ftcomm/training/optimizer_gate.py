@@ -1,8 +1,8 @@
-"""Optimizers and schedulers behind a gate: they step when a step is committed, and what must come before comes before.
+"""Gates before optimizers and schedulers: they step only when a step is committed, and after what has to come first.
 
-A script calls `optimizer.step()` as ever. As long as the gates are in place, the first such call of a step takes the
-vote; if that decides against the step, neither optimizers nor schedulers move (schedulers do where a step is skipped,
-since they count steps). The learning rate of the policy holds inside the call only.
+A script calls `optimizer.step()` as usual. While the gates are in place, the first such call of a step takes the vote.
+If that decides against the step, neither optimizers nor schedulers move (schedulers do where a step is skipped, since
+they count steps). The learning rate of the policy holds only inside the call.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ftcomm.training.vote import Verdict
 
 
 class StepDecider(Protocol):
-    """What decides at a gate."""
+    """The interface of what decides at a gate."""
 
     def verdict(self) -> Verdict:
-        """The verdict on this step; takes the vote if that was not taken yet."""
+        """Returns the verdict on this step; takes the vote if that was not taken yet."""
 
     def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
-        """Let it step."""
+        """Let an optimizer step."""
 
 
 class StepOverride:
-    """Puts `step` of `owner` aside and another in its place, until `remove`; the last one put is to be removed first.
+    """Replaces `step` of `owner`, until `remove`; the last replacement must be removed first.
 
-    In an optimizer it is an attribute of the instance, where schedulers have one of their own. The attributes of a
-    scheduler are its state, so that changes its class instead, for one that differs in nothing else.
+    An optimizer gets an attribute of the instance, where schedulers put their own. The attributes of a scheduler are
+    its state, so a scheduler gets another class, which differs in nothing else.
     """
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.real = owner.step  # of the class, or one that a scheduler has put on the instance before us
+        self.real = owner.step  # that of the class, or one that a scheduler has put on the instance
         self._own = vars(owner).get("step")
-        # wraps: a scheduler looks for a mark of its own on optimizer.step
+        # wraps, since a scheduler looks for its mark on optimizer.step
         step = functools.wraps(self.real)(lambda *args, **kwargs: self.step(*args, **kwargs))
         if isinstance(owner, LRScheduler):
             self._class = type(owner)
@@ -61,7 +61,7 @@ class StepOverride:
 
 
 class OptimizerGates:
-    """Stand before those of `objects` that are optimizers or schedulers, between `install` and `remove`."""
+    """Gates for the optimizers and schedulers among `objects`, between `install` and `remove`."""
 
     def __init__(self, objects: Iterable[object], decider: StepDecider) -> None:
         self._objects = list(objects)
@@ -77,7 +77,7 @@ class OptimizerGates:
                 self._gates.append(_SchedulerGate(owner, self._decider))
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the gates; idempotent."""
         while self._gates:
             self._gates.pop().remove()
 
@@ -88,11 +88,11 @@ class _OptimizerGate(StepOverride):
         self._decider = decider
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if isinstance(self.owner, torch.optim.LBFGS):  # evaluates its closure itself; refused where votes are taken
+        if isinstance(self.owner, torch.optim.LBFGS):  # it evaluates its closure itself; refused where votes are taken
             self._decider.update(self.owner, lambda: self.real(closure, **kwargs))
             return None
         loss = None
-        if closure is not None:  # it makes the gradients, so it belongs to what is voted on
+        if closure is not None:  # it makes the gradients, so it comes before the vote
             with torch.enable_grad():
                 loss = closure()
         if self._decider.verdict() is Verdict.COMMIT:

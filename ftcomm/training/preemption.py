@@ -1,4 +1,4 @@
-"""SIGTERM as a wish to leave at a step boundary."""
+"""Turns SIGTERM into a wish to leave at a step boundary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PreemptionHandler:
-    """Turns the first SIGTERM into a wish to leave, where that is ours to decide."""
+    """Turns the first SIGTERM into a wish to leave, if this process may decide that."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -29,20 +29,20 @@ class PreemptionHandler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A loop that is given up in the middle may end anywhere, in another thread too, when it is collected.
+        # A loop that is given up may be collected, and so end, anywhere, also in another thread.
         if self._ours and signal.getsignal(signal.SIGTERM) == self._on_signal:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def at_boundary(self) -> None:
-        """Ask at every boundary until we are out: a coordinator that was away has not heard us."""
+        """Ask at every boundary until this replica has left, since a coordinator that was away has not heard it."""
         if self._asked:
             self._group.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.getpid() != self._process:  # a forked child, as the workers of a pool that is closed: it just ends
+        if os.getpid() != self._process:  # a forked child, such as the worker of a pool, just ends
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._asked = True
-        self._group.leave()  # at once: this step may be long, and the boundary after it is agreed on meanwhile
+        self._group.leave()  # at once, so that the boundary is agreed on during a long step

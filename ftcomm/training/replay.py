@@ -1,12 +1,12 @@
-"""The updates that a joiner cannot apply yet: kept step by step while its state is on the way, then replayed.
+"""Keeps the updates that a joiner cannot apply yet, while its state is on the way, and then replays them.
 
-A joiner runs the same script as everybody. The reduced gradients that it sees are everybody's to the last bit; only
-its weights are not. So while the state is on the way, `.step` of each optimizer and learning-rate scheduler is
-shadowed by a stand-in (an attribute of the instance, taken away afterwards) that keeps what the call would have used:
-copies of the gradients, the arguments, and what the script wrote into `param_groups` since. Once the state is loaded,
-the same calls on the same gradients give the bits that they gave everybody else.
+A joiner runs the same script as all. The reduced gradients that it sees have the same bits as everywhere; only its
+weights differ. So while the state is on the way, `.step` of each optimizer and learning-rate scheduler is shadowed by a
+stand-in (an attribute of the instance, removed later). That keeps what the call would have used: copies of the
+gradients, the arguments, and what the script has written into `param_groups` since. Once the state is loaded, the same
+calls on the same gradients give the same bits as on all others.
 
-Not seen: values of `param_groups` that are tensors and changed in place.
+It does not see tensors in `param_groups` that are changed in place.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ftcomm.arrays.dtensor import local, maker
 from ftcomm.errors import StateError
-from ftcomm.training.dtensor import local, maker
 from ftcomm.training.lr_scaling import scaled
 from ftcomm.training.optimizer_gate import StepOverride
-from ftcomm.training.spill import Kept, Limits, Spill
+from ftcomm.training.spill import Limits, Spill, SpilledTensor
 from ftcomm.training.state import FlatState, Stateful, load
 
 Keep = Callable[[Callable[[], object]], None]  # what to do at replay
@@ -36,7 +36,7 @@ Keep = Callable[[Callable[[], object]], None]  # what to do at replay
 class Replay:
     """Shadows the optimizers and schedulers in `state` from construction until `restore`. Not thread-safe."""
 
-    scale = 1.0  # of the learning rate, in the updates that are kept from now on
+    scale = 1.0  # scale of the learning rate in updates kept from now on
 
     def __init__(self, state: Mapping[str, Stateful], limits: Limits | None = None) -> None:
         self._state = state
@@ -54,11 +54,11 @@ class Replay:
 
     @property
     def behind(self) -> int:
-        """Steps that were kept and not yet applied."""
+        """The steps that were kept and not yet applied."""
         return len(self._steps)
 
     def begin(self) -> None:
-        """A step begins: what the script does from here on belongs to it."""
+        """Begin a step, to which all that the script does from here on belongs."""
         self._steps.append([])
 
     def load(self, flat: FlatState) -> None:
@@ -66,7 +66,7 @@ class Replay:
         with self._real():
             load(flat, self._state)
             for shadow in self._optimizers:
-                shadow.watch()  # loading has replaced the param_groups
+                shadow.watch()  # loading replaces the param_groups
 
     def apply(self, least: int, seconds: float) -> None:
         """Apply kept steps in order: `least` of them, and more while `seconds` have not passed."""
@@ -78,7 +78,7 @@ class Replay:
                 least -= 1
 
     def restore(self) -> None:
-        """Take the stand-ins away and forget what was kept. Idempotent."""
+        """Remove the stand-ins and forget what was kept. Idempotent."""
         for shadow in (*self._optimizers, *self._schedulers):
             shadow.remove()
         self._optimizers, self._schedulers = [], []
@@ -86,11 +86,11 @@ class Replay:
         self._spill.close()
 
     def keep(self, action: Callable[[], object]) -> None:
-        """Run `action` when this step is replayed, after what was kept before."""
-        if not self._applying:  # else the optimizer itself, or a scheduler, writes to the param_groups
+        """Run `action` when this step is replayed, after what was kept before it."""
+        if not self._applying:  # during replay the optimizer, or a scheduler, writes to the param_groups
             self._steps[-1].append(action)
 
-    def put(self, grad: Tensor) -> Kept:
+    def put(self, grad: Tensor) -> SpilledTensor:
         return self._spill.put(grad)
 
     @contextlib.contextmanager
@@ -144,17 +144,17 @@ class _OptimizerShadow(StepOverride):
         for group in self.owner.param_groups:
             yield from group["params"]
 
-    def _keep_grad(self, grad: Tensor) -> tuple[Kept, Callable[[Tensor], Tensor]]:
+    def _keep_grad(self, grad: Tensor) -> tuple[SpilledTensor, Callable[[Tensor], Tensor]]:
         return self._to.put(local(grad)), maker(grad)
 
     def _wrote(self, group: int, key: str, value: Any) -> None:
         self._to.keep(lambda: self.owner.param_groups[group].__setitem__(key, value))
 
     def _replay(
-        self, grads: list[tuple[Kept, Callable[[Tensor], Tensor]] | None], kwargs: dict[str, Any], scale: float
+        self, grads: list[tuple[SpilledTensor, Callable[[Tensor], Tensor]] | None], kwargs: dict[str, Any], scale: float
     ) -> None:
         params = list(self._params())
-        present = [p.grad for p in params]  # perhaps views into buckets, so they are put back, not written to
+        present = [p.grad for p in params]  # maybe views into buckets, so put them back and do not write to them
         for p, grad in zip(params, grads, strict=True):
             p.grad = None if grad is None else grad[1](grad[0].take().to(p.device))
         with scaled(self.owner, scale):
@@ -164,7 +164,7 @@ class _OptimizerShadow(StepOverride):
 
 
 class _WatchedGroup(dict[str, Any]):
-    """A param_group that tells what is written to it."""
+    """A param_group that reports what is written to it."""
 
     def __init__(self, group: Mapping[str, Any], wrote: Callable[[str, Any], None]) -> None:
         super().__init__(group)

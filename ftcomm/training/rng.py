@@ -1,9 +1,9 @@
-"""Random numbers that a repeated step draws again, and that a replica which comes back needs no history for.
+"""Random numbers that a repeated step draws again, and that need no history in a replica that comes back.
 
 The generators of torch (the CPU's and, where it is in use, the GPU's), NumPy and Python are seeded anew for every step,
-from one seed, the step, the replica and the rank. So a step that was discarded sees the same dropout when it is
-repeated, replicas differ, and what a joiner takes over is the seed alone: the state of a generator would be of a step
-that is over when it arrives.
+from one seed, the step, the replica and the rank. So a step that was discarded has the same dropout when it is
+repeated, and replicas differ. A joiner needs only the seed: the state of a generator would belong to a past step when
+it arrives.
 
     state = {"model": model, "optimizer": optimizer, "rng": Rng(seed)}
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rng:
-    """An entry of the `state` of a step loop. `apart=False`: all replicas and ranks draw the same numbers."""
+    """An entry of the `state` of a step loop. With `apart=False` all replicas and ranks draw the same numbers."""
 
     def __init__(self, seed: int = 0, group: Group | None = None, *, apart: bool = True) -> None:
         self.seed = seed
@@ -31,7 +31,7 @@ class Rng:
         self._apart = apart
 
     def begins(self, step: int) -> None:
-        """Called by the step loop."""
+        """Seed the generators for `step`; the step loop calls it."""
         who = (0, 0)
         if self._apart:
             group = self._group
@@ -44,7 +44,7 @@ class Rng:
         seed = int.from_bytes(words[:8], "little")
         random.seed(words)
         np.random.seed(int.from_bytes(words[8:], "little"))
-        torch.manual_seed(seed)  # of the GPUs, too, when they are first used
+        torch.manual_seed(seed)  # also for the GPUs, when they are first used
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed}

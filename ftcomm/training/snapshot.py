@@ -1,17 +1,18 @@
 """A copy of the training state as it is at a step boundary, made while the next step already computes.
 
-What only an optimizer changes, its parameters and its own state, stays as it is until the optimizer steps. So a thread
-copies that during forward and backward, and `finish`, before the step, waits for what is left; the rest is copied at
-once. A script that changes such a tensor by other means is found out by the version that torch counts in it: the copy
-is then spoiled and served to nobody.
+Parameters, and the state of an optimizer itself, change only when the optimizer steps. So a thread copies those during
+forward and backward, and `finish`, before the step, waits for the rest; everything else is copied at once. If a script
+changes such a tensor by other means, torch's version counter of the tensor shows it: the copy is then spoiled and never
+served.
 
-    boundary         forward, backward                     optimizer.step()
-    | plain values,  |  parameters, moments ... by a       | finish: wait for the rest
-    | buffers        |  thread (CUDA: on a side stream)    |
+    boundary            forward, backward                     optimizer.step()
+    |  plain values,   |  parameters, moments ... by a       |  finish: wait for the rest
+    |  buffers         |  thread (CUDA: on a side stream)    |
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -21,16 +22,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ftcomm.arrays.dtensor import local
+from ftcomm.control.failed_dials import start
 from ftcomm.training.catchup_protocol import BlockStream
-from ftcomm.training.dtensor import local
 from ftcomm.training.state import FlatState, Stateful, flatten, host_copy
 
-AT_ONCE = 1 << 16  # bytes; smaller tensors are not worth a second look
+log = logging.getLogger("ftcomm")
+
+AT_ONCE = 1 << 16  # bytes; smaller tensors are copied at once
 PIECE = 4 << 20  # bytes copied in one go
 
 
 class Snapshot:
-    """The state entering the step after boundary `step`, in host memory. `overlap`: copy later what can wait."""
+    """The state entering the step after boundary `step`, in host memory. With `overlap` it copies later what can
+    wait."""
 
     def __init__(self, step: int, state: Mapping[str, Stateful], overlap: bool = False) -> None:
         started = time.monotonic()
@@ -45,20 +50,21 @@ class Snapshot:
         copies = [torch.empty(0) if i in later else host_copy(t) for i, t in enumerate(live.tensors)]
         self.flat = FlatState(live.skeleton, copies)
         self.nbytes = live.nbytes
-        self.spoiled = False  # known when it is ready
+        self.spoiled = False  # known once the copy is complete
         self._stream: BlockStream | None = None
         self._ready = threading.Event()
         if later:
             left = {place: live.tensors[place] for place in later}
-            versions = {place: tensor._version for place, tensor in left.items()}
+            versions = {place: _changes(tensor) for place, tensor in left.items()}
             written = {tensor.device: _mark(tensor.device) for tensor in left.values() if tensor.is_cuda}
-            copying = threading.Thread(
-                target=self._copy, args=(left, versions, written), name="ftcomm-snapshot", daemon=True
-            )
-            copying.start()
+            what = left, versions, written
+            lacks = start(threading.Thread(target=self._copy, args=what, name="ftcomm-snapshot", daemon=True))
+            if lacks:  # the step loop waits for the copy
+                log.warning("the state is copied at once: %s", lacks)
+                self._copy(*what)
         else:
             self._ready.set()
-        self.seconds = time.monotonic() - started  # that the step loop has stood still for it, `finish` included
+        self.seconds = time.monotonic() - started  # s that the step loop stood still for it, with `finish`
 
     def finish(self) -> float:
         """Block until the live state may change; returns for how many seconds. Idempotent."""
@@ -71,11 +77,11 @@ class Snapshot:
         return seconds
 
     def wait(self, seconds: float) -> bool:
-        """Whether all is there, within `seconds`. Any thread."""
+        """Wait for the copy, for at most `seconds`; returns whether it is complete. Any thread."""
         return self._ready.wait(seconds)
 
     def stream(self) -> BlockStream | None:
-        """Its bytes, once all are there; None if the state was changed under them. Any thread."""
+        """The bytes of the copy, once complete; None if the state was changed meanwhile. Any thread."""
         assert self._ready.is_set()
         if self._stream is None and not self.spoiled:
             self._stream = BlockStream(self.flat)
@@ -87,7 +93,7 @@ class Snapshot:
         versions: dict[int, int],
         written: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Stream]],
     ) -> None:
-        self.spoiled = True  # whatever ends this thread early
+        self.spoiled = True  # if anything ends this thread early
         try:
             for place, tensor in left.items():
                 if tensor.is_cuda:
@@ -102,28 +108,33 @@ class Snapshot:
                 self.flat.tensors[place] = copy
             for _, side in written.values():
                 side.synchronize()
-            self.spoiled = any(tensor._version != versions[place] for place, tensor in left.items())
+            self.spoiled = any(_changes(tensor) != versions[place] for place, tensor in left.items())
         finally:
             self._ready.set()
 
 
+def _changes(tensor: Tensor) -> int:
+    """Returns how often torch has changed a tensor."""
+    return int(tensor._version)
+
+
 def _copy_bytes(to: Tensor, of: Tensor) -> None:
-    """Both contiguous, on the host. By NumPy, which gives the interpreter free meanwhile and starts no threads that
-    would compete with those of forward and backward; in pieces, so that a core is shared with them."""
+    """Copy between contiguous tensors on the host. NumPy does it: it releases the interpreter lock, and starts no
+    threads that would compete with forward and backward. It copies in pieces, so that they share a core."""
     target, source = (t.view(-1).view(torch.uint8).numpy() for t in (to, of))
     for at in range(0, len(target), PIECE):
         np.copyto(target[at : at + PIECE], source[at : at + PIECE])
 
 
 def _mark(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
-    """The moment on the current stream up to which the state was written, and a stream to copy it on."""
+    """Returns an event after the last write to the state on the current stream, and a stream for the copy."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event, torch.cuda.Stream(device)
 
 
 def _only_optimizers_change(state: Mapping[str, Stateful]) -> frozenset[int]:
-    """Addresses of the tensors that stay as they are between two steps of the optimizers in `state`."""
+    """Returns the addresses of the tensors that change only when the optimizers in `state` step."""
     found: set[int] = set()
     for optimizer in state.values():
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):

@@ -1,4 +1,4 @@
-"""Kept tensors: in host memory up to a limit, beyond that in a file without a name, which goes with the process.
+"""Keeps tensors in host memory up to a limit, and beyond that in a file without a name, which goes with the process.
 
 Tensors are put and taken in the same order, so the file is one run of bytes that begins anew whenever it is empty.
 """
@@ -18,7 +18,7 @@ from ftcomm.errors import StateError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bytes in host memory, then bytes in the file."""
+    """The limits in bytes: in host memory, and then in the file."""
 
     memory: int = 4 << 30
     disk: int = 16 << 30
@@ -38,12 +38,12 @@ class Limits:
         return limits
 
 
-class Kept:
+class SpilledTensor:
     """A tensor that was put; `take` gives it back, once."""
 
     def __init__(self, owner: Spill, tensor: Tensor, at: int | None) -> None:
         self._owner = owner
-        self._at = at  # where in the file, or None
+        self._at = at  # the offset in the file, or None
         self._tensor = tensor if at is None else torch.empty(0, dtype=tensor.dtype)
         self._shape = tensor.shape
         self.nbytes = tensor.nbytes
@@ -55,22 +55,23 @@ class Kept:
 
 
 class Spill:
-    """Not thread-safe. `folder`: of the file, by default where temporary files go (TMPDIR)."""
+    """The store of kept tensors. Not thread-safe. `folder` is for the file; the default is that of temporary files
+    (TMPDIR)."""
 
     def __init__(self, limits: Limits, folder: str | None = None) -> None:
         self._limits = limits
         self._folder = folder
         self._file: IO[bytes] | None = None
-        self._end = 0  # of the file
+        self._end = 0  # end of the file
         self.in_memory = 0
         self.on_disk = 0
 
-    def put(self, tensor: Tensor) -> Kept:
+    def put(self, tensor: Tensor) -> SpilledTensor:
         """Keep a host copy of a plain tensor. Raises `StateError` when neither memory nor disk may take it."""
         nbytes = tensor.nbytes
         if self.in_memory + nbytes <= self._limits.memory:
             self.in_memory += nbytes
-            return Kept(self, tensor.detach().to("cpu", copy=True), None)
+            return SpilledTensor(self, tensor.detach().to("cpu", copy=True), None)
         if self.on_disk + nbytes > self._limits.disk:
             raise StateError(
                 f"The gradients kept until the state of the other replicas has arrived take "
@@ -80,7 +81,7 @@ class Spill:
             )
         at = self._write(tensor.detach().to("cpu").contiguous())
         self.on_disk += nbytes
-        return Kept(self, tensor, at)
+        return SpilledTensor(self, tensor, at)
 
     def read(self, at: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         assert self._file is not None
@@ -104,7 +105,7 @@ class Spill:
             self._file.truncate(0)
 
     def close(self) -> None:
-        """Idempotent; what was not taken is gone."""
+        """Close the file; idempotent. Tensors that were not taken are lost."""
         if self._file is not None:
             self._file.close()
             self._file = None

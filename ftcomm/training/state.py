@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftcomm.arrays.dtensor import Layout, Meshes, is_spread, layout, local
 from ftcomm.errors import StateError
-from ftcomm.training.dtensor import Layout, Meshes, is_spread, layout, local
 
 SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
 
 
 class Stateful(Protocol):
-    """What may stand in `state`: a module, an optimizer, a scheduler, or any object with these two methods. A step loop
-    takes arrays, tensors, dicts and lists as well, see `ftcomm.training.entries`."""
+    """An entry of `state`: a module, an optimizer, a scheduler, or any object with these two methods. A step loop also
+    takes arrays, tensors, dicts and lists, see `ftcomm.training.entries`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -49,42 +49,43 @@ class FlatState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, without the skeleton."""
+        """The bytes of all tensors, without the skeleton."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def on_host(self) -> FlatState:
-        """A copy in host memory, independent of the live state. Blocks for the copy."""
+        """Returns a copy in host memory, independent of the live state. Blocks for the copy."""
         return FlatState(self.skeleton, [host_copy(t) for t in self.tensors])
 
     def views(self) -> list[memoryview]:
-        """The bytes of each tensor, writable, without a copy; only for contiguous host tensors (see `on_host`)."""
+        """Returns the bytes of each tensor, writable, without a copy; only for contiguous host tensors (see
+        `on_host`)."""
         return [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in self.tensors]
 
 
 @dataclasses.dataclass(frozen=True)
 class NumPy:
-    """An array of NumPy, or a number of its. It travels as a tensor of its bytes, so that every dtype does."""
+    """A NumPy array or scalar. It travels as a tensor of its bytes, so that every dtype can."""
 
     dtype: str
     shape: tuple[int, ...]
     scalar: bool = False
 
     def of(self, tensor: Tensor) -> Any:
-        """The array in the memory of `tensor`."""
+        """Returns the array in the memory of `tensor`."""
         array = tensor.numpy().view(_numpy_dtype(self.dtype)).reshape(self.shape)
         return array[()] if self.scalar else array
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape, here that of
-    the part of this rank if it is spread over several."""
+    """A tensor without its bytes: its place in the list of tensors, its dtype ("bfloat16") and its shape. If it is
+    spread over several ranks, that is the shape of the own part."""
 
     place: int
     dtype: str
     shape: tuple[int, ...]
     layout: Layout | None = None
-    array: NumPy | None = None  # of which these are the bytes
+    array: NumPy | None = None  # the array whose bytes these are
 
     def __str__(self) -> str:
         if self.array is not None:
@@ -107,7 +108,7 @@ def flatten(state: Mapping[str, Stateful]) -> FlatState:
 
 
 def allocate(skeleton: bytes) -> FlatState:
-    """A `FlatState` with uninitialised host tensors, to receive into."""
+    """Makes a `FlatState` with uninitialised host tensors, to receive into."""
     specs = [leaf for *_, tree in _entries(skeleton) for leaf in _specs(tree)]
     if [spec.place for spec in specs] != list(range(len(specs))):
         raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
@@ -120,7 +121,7 @@ def allocate(skeleton: bytes) -> FlatState:
 def load(flat: FlatState, state: Mapping[str, Stateful]) -> None:
     """Load `flat` into `state`. Optimizers keep the tensors of `flat`, so do not write to them afterwards.
 
-    Call `first_difference` before; what a `load_state_dict` refuses nevertheless is raised as `StateError`.
+    Call `first_difference` before. What a `load_state_dict` refuses in spite of that is raised as `StateError`.
     """
     meshes = Meshes(tensor for obj in state.values() for tensor in _tensors(obj.state_dict()))
     for name, *_, tree in _entries(flat.skeleton):
@@ -136,7 +137,7 @@ def load(flat: FlatState, state: Mapping[str, Stateful]) -> None:
 
 
 def first_difference(here: bytes, there: bytes) -> str | None:
-    """The first reason why the state of skeleton `there` cannot be loaded where `here` is, or None.
+    """Returns the first reason why the state of skeleton `there` cannot be loaded where `here` is, or None.
 
     A module must have the same names on both sides, and so must the param_groups of an optimizer. Elsewhere a side may
     have entries that the other lacks (an optimizer that has not stepped yet holds no moments), but what both have must
@@ -159,7 +160,8 @@ def first_difference(here: bytes, there: bytes) -> str | None:
 
 
 def first_setting(here: bytes, there: bytes) -> str | None:
-    """The first setting of an optimizer (a learning rate, a decay) that differs; for states without a difference."""
+    """Returns the first setting of an optimizer (a learning rate, a decay) that differs, for states of the same
+    form."""
     for (name, kind, _, own), (*_, other) in zip(_entries(here), _entries(there), strict=True):
         groups = zip(own["param_groups"], other["param_groups"], strict=True) if kind == "optimizer" else ()
         for i, (ours, theirs) in enumerate(groups):
@@ -170,12 +172,12 @@ def first_setting(here: bytes, there: bytes) -> str | None:
 
 
 def plain_entry(skeleton: bytes, name: str) -> Any:
-    """The entry `name` of a state that holds plain values only; None if the state has no such entry."""
+    """Returns the entry `name` of a state, which holds plain values only; None if there is no such entry."""
     return next((tree for entry, *_, tree in _entries(skeleton) if entry == name), None)
 
 
 def leaves(skeleton: bytes) -> dict[str, Any]:
-    """What is in a state, plain values and a `Spec` for each tensor, by where it stands, as in "model.0.weight"."""
+    """Returns the plain values in a state, and a `Spec` for each tensor, by path, as in "model.0.weight"."""
     found: dict[str, Any] = {}
 
     def visit(node: Any, path: str) -> None:
@@ -191,13 +193,14 @@ def leaves(skeleton: bytes) -> dict[str, Any]:
 
 
 def names(skeleton: bytes) -> list[str]:
-    """The path of each tensor, in the order of the tensors."""
+    """Returns the path of each tensor, in the order of the tensors."""
     found = {leaf.place: path for path, leaf in leaves(skeleton).items() if isinstance(leaf, Spec)}
     return [found[place] for place in sorted(found)]
 
 
 def digest(state: Mapping[str, Stateful]) -> str:
-    """32 hex digits over every name, shape, dtype, plain value and byte; independent of the order of dict entries."""
+    """Returns 32 hex digits over every name, shape, dtype, plain value and byte, independent of the order of dict
+    entries."""
     tensors: list[Tensor] = []
     tree = [[name, _encode(state[name].state_dict(), name, tensors, True)] for name in sorted(state)]
     hasher = hashlib.blake2b(msgspec.msgpack.encode(tree), digest_size=16)
@@ -209,7 +212,7 @@ def digest(state: Mapping[str, Stateful]) -> str:
 # -- the skeleton: plain values stand for themselves, everything else is a list that begins with one of these tags --
 
 _TENSOR, _ARRAY, _DICT, _COUNTER, _LIST, _TUPLE, _BIG = "t", "n", "d", "c", "l", "u", "i"
-_DIMENSIONS = 32  # of an array, that every NumPy can have
+_DIMENSIONS = 32  # dimensions that an array of every NumPy can have
 _DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
 
 
@@ -220,10 +223,10 @@ def _kind(obj: Stateful) -> str:
 
 
 def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
-    """`ordered`: sort the entries of dicts, which makes equal states equal bytes."""
+    """Encode a value. With `ordered` the entries of dicts are sorted, so that equal states are equal bytes."""
     if value is None or isinstance(value, (bool, bytes)):
         return value
-    if isinstance(value, (float, str)):  # of a subclass too, such as numpy.float64
+    if isinstance(value, (float, str)):  # also a subclass, such as numpy.float64
         return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**64 else [_BIG, str(int(value))]
@@ -259,22 +262,22 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
 
 def _encode_array(value: Any, path: str, tensors: list[Tensor]) -> Any:
     dtype = value.dtype
-    name = dtype.name if dtype.kind == "V" else dtype.str  # those of ml_dtypes are known by name
+    name = dtype.name if dtype.kind == "V" else dtype.str  # dtypes of ml_dtypes are known by name
     try:
         known = _numpy_dtype(name) == dtype
     except (TypeError, ValueError):
         known = False
     if not known:
         raise StateError(f"{path} is an array of dtype {dtype}; a state may hold arrays of plain numbers only.")
-    array = np.ascontiguousarray(value)  # the array itself, if it is contiguous
+    array = np.ascontiguousarray(value)  # no copy if it is contiguous
     if not array.flags.writeable:
-        array = array.copy()  # torch cannot know that nobody writes to it
+        array = array.copy()  # torch has no read-only tensors
     tensors.append(torch.from_numpy(array.reshape(-1).view(np.uint8)))
     return [_ARRAY, len(tensors) - 1, array.nbytes, name, list(value.shape), isinstance(value, np.generic)]
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    """Raises `TypeError` or `ValueError` for what no bytes from elsewhere may be taken for."""
+    """Returns the dtype of that name. Raises `TypeError` or `ValueError` for names that foreign bytes must not use."""
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None or not dtype.itemsize:
         raise ValueError(f"an array of {name}")
@@ -282,7 +285,8 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _entries(skeleton: bytes) -> list[tuple[str, str, str, Any]]:
-    """(name, kind, class, tree with `Spec` in place of tensors) of each; raises `StateError` on foreign bytes."""
+    """Returns (name, kind, class, tree with `Spec` in place of tensors) of each entry. Raises `StateError` on foreign
+    bytes."""
     try:
         entries = msgspec.msgpack.decode(skeleton, type=list[tuple[str, str, str, Any]])
         return [(name, kind, which, _decode(tree)) for name, kind, which, tree in entries]
@@ -364,7 +368,7 @@ def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:
         return None if same else f"{path} is {other} there and {own} here"
     if isinstance(own, Spec) or isinstance(other, Spec):
         return f"{path} is {_describe(other)} there and {_describe(own)} here"
-    # what is plain on one side and nested on the other (a lazily set attribute) is no difference
+    # plain on one side and nested on the other (a lazily set attribute) is no difference
     if isinstance(own, dict) and isinstance(other, dict):
         if kind in ("module", "param_groups") and (odd := set(own) ^ set(other)):
             name = next(key for key in [*other, *own] if key in odd)
@@ -387,6 +391,6 @@ def _describe(value: Any) -> str:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy in host memory that shares nothing with `tensor`."""
+    """Returns a contiguous copy in host memory that shares nothing with `tensor`."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.resolve_conj().resolve_neg())

@@ -7,7 +7,7 @@
             buckets.wait()
             optimizer.step()               # takes the vote: on all replicas, or on none
 
-What happens between two calls of `begin`, the boundaries being numbered apart from the steps:
+This happens between two calls of `begin` (boundaries have numbers of their own):
 
     boundary   joiners come in, sources copy their state, a joiner loads and replays what it has
     pause      fewer than min_replicas: a vote and a boundary every little while, until there are enough
@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from ftcomm import ending
+from ftcomm.arrays.dtensor import local
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, StateError, StepError
+from ftcomm.process import ending
 from ftcomm.training.catchup import StateSource
-from ftcomm.training.dtensor import local
 from ftcomm.training.entries import as_entry
 from ftcomm.training.joiner import FINISH, Joiner
+from ftcomm.training.loop_terms import LoopTerms
 from ftcomm.training.lr_scaling import lr_multiplier, scaled
 from ftcomm.training.metrics import Metrics, Stopwatch
 from ftcomm.training.optimizer_gate import OptimizerGates
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-PULSE = 0.05  # seconds between two looks, while training pauses
+POLL = 0.05  # s between two votes while training pauses
 TELL = 10.0  # seconds between two reports of where the time has gone
-PAUSE = 3600.0  # seconds that a pause lasts at most
-PROGRESS = "ftcomm"  # the entry of the state in which a joiner finds where the others are
+PAUSE = 3600.0  # s that a pause may last
+PROGRESS = "ftcomm"  # the entry of the state that tells a joiner the step of the others
 
 NanPolicy = Literal["raise", "skip"] | Callable[[int], Verdict]
 
@@ -62,14 +63,14 @@ class LoopProgress:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.attempts = 0  # of this step, that were discarded
+        self.attempts = 0  # discarded attempts at this step
         self.paused = False
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What comes with the weights is of the step at which we came in, and was taken over then."""
+        """Load nothing: the position of the step at which this replica came in was taken over then."""
 
     def take(self, state: Mapping[str, Any]) -> None:
         vars(self).update({name: type(value)(state[name]) for name, value in vars(self).items()})
@@ -79,30 +80,32 @@ class StepLoop:
     """The step loop of this rank. One at a time; not thread-safe. All ranks of the job make it with equal arguments.
 
     state: what a joiner must take over: modules, optimizers, schedulers, anything with state_dict and load_state_dict,
-        NumPy arrays, tensors, and dicts and lists of them, under the same names on every replica. Whether all of it can
-        be sent is checked at the first boundary. See `ftcomm.steps` for what follows from that. An entry may have
-        `begins(step)`, which is called before each attempt at a step, and `settled(outcome)`, called after it; on a
-        joiner the latter are kept while the state is on its way, and made up for.
+        NumPy arrays, tensors, and dicts and lists of them, under the same names on every replica. The first boundary
+        checks that all of it can be sent. `ftcomm.steps` says what this needs. An entry may have `begins(step)`, which
+        is called before each attempt at a step, and `settled(outcome)`, which is called after it; a joiner keeps the
+        latter calls while the state is on its way, and makes them later.
     group: default: the default group.
-    vote: whether all replicas agree that a step is finished before its update: one small all-reduce. Without it a
+    vote: whether all replicas agree that a step is finished before its update, by one small all-reduce. Without it a
         local error ends this replica, and the others go on.
-    min_replicas: while fewer contribute, training pauses at the boundary, for `pause_timeout` seconds at most. A loss
-        is noticed by the vote of the step it happens in; that step is completed.
-    nan: what to do when the loss given to `commit`, or a gradient of an optimizer in `state`, is not finite: None: do
+    min_replicas: while fewer contribute, training pauses at the boundary, for `pause_timeout` seconds at most. The vote
+        of a step notices a loss in it; that step is completed.
+    nan: what to do when the loss given to `commit`, or a gradient of an optimizer in `state`, is not finite. None: do
         not look; "skip": no update, go on with the next step; "raise": `StepError` on all replicas; or a callable that
-        is given the step and returns a `Verdict`. Looking at the gradients reads them once.
-    lr: by what the learning rates of optimizers in `state` are multiplied while replicas are away: "none", "linear" or
-        "sqrt" of the share of the `replicas` of the job that have contributed. Schedulers do not see it.
-    repeat_on: exceptions that `guard` takes for errors that may pass, beside CUDA's and those that follow from an error
-        on another replica.
+        gets the step and returns a `Verdict`. The look at the gradients reads them once.
+    lr: the factor for learning rates of optimizers in `state` while replicas are away: "none", "linear" or "sqrt" of
+        the share of the `replicas` of the job that have contributed. Schedulers do not see it.
+    repeat_on: exceptions that `guard` takes for errors that may pass, besides CUDA's and those that follow from an
+        error on another replica.
     max_repeats: attempts at one step that may be discarded before all raise `StepError`.
-    on_repeat: called on every member when an attempt was discarded, to put aside what it has left behind, such as
+    on_repeat: called on every member when an attempt was discarded, to clear what it has left behind, such as
         `GradientBuckets.abandon`. Gradients of optimizers in `state` are zeroed in place.
-    start: the step to begin with in a new job that goes on from a checkpoint; a joiner is told it by the others.
+    start: the first step of a new job that goes on from a checkpoint; a joiner learns its step from the others.
     catchup_mbps: million bytes a second that this replica sends to joiners at most; default FTCOMM_CATCHUP_MBPS.
-    initial_state: what to do if the replicas of a new job do not begin with the same state: "check" raises `StateError`
-        on all, "lowest" lets all take that of the lowest replica, "trust" does not look. Default: FTCOMM_START, or
-        "check". The check reads the state once and takes one small all-reduce.
+    initial_state: what to do if the replicas of a new job do not begin with the same state. "check": `StateError` on
+        all; "lowest": all take that of the lowest replica, and its `start`; "trust": do not look. Default:
+        FTCOMM_START, or "check". The check reads the state once and takes one small all-reduce. That compares `start`,
+        the number of steps, `vote`, `min_replicas`, `lr` and this setting in any case, and raises `StateError` on all
+        if they differ.
 
     Raises `ArgumentError`, `SettingsError`, `StateError`.
     """
@@ -138,13 +141,11 @@ class StepLoop:
         self._repeat_on = (*_passing(), *repeat_on)
         self._max_repeats, self._on_repeat = max_repeats, on_repeat
         self._optimizers = [entry for entry in state.values() if isinstance(entry, Optimizer)]
-        # A replica that joins is told where the others are when it is in, which is not before it comes to its loop.
-        here = 0 if group._outside else group.step - group._lag
+        # A joiner learns the step of the others once it is in a view, which is not before it comes to its loop.
+        here = 0 if group.internals.outside else group.step - group.internals.lag
         self._progress = LoopProgress(here if start is None else start)
-        # Without a state nor a vote a joiner needs nothing from anybody: its step is the boundary at which it comes in.
-        told = bool(state) or vote or start is not None
-        self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress} if told else {}
-        # Whether anybody asks who contributed to a step.
+        self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress}
+        # Whether an entry or a policy needs the contributors of a step.
         self._counts = vote or any(hasattr(entry, "settled") for entry in state.values())
         self._gates = OptimizerGates(state.values(), self)
         self._throttle = Throttle.from_env(catchup_mbps)
@@ -154,21 +155,22 @@ class StepLoop:
         self._joiner: Joiner | None = None
         self._preemption: PreemptionHandler | None = None
         self._watch = Stopwatch()
+        self.followed = False  # another loop has begun before this one was at its end
         self._in_step = False
-        self._stood = 0.0  # of the group, when this step began
+        self._stood = 0.0  # the group's stalled seconds when this step began
         self._ended = False
-        self._verdict: Verdict | None = None  # of this attempt
+        self._verdict: Verdict | None = None  # the verdict on this attempt
         self._counted: frozenset[int] = frozenset()
-        self._present: frozenset[int] = frozenset()  # in the last vote
+        self._present: frozenset[int] = frozenset()  # the replicas in the last vote
         self._told = time.monotonic()
-        self._failed: Exception | None = None  # here, in this attempt
+        self._failed: Exception | None = None  # the error of this attempt on this rank
         self.outcome: Outcome | None = None
         self.lr_scale = 1.0
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the steps up to `total` - 1, one that is repeated again; blocks at each boundary."""
+        """Yield the steps up to `total` - 1; a repeated step comes again. Blocks at each boundary."""
         try:
             while (step := self.begin(total)) is not None:
                 yield step
@@ -176,14 +178,20 @@ class StepLoop:
             self.close()
 
     def begin(self, total: int | None = None) -> int | None:
-        """End the attempt before, if there is one, pass the boundary, and return the step to do now.
+        """End the last attempt, if there is one, pass the boundary, and return the next step.
 
-        None when the loop is over: `total` steps are done, and a joiner has all of its state, or this replica has left
-        the job (`group.drained`). Blocks at the boundary, while training pauses, and at the end for a joiner that still
-        fetches its state from here. Raises `StepError`, `StateError`, `ExpelledError`.
+        None when the loop is over: `total` steps are done, and a joiner has all of its state; or this replica has left
+        the job (`group.drained`), or joins a job that is in a later loop of the script. Blocks at the boundary, while
+        training pauses, and at the end while a joiner still fetches its state from here. Raises `StepError`,
+        `StateError`, `ExpelledError`, and `FtcommError` if another loop has begun meanwhile.
         """
-        if self._source is None:
-            self._open()
+        if self._source is None and not self._ended:
+            self._open(total)
+        if self.followed:
+            raise FtcommError(
+                f"replica {self._group.replica} rank {self._group.shard}: this step loop ended when another began. "
+                "Have one loop at a time, and none inside of another"
+            )
         if self._in_step:
             self._settle()
         if self._ended:
@@ -192,7 +200,7 @@ class StepLoop:
         paused_since: float | None = None
         while self._pass_boundary():
             if total is not None and self.step >= total:
-                self._finish()
+                self._finish(total)
                 break
             self._tell_metrics(TELL)
             if not self._progress.paused:
@@ -204,24 +212,25 @@ class StepLoop:
                 paused_since = time.monotonic()
                 self._say("training_pauses", step=self.step, contributing=len(self._present), least=self._min)
             self._watch.lap("boundary")
-            self._pulse(paused_since)
+            self._vote_in_pause(paused_since)
             self._watch.lap("paused")
         self.close()
         ending.complete()
         return None
 
     def commit(self, loss: Tensor | float | None = None) -> bool:
-        """Whether this step counts; the first call of a step takes the vote, and blocks until all have come to it.
+        """Returns whether this step counts. The first call of a step takes the vote, and blocks until all have come to
+        it.
 
-        False: do not update, and come back with `begin`. Optimizers in `state` do so by themselves, so a script that
-        has its optimizers there need not call it, but for a `loss` to look at.
+        False: do not update, and call `begin` again. Optimizers in `state` take the vote by themselves, so a script
+        needs this call only for optimizers elsewhere, or to have a `loss` looked at.
         """
         return self.verdict(loss) is Verdict.COMMIT
 
     def verdict(self, loss: Tensor | float | None = None) -> Verdict:
-        """The verdict that `commit` reduces to a bool."""
+        """Like `commit`, but returns the verdict."""
         if not self._in_step:
-            return Verdict.COMMIT  # after the loop, or before it
+            return Verdict.COMMIT  # before or after the loop
         if self._verdict is None:
             self._verdict, self._counted = self._take_vote(self._mine(loss))
             healthy = len(self._counted) if self._vote else self._total
@@ -229,7 +238,7 @@ class StepLoop:
         return self._verdict
 
     def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
-        """Called by the gate of an optimizer, for a step that counts."""
+        """Let an optimizer step, if the step counts. Its gate calls this."""
         self._settle_snapshot()
         if self._joiner is not None and self._joiner.behind:
             self._joiner.scale(self.lr_scale)
@@ -243,9 +252,9 @@ class StepLoop:
         return scaled(optimizer, self.lr_scale)
 
     def fail(self, error: Exception) -> None:
-        """This attempt is lost here, by an error that may pass: all will repeat the step. Go on with the next one.
+        """Give this attempt up, after an error that may pass: all will repeat the step. Go on with the next one.
 
-        Raises `error` if the step counts already, since its update may have been made, or if no votes are taken.
+        Raises `error` if the step counts already, since its update may have been made, or if there are no votes.
         """
         if not self._vote or not self._in_step or self._verdict is Verdict.COMMIT:
             raise error
@@ -255,18 +264,20 @@ class StepLoop:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """An error inside that may pass (see `repeat_on`) ends the body, and all repeat the step."""
+        """A context in which an error that may pass (see `repeat_on`) ends the body, and all repeat the step."""
         try:
             yield
         except self._repeat_on as error:
             self.fail(error)
 
     def close(self) -> None:
-        """Give the loop up, or end it; idempotent. Optimizers and schedulers step as ever afterwards."""
+        """End the loop, or give it up; idempotent. Optimizers and schedulers step as usual afterwards."""
         self._ended = True
         self._in_step = False
         self._gates.remove()
-        self._group._on_step_error = None
+        self._group.internals.on_step_error = None
+        if self._group.internals.step_loop is self:
+            self._group.internals.step_loop = None
         if self._source is not None:
             self._source.settle()
         if self._joiner is not None:
@@ -281,7 +292,7 @@ class StepLoop:
 
     @property
     def step(self) -> int:
-        """The training step that is done now, or next."""
+        """The training step that is under way, or comes next."""
         return self._progress.step
 
     def metrics(self) -> Metrics:
@@ -290,24 +301,49 @@ class StepLoop:
 
     # -- boundaries ----------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, total: int | None) -> None:
         group = self._group
+        before, group.internals.step_loop = group.internals.step_loop, self
+        if before is not None:
+            before.close()
+            before.followed = True
+        group.internals.loop += 1
+        if self._left_out():  # the others must not wait for code before the job's present loop
+            return
         self._watch = Stopwatch()
-        flatten(self._shared)  # what cannot be sent is an error here and now, not when a replica comes back
-        # Not before its script comes here does a rank serve what the others may ask for.
+        flatten(self._shared)  # what cannot be sent must be an error now, not when a replica comes back
+        # From here on this rank serves the state to others.
         self._source = StateSource(group, self._shared, overlap=bool(self._optimizers), throttle=self._throttle)
         if self._vote or (self._counts and group.shards > 1):
             self._poll = Poll(group)
         self._preemption = PreemptionHandler(group).__enter__()
         group.ready()
-        self._fresh = group._fresh
-        if self._entries and not self._fresh and group.step == 0:
-            check_start(group, self._entries, self._initial_state)
+        if self._left_out():  # the job has gone on meanwhile
+            return
+        if group.shard == 0:
+            group.report("trains")  # tells a launcher that an earlier loop was not the last
+        self._fresh = group.internals.catching_up
+        if not self._fresh and group.step == 0:
+            terms = LoopTerms(self.step, total, self._initial_state, self._vote, self._min, self._lr)
+            self._progress.step = check_start(group, self._entries, terms)
         if self._vote:
-            group._on_step_error = self.fail
+            group.internals.on_step_error = self.fail
+
+    def _left_out(self) -> bool:
+        """Whether the job that this replica joins is in a later loop, in which alone it can be given a state. This one
+        ends then, and takes no boundary."""
+        internals = self._group.internals
+        if not internals.behind:
+            return False
+        log.info(
+            "replica %d rank %d: leaves out step loop %d of the script, as the job is in step loop %d",
+            *(self._group.replica, self._group.shard, internals.loop, internals.loop_of_job),
+        )
+        self.close()
+        return True
 
     def _pass_boundary(self) -> bool:
-        """False if this replica has left the job."""
+        """Pass the boundary. False if this replica has left the job."""
         group, source = self._group, self._source
         assert source is not None
         assert self._preemption is not None
@@ -320,27 +356,31 @@ class StepLoop:
         if self._fresh:
             self._fresh = False
             self._joiner = Joiner(group, self._shared, view, boundary)
-            if self._shared:
-                self._progress.take(self._joiner.agree(PROGRESS))
-            else:
-                self._progress.step = boundary - group._lag
+            self._progress.take(self._joiner.agree(PROGRESS))
         if self._joiner is not None:
             self._joiner.at_boundary(boundary, view)
-        group._lag = boundary - self.step
+        group.internals.lag = boundary - self.step
         return True
 
-    def _finish(self) -> None:
+    def _finish(self, total: int) -> None:
         if self._joiner is not None:
             self._joiner.finish()
+        elif self.outcome is None and self._group.internals.loop > 1:
+            log.warning(
+                "replica %d rank %d: step loop %d of the script has no step to do: it goes up to step %d, and the loop "
+                "before it ended at step %d. Give it a higher number, or start=0",
+                *(self._group.replica, self._group.shard, self._group.internals.loop, total, self.step),
+            )
         assert self._source is not None
         self._source.linger(FINISH)
+        self._group.internals.lag += 1  # this boundary belongs to no step
         self._tell_metrics(0.0)
         if self._group.shard == 0:
-            self._group.report("trained", step=self.step)  # to a launcher: what fails now is the end, and not a step
+            self._group.report("trained", step=self.step)  # tells a launcher that a later failure is not in a step
 
     def _enter(self) -> int:
         self._verdict, self._counted, self._failed = None, frozenset(), None
-        self._stood = self._group._stood
+        self._stood = self._group.internals.stood()
         self._in_step = True
         self._gates.install()
         for entry in self._entries.values():
@@ -350,7 +390,7 @@ class StepLoop:
         return self.step
 
     def _settle(self) -> None:
-        """The body has come to its end: what became of the step, to all who want to know."""
+        """Settle the step after its body, and tell the outcome to all entries that want it."""
         verdict = self.verdict()
         self._in_step = False
         self._settle_snapshot()
@@ -382,7 +422,7 @@ class StepLoop:
 
     def _account(self, verdict: Verdict) -> None:
         contributes = self._group.contributes
-        stood, self._stood = self._stood, self._group._stood
+        stood, self._stood = self._stood, self._group.internals.stood()
         stalled = self._stood - stood
         if verdict is Verdict.COMMIT:
             self._watch.lap("training" if contributes else "catching_up", stalled)
@@ -400,7 +440,7 @@ class StepLoop:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
-                        param.grad.zero_()  # in place: it may be a view into a bucket
+                        param.grad.zero_()  # in place, since it may be a view into a bucket
 
     def _settle_snapshot(self) -> None:
         assert self._source is not None
@@ -412,13 +452,13 @@ class StepLoop:
     # -- votes ---------------------------------------------------------------------------------------------------
 
     def _mine(self, loss: Tensor | float | None) -> Verdict:
-        """What this rank has to say of its attempt."""
+        """Returns the verdict of this rank on its attempt."""
         if self._failed is not None:
             return Verdict.REPEAT
         if self._nan is None or self._finite(loss):
             return Verdict.COMMIT
         if callable(self._nan):
-            verdict = Verdict(self._nan(self.step))
+            verdict = self._nan(self.step)
         else:
             verdict = Verdict.SKIP if self._nan == "skip" else Verdict.RAISE
         if verdict is not Verdict.COMMIT:
@@ -435,36 +475,35 @@ class StepLoop:
         return not grads or bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
 
     def _take_vote(self, mine: Verdict) -> tuple[Verdict, frozenset[int]]:
-        givers = frozenset(
-            self._group.contributors
-        )  # of the step, alike on all members; a view comes to each in its time
+        # The contributors of the step are the same on all members; views arrive at different times.
+        contributors = frozenset(self._group.contributors)
         if not self._counts:
-            return Verdict.COMMIT, givers
-        # Who is to repeat the step may have reduced a part of it, and nobody counts for that. Else all say the same.
+            return Verdict.COMMIT, contributors
+        # A rank that repeats may have reduced a part of the step, for which none counts. Otherwise all say the same.
         contributed = None if mine is Verdict.REPEAT else self._contributed()
         if self._vote:
             assert self._poll is not None
             verdict, present, counted = self._poll.take(mine, contributed)
             self._saw(present)
             return verdict, counted
-        counted = givers if contributed is None else contributed
+        counted = contributors if contributed is None else contributed
         return Verdict.COMMIT, counted if self._poll is None else self._poll.agree(counted)
 
     def _contributed(self) -> frozenset[int] | None:
-        """Whose input is in all that was reduced in this step; None if nothing was."""
+        """Returns the replicas whose input is in all that was reduced in this step; None if nothing was."""
         try:
             return frozenset(self._group.contributed())
         except FtcommError:
             return None
 
     def _saw(self, present: frozenset[int]) -> None:
-        """Those that voted last."""
+        """Note the replicas that have voted."""
         self._present = present
         self._progress.paused = len(present) < self._min
 
-    def _pulse(self, since: float) -> None:
-        """Vote, while training pauses, on whether there are enough replicas again."""
-        time.sleep(PULSE)
+    def _vote_in_pause(self, since: float) -> None:
+        """Vote during a pause on whether there are enough replicas again."""
+        time.sleep(POLL)
         seconds = time.monotonic() - since
         assert self._poll is not None
         mine = Verdict.RAISE if seconds > self._pause_timeout else Verdict.COMMIT
@@ -482,13 +521,13 @@ class StepLoop:
         return "another replica has failed in it; see its output, and the events step_failed"
 
     def _report(self, kind: str, **fields: str | int | float) -> None:
-        """What has happened to this rank."""
+        """Log and report what has happened to this rank."""
         text = ", ".join(f"{name} {value}" for name, value in fields.items())
         log.warning("replica %d rank %d: %s: %s", self._group.replica, self._group.shard, kind.replace("_", " "), text)
         self._group.report(kind, **fields)
 
     def _say(self, kind: str, **fields: str | int | float) -> None:
-        """What all have decided: one rank says it for everybody."""
+        """Report what all have decided; one rank does so for all."""
         if self._group.shard == 0 and self._group.replica == min(self._present, default=-1):
             self._report(kind, **fields)
 
@@ -503,8 +542,8 @@ class StepLoop:
 
 
 def _passing() -> tuple[type[Exception], ...]:
-    """Errors that may pass, or that come of one on another replica."""
-    cuda = getattr(torch, "AcceleratorError", None)  # not in every torch
+    """Returns the errors that may pass, or that follow from one on another replica."""
+    cuda = getattr(torch, "AcceleratorError", None)  # some versions of torch lack it
     return (MismatchError, torch.OutOfMemoryError, *([cuda] if cuda is not None else []))
 
 

@@ -1,4 +1,4 @@
-"""How fast a source sends the state: FTCOMM_CATCHUP_MBPS million bytes a second, to all joiners together."""
+"""Limits how fast a source sends the state: FTCOMM_CATCHUP_MBPS million bytes a second, to all joiners together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from ftcomm.errors import SettingsError
 
-LEAST = 1.0  # MB/s: slower than that, a joiner would take a block on its way for a source that is gone
+LEAST = 1.0  # MB/s; at a lower rate a joiner would take a slow block for a lost source
 
 
 class Throttle:
-    """Thread-safe; `take` blocks. Without a rate it never does."""
+    """A limit on bytes a second. Thread-safe. `take` blocks, except without a rate."""
 
     def __init__(
         self,
@@ -21,14 +21,14 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`rate` in bytes a second."""
+        """`rate` is in bytes a second."""
         self._rate, self._clock, self._sleep = rate, clock, sleep
         self._lock = threading.Lock()
-        self._free = clock()  # when all that was taken so far will have passed at that rate
+        self._free = clock()  # when all bytes taken so far will have passed
 
     @classmethod
     def from_env(cls, argument: float | None = None) -> Throttle:
-        """`argument` in MB/s goes before the environment. Raises `SettingsError`."""
+        """Makes the throttle from `argument` in MB/s, or the environment. Raises `SettingsError`."""
         text = os.environ.get("FTCOMM_CATCHUP_MBPS") if argument is None else str(argument)
         if not text:
             return cls(None)
@@ -43,7 +43,7 @@ class Throttle:
         return cls(rate * 1e6)
 
     def take(self, nbytes: int) -> None:
-        """Wait until `nbytes` may be sent."""
+        """Block until `nbytes` may be sent."""
         if self._rate is None:
             return
         with self._lock:

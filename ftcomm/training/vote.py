@@ -1,14 +1,14 @@
-"""The vote at the end of a step: whether all ranks of all replicas have finished it without an error of their own.
+"""The vote at the end of a step, on whether all ranks of all replicas have finished it without an error of their own.
 
-    rank i of every replica   one small all-reduce: a byte for each replica, in it what that replica says; 0: not in
-    ranks of one replica      each tells the others what its all-reduce gave (inside.py)
+    rank i of every replica     one small all-reduce, with a byte for each replica: its verdict, or 0 if it is absent
+    ranks of one replica        each tells the others the result of its all-reduce (intra_replica.py)
 
-In this order, and not the other way round, everybody decides alike whoever dies meanwhile: the result of an all-reduce
-is the same on all members of its group, so all replicas come to the second part with the same rows.
+In this order all decide alike, whichever process dies meanwhile: the result of an all-reduce is the same on all members
+of its group, so all replicas come to the second part with the same rows. The other order would not do.
 
-A rank that fails in the middle of a step calls the vote at once. The others are in another op by then: the members
-find that they made different calls, that op ends with `MismatchError` on all, and the vote is called again until the
-others have come to it, with the op that failed there as their reason to repeat.
+A rank that fails in the middle of a step calls the vote at once, while the others are in another op. The members find
+that they made different calls, that op ends with `MismatchError` on all, and the vote is called again until the others
+have come to it, with the failed op as their reason to repeat.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ftcomm.training.intra_replica import IntraReplicaExchange
 if TYPE_CHECKING:
     from ftcomm.group import Group
 
-SLOTS = 97  # replicas, at least: an odd number, as no array of a user's is likely to have
+SLOTS = 97  # replicas at least; an odd number that a user's array is unlikely to have
 
 
 class Verdict(enum.IntEnum):
-    """What becomes of a step; the highest that anybody says holds for all. 0 is no vote."""
+    """The decision on a step; the highest verdict of any rank holds for all. 0 is no vote."""
 
     COMMIT = 1  # update, and go on
-    SKIP = 2  # no update, and go on: the same data would do the same again
-    REPEAT = 3  # the same step again: an error that may pass. Above SKIP: who failed has not done all of the step
+    SKIP = 2  # no update, and go on, since the same data would fail again
+    REPEAT = 3  # the same step again; above SKIP, since a rank that failed has not done all of it
     RAISE = 4  # stop, on all alike
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One attempt at a training step, the same on every rank of every replica.
+    """The outcome of one attempt at a training step, the same on every rank of every replica.
 
     `counted` are the replicas whose input is in every part of all that was reduced in the step before its vote, on all
-    their ranks; if nothing was reduced, those that voted. One that was lost in the middle is not among them, though its
-    gradients may be in some part of the update.
+    their ranks; if nothing was reduced, those that voted. A replica that was lost in the middle is not among them,
+    though its gradients may be in some part of the update.
     """
 
     step: int
@@ -53,13 +53,15 @@ class Outcome:
 
 
 def decide(rows: Sequence[tuple[bytes, bytes]]) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-    """Decide what becomes of the step, who voted, and who contributed on all ranks; pure.
+    """Decide the verdict on the step, who voted, and who contributed on all ranks; pure.
 
-    A row has what a rank's all-reduce gave, and who contributed to the step on that rank."""
+    A row has the result of a rank's all-reduce, and the replicas that contributed to the step on that rank.
+    """
     votes, contributed = (
         np.frombuffer(b"".join(column), np.uint8).reshape(len(rows), -1) for column in zip(*rows, strict=True)
     )
-    verdict = Verdict(max(int(votes.max()), Verdict.COMMIT))
+    said = np.where(votes > Verdict.RAISE, Verdict.REPEAT, votes)  # an unknown verdict counts as a step not done
+    verdict = Verdict(max(int(said.max()), Verdict.COMMIT))
     return verdict, _in_all(votes), _in_all(contributed)
 
 
@@ -83,12 +85,18 @@ class Poll:
     def take(
         self, verdict: Verdict, contributed: Iterable[int] | None = None
     ) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-        """Say `verdict`, and hear what all decide: see `decide`. Blocks until all have come.
+        """Give `verdict`, and return what all decide: see `decide`. Blocks until all have come.
 
-        `contributed`: to what was reduced on this rank in the step; None, as on all, if nothing was: then those who
-        vote count. Raises what an all-reduce raises, but for `MismatchError`: whoever is still in the step will vote to
-        repeat it, so this rank does.
+        `contributed` are those to all that was reduced on this rank in the step; None, as on all, if nothing was: then
+        those who vote count. Raises what an all-reduce raises, except `MismatchError`: a rank that is still in the step
+        will vote to repeat it, so this rank does. Raises `ArgumentError`, on this rank alone, on a wrong verdict, and
+        while another thread is in a collective of the group; the others then hear nothing of that vote.
         """
+        if verdict not in iter(Verdict):
+            raise ArgumentError(
+                f"{self._who()}: a vote of {verdict!r}; expected one of {', '.join(x.name for x in Verdict)} "
+                "(ftcomm.training.Verdict)"
+            )
         while True:
             ballot: np.ndarray[Any, Any] = np.zeros(self._slots, np.uint8)
             ballot[self._group.replica] = verdict
@@ -97,6 +105,10 @@ class Poll:
                 break
             except MismatchError:
                 verdict = max(verdict, Verdict.REPEAT)
+            except ArgumentError as error:
+                raise ArgumentError(
+                    f"{self._who()} cannot vote on its step, as the vote is a collective of the loop's group: {error}"
+                ) from None
         return self._together(ballot, contributed)
 
     def agree(self, contributed: Iterable[int]) -> frozenset[int]:
@@ -112,6 +124,9 @@ class Poll:
         row = ballot.tobytes() + marks.tobytes()
         rows = [row] if self._intra is None else self._intra.exchange(row)
         return decide([(row[: self._slots], row[self._slots :]) for row in rows])
+
+    def _who(self) -> str:
+        return f"replica {self._group.replica} rank {self._group.shard}"
 
     def close(self) -> None:
         if self._intra is not None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ftcomm.control.liveness import boot, network
+from ftcomm.control.liveness import boot, network, pids
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.host.arithmetic import own
+from ftcomm.settings.tuning import BUILT_IN, Tuning, differ
 from ftcomm.sync.futex import TOTAL_STORE_ORDER, Waiter
 from ftcomm.transport.base import Lost, MirrorWriter, Peer, Poller
 from ftcomm.transport.nixl import network as nixl_network
@@ -27,21 +28,32 @@ from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.poller import TcpPoller
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from ftcomm.tuning import BUILT_IN, Tuning, differ
 
 log = logging.getLogger("ftcomm.transport")
 
-Fields = Mapping[str, int | str]  # of a handshake
-Dial = Callable[[Address, str, Fields], Connection]  # (where, purpose, fields)
+Dial = Callable[[str], Connection]  # what the connection is for
 
 
-TCP, NIXL = CONNECTIONS = "data", "nixl"  # what a connection is for
+TCP, NIXL = CONNECTIONS = "data", "nixl"  # the purpose of a connection
 
 
-class Exchange(Protocol):
-    """See `ftcomm.collective.exchange.Exchange`."""
+class AdmitsWriters(Protocol):
+    """The part of `ftcomm.collective.exchange.Exchange` that is needed here."""
 
     def admit(self, writer: MirrorWriter) -> None: ...
+
+
+def prepare(mode: str, name: str) -> None:
+    """Name the NIXL of this process, and load it if FTCOMM_TRANSPORT=`mode` asks for it, so that a lack of it is an
+    error before the job is joined. Raises `TransportError`."""
+    nixl = get_nixl(name)
+    if mode == "nixl":
+        nixl.endpoint()
+
+
+def by_tcp(mode: str) -> bool:
+    """Whether FTCOMM_TRANSPORT=`mode` reaches the members on other hosts by TCP."""
+    return mode == "tcp" or (mode == "auto" and not rdma_available())
 
 
 def connect(
@@ -58,19 +70,20 @@ def connect(
     data: str = "none",
     lazy: bool = False,
 ) -> Peer:
-    """Reach the segment of `replica`, which listens `there`, from replica `me`, for `epoch`. Blocks while dialling.
+    """Reach the segment of `replica`, which listens `there`, from replica `me`, for `epoch`. Blocks while it dials.
 
-    `mode` is "auto", "shm", "nixl" or "tcp". With "auto" shared memory is used if the peer's segment can be opened: the
-    kernels are the same, and so are process ids, which they are not between two containers of one host. Else NIXL where
-    this host has RDMA and the peer can do it, too. For how long a peer serves, `Peer.serves` tells.
-    `dial(there, what, {"replica": me, "epoch": epoch, "nonce": that of the segment here})` returns a blocking
-    connection, `what` is one of `CONNECTIONS`; at the other end `accept` gets it. `on_lost` is described at
-    `TcpMirror`. `data` is what FTCOMM_DATA says; with more than "none" NIXL is not used.
+    `mode` is "auto", "shm", "nixl" or "tcp". "auto" uses shared memory if the peer's segment can be opened. The same
+    kernel is not enough: two containers of one host have different process ids. Otherwise it uses NIXL if this host and
+    the peer have RDMA. `Peer.serves` tells in which epochs the peer can be used.
 
-    `lazy`: whom TCP reaches is dialled when that is wanted, see `Peer.want`.
+    `dial(what)` returns a blocking connection to the peer; `what` is one of `CONNECTIONS`, and `accept` takes the other
+    end, with `me`, `epoch` and the nonce of the segment here. `on_lost` is described at `TcpMirror`.
+    `data` is FTCOMM_DATA; with any value but "none" NIXL is not used.
+
+    With `lazy` a peer by TCP is dialled only when it is wanted, see `Peer.want`.
 
     Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or "nixl" and nothing comes through,
-    `OtherEngine` if it has not this `layout` or other switch points, or what `dial` raises.
+    `OtherEngine` if the peer has not this `layout` or other switch points, or what `dial` raises.
     """
     ours = _in_words(layout, data)
     if there.layout and there.layout != ours:
@@ -99,27 +112,26 @@ def connect(
                 "and in one container, or set FTCOMM_TRANSPORT=auto, and if FTCOMM_ENGINE is gpu-kernel gpu-reduce."
             )
         log.debug("replica %d is not reachable through shared memory: %s", replica, reason)
-    fields: Fields = {"replica": me, "epoch": epoch, "nonce": here.nonce}
     if mode == "nixl" or (mode == "auto" and data == "none" and rdma_available()):
         try:
             network = nixl_network.here()
             if here.boot != there.boot and not network.between_hosts:
                 raise TransportError(f"it runs on another host, and UCX may use {network.name}. {nixl_network.MEND}")
-            peer = get_nixl().connect(replica, epoch, there.nonce, dial(there, NIXL, fields), on_lost)
+            peer = get_nixl().connect(replica, epoch, there.nonce, lambda: dial(NIXL), on_lost)
             peer.nonce = there.nonce
             return peer
         except (TransportError, OSError) as error:
             if mode == "nixl":
                 raise TransportError(f"replica {replica} cannot be reached by NIXL: {error}") from error
             log.warning("replica %d is not reached by NIXL, so by TCP: %s", replica, error)
-    mirror = TcpMirror(replica, epoch, None if lazy else plane(dial(there, TCP, fields), data), on_lost)
-    mirror.dial = lambda: plane(dial(there, TCP, fields), data)
+    mirror = TcpMirror(replica, epoch, None if lazy else plane(dial(TCP), data), on_lost)
+    mirror.dial = lambda: plane(dial(TCP), data)
     mirror.nonce = there.nonce
     return mirror
 
 
 def accept(
-    exchange: Exchange,
+    exchange: AdmitsWriters,
     what: str,
     connection: Connection,
     replica: int,
@@ -129,8 +141,8 @@ def accept(
     *,
     data: str = "none",
 ) -> None:
-    """Take the other end of a connection of `connect`: `replica` reads the segment of this one from `epoch` on; `life`
-    is the nonce that it has dialled with. Blocks while the two say what they are. `on_lost` hears if a put fails."""
+    """Take the other end of a connection of `connect`: `replica` reads the segment of this member from `epoch` on.
+    `life` is the nonce with which it has dialled. Blocks while the two agree. `on_lost` is called if a put fails."""
     if what == TCP:
         exchange.admit(TcpMirrorWriter(plane(connection, data), replica, epoch, life))
         return
@@ -143,10 +155,10 @@ def accept(
 
 
 def poller_for(peers: Iterable[Peer], waiter: Waiter) -> Poller | None:
-    """What the driver of a stream with these peers receives and sleeps with; None where all share its memory.
+    """Returns the poller for the driver of a stream with these peers; None if all of them share its memory.
 
-    It serves the connections of TCP, or those of NIXL where there is nothing else. Where there is more beside NIXL, the
-    threads of the peers receive, and wake it.
+    It serves the connections of TCP, or those of NIXL if there are no others. If NIXL is mixed with others, the threads
+    of the peers receive, and wake the driver.
     """
     peers = list(peers)
     by_tcp = [peer for peer in peers if isinstance(peer, TcpMirror)]
@@ -167,9 +179,9 @@ def here_is(
     arithmetic: str | None = None,
     data: str = "none",
 ) -> Address:
-    """What others have to know of this process to reach `segment`; it listens at `port` of `host`, in `rack`, and
-    reduces with this `arithmetic` (None: that of the host, see `ftcomm.kernels.host.arithmetic`). `data` is what
-    FTCOMM_DATA says."""
+    """Returns the address by which others reach this process and `segment`. It listens at `port` of `host`, in `rack`,
+    and reduces with `arithmetic` (None: that of the host, see `ftcomm.kernels.host.arithmetic`). `data` is FTCOMM_DATA.
+    """
     return Address(
         host,
         port,
@@ -182,17 +194,18 @@ def here_is(
         str(tuning),
         own() if arithmetic is None else arithmetic,
         network(),
+        pids(),
     )
 
 
-def likeness(addresses: Iterable[Address]) -> dict[str, bool]:
-    """What `GroupView` asks of all members of a group: whether they are on `one_host`, and `alike`."""
+def common_traits(addresses: Iterable[Address]) -> dict[str, bool]:
+    """Returns what `GroupView` needs of all members of a group: whether they are on `one_host`, and `alike`."""
     boots, sums = zip(*((address.boot, address.arithmetic) for address in addresses), strict=True)
     return {"one_host": len(set(boots)) == 1, "alike": len(set(sums)) == 1 and sums[0] != ""}
 
 
 def _in_words(layout: Layout, data: str) -> str:
-    """The text that is equal for members which can read each other's staging."""
+    """Returns a text that is equal for members which can read each other's staging."""
     return str(layout) if data == "none" else f"{layout}, FTCOMM_DATA={data}"
 
 

@@ -1,9 +1,9 @@
-"""Frames of the data plane have between hosts what FTCOMM_DATA says: nothing, a MAC, or AES-GCM.
+"""Protects frames of the data plane between hosts as FTCOMM_DATA says: not at all, with a MAC, or with AES-GCM.
 
-A job trusts its network with data by default: a MAC takes processor time for every byte. With "mac" nobody on the way
-can change, repeat or inject any of them, with "aes-gcm" nobody can read them either. The keys are those of the
-handshake of each connection (`ftcomm.control.sealed`), the numbers of records are the nonces, and after `REKEY` records
-there is a new key, so that no key is used for more than half a terabyte. Both are by `cryptography`, whose AES-GCM is
+A job trusts its network with data by default, since a MAC takes processor time for every byte. With "mac" an attacker
+on the path cannot change, repeat or inject data; with "aes-gcm" it cannot read them either. The keys are those of the
+handshake of each connection (`ftcomm.control.sealed`), and the numbers of records are the nonces. After `REKEY` records
+there is a new key, so that no key is used for more than half a terabyte. `cryptography` does the work; its AES-GCM is
 several times as fast as what the standard library has.
 """
 
@@ -23,7 +23,8 @@ _LENGTH = 4  # bytes in front of a record
 
 
 def plane(connection: Connection, mode: str) -> Connection:
-    """Make a connection that was just dialled or accepted one for data. One without a handshake stays what it is."""
+    """Turns a connection that was just dialled or accepted into one for data. One without a handshake stays what it
+    is."""
     if not isinstance(connection, Channel):
         return connection
     if mode == "none":
@@ -32,7 +33,7 @@ def plane(connection: Connection, mode: str) -> Connection:
 
 
 def seals(keys: Keys, mode: str) -> tuple[Seal, Seal]:
-    """The seals of what is sent, and of what is received."""
+    """Returns the seals for sending and for receiving."""
     makers: dict[str, type[Gmac] | type[AesGcm]] = {"mac": Gmac, "aes-gcm": AesGcm}
     make = makers[mode]
     return make(keys.of(mode, sending=True)), make(keys.of(mode, sending=False))
@@ -48,7 +49,7 @@ class _Numbered:
         self._aes = self._cipher()
 
     def _next(self) -> tuple[AESGCM, bytes]:
-        """What the next record is sealed with: a key and a nonce that have not been together before."""
+        """Returns the key and the nonce of the next record, which are never used together again."""
         if self._count == REKEY:
             self._count = 0
             self._key = hmac.digest(self._key, b"next", "sha256")
@@ -57,19 +58,19 @@ class _Numbered:
         return self._aes, self._count.to_bytes(12, "big")
 
     def _cipher(self) -> AESGCM:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # an extra
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # an optional dependency
 
         return AESGCM(self._key)
 
     def _begin(self, nbytes: int) -> memoryview:
-        """Room for a record of such a payload, with its length in front."""
+        """Makes room for a record of `nbytes` of payload, with its length in front."""
         record = self._scratch[: _LENGTH + nbytes + TAG]
         record[:_LENGTH] = nbytes.to_bytes(_LENGTH, "big")
         return record
 
 
 class Gmac(_Numbered):
-    """AES-GCM that encrypts nothing: a MAC."""
+    """A MAC: AES-GCM that encrypts nothing."""
 
     def seal(self, payload: Sequence[Buffer], nbytes: int) -> memoryview:
         record = self._begin(nbytes)

@@ -1,16 +1,16 @@
-"""The memory through which a rank speaks to its group, and its layout, the same in a segment and in a mirror of one.
+"""The memory through which a rank speaks to its group, and its layout, which a segment and its mirrors share.
 
-    bytes 0..4095         words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
-                          levels of the ring
-    STAGED bytes          region POSTED:  the owner's input of a chunk, for the others to read
-    STAGED bytes          region REDUCED: the owner's shard of a reduced chunk
+    bytes 0..4095   words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
+                    levels of the ring
+    STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
+    STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 
-That is the layout of ops that the host drives. A kernel that runs ops has another (`ftcomm.engines.gpu_kernel.layout`),
-with the same header and lives; the first word tells them apart.
+This is the layout for ops that the host drives. A kernel that runs ops has another
+(`ftcomm.engines.gpu_kernel.layout`), with the same header and lives; the first word tells them apart.
 
-Every byte has exactly one writer, the owner: others map it read-only, and the kernel refuses them anything else. So a
-member that was expelled, however confused, has nothing of others to write to. The segment is a memfd: it has no name,
-and is gone with the last process that maps it, whatever way that process ends.
+Every byte has exactly one writer, the owner. Others map it read-only, and the kernel refuses them anything else. So an
+expelled member, however confused, cannot write into the memory of others. The segment is a memfd: it has no name, and
+is gone with the last process that maps it, whatever way that process ends.
 """
 
 from __future__ import annotations
@@ -30,24 +30,16 @@ from ftcomm.control.fork import apart, apart_memory
 from ftcomm.errors import TransportError
 
 MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
-_FAMILY = 16  # bits of the layout's number in it
+_FAMILY = 16  # bits of the layout's number in MAGIC
 HEADER = 4096
 
-# Two ranks on two cores with 1 MB of L2 each, 64 MB: chunks of 128 KB 5.5 ms, 256 KB 5.0, 512 KB 5.0, 1 MB 6.0, 2 MB
-# 7.0; four ranks on those cores: 256 KB 19.8 ms, 512 KB 17.8, 1 MB 21.4. On a Xeon with as much L2, two ranks:
-# 128 KB 34, 256 KB 27, 512 KB 26; huge pages change nothing. A chunk and its copy must stay in the cache.
-CHUNK = 512 << 10
-# Between hosts a task is under way for as long as its hops take: around a ring of four hosts on a line of 1 Gbit/s and
-# 5 ms (`ftcomm bench wire --hosts 4 --rate 1gbit --delay 5ms --sizes 64M --algorithm ring`) 55 ms, in which the line
-# carries 7 MB. With 8 slots of one chunk it is full to 86%, with 16 to 91%, with 8 of two chunks to 95%, and those take
-# half as many frames. Members of one host use the room of NEAR chunks alone, which stay in the caches: with 8 slots
-# four ranks need 1.5 times as long, and with tasks of two chunks over TCP two need 1.2 times as long. For how many
-# tasks may be ahead there see AHEAD in ftcomm/collective/stream.py.
-SLOTS = 8
-SPAN = 2  # chunks that one task may be of, between hosts
-NEAR = 4
+# docs/transports.md, "Measured choices", has the figures for these.
+CHUNK = 512 << 10  # bytes; a chunk and its copy must stay in the cache
+SLOTS = 8  # with SPAN, they fill a slow line between hosts
+SPAN = 2  # the most chunks of one task between hosts
+NEAR = 4  # slots that members of one host use, so that these stay in the cache
 
-STAGED = SLOTS * SPAN * CHUNK  # bytes of a region, and the most that is under way to a peer
+STAGED = SLOTS * SPAN * CHUNK  # bytes of a region, and the most under way to a peer
 
 # Indices of 64-bit words.
 _LINE = 8  # words in a cache line
@@ -58,25 +50,25 @@ ASLEEP = 4 * _LINE
 _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 _LEVELS = 32 * _LINE
-LEVELS = 2 * 16 - 2  # of the ring of the largest group, see ftcomm.collective.algorithms.ring
-LIVES = 16  # one for each other member of the largest group, so that the kernel wakes all of them, not one
+LEVELS = 2 * 16 - 2  # levels of the largest ring, see ftcomm.collective.algorithms.ring
+LIVES = 16  # one per other member of the largest group, so that the kernel wakes each of them
 FINGERPRINT = 2  # see ftcomm.collective.checksum
-DETAIL = 3  # what a call is beside its sizes, dtype and reduction, see ftcomm.collective.schedule
+DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
 SIZE = HEADER + 2 * STAGED
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the members of a group have to have alike. Sizes are bytes."""
+    """The layout of a segment, which all members of a group must share. Sizes are bytes."""
 
     magic: int
-    engine: str  # that has it, as FTCOMM_ENGINE says it
+    engine: str  # the engine with this layout, as in FTCOMM_ENGINE
     slots: int
-    chunk: int  # staged in a slot
-    lanes: int  # streams of tasks, each with words and slots of its own
+    chunk: int  # bytes staged in a slot
+    lanes: int  # streams of tasks, each with its own words and slots
     staging_at: int
     size: int
-    near: int = 1  # chunks that one task may be of, among members of one host
+    near: int = 1  # the most chunks of one task on one host
 
     def __str__(self) -> str:
         lanes = f" in each of {self.lanes} lanes" if self.lanes > 1 else ""
@@ -89,26 +81,34 @@ HOST = Layout(MAGIC, "host", SLOTS, CHUNK, 1, HEADER, SIZE)
 
 
 def putting(layout: Layout) -> Layout:
-    """That of members who reach each other by NIXL, on whatever host: puts, too, cost more than caches save. In three
-    runs of `ftcomm bench nixl --rounds 5` on two EPYC cores 64 MB had 71 to 83% of the puts, and 256 MB 68 to 70%,
-    where tasks of one chunk had 65 to 72% and 50 to 57%."""
+    """Returns the layout for members that reach each other by NIXL, also on one host: puts cost more than caches save.
+    In three runs of `ftcomm bench nixl --rounds 5` on two EPYC cores 64 MB had 71 to 83% of the puts, and 256 MB 68 to
+    70%, where tasks of one chunk had 65 to 72% and 50 to 57%."""
     return dataclasses.replace(layout, near=SPAN)
 
 
+def layout_for(transport: str, layout: Layout) -> Layout:
+    """Returns the layout of a group with FTCOMM_TRANSPORT=`transport`, whose layout is otherwise `layout`."""
+    return putting(layout) if transport == "nixl" else layout
+
+
 def descriptor(slot: int) -> int:
-    """Index of the words that say of `slot`: which op and which call its task is the first of (two words, and `DETAIL`
-    words further, announced by POSTED), and the fingerprint of its result (`FINGERPRINT` words further, announced by
-    TAKEN)."""
+    """Returns the index of the words that describe `slot`. The first two name the op and the call whose task is there;
+    `DETAIL` words further there is more, and POSTED announces all of them. `FINGERPRINT` words further is the
+    fingerprint of the result, which TAKEN announces."""
     return _DESCRIPTORS + slot * _LINE
 
 
+DESCRIPTORS = tuple(map(descriptor, range(SLOTS)))
+
+
 def level(reached: int) -> int:
-    """Index of the word that counts the tasks which have reached this level of the ring, from 1 on."""
+    """Returns the index of the word that counts the tasks which have reached this level of the ring, from 1 on."""
     return _LEVELS + (reached - 1) * _LINE
 
 
 def reached_at(word: int) -> int:
-    """The level whose word it is."""
+    """Returns the level to which `word` belongs."""
     return (word - _LEVELS) // _LINE + 1
 
 
@@ -116,23 +116,24 @@ PUBLISHED = (POSTED, REDUCED, TAKEN, *map(level, range(1, LEVELS + 1)))  # words
 
 
 def life(reader: int) -> int:
-    """Index of the mutex that the owner holds while it lives, for `reader` to watch; see `ftcomm.sync.robust_mutex`."""
+    """Returns the index of the mutex that the owner holds while it lives, for `reader` to watch; see
+    `ftcomm.sync.robust_mutex`."""
     return _LIVES + reader % LIVES * _LINE
 
 
 class Memory:
-    """A segment or a mirror of one. `words` are its 64-bit words; `address` is where the first lies."""
+    """A segment or a mirror of one. `words` are its 64-bit words; `address` is that of the first."""
 
     layout = HOST
     chunk = CHUNK  # bytes
     words: memoryview
     address: int
-    buffer: memoryview  # all of it, in bytes
+    buffer: memoryview  # all of the memory, as bytes
     _bytes: np.ndarray[Any, np.dtype[np.uint8]]
 
     @property
     def nbytes(self) -> int:
-        """Of the words and both regions, in the layout of the host's engine."""
+        """The bytes of the words and both regions, in the layout of the host's engine."""
         return HEADER + 2 * SLOTS * SPAN * self.chunk
 
     def _map(self, memory: mmap.mmap) -> None:
@@ -144,24 +145,26 @@ class Memory:
 
     @property
     def heard(self) -> memoryview:
-        """POSTED, TAKEN and the descriptors, as far as anybody has told of them. They may be ahead of `words`, and then
-        say nothing of the staging here."""
+        """POSTED, TAKEN and the descriptors, as far as any member has told of them. They may be ahead of `words`, and
+        then say nothing of the staging here."""
         return self.words
 
     def carve(self, region: int, slot: int, start: int, count: int, carrier: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """`count` elements from element `start` on of what lies from the `slot`-th chunk of the region on; `region` is
+        """Returns a view of `count` elements, from element `start` of the `slot`-th chunk of the region on; `region` is
         POSTED or REDUCED."""
         base = self.offset(region, slot) + start * carrier.itemsize
         return self._bytes[base : base + count * carrier.itemsize].view(carrier)
 
     def offset(self, region: int, slot: int) -> int:
-        """Where in the memory the `slot`-th chunk starts; `region` may be the word that announces what lies there."""
+        """Returns the offset of the `slot`-th chunk in the memory; `region` may be the word that announces its
+        content."""
         return HEADER + ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
 
     def place(self, region: int, start: int, nbytes: int) -> int:
-        """Where in the memory byte `start` of a region is, from which so many bytes lie in one slot.
+        """Returns the offset in the memory of byte `start` of a region, if `nbytes` from there lie in one slot.
 
-        Raises `ValueError` if they do not."""
+        Raises `ValueError` if they do not.
+        """
         room = SPAN * self.chunk
         if start % room + nbytes > room or start >= SLOTS * room:
             raise ValueError(f"a payload of {nbytes} bytes at {start} of {SLOTS} slots of {room}")
@@ -169,11 +172,11 @@ class Memory:
 
 
 class Segment(Memory):
-    """This rank's own memory. Its address for others is this process's id, `fd` and `nonce`.
+    """The own memory of this rank. Its address for others is the process id, `fd` and `nonce`.
 
-    Raises `TransportError` if the memory cannot be had. All of it is reserved and touched here, or, with `later`, by
-    `reserve`, which is to be called before anything is staged: running out later would be a signal in the middle of a
-    copy, and a first touch costs a page fault every 4 KB.
+    All of it is reserved and touched here, or, with `later`, by `reserve`, which must come before anything is staged:
+    to run out of memory later would be a signal in the middle of a copy, and a first touch costs a page fault every 4
+    KB. Raises `TransportError` if the memory cannot be had.
     """
 
     def __init__(self, layout: Layout = HOST, *, later: bool = False) -> None:
@@ -187,7 +190,7 @@ class Segment(Memory):
             os.posix_fallocate(self.fd, 0, HEADER if later else size)
             os.ftruncate(self.fd, size)
             memory = mmap.mmap(self.fd, size)
-            # From here on nobody can change its size or map it for writing, not even through /proc.
+            # From here on no process can change its size or map it for writing, not even through /proc.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         except OSError as error:
             os.close(self.fd)
@@ -201,7 +204,7 @@ class Segment(Memory):
         self.words[3], self.words[4], self.words[5] = layout.slots, layout.chunk, layout.lanes
 
     def reserve(self) -> None:
-        """Idempotent; thread-safe. Raises `TransportError`."""
+        """Reserve and touch the memory; idempotent; thread-safe. Raises `TransportError`."""
         if self._reserved:
             return
         with self._reserving:
@@ -223,7 +226,7 @@ class Segment(Memory):
         )
 
     def close(self) -> None:
-        """Let nobody open it any more. The memory itself goes with the last mapping."""
+        """Let no process open the segment any more. The memory itself goes with the last mapping."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -237,9 +240,9 @@ class OtherEngine(TransportError):
 
 
 def wrong(words: memoryview, nonce: str, layout: Layout = HOST) -> str | None:
-    """Why the memory that begins with these words is not the segment with this nonce and layout; None if it is.
+    """Returns why the memory that begins with these words is not the segment with this nonce and layout; None if it is.
 
-    Raises `OtherEngine` if it is that of another engine.
+    Raises `OtherEngine` if it belongs to another engine.
     """
     if words[0] >> _FAMILY != MAGIC >> _FAMILY:
         return f"no segment, or one of another version of ftcomm (starts with {words[0]:#x})"

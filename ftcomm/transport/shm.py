@@ -1,7 +1,7 @@
-"""A peer on the same host: its segment, opened through /proc and mapped read-only.
+"""A peer on the same host: its segment is opened through /proc and mapped read-only.
 
-Members read its staging, not the caller's arrays where they lie: process_vm_readv carries 3.5 GB/s a rank (two cores of
-a Xeon of 2.5 GHz), so 64 MB of two ranks would take at least 31 ms, and take 25 by the staging. It also needs a
+Members read its staging, and not the callers' arrays. process_vm_readv would read those, at 3.5 GB/s a rank (two cores
+of a Xeon of 2.5 GHz): 64 MB of two ranks would take at least 31 ms, where the staging takes 25. It also needs a
 permission that containers often lack.
 """
 
@@ -18,7 +18,7 @@ from ftcomm.transport.segment import ASLEEP, HEADER, HOST, Layout, wrong
 
 
 class ShmPeer(Peer):
-    """Maps the segment of `replica`. Stays valid when its process dies, and serves in any number of epochs.
+    """Maps the segment of `replica`. It stays valid when that process dies, and serves in any number of epochs.
 
     Raises `TransportError` if process `pid` does not hold, at descriptor `fd`, the segment with this nonce.
     """
@@ -35,7 +35,7 @@ class ShmPeer(Peer):
             opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 size = os.fstat(opened).st_size
-                # Before it is mapped, since its first words say best why its size is another.
+                # Look before mapping, since its first words say best why its size differs.
                 words = memoryview(os.pread(opened, HEADER, 0).ljust(HEADER, b"\0")).cast("Q")
                 reason = wrong(words, nonce, layout)
                 if reason is None and size != layout.size:

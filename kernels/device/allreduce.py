@@ -84,7 +84,7 @@ _SCALARS = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call",
 
 @triton.jit
 def _add(address, value):
-    """To a counter of this device; what it was before."""
+    """Add to a counter of this device; returns what it was before."""
     return tl.atomic_add(pointer(address), tl.cast(value, tl.int64), sem="acq_rel", scope="gpu")
 
 

@@ -32,7 +32,7 @@ from ftcomm.kernels.device.offsets import (
 from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, rest
 from ftcomm.kernels.device.tile import copy_span, reduce_span
 
-_SHARD = tl.constexpr(64)  # bytes; shards begin on cache lines
+_SLICE = tl.constexpr(64)  # bytes; slices begin on cache lines
 
 
 @triton.jit
@@ -48,7 +48,8 @@ def write(address, value):
 
 @triton.jit
 def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr):
-    """Until all flags are within low .. high - 1, or the launch is to end; at once if `status` is not RUNNING."""
+    """Wait until all flags are within low .. high - 1, or the launch is to end; not at all if `status` is not
+    RUNNING."""
     polls = 0
     waiting = status == RUNNING
     while waiting:
@@ -72,7 +73,7 @@ def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, TH
 
 @triton.jit
 def _slot(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Where in the POSTED staging of a member, in bytes."""
+    """Returns where a slot lies in the POSTED staging of a member, in bytes."""
     return (lane * SLOTS + index % SLOTS) * CHUNK
 
 
@@ -118,7 +119,7 @@ def verify(flags, mask, ctl, number, call, lane, THREADS: tl.constexpr):
 
 @triton.jit
 def _bound(part, parts, n, UNIT: tl.constexpr):
-    """Where shard `part` of n elements begins; see ftcomm.collective.plan.shards."""
+    """Returns where slice `part` of n elements begins; see ftcomm.collective.plan.slices."""
     units = (n + UNIT - 1) // UNIT
     return tl.minimum(n, units * part // parts * UNIT)
 
@@ -128,7 +129,7 @@ def _reduce(
     view, lane, index, array, start, n, two_shot, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED,
     LANES, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One-shot: the chunk into the caller's array. Two-shot: my shard of it into my REDUCED staging."""
+    """One-shot: the chunk into the caller's array. Two-shot: my slice of it into my REDUCED staging."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     members = read(view + MEMBERS)
     me = read(view + ME)
@@ -137,8 +138,8 @@ def _reduce(
     out = array + start * size
     posted = _slot(lane, index, LANES, CHUNK)
     if two_shot:
-        first = _bound(me, members, n, _SHARD // size)
-        last = _bound(me + 1, members, n, _SHARD // size)
+        first = _bound(me, members, n, _SLICE // size)
+        last = _bound(me + 1, members, n, _SLICE // size)
         out = read(view + STAGING_OF + 8 * me) + LANES * SLOTS * CHUNK + posted + first * size
     w = read(view + SOURCES).to(tl.int32)
     at = posted // size + first
@@ -150,14 +151,14 @@ def _reduce(
 
 @triton.jit
 def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
-    """Two-shot: the shards of all into the caller's array."""
+    """Two-shot: the slices of all into the caller's array."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     members = read(view + MEMBERS)
     at = LANES * SLOTS * CHUNK + _slot(lane, index, LANES, CHUNK)
     member = tl.zeros((), tl.int64)
     while member < members:
-        first = _bound(member, members, n, _SHARD // size)
-        last = _bound(member + 1, members, n, _SHARD // size)
+        first = _bound(member, members, n, _SLICE // size)
+        last = _bound(member + 1, members, n, _SLICE // size)
         source = read(view + STAGING_OF + 8 * member) + at + first * size
         copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED)
         member += 1

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, OPS
-from ftcomm.kernels.spans import Span, aligned
+from ftcomm.kernels.spans import MemorySpan, aligned
 
 WARPS = 16
 SPECIALISED = (1, 2, 4, 8)  # numbers of sources with a kernel of their own; the others share one
@@ -23,8 +23,8 @@ _BLOCKS_PER_SM = {1: 2}
 _INTERPRETED_SMS = 3  # so that a program has tiles that are not neighbours
 
 
-class Launch(NamedTuple):
-    """For a kernel: its grid and the constants it is compiled for."""
+class LaunchConfig(NamedTuple):
+    """The grid of a kernel, and the constants it is compiled for."""
 
     programs: int
     T: tl.dtype
@@ -51,8 +51,9 @@ def operator(dtype: str, op: str) -> int:
     return OPS.index(op)
 
 
-def plan(spans: list[Span], w: int, op: str, sms: int | None) -> Launch:
-    """For `w` sources and the arrays `spans`; at most `sms` programs. Small arrays take small tiles, for more SMs."""
+def plan(spans: list[MemorySpan], w: int, op: str, sms: int | None) -> LaunchConfig:
+    """Plan the launch for `w` sources and the arrays `spans`, of at most `sms` programs. Small arrays take small tiles,
+    for more SMs."""
     span = spans[0]
     kept = w if w in SPECIALISED else 0
     lines = _LINES[kept]
@@ -66,14 +67,14 @@ def plan(spans: list[Span], w: int, op: str, sms: int | None) -> Launch:
         lines //= 2
     block = lines * line // size
     programs = max(1, min(most, -(-span.count // block)))
-    return Launch(programs, element(span.dtype), operator(span.dtype, op), kept, block, aligned(spans))
+    return LaunchConfig(programs, element(span.dtype), operator(span.dtype, op), kept, block, aligned(spans))
 
 
 @functools.cache
 def _sms(device: str) -> int:
     if INTERPRETED:
         return _INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def on(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -82,7 +83,7 @@ def on(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def work(grid: Any, metadata: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """For a profiler: the bytes that a kernel moves, which are its roofline. Triton's `launch_metadata`."""
+    """Tells a profiler the bytes that a kernel moves, which are its roofline. It is Triton's `launch_metadata`."""
     size = arguments["T"].primitive_bitwidth // 8
     name = f"{metadata.name} [w={arguments['w']} n={arguments['n']} {arguments['T']} programs={grid[0]}]"
     return {"name": name, "bytes": (arguments["w"] + 1) * arguments["n"] * size}

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ftcomm.kernels.device.launch import on, plan, work
 from ftcomm.kernels.device.tile import addresses_of, tiles, unspecialised
-from ftcomm.kernels.spans import MOST_SOURCES, Span
+from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
 
 _MOST = tl.constexpr(MOST_SOURCES)
 
@@ -51,10 +51,10 @@ def reduce_kernel(
     tiles(sources, table, w, 0, out, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, ahead)
 
 
-def reduce_spans(spans: list[Span], w: int, op: str, divisor: int | None, sms: int | None) -> None:
-    """On the current stream; does not wait. The first `w` spans, of one dtype, are the sources, the last is the output:
-    one of these exactly, or apart from them. `divisor` of an average; None: w. `sms`: programs at most; None: as many
-    as pay."""
+def reduce_spans(spans: list[MemorySpan], w: int, op: str, divisor: int | None, sms: int | None) -> None:
+    """Reduce on the current stream; does not wait. The first `w` spans, of one dtype, are the sources, the last is the
+    output: one of these exactly, or apart from them. `divisor` of an average; None: w. `sms`: programs at most; None:
+    as many as pay."""
     n, device = spans[0].count, spans[0].device
     if n == 0:
         return
@@ -84,5 +84,7 @@ def reduce(
     sms: int | None = None,
 ) -> None:
     """`reduce_spans` of contiguous tensors."""
-    spans = [Span(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), str(x.device)) for x in (*sources, out)]
+    spans = [
+        MemorySpan(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), str(x.device)) for x in (*sources, out)
+    ]
     reduce_spans(spans, len(sources), op, divisor, sms)

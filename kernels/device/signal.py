@@ -59,8 +59,9 @@ if INTERPRETED:
         return tl.full((), time.monotonic_ns(), tl.int64)
 
     def rest() -> None:
-        """Between two polls: the one we wait for may need this core, and its interpreter lock."""
-        time.sleep(0.0002)
+        """Yield between two polls: the one we wait for may need this core, and its interpreter lock. As long as they
+        take."""
+        time.sleep(0.001)
 
     @triton.jit
     def fence():

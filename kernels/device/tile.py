@@ -167,7 +167,7 @@ def _gather(
     sources, table, shift, w, offsets, mask, divisor,
     W: tl.constexpr, T: tl.constexpr, OP: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Both, of any number of sources."""
+    """Load and reduce a tile of any number of sources."""
     if W > 0:
         result = _fold(_fetch(sources, shift, offsets, mask, W, T, ALIGNED), divisor, W, T, OP)
     else:

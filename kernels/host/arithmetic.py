@@ -27,7 +27,7 @@ _VECTOR = re.compile(r"(?:s?sse|avx|fma|f16c|amx|bmi|sve|asimd|fphp|neon|bf16|i8
 
 
 def digest(processor: str | None = None, environment: Mapping[str, str] = os.environ) -> str:
-    """16 hex digits; "", which is nobody's likeness, where the processor does not say what it can.
+    """16 hex digits; "", which equals nobody's, where the processor does not say what it can.
 
     `processor` is what /proc/cpuinfo says.
     """
@@ -42,12 +42,12 @@ def digest(processor: str | None = None, environment: Mapping[str, str] = os.env
 
 @functools.cache
 def own() -> str:
-    """Of this process."""
+    """Returns the arithmetic of this process."""
     return digest()
 
 
 def _version(library: str) -> str:
-    """Of what is installed: nothing is imported for it."""
+    """Returns the version of what is installed; nothing is imported for it."""
     try:
         return f"{library} {importlib.metadata.version(library)}"
     except importlib.metadata.PackageNotFoundError:

@@ -16,8 +16,8 @@ What they cost against amax / 448 (a million values, the blocks of magnitudes ov
     signal to noise, dB     Gaussian         Student's t, 3    uniform          largest error / amax
                             31.6 for 31.7    31.5 for 32.3     31.5 for 31.9    1/16 for 1/28
 
-**Replicas stay equal** because all ranks decode the same bytes, a rank's own shard included. A rank that kept the
-float32 sums of the shard that it has reduced would be more exact there and differ from the others for ever.
+**Replicas stay equal** because all ranks decode the same bytes, a rank's own slice included. A rank that kept the
+float32 sums of the slice that it has reduced would be more exact there and differ from the others for ever.
 
     NaN, infinity     the whole block becomes NaN: its scale is NaN (0x7FC00000), its codes 0x7F. So an overflow is
                       never hidden. A lone code 0x7F or 0xFF, which only others write, is NaN. Decoded NaN have the bits
@@ -123,7 +123,7 @@ class Packer:
         self._store(values, out)
 
     def decode(self, source: Packed, dtype: str, out: Array) -> None:
-        """To a carrier array that ends in the last block."""
+        """Decode into a carrier array that ends in the last block."""
         elements = _tensor(dtype, out)
         for first, last in _stretches(len(source)):
             begin, end = first * BLOCK, min(last * BLOCK, len(elements))
@@ -196,7 +196,7 @@ def _stretches(rows: int) -> list[tuple[int, int]]:
 
 
 def _tensor(dtype: str, carrier: Array) -> Any:
-    """Of the elements of a carrier array, in its memory."""
+    """Returns a tensor of the elements of a carrier array, in its memory."""
     import torch
 
     return torch.from_numpy(carrier.view(np.int16) if dtype == "bfloat16" else carrier).view(getattr(torch, dtype))

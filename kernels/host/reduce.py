@@ -53,11 +53,12 @@ class Reducer:
 
     @cached_property
     def packer(self) -> Packer:
-        """For what is coded. Made when it is first needed."""
+        """Packs what is coded. Made when it is first needed."""
         return Packer()
 
     def get(self, dtype: str, op: str, divisor: int | None = None) -> Reduction:
-        """For a pair that `unsupported_on_host` accepts. "avg" divides by `divisor`, or the number of sources."""
+        """Returns the reduction for a pair that `unsupported_on_host` accepts. "avg" divides by `divisor`, or the
+        number of sources."""
         key = (dtype, op, divisor)
         found = self._reductions.get(key)
         if found is None:
@@ -171,7 +172,7 @@ def _float_average(divisor: int | None) -> Reduction:
 
 
 def reduce(sources: Sequence[Array], out: Array, op: str = "sum", *, divisor: int | None = None) -> None:
-    """Of contiguous tensors of the host, of which the output may be one: what kernels are compared with."""
+    """Reduce contiguous tensors of the host, of which the output may be one: what kernels are compared with."""
     import torch
 
     dtype = str(out.dtype).removeprefix("torch.")

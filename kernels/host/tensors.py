@@ -13,7 +13,8 @@ Array = Any  # a NumPy array
 
 
 def lasting() -> AbstractContextManager[object]:
-    """For tensors that are kept. Those made under torch.inference_mode() could not be changed outside of it."""
+    """Returns a context in which to make tensors that are kept. Those made under torch.inference_mode() could not be
+    changed outside of it."""
     torch = sys.modules.get("torch")
     return contextlib.nullcontext() if torch is None else torch.inference_mode(False)
 

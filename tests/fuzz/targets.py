@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ftcomm import subgroup
-from ftcomm.control import etcd, wire
+from ftcomm.control import etcd, handshake
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import Channel, Keys, Mac
@@ -32,15 +32,16 @@ from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.tls import Tls
 from ftcomm.control.views import Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
-from ftcomm.fixed.pairs import FRAMES, Closing, Failed, Hello, Pairs
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
-from ftcomm.lab.netns.relay import Change, Port, Relay
-from ftcomm.lab.netns.relay import Link as RelayLink
+from ftcomm.lab.netns.relay import Change, LinkConditions, PortConditions, Relay
 from ftcomm.launch.admin import protocol as admin
 from ftcomm.launch.output import LineSplitter
-from ftcomm.messages.matching import MAX_BYTES, MAX_UNEXPECTED
-from ftcomm.messages.post import Post
-from ftcomm.messages.protocol import EAGER, Receive, Send
+from ftcomm.membership import derived
+from ftcomm.membership.derived import Left
+from ftcomm.p2p.matching import MAX_BYTES, MAX_UNEXPECTED
+from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.p2p.protocol import EAGER, RecvRequest, SendRequest
+from ftcomm.static.pairs import FRAMES, MemberFailed, MemberHello, Pairs
 from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten
@@ -56,8 +57,9 @@ from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
 from tests.sealed_rig import SECRET, ends, records
 
-CREDENTIALS = wire.Credentials("secret")
+CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0  # s
+PATIENCE = 0.05  # s, of one who waits for more than has been said: all there is lies in its socket when it begins
 EPOCH = 3
 
 
@@ -156,7 +158,7 @@ def channel_seeds() -> list[bytes]:
 def tls(data: bytes) -> None:
     """What is no TLS, or a part of it, in a handshake and behind it."""
     files = _certificate()
-    for steps in (wire.server(files), wire.client(files, "member", {})):
+    for steps in (handshake.server(files), handshake.client(files, "member", {})):
         left = data[:65536]
         answer: bytes | None = None
         try:
@@ -169,21 +171,21 @@ def tls(data: bytes) -> None:
                     answer, left = left[:said], left[said:]
         except StopIteration:
             raise AssertionError("let in") from None
-        except wire.HandshakeError:
+        except handshake.HandshakeError:
             pass
         finally:
             steps.close()
 
 
 @functools.cache
-def _certificate() -> wire.Credentials:
+def _certificate() -> handshake.Credentials:
     with tempfile.TemporaryDirectory() as folder:
-        return wire.Credentials("secret", tls=Tls(Authority(Path(folder)).files()))
+        return handshake.Credentials("secret", tls=Tls(Authority(Path(folder)).files()))
 
 
 def tls_seeds() -> list[bytes]:
     """What each side says first to the other."""
-    client, server = wire.client(_certificate(), "member", {}), wire.server(_certificate())
+    client, server = handshake.client(_certificate(), "member", {}), handshake.server(_certificate())
     hello = next(client)
     next(client)
     answer: bytes | int = next(server)
@@ -196,12 +198,12 @@ def tls_seeds() -> list[bytes]:
 def _parts(data: bytes) -> Iterator[bytes]:
     """`data` as frames, whatever it is."""
     while data:
-        length = int.from_bytes(data[:4], "big") % (wire.MAX_HANDSHAKE + 1)
+        length = int.from_bytes(data[:4], "big") % (handshake.MAX_HANDSHAKE + 1)
         yield data[4 : 4 + length]
         data = data[4 + length :]
 
 
-def _talk(steps: wire.Steps, data: bytes) -> bool:
+def _talk(steps: handshake.Steps, data: bytes) -> bool:
     """Whether the other side of the handshake, which says `data`, was let in."""
     received = _parts(data)
     answer: bytes | None = None
@@ -211,33 +213,36 @@ def _talk(steps: wire.Steps, data: bytes) -> bool:
             answer = next(received, None) if said is None else None
             if said is None and answer is None:
                 return False
-            assert said is None or len(said) <= wire.MAX_HANDSHAKE
+            assert said is None or len(said) <= handshake.MAX_HANDSHAKE
     except StopIteration:
         return True
-    except wire.HandshakeError:
+    except handshake.HandshakeError:
         return False
     finally:
         steps.close()
 
 
 def server(data: bytes) -> None:
-    assert not _talk(wire.server_steps(CREDENTIALS), data), "let in without the token"
+    assert not _talk(handshake.server_steps(CREDENTIALS), data), "let in without the token"
 
 
 def client(data: bytes) -> None:
-    steps = wire.client_steps(CREDENTIALS, "member", {"replica": 1})
+    steps = handshake.client_steps(CREDENTIALS, "member", {"replica": 1})
     assert not _talk(steps, data), "took somebody for a server of the job"
 
 
 def handshakes() -> list[bytes]:
     pack = msgspec.msgpack.encode
-    opening = wire.Opening(wire.VERSION, "leader", {"replica": 2, "incarnation": "a"}, b"n" * 16)
-    challenge, refusal = wire.Challenge(wire.VERSION, b"n" * 16), wire.Challenge(wire.VERSION, bytes(16), "no")
-    later = {"version": wire.VERSION + 1, "tongue": "another"}
+    opening = handshake.Opening(handshake.VERSION, "leader", {"replica": 2, "incarnation": "a"}, b"n" * 16)
+    challenge, refusal = (
+        handshake.Challenge(handshake.VERSION, b"n" * 16),
+        handshake.Challenge(handshake.VERSION, bytes(16), "no"),
+    )
+    later = {"version": handshake.VERSION + 1, "tongue": "another"}
     return [
-        framed(pack(opening), pack(wire.Proof(b"m" * 32))),
-        framed(pack(challenge), pack(wire.Accepted(b"m" * 32))),
-        framed(pack(challenge), pack(wire.Accepted(b"", "wrong token"))),
+        framed(pack(opening), pack(handshake.Proof(b"m" * 32))),
+        framed(pack(challenge), pack(handshake.Accepted(b"m" * 32))),
+        framed(pack(challenge), pack(handshake.Accepted(b"", "wrong token"))),
         framed(pack(refusal)),
         framed(pack(later)),
     ]
@@ -246,13 +251,13 @@ def handshakes() -> list[bytes]:
 def opening(data: bytes) -> None:
     """The fields of an authenticated peer, where they are used."""
     try:
-        fields = msgspec.msgpack.decode(data, type=wire.Opening).fields
+        fields = msgspec.msgpack.decode(data, type=handshake.Opening).fields
     except (msgspec.DecodeError, ValueError, RecursionError):
         return
-    with contextlib.suppress(wire.BadFields):
-        assert 0 <= wire.number(fields, "replica") < 1 << 31
-    with contextlib.suppress(wire.BadFields):
-        assert wire.text(fields, "incarnation")
+    with contextlib.suppress(handshake.BadFields):
+        assert 0 <= handshake.number(fields, "replica") < 1 << 31
+    with contextlib.suppress(handshake.BadFields):
+        assert handshake.text(fields, "incarnation")
 
 
 # -- data plane and state ------------------------------------------------------------------------------------------
@@ -312,7 +317,7 @@ def state_frames(data: bytes) -> None:
             far.shutdown(socket.SHUT_WR)
             with contextlib.suppress(OSError, msgspec.DecodeError, protocol.Wrong):
                 while True:
-                    assert isinstance(protocol.receive(near, limit), protocol.Frame)
+                    assert isinstance(protocol.receive(near, limit), protocol.CatchUpFrame)
 
 
 def state_seeds() -> list[bytes]:
@@ -322,7 +327,9 @@ def state_seeds() -> list[bytes]:
         protocol.Refusal("why"),
         protocol.Want(3),
     ]
-    return [framed(msgspec.msgpack.encode(frame)) for frame in [*made, protocol.Block(3, 9), protocol.Done()]]
+    return [
+        framed(msgspec.msgpack.encode(frame)) for frame in [*made, protocol.BlockHeader(3, 9), protocol.CatchUpDone()]
+    ]
 
 
 class _Box:
@@ -371,41 +378,41 @@ def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
     rank, what = heard.get(timeout=DEADLINE)
     assert rank == 1
     assert not isinstance(what, Exception)
-    pairs.end(Closing(0))
+    pairs.end(Left(0))
     pairs.join()
     assert heard.empty()
 
 
 def _sender(near: socket.socket, far: socket.socket, data: bytes) -> None:
     """Its messages are received, kept within bounds, or dropped with the connection; a receive from it always ends."""
-    post = Post("rank 0", _nobody, str)
+    engine = ProgressEngine("rank 0", _nobody, str)
     until = time.monotonic() + DEADLINE
     memory = bytearray(8)
-    waiting = [Receive(1, tag, "uint8", memoryview(memory), until) for tag in (0, 0, 1, -1)]
+    waiting = [RecvRequest(1, tag, "uint8", memoryview(memory), until) for tag in (0, 0, 1, -1)]
     for receive in waiting[:2]:
-        post.receive(receive)
-    post.accept(near, 1)
+        engine.receive(receive)
+    engine.accept(near, 1)
     with contextlib.suppress(OSError):
         far.sendall(data)
         far.shutdown(socket.SHUT_WR)
     for receive in waiting[2:]:
-        post.receive(receive)
+        engine.receive(receive)
     for receive in waiting:
         assert receive.ended.wait(DEADLINE)
         assert not isinstance(receive.error, CollectiveTimeout)
-    letters = post._matching.arrivals(1)
+    letters = engine._matching.arrivals(1)
     assert len(letters) <= MAX_UNEXPECTED
     assert sum(len(letter.data or b"") for letter in letters) <= MAX_BYTES
-    post.close(RuntimeError("the end"))
+    engine.close(RuntimeError("the end"))
 
 
 def _receiver(near: socket.socket, far: socket.socket, data: bytes) -> None:
     """The sends to it end."""
-    post = Post("rank 0", lambda peer: near, str)
+    engine = ProgressEngine("rank 0", lambda peer: near, str)
     until = time.monotonic() + DEADLINE
-    sent = [Send(1, 0, "uint8", memoryview(bytes(size)), until) for size in (8, EAGER + 1, 8)]
+    sent = [SendRequest(1, 0, "uint8", memoryview(bytes(size)), until) for size in (8, EAGER + 1, 8)]
     for send in sent:
-        post.send(send)
+        engine.send(send)
     far.recv(16)
     with contextlib.suppress(OSError):
         far.sendall(data)
@@ -415,7 +422,7 @@ def _receiver(near: socket.socket, far: socket.socket, data: bytes) -> None:
     for send in sent:
         assert send.ended.wait(DEADLINE)
         assert not isinstance(send.error, CollectiveTimeout)
-    post.close(RuntimeError("the end"))
+    engine.close(RuntimeError("the end"))
 
 
 def _asked(near: socket.socket, far: socket.socket, data: bytes) -> None:
@@ -424,7 +431,7 @@ def _asked(near: socket.socket, far: socket.socket, data: bytes) -> None:
     far.shutdown(socket.SHUT_WR)
     with near, contextlib.suppress(OSError, msgspec.DecodeError):
         account = subgroup.FRAMES.read(near.recv)
-        assert msgspec.msgpack.decode(subgroup.FRAMES.frame(account)[4:], type=subgroup.Account) == account
+        assert msgspec.msgpack.decode(subgroup.FRAMES.frame(account)[4:], type=derived.SubgroupProgress) == account
 
 
 def _nobody(peer: int) -> socket.socket:
@@ -433,7 +440,7 @@ def _nobody(peer: int) -> socket.socket:
 
 def member_seeds() -> list[bytes]:
     head = struct.Struct("<IIQqQ16s").pack
-    said = [Hello("0" * 32, ADDRESS), Closing(7), Failed(1, "why")]
+    said = [MemberHello("0" * 32, ADDRESS), Left(7), MemberFailed(1, "why")]
     letters = [head(0x66747032, 1, 0, 0, 8, b"uint8") + bytes(8), head(0x66747032, 2, 1, 0, 8, b"uint8")]
     letters += [head(0x66747032, 3, 1, 0, 8, b"uint8") + bytes(8), head(0x66747032, 4, 1, 0, 0, b"uint8")]
     answers = [struct.pack("<IIQ", 0x66747032, kind, number) for kind, number in ((1, 0), (1, 1), (2, 2))]
@@ -443,7 +450,7 @@ def member_seeds() -> list[bytes]:
         b"\x01" + b"".join(letters[1:3]),
         b"\x01" + letters[1] + letters[3] + letters[0],
         b"\x02" + b"".join(answers),
-        b"\x03" + subgroup.FRAMES.frame(subgroup.Account(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
+        b"\x03" + subgroup.FRAMES.frame(derived.SubgroupProgress(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
     ]
 
 
@@ -451,14 +458,18 @@ class _Replica:
     """What `IntraReplicaExchange` uses of the group of one of two ranks."""
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
-        self.replica, self.shard, self.shards, self._intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
-        self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=DEADLINE))
+        self.replica, self.shard, self.shards, self.intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
+        self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=PATIENCE))
         self.view = View(1, 0, (Member(0, "a", (ADDRESS, ADDRESS), True),))
 
-    def _serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, int]], None]) -> None:
-        handler(self._sock, {"rank": 1, "which": 1})
+    @property
+    def internals(self) -> _Replica:
+        return self
 
-    def _dial_address(self, address: object, purpose: str, fields: object) -> socket.socket:
+    def serve(self, purpose: str, handler: Callable[[socket.socket, dict[str, int]], None]) -> None:
+        handler(self._sock, {"shard": 1, "which": 1})
+
+    def dial_rank(self, replica: int, shard: int, purpose: str, fields: object, timeout: float) -> socket.socket:
         return self._sock
 
 
@@ -528,12 +539,12 @@ def view_files() -> list[bytes]:
 
 def etcd_answers(data: bytes) -> None:
     """Of an etcd, or of anything else at its port."""
-    with contextlib.suppress(etcd.Failed):
+    with contextlib.suppress(etcd.EndpointFailed):
         raise etcd.said(data.decode(errors="replace"))
     with contextlib.suppress(ValueError, RecursionError):
         answer = json.loads(data)
         for kind in (etcd.Txn, etcd.Lease, etcd.Kept, etcd.Account):
-            with contextlib.suppress(etcd.Failed):
+            with contextlib.suppress(etcd.EndpointFailed):
                 got = etcd.answered(kind, answer)
                 assert not isinstance(got, etcd.Txn) or all(isinstance(x, etcd.Entry) for x in got.found().values())
 
@@ -565,7 +576,7 @@ def request_seeds() -> list[bytes]:
         admin.RestartReplica(2),
         admin.Drain(),
     ]
-    said = [admin.Done(), admin.Refused("why"), admin.Happened({"kind": "view", "mono": 1.5}), status]
+    said = [admin.Acknowledged(), admin.Rejected("why"), admin.Happened({"kind": "view", "mono": 1.5}), status]
     return [admin.encode(message) for message in (*asked, *said)]
 
 
@@ -588,8 +599,8 @@ def relay(data: bytes) -> None:
 
 
 def relay_seeds() -> list[bytes]:
-    change = Change([(0, 1, RelayLink(0.1, 0.5, 1500, False))], [(1, Port(1e6, 0.1))])
-    return [msgspec.json.encode(one) + b"\n" for one in (change, Change(), Change(links=[(0, 2, RelayLink())]))]
+    change = Change([(0, 1, LinkConditions(0.1, 0.5, 1500, False))], [(1, PortConditions(1e6, 0.1))])
+    return [msgspec.json.encode(one) + b"\n" for one in (change, Change(), Change(links=[(0, 2, LinkConditions())]))]
 
 
 def lines(data: bytes) -> None:
@@ -659,12 +670,15 @@ def nixl_hellos(data: bytes) -> None:
         far.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionError):
             while True:
-                assert isinstance(nixl_hello.receive(near), nixl_hello.Wanted | nixl_hello.Answer)
+                assert isinstance(nixl_hello.receive(near), nixl_hello.ReaderRequest | nixl_hello.WriterAnswer)
 
 
 def nixl_hello_seeds() -> list[bytes]:
-    kind = nixl_hello.Kind(1, 4, CHUNK, "1.5.1", "all")
-    said = [nixl_hello.Wanted(kind, 5, 4096, 1 << 20, 9, (("0.0.a.0", b"x"),)), nixl_hello.Answer(kind, True, "no")]
+    kind = nixl_hello.Compatibility(1, 4, CHUNK, "1.5.1", "all")
+    said = [
+        nixl_hello.ReaderRequest(kind, 5, 4096, 1 << 20, 9, (("0.0.a.0", b"x"),)),
+        nixl_hello.WriterAnswer(kind, True, "no"),
+    ]
     return [framed(msgspec.msgpack.encode(message)) for message in said]
 
 

@@ -8,7 +8,9 @@ import torch
 
 from ftcomm.arrays import Staged, stage
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+from .rig import gpu
+
+pytestmark = gpu
 
 
 def add_one(staged: Staged) -> object:

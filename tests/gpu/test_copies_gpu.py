@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftcomm.bench.gpu_ranks import Ranks
 from ftcomm.engines.gpu_kernel.copies import CHUNK
 from ftcomm.kernels.device.words import ABORTED, OK
+from tests.gpu.ranks import Ranks
 
 from .rig import gpu, ranks_on_gpu
 

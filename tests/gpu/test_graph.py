@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench.gpu_ranks import Ranks
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.device import words as w
+from tests.gpu.ranks import Ranks
 
 from .rig import gpu, inputs, ranks_on_gpu, same_bits, total
 

@@ -26,9 +26,9 @@ def reducer() -> Iterator[DeviceReducer]:
     from ftcomm.engines.gpu.probe import require_cuda
 
     require_cuda()
-    from ftcomm.engines.gpu_reduce.mapped import MappedPlace
+    from ftcomm.engines.gpu_reduce.mapped import CudaReduceDevice
 
-    made = DeviceReducer(MappedPlace())
+    made = DeviceReducer(CudaReduceDevice())
     yield made
     made.use([])
     made.warm()

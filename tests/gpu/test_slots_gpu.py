@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench.gpu_ranks import Ranks
 from ftcomm.engines.gpu_kernel.copies import CHUNK
 from ftcomm.errors import ArgumentError
-from ftcomm.messages.p2p import Messages
-from ftcomm.messages.post import Post
+from ftcomm.p2p.calls import Messages
+from ftcomm.p2p.progress import ProgressEngine
 from tests.exchange_rig import socket_pair
+from tests.gpu.ranks import Ranks
 
 from .rig import gpu, ranks_on_gpu
 
@@ -43,14 +43,14 @@ class Member(Messages):
             put(slot, source, nbytes)
 
         self.slots.put = counted  # type: ignore[method-assign]
-        self._post = Post(f"rank {me}", self._dial, str, self.slots)
+        self._p2p = ProgressEngine(f"rank {me}", self._dial, str, self.slots)
 
     def _patience(self) -> float:
         return LONG
 
     def _dial(self, peer: int) -> socket.socket:
         near, far = socket_pair()
-        self.members[peer]._post.accept(far, self._me, self.slots.nonce)
+        self.members[peer]._p2p.accept(far, self._me, self.slots.nonce)
         return near
 
 
@@ -63,9 +63,9 @@ def members_on_gpu(count: int, staging: str = "device") -> Iterator[tuple[Ranks,
             yield ranks, members
         finally:
             for member in members:
-                member._post.fail(RuntimeError("the test is over"))
+                member._p2p.fail(RuntimeError("the test is over"))
             for member in members:
-                member._post.close(RuntimeError("the test is over"))
+                member._p2p.close(RuntimeError("the test is over"))
 
 
 def on_gpu() -> torch.Tensor:

@@ -63,12 +63,13 @@ def reduce(group: ftcomm.Group, notes: Notes, step: int, array: np.ndarray) -> N
 
 
 def around(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """All-reduces that go around a ring and nothing else, and after each of them who is connected."""
-    array = np.empty(arguments["elements"], np.float32)
+    """All-reduces that go around a ring; after the first, before the step loop sends small ones, who is connected."""
+    array = np.zeros(arguments["elements"], np.float32)
+    group.allreduce(array)
+    peers = group.internals.exchange.member.peers.values()
+    notes.write(kind="open", to=[peer.replica for peer in peers if peer.is_open])
     for step in ftcomm.steps(arguments["steps"]):
         reduce(group, notes, step, array)
-        peers = group._exchange.core.peers.values()
-        notes.write(kind="open", step=step, epoch=group.epoch, to=[peer.replica for peer in peers if peer.is_open])
 
 
 def tell_bandwidth(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class HostJob(Job):
     def __init__(
         self,
         folder: Path,
-        hosts: network.Network,
+        hosts: network.LabNetwork,
         *,
         body: Body,
         transport: str = "auto",

@@ -9,7 +9,7 @@ import pytest
 
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.device import INTERPRETED
-from ftcomm.lab.netns.network import Network
+from ftcomm.lab.netns.network import LabNetwork
 from tests.process.test_kills import ENDLESS
 
 from .bodies import mixed
@@ -25,16 +25,16 @@ ELEMENTS = 30_000
 
 
 @pytest.fixture
-def cables() -> Iterator[Network]:
+def cables() -> Iterator[LabNetwork]:
     try:
-        network = Network(3)
+        network = LabNetwork(3)
     except SettingsError as error:
         pytest.skip(str(error))
     yield network
     network.close()
 
 
-def test_who_is_killed_and_who_is_cut_off(tmp_path: Path, cables: Network) -> None:
+def test_who_is_killed_and_who_is_cut_off(tmp_path: Path, cables: LabNetwork) -> None:
     """Equal bytes on the survivors, which lose no step, and every collective goes on; the killed one comes back, and is
     cut off then."""
     settings = dict(elements=ELEMENTS, steps=ENDLESS, heartbeat_timeout=5.0, op_timeout=30.0)

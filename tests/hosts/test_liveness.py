@@ -12,7 +12,7 @@ import pytest
 
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.wire import tune
-from ftcomm.lab.netns.network import Network
+from ftcomm.lab.netns.network import LabNetwork
 from ftcomm.lab.netns.slow_network import SlowNetwork
 
 from .job import HostJob
@@ -47,7 +47,7 @@ def test_acknowledgements_end_with_the_network_and_come_back_with_it(line: SlowN
             until(lambda: unanswered(sock) == 0.0)
 
 
-def test_a_silent_host_goes_and_a_stopped_process_stays(cables: Network, tmp_path: Path) -> None:  # noqa: F811
+def test_a_silent_host_goes_and_a_stopped_process_stays(cables: LabNetwork, tmp_path: Path) -> None:  # noqa: F811
     """Neither says anything; the kernel of one of them answers."""
     with HostJob(tmp_path, cables, elements=1000, **SETTINGS) as job:
         watch = Watch(job)

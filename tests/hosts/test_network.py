@@ -15,11 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 from ftcomm.errors import SettingsError
-from ftcomm.lab.netns.network import HUB
+from ftcomm.lab.netns.hosts import NamespaceHosts, hosts_named, parse_delay, parse_rate
 from ftcomm.lab.netns.relay import VNET, sizes
 from ftcomm.lab.netns.slow_network import SlowNetwork
-from ftcomm.launch.options import RunOptions, parse_delay, parse_rate
-from ftcomm.launch.run import _network
+from ftcomm.launch.hosts import HUB
 
 pytestmark = pytest.mark.protocol
 
@@ -180,16 +179,17 @@ def _networks() -> set[str]:
 
 
 def test_a_job_is_given_the_line_that_it_asks_for() -> None:
-    options = RunOptions(2, "x.py", hosts="netns", rate=1e8, delay=DELAY)
+    hosts = hosts_named("netns", 1e8, DELAY)
+    assert hosts == NamespaceHosts(1, 1e8, DELAY)
     try:
-        network = _network(options)
+        network = hosts.open(2)
     except SettingsError as error:
         pytest.skip(str(error))
     with network:
         assert isinstance(network, SlowNetwork)
         assert {link.delay for link in network._links.values()} == {DELAY}
     with pytest.raises(SettingsError, match="add --hosts netns"):
-        RunOptions(2, __file__, rate=1e8).check()
+        hosts_named("shared", 1e8, 0.0)
 
 
 def test_packets_are_counted_as_the_card_would_send_them() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ftcomm.errors import TransportError
-from ftcomm.lab.netns.network import Network, inside, port
+from ftcomm.lab.netns.network import LabNetwork, inside, port
 from ftcomm.transport.nixl import network as nixl_network
-from ftcomm.transport.nixl.agent import Endpoint
+from ftcomm.transport.nixl.agent import NixlEndpoint
 
 from .bodies import mixed
 from .job import HostJob
@@ -76,7 +76,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(nixl_network.TRUSTED, "1")
 
 
-def test_hosts_that_put_to_each_other(cables: Network, tmp_path: Path) -> None:  # noqa: F811
+def test_hosts_that_put_to_each_other(cables: LabNetwork, tmp_path: Path) -> None:  # noqa: F811
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     settings = dict(body=mixed, steps=ENDLESS, heartbeat_timeout=HEARTBEAT, op_timeout=30.0, transport="nixl")
@@ -98,17 +98,17 @@ def test_hosts_that_put_to_each_other(cables: Network, tmp_path: Path) -> None: 
         agree(job)
 
 
-def test_a_host_without_free_ports_says_so(cables: Network) -> None:  # noqa: F811
+def test_a_host_without_free_ports_says_so(cables: LabNetwork) -> None:  # noqa: F811
     """UCX listens at one for each device, and by itself looks for it for ever."""
     with inside(cables.hosts[0]), contextlib.ExitStack() as held:
         Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("40000 40001")
         for _ in range(2):
             held.enter_context(socket.create_server(("", 0)))
         with pytest.raises(TransportError, match=r"cannot start: all ports .* 40000 to 40001, are in use.*sysctl"):
-            Endpoint("0.0")
+            NixlEndpoint("0.0")
 
 
-def carried(network: Network, replica: int) -> int:
+def carried(network: LabNetwork, replica: int) -> int:
     """Bytes that its host has sent."""
     with inside(network.hub):
         for line in Path("/proc/thread-self/net/dev").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose, and what `ftcomm.kernels.compiled` says of each, as JSON.
+"""Kernels that are broken on purpose, and what `tests.kernels.compiled` says of each, as JSON.
 
 Run as a script: here nothing is interpreted, as in the tests themselves.
 """
@@ -12,9 +12,9 @@ import msgspec
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.cases import Case
-from ftcomm.kernels.compiled import examine
 from ftcomm.kernels.device.signal import fence, load, pointer, publish
+from tests.kernels.cases import KernelCase
+from tests.kernels.compiled import examine
 
 _WIDTH = tl.constexpr(2048)
 
@@ -96,11 +96,13 @@ def _sound(src, dst, n, word, T: tl.constexpr, FENCE: tl.constexpr, THREADS: tl.
     publish(word, 2)
 
 
-def _case(name: str, function: Any, *, loops: int = 0, options: dict[str, int] | None = None, **more: Any) -> Case:
+def _case(
+    name: str, function: Any, *, loops: int = 0, options: dict[str, int] | None = None, **more: Any
+) -> KernelCase:
     orders = {key: more.pop(key) for key in ("signals", "waits", "unfenced") if key in more}
     types = {argument: "i64" for argument in function.arg_names if argument not in more}
     constants = {**more, **(options or {}), "num_warps": 4, "enable_fp_fusion": False}
-    return Case("broken", name, function, types, constants, loops, **orders)
+    return KernelCase("broken", name, function, types, constants, loops, **orders)
 
 
 CASES = (

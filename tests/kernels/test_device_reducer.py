@@ -12,12 +12,12 @@ from ftcomm.engines.gpu_reduce.reducer import DeviceReducer
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import DTYPES, HOST_DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
-from ftcomm.kernels.spans import Span
+from ftcomm.kernels.spans import MemorySpan
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
 
-from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
+from ftcomm.engines.gpu_reduce.interpreted import InterpretedReduceDevice
 
 pytestmark = [
     pytest.mark.protocol,
@@ -28,7 +28,7 @@ PAIRS = [(dtype, op) for dtype in DTYPES for op in OPS if unsupported(dtype, op)
 SIZE = 1 << 16  # bytes of a mapping
 
 
-class Watched(InterpretedPlace):
+class Watched(InterpretedReduceDevice):
     """Notes what it is asked for."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Watched(InterpretedPlace):
         self.said.append(("scratch", nbytes))
         return super().scratch(nbytes)
 
-    def reduce(self, spans: list[Span], w: int, op: str, divisor: int | None) -> None:
+    def reduce(self, spans: list[MemorySpan], w: int, op: str, divisor: int | None) -> None:
         self.said.append(("reduce", spans[0].dtype))
         super().reduce(spans, w, op, divisor)
 
@@ -157,8 +157,8 @@ def test_only_what_is_used_stays_mapped() -> None:
 
 
 def test_devices_of_other_kinds_are_not_alike() -> None:
-    other = InterpretedPlace()
+    other = InterpretedReduceDevice()
     other.kind = "another"
-    told = {DeviceReducer(InterpretedPlace()).arithmetic, DeviceReducer(other).arithmetic, Reducer().arithmetic}
+    told = {DeviceReducer(InterpretedReduceDevice()).arithmetic, DeviceReducer(other).arithmetic, Reducer().arithmetic}
     assert len(told) == 3
-    assert DeviceReducer(InterpretedPlace()).arithmetic in told
+    assert DeviceReducer(InterpretedReduceDevice()).arithmetic in told

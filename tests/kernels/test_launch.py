@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from ftcomm.kernels.device.launch import operator, plan, work
 from ftcomm.kernels.dtypes import DTYPES, OPS
-from ftcomm.kernels.spans import Span
+from ftcomm.kernels.spans import MemorySpan
 from tests.kernels.samples import PAIRS
 
 
-def span(dtype: str, count: int, address: int = 4096) -> Span:
-    return Span(address, count, dtype, "cpu")
+def span(dtype: str, count: int, address: int = 4096) -> MemorySpan:
+    return MemorySpan(address, count, dtype, "cpu")
 
 
 @given(st.sampled_from(PAIRS), st.integers(1, 16), st.integers(1, 1 << 40), st.integers(1, 300))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,14 @@ from ftcomm.collective import schedule
 from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Action, Coordinator, Persist, Send
+from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address
+from ftcomm.engines.host import HostCalls
+from ftcomm.group import Group
 from ftcomm.kernels.host.reduce import reduce
 from ftcomm.sync.futex import Waiter, wake
+from tests.exchange_rig import mirrored
 
 MEMBERS = 16
 CHUNKS = 128  # of 64 MB
@@ -60,9 +66,11 @@ def test_plan_of_an_allgather(benchmark: Any) -> None:
 def test_view_change(benchmark: Any) -> None:
     """What the coordinator does when one of 16 is lost: decide, and tell 15 others, encoded."""
 
+    address = Address("h", 1, "b", 0, 3, "n")
+
     def lose(coordinator: Coordinator) -> int:
         coordinator.disconnected(0, 1.0)
-        actions = coordinator.dialled(0, "life-0", "ended", 1.0)
+        actions = coordinator.probed(Probe(Why.SEARCH, (0, "life-0"), 0, address), "ended", 1.0)
         return sum(bool(m.encode(action.message)) for action in actions if isinstance(action, Send))
 
     told = benchmark.pedantic(lose, setup=lambda: ((formed(),), {}), rounds=200, warmup_rounds=5)
@@ -83,6 +91,21 @@ def formed() -> Coordinator:
     for member in ALL:
         coordinator.receive(member, m.Installed(view.epoch), now=0.0)
     return coordinator
+
+
+def test_allreduce_without_its_waits(benchmark: Any) -> None:
+    """Of 1 KB, by a group in a step loop: what the interpreter runs for it."""
+    exchange, segment = mirrored()
+    group = Group.__new__(Group)
+    group._exchange, group._engine = exchange, HostCalls()  # type: ignore[assignment]
+    group._runs, group.drained, group._loop, group._step = True, False, threading.get_ident(), 1
+    group.internals = SimpleNamespace(lag=0, outside=False)  # type: ignore[assignment]
+    array = np.zeros(256, np.float32)
+    try:
+        benchmark(group.allreduce, array)
+    finally:
+        exchange.fail(RuntimeError("the measurement is over"))
+        segment.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.control.views import Address
 from ftcomm.errors import LostError
 from ftcomm.transport.base import Peer
-from ftcomm.transport.connect import Fields, connect
+from ftcomm.transport.connect import connect
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.coded import coded
@@ -74,9 +74,9 @@ class Member:
             replica, epoch, nonce = _HANDSHAKE.unpack(said)
             self.exchange.admit(TcpMirrorWriter(sock, replica, epoch, nonce.decode()))
 
-    def dial(self, there: Address, purpose: str, fields: Fields) -> socket.socket:
+    def dial(self, there: Address, epoch: int) -> socket.socket:
         sock = socket.create_connection((there.host, there.port), timeout=10)
-        sock.sendall(_HANDSHAKE.pack(fields["replica"], fields["epoch"], str(fields["nonce"]).encode()))
+        sock.sendall(_HANDSHAKE.pack(self.replica, epoch, self.segment.nonce.encode()))
         return sock
 
     def freeze(self, epoch: int) -> None:
@@ -99,7 +99,7 @@ class Member:
                         there,
                         epoch=epoch,
                         mode={"ring": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
-                        dial=self.dial,
+                        dial=lambda what, there=there: self.dial(there, epoch),  # type: ignore[misc]
                         on_lost=lambda *args: self.send("lost", *args),
                     )
                 except OSError:  # it was killed meanwhile; the next view is on its way

@@ -43,7 +43,7 @@ def fork(notes: Notes, child: Any) -> int:
 
 def reduce_and_fork(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """All-reduces whose sums tell who is in them. In the midst of them one rank forks children of all kinds."""
-    post = group.subgroup("pair", [0, FORKER]) if group.replica in (0, FORKER) else None
+    pair = group.subgroup("pair", [0, FORKER]) if group.replica in (0, FORKER) else None
     array = np.empty(arguments["elements"], np.float32)
     for step in ftcomm.steps(STEPS):
         array[:] = 2.0**group.replica
@@ -53,24 +53,24 @@ def reduce_and_fork(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
                 time.sleep(0.01)
             started = group.allreduce(np.ones(10), async_op=True)
             if group.replica == FORKER:
-                _calls(group, post, started, notes)
+                _calls(group, pair, started, notes)
                 asked.touch()
             started.wait()
         elif group.replica == FORKER and step in CHILDREN:
-            CHILDREN[step](group, post, notes)
+            CHILDREN[step](group, pair, notes)
         group.allreduce(array)
         notes.write(kind="step", step=step, sums=sorted(set(array.tolist())), members=list(group.members))
-        if post is not None:
-            assert post.allreduce(np.ones(3))[0] == 2
+        if pair is not None:
+            assert pair.allreduce(np.ones(3))[0] == 2
 
 
-def _calls(group: ftcomm.Group, post: Any, started: Any, notes: Notes) -> None:
+def _calls(group: ftcomm.Group, pair: Any, started: Any, notes: Notes) -> None:
     """Each call is refused, in the child alone; none of them waits, though `started` is under way in the parent."""
     for name, call in {
         "allreduce": lambda: ftcomm.allreduce(np.full(2000, 100, np.float32)),
         "async": lambda: group.allreduce(np.full(2000, 100, np.float32), async_op=True),
         "barrier": group.barrier,
-        "subgroup": lambda: post.allreduce(np.ones(3)),
+        "subgroup": lambda: pair.allreduce(np.ones(3)),
         "another subgroup": lambda: group.subgroup("another", [0, FORKER]),
         "send": lambda: group.send(np.ones(3), 0),
         "recv": lambda: group.recv(np.ones(3), 0),
@@ -82,21 +82,27 @@ def _calls(group: ftcomm.Group, post: Any, started: Any, notes: Notes) -> None:
     }.items():
 
         def child(name: str = name, call: Any = call) -> None:
+            signal.alarm(60)
             try:
                 call()
             except ftcomm.FtcommError as error:
                 notes.write(kind="refused", call=name, text=str(error))
 
         os.waitpid(fork(notes, child), 0)
+        if name in ("allreduce", "async", "barrier", "subgroup"):
+            # While another thread is about to call, too: it is not there in the child, and lets go of nothing.
+            turns = group._turn, pair._turn
+            with turns[0]._starting, turns[1]._starting:
+                os.waitpid(fork(notes, lambda child=child, name=name: child(f"{name}, held")), 0)
 
 
-def _ends(group: ftcomm.Group, post: Any, notes: Notes) -> None:
+def _ends(group: ftcomm.Group, pair: Any, notes: Notes) -> None:
     """In every way in which children end."""
 
     def shut() -> None:
         ftcomm.shutdown()
         group.close()
-        post.close()
+        pair.close()
 
     def fail() -> None:
         raise ValueError("of the child")
@@ -105,7 +111,7 @@ def _ends(group: ftcomm.Group, post: Any, notes: Notes) -> None:
         os.waitpid(fork(notes, child), 0)
 
 
-def _others(group: ftcomm.Group, post: Any, notes: Notes) -> None:
+def _others(group: ftcomm.Group, pair: Any, notes: Notes) -> None:
     """Who forks for scripts."""
     subprocess.run(["true"], check=True)
     subprocess.run(["true"], check=True, preexec_fn=lambda: None)  # runs the interpreter in the child

@@ -26,9 +26,10 @@ from typing import IO, Any
 import pytest
 
 import ftcomm
+from ftcomm.control.handshake import Credentials
+from ftcomm.control.liveness import state
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.wire import Credentials
 from ftcomm.settings import Settings
 from tests.orphans import end_with_pytest
 from tests.ports import free_port
@@ -48,7 +49,8 @@ STALL: dict[str, float] = {  # where a test waits for a stall, as which a stoppe
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
 _OURS = ["ftcomm.group", "ftcomm.training.steps", "tests.process.job", "tests.process.exchange_process"]
-_context.set_forkserver_preload(["torch", "torch._dynamo", *_OURS])
+PRELOADED = ["torch", "torch._dynamo", *_OURS]
+_context.set_forkserver_preload(PRELOADED)
 
 
 def only_on_host(what: str, engine: str = ENGINE) -> None:
@@ -111,9 +113,14 @@ class OwnCoordinator:
         self._process.kill()
         self._process.wait(10)
 
+    def wait(self) -> int:
+        """Until it ends by itself; its exit code."""
+        return self._process.wait(DEADLINE)
+
 
 class Job:
-    """`with Job(tmp_path, replicas=4, body=...) as job:` starts all ranks; leaving kills whatever still runs."""
+    """`with Job(tmp_path, replicas=4, body=...) as job:` starts all ranks; leaving kills whatever still runs. A test
+    that fails in it shows `what_happened`."""
 
     def __init__(
         self,
@@ -219,9 +226,7 @@ class Job:
     def wait_event(self, what: str, found: Callable[[list[dict[str, Any]]], bool], timeout: float = DEADLINE) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: found(self.events), timeout):
-                raise AssertionError(
-                    f"no {what} within {timeout:g} s; the last events: {self.events[-8:]}\n{self.stacks()}"
-                )
+                raise AssertionError(f"no {what} within {timeout:g} s")
 
     def contribute(self, replicas: set[int], since: int = 0) -> bool:
         """Whether the newest view has all of `replicas`, contributing."""
@@ -288,7 +293,7 @@ class Job:
         end = time.monotonic() + timeout
         for rank in range(self.ranks):
             self.processes[replica, rank].join(max(0.0, end - time.monotonic()))
-            assert not self.processes[replica, rank].is_alive(), f"replica {replica} hangs:\n{self.stacks()}"
+            assert not self.processes[replica, rank].is_alive(), f"replica {replica} hangs"
         return [self.processes[replica, rank].exitcode for rank in range(self.ranks)]
 
     def __enter__(self) -> Job:
@@ -296,7 +301,9 @@ class Job:
             self.start(replica)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            print(self.what_happened())
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError, AttributeError):
                 os.kill(process.pid, signal.SIGCONT)
@@ -311,21 +318,37 @@ class Job:
 
     # -- what they wrote down ------------------------------------------------------------------------------------
 
+    def _notes(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("notes-*") if not path.suffix)
+
     def notes(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """(replica, rank, line) of all lives; a last line cut short by a kill is left out."""
-        for path in sorted(path for path in self.folder.glob("notes-*") if not path.suffix):
+        for path in self._notes():
             _, replica, rank, _ = path.name.split("-")
             for line in path.read_bytes().split(b"\n")[:-1]:
                 yield int(replica), int(rank), json.loads(line)
 
-    def stacks(self) -> str:
-        """Where every rank that lives stands, and the errors of the others: for a test that has failed."""
+    def what_happened(self) -> str:
+        """The newest events, the last notes of each life, what the kernel says of each process, the errors, the state
+        of the coordinator, and where each rank stands.
+
+        Only for a job that is over: Python writes the stacks of threads while they run, which may end the process. That
+        is likely in one that was stopped, where any thread may take the signal.
+        """
         for process in self.processes.values():
-            if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # they write it in a signal handler; there is nothing to wait for
-        stacks = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("notes-*.stack"))]
-        return "\n".join([str(self.errors()), str(self.server._machine and vars(self.server._machine)), *stacks])
+        lines = [f"{time.monotonic():.3f} is now; the events:", *map(str, self.events[-30:])]
+        for path in self._notes():
+            notes = path.read_text().splitlines()
+            lines.append(f"{path.name}: {len(notes)} notes, the last: {notes[-2:]}")
+        for (replica, rank), process in self.processes.items():
+            pid, code = process.pid, process.exitcode
+            lines.append(f"replica {replica} rank {rank}: process {pid}, state {state(pid)!r}, exit code {code}")
+        lines += [f"errors: {self.errors()}", f"coordinator: {self.server._machine and vars(self.server._machine)}"]
+        stacks = sorted(self.folder.glob("notes-*.stack"))
+        return "\n".join([*lines, *(f"{path.name}:\n{path.read_text()}" for path in stacks)])
 
     def errors(self) -> list[tuple[int, int, str]]:
         return [(r, k, f"{n['type']}: {n['text']}") for r, k, n in self.notes() if n["kind"] == "error"]

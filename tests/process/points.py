@@ -39,14 +39,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftcomm.collective.fast_path import FastPath
 from ftcomm.collective.publisher import Publisher
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
 from ftcomm.control.node import Node
-from ftcomm.engine import Engine
+from ftcomm.engine import LocalDataPlane
 from ftcomm.group import Group
+from ftcomm.internals import Internals
 from ftcomm.settings import Settings
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.replay import Replay
@@ -128,21 +128,20 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Leader, "_at_boundary", "standing")
     before(Leader, "from_leader", "word")
     before(Node, "quiesced", "told")
-    before(Engine, "reach", "reaching")
-    before(Engine, "resume", "resuming")
+    before(LocalDataPlane, "reach", "reaching")
+    before(LocalDataPlane, "resume", "resuming")
     before(Node, "resumed", "resumed")
     before(Group, "allreduce", "op")
     before(Group, "boundary", lambda self, step, *rest: "promised" if _has_promised(self, step) else None)
     words = {POSTED: "posted", TAKEN: "taken"}
     before(Publisher, "publish", lambda self, word, count, **more: words.get(word) if count else None)
-    before(FastPath, "_raise", lambda self, word, target: words[word])
     if settings.kernels_run_ops:
         inside.before_publish(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")
     before(Replay, "apply", lambda self, *rest: "replaying" if self.behind else None)
-    before(Group, "_caught_up", "caught_up", after="said")
+    before(Internals, "caught_up", "caught_up", after="said")
 
 
 def _heard(self: Node, message: m.Message) -> str | None:
@@ -153,4 +152,4 @@ def _heard(self: Node, message: m.Message) -> str | None:
 
 def _has_promised(group: Group, step: int) -> bool:
     promise = group._agent._node.machine._promise
-    return promise is not None and promise[1] <= step
+    return promise is not None and promise.step <= step

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import ftcomm
-from ftcomm.control import wire
+from ftcomm.control import handshake
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
@@ -60,7 +60,7 @@ def test_a_call_that_one_replica_skips_is_told_at_once(tmp_path: Path, transport
             *right, last = outcomes(job, replica)
             assert [note["value"] for note in right] == [0.0, 1.0, 2.0, 3.0, 4.0]
             text = str(last["text"])
-            assert f"op 5, allreduce(op='avg') of {elements} x float32, was called at different steps" in text
+            assert f"op 6, allreduce(op='avg') of {elements} x float32, was called at different steps" in text
             assert "replicas 0, 2 at step 5, replica 1 at step 6. One of them has skipped a call" in text
 
 
@@ -81,7 +81,7 @@ def test_wrong_token_is_said_at_once_and_tried_again(tmp_path: Path, caplog: pyt
         with pytest.raises(ftcomm.InitError, match=r"FTCOMM_TOKEN.*waited 2 s"):
             ftcomm.init(settings(coordinator=job.server.endpoint, token="guess", init_timeout=2.0))
     finally:
-        job.__exit__()
+        job.__exit__(None, None, None)
     assert len([record for record in caplog.records if "cannot be reached (wrong token" in record.message]) == 1
 
 
@@ -93,13 +93,13 @@ def test_another_version_is_said_with_both() -> None:
                 conn, _ = port.accept()
                 with conn:
                     conn.recv(4096)
-                    data = msgspec.msgpack.encode(wire.Challenge(wire.VERSION + 1, b"n" * 16))
+                    data = msgspec.msgpack.encode(handshake.Challenge(handshake.VERSION + 1, b"n" * 16))
                     conn.sendall(len(data).to_bytes(4, "big") + data)
                     conn.recv(4096)
 
         threading.Thread(target=serve, daemon=True).start()
         endpoint = f"127.0.0.1:{port.getsockname()[1]}"
-        with pytest.raises(ftcomm.InitError, match=f"version {wire.VERSION + 1}, expected {wire.VERSION}"):
+        with pytest.raises(ftcomm.InitError, match=f"version {handshake.VERSION + 1}, expected {handshake.VERSION}"):
             ftcomm.init(settings(coordinator=endpoint, init_timeout=2.0))
 
 
@@ -111,16 +111,16 @@ def test_missing_replicas_are_named(tmp_path: Path) -> None:
                 settings(coordinator=job.server.endpoint, replica=1, replicas=3, timeouts=Timeouts.derive(60.0, 10.0))
             )
     finally:
-        job.__exit__()
+        job.__exit__(None, None, None)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     job = Job(tmp_path, replicas=2, ranks=2, body=calls, calls={})
     try:
         with pytest.raises(ftcomm.InitError, match="FTCOMM_RANKS_PER_REPLICA"):
-            ftcomm.init(settings(coordinator=job.server.endpoint, init_timeout=60.0))
+            ftcomm.init(settings(coordinator=job.server.endpoint, replicas=2, init_timeout=60.0))
     finally:
-        job.__exit__()
+        job.__exit__(None, None, None)
 
 
 def test_two_coordinators_of_one_job(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_a_process_without_address_space_is_told_so() -> None:
     """What it cannot load first is the codec of names, of which nobody has heard."""
     script = """
 import resource, sys
-import ftcomm.address
+import ftcomm.transport.address
 for name in ("encodings.idna", "stringprep", "unicodedata"):
     sys.modules.pop(name, None)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size, size))
-ftcomm.address.own_address("", ("127.0.0.1", 1), "FTCOMM_COORDINATOR")
+ftcomm.transport.address.own_address("", ("127.0.0.1", 1), "FTCOMM_COORDINATOR")
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert "InitError: the name '127.0.0.1' cannot be looked up" in ended.stderr, ended.stderr

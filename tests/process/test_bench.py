@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from ftcomm.bench.peers import missing
+from ftcomm.settings.tuning_file import load
 from ftcomm.transport.segment import STAGED
-from ftcomm.tuning_file import load
+
+from .conftest import Bench
 
 ROW = {
     *(
@@ -48,14 +50,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "ftcomm.cli", "bench", *arguments]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=LIMIT - 20)
-
-
-def test_allreduce_beside_its_peers(tmp_path: Path) -> None:
+def test_allreduce_beside_its_peers(bench: Bench, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
     peers = ["gloo", *(["mpi"] if missing("mpi", "cpu", 2) is None else [])]
-    done = run(
+    done = bench(
         *("allreduce", "--smoke", "--compare", "gloo,mpi,nccl"),
         *(part for option in zip(("--json", "--csv", "--plot"), map(str, files), strict=True) for part in option),
     )
@@ -87,29 +85,20 @@ def test_allreduce_beside_its_peers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "alltoall"])
-def test_other_collectives(name: str) -> None:
+def test_other_collectives(bench: Bench, name: str) -> None:
     """Three ranks, sizes that no chunk divides. What is right is tested for all of them in tests/unit/test_bench.py."""
-    done = run(name, "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo")
+    done = bench(name, "--sizes", "1200,3000K", "-n", "2", "--rounds", "1", "--ranks", "3", "--compare", "gloo")
     assert done.returncode == 0, done.stderr
     assert "# Wrong elements: 0 OK" in done.stdout
     assert "gloo:" not in done.stdout
 
 
 @pytest.mark.protocol
-def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    sizes = "1K" + ",2K" * 14 + ",4K"  # more lines than the pipe holds: it cannot end before they are read
-    arguments = ("allreduce", "--sizes", sizes, "-n", "3", "--rounds", "1", "--compare", "gloo")
-    with started(tmp_path, *arguments, "--json", str(path)) as process:
-        assert process.stdout is not None
-        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
-        for line in process.stdout:
-            if not line.startswith("#"):
-                break
-        peers = ranks(process.pid, b"gloo")
-        os.kill(peers[0], signal.SIGKILL)
-        said, complaint = process.communicate(timeout=LIMIT - 60)
-    assert process.returncode == 0, complaint
+    arguments = ("allreduce", "--sizes", "1K,2K,4K", "-n", "3", "--rounds", "1", "--compare", "gloo")
+    done = bench(*arguments, "--json", str(path), first_row=lambda: os.kill(bench.peers[0].pid, signal.SIGKILL))
+    assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
     assert not [row for row in rows if row["library"] == "ftcomm" and row["error"]]
     assert {(row["bytes"], row["in_place"]) for row in rows if row["library"] == "ftcomm"} == {
@@ -118,8 +107,8 @@ def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_p
     last = [row for row in rows if row["library"] == "gloo"][-1]
     assert "signal SIGKILL" in last["error"]
     assert last["time_us_p50"] is None
-    assert "# gloo: rank 0 ended with signal SIGKILL" in said
-    assert not left_of(tmp_path)
+    assert "# gloo: rank 0 ended with signal SIGKILL" in done.stdout
+    assert not multiprocessing.active_children(), "of ftcomm or of gloo"
 
 
 @pytest.mark.parametrize(
@@ -132,8 +121,8 @@ def test_a_peer_that_is_killed_has_a_row_that_says_so_and_the_rest_goes_on(tmp_p
     ],
 )
 @pytest.mark.protocol
-def test_allreduce_kinds(arguments: tuple[str, ...]) -> None:
-    done = run("allreduce", "--rounds", "1", *arguments)
+def test_allreduce_kinds(bench: Bench, arguments: tuple[str, ...]) -> None:
+    done = bench("allreduce", "--rounds", "1", *arguments)
     assert done.returncode == 0, done.stderr
     assert "# Wrong elements: 0 OK" in done.stdout
 
@@ -164,11 +153,11 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, endless: tuple[str, ...]
     assert not left_of(tmp_path)
 
 
-def test_recovery_beside_gloo(tmp_path: Path) -> None:
+def test_recovery_beside_gloo(bench: Bench, tmp_path: Path) -> None:
     """ftcomm's op returns on all survivors; gloo's never does, and all of its ranks are started again."""
     path = tmp_path / "out.json"
     arguments = ("--replicas", "3", "--size", "4M", "--kills", "1", "--compare", "gloo")
-    done = run("recovery", *arguments, "--json", str(path), "--plot", str(tmp_path / "out.png"))
+    done = bench("recovery", *arguments, "--json", str(path), "--plot", str(tmp_path / "out.png"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ops that survived: 1 of 1; equal bytes on all survivors: 1 of 1; wrong elements: 0" in done.stdout
     result = json.loads(path.read_text())
@@ -188,58 +177,14 @@ def test_recovery_beside_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.protocol
-def test_overhead(tmp_path: Path) -> None:
+def test_overhead(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = run("overhead", "--smoke", "--json", str(path))
+    done = bench("overhead", "--smoke", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     costs = json.loads(path.read_text())["costs"]
     assert [cost["level"] for cost in costs] == ["off", "stability", "ftcomm", "verify"]
     assert all(cost["wrong"] == 0 and cost["time_us_p50"] > 0 for cost in costs)
     assert "fault tolerance on against off" in done.stdout
-
-
-@pytest.mark.protocol
-def test_profile(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    done = run("profile", "--smoke", "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(path.read_text())["rows"]
-    assert (row["ranks"], row["bytes"]) == (2, 1024)
-    # Each is a median over rounds of its own, so that on a busy machine they need not add up to the time.
-    assert all(row[name] >= 0 for name in ("waits_us", "rest_us"))
-    assert all(row[name] > 0 for name in ("time_us", "reductions_us", "limit_us"))
-    assert 500 < row["instructions"] < 1500
-
-
-@pytest.mark.protocol
-def test_detection(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    done = run("detection", "--smoke", "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "# detected: 1 of 1" in done.stdout
-    result = json.loads(path.read_text())
-    (event,) = result["events"]
-    assert (event["replica"], event["rank"]) == (0, 0)
-    assert 0 < event["detect_ms"] <= event["view_ms"]
-    assert event["how"]
-    assert result["summary"]["detect_ms"].keys() == {"p50", "p90", "p99", "max"}
-
-
-def ranks(command_pid: int, job: bytes) -> list[int]:
-    """Processes that measure for this command, of one library, in the order of their ranks: pids may begin anew."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if parent == command_pid and b"ftcomm.bench.rank" in words and words[-2] == job:
-                rank = next(int(each[5:]) for each in environment if each.startswith(b"RANK="))
-                found[rank] = int(entry.name)
-    return [pid for _, pid in sorted(found.items())]
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -266,9 +211,9 @@ def left_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.protocol
-def test_tune_writes_a_file_with_which_a_job_runs(tmp_path: Path) -> None:
+def test_tune_writes_a_file_with_which_a_job_runs(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "points.json"
-    done = run("tune", "--smoke", "--ranks", "3", "--file", str(path))
+    done = bench("tune", "--smoke", "--ranks", "3", "--file", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"(one-shot up to \S+|two-shot at every size) with 3 members on one host: \d+ us against", done.stdout

@@ -9,9 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,15 +24,16 @@ from ftcomm.bench.gpu_check import (
     INTERRUPTED,
     OK,
     TIMED_OUT,
-    Outcome,
-    Stage,
+    GpuStage,
+    StageOutcome,
     check,
     failed,
     outcome_lines,
     stages,
 )
-from ftcomm.bench.kernel_points import MEMCPY, Point, Request
-from ftcomm.bench.kernels import EXPERIMENT, Rates, Row, row
+from ftcomm.bench.harness import write_json
+from ftcomm.bench.kernel_points import MEMCPY, KernelPoint, KernelPointsRequest
+from ftcomm.bench.kernels import EXPERIMENT, KernelRow, Rates, row
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 
@@ -63,7 +66,7 @@ def test_every_kernel_interpreted(tmp_path: Path) -> None:
     assert seen == {(kernel, w, sms) for kernel, w in (("copy", 1), ("reduce", 2)) for sms in (1, None)}
     assert len(rows) == len(seen)
     for r in rows:
-        assert r.keys() == set(Row.__struct_fields__)
+        assert r.keys() == set(KernelRow.__struct_fields__)
         assert (r["device"], r["l2"], r["registers"]) == ("interpreted", "", None)
         assert r["gbps"] is r["of_best_copy"] is r["of_same_blocks"] is None
         assert (r["count"], r["checked"], r["wrong"]) == (COUNT, COUNT, 0)
@@ -74,7 +77,7 @@ def test_every_kernel_interpreted(tmp_path: Path) -> None:
     assert all(line.split()[-1] == "interpreted" and line.split()[-5:-2] == ["-"] * 3 for line in lines)
     with files[1].open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert [list(line) for line in table] == [list(Row.__struct_fields__)] * len(rows)
+    assert [list(line) for line in table] == [list(KernelRow.__struct_fields__)] * len(rows)
     assert [line["kernel"] for line in table] == [r["kernel"] for r in rows]
     assert {line["gbps"] for line in table} == {""}
 
@@ -160,7 +163,7 @@ class Measured(msgspec.Struct):
 
 def test_rows_are_compared_with_copies() -> None:
     """The best copy of the size for one figure, whoever made it; the copy with as many blocks for the other."""
-    request = Request(("reduce",), 1000, 1000, dtypes=("float32",), sources=(2,), sms=(4, None))
+    request = KernelPointsRequest(("reduce",), 1000, 1000, dtypes=("float32",), sources=(2,), sms=(4, None))
     points = list(request.points(memcpy=True))
     assert [(p.kernel, p.sms) for p in points] == [
         *((MEMCPY, None), ("copy", 4), ("copy", None)),
@@ -187,12 +190,12 @@ def test_rows_are_compared_with_copies() -> None:
 
 def test_bytes_that_a_kernel_moves() -> None:
     """1000 elements of bf16 are 2000 bytes."""
-    assert [Point("reduce", "bfloat16", 2000, sources=w).moved for w in (1, 3)] == [4000, 8000]
+    assert [KernelPoint("reduce", "bfloat16", 2000, sources=w).moved for w in (1, 3)] == [4000, 8000]
 
 
 def test_an_average_of_bool_is_refused() -> None:
     with pytest.raises(SettingsError, match="avg"):
-        Request(minbytes=64, maxbytes=64, dtypes=("bool",), redop="avg").check()
+        KernelPointsRequest(minbytes=64, maxbytes=64, dtypes=("bool",), redop="avg").check()
 
 
 # ---- gpu-check ----------------------------------------------------------------------------------------------------
@@ -208,8 +211,8 @@ def python(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
 
 
-def run(*made: Stage, in_all: float = 60.0) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+def run(*made: GpuStage, in_all: float = 60.0) -> list[StageOutcome]:
+    outcomes: list[StageOutcome] = []
     check(made, in_all, outcomes.append, lambda words, fraction: None)
     return outcomes
 
@@ -217,31 +220,41 @@ def run(*made: Stage, in_all: float = 60.0) -> list[Outcome]:
 def test_stages_go_on_after_one_that_fails() -> None:
     writes = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{\"rows\": [1]}')"
     outcomes = run(
-        Stage("works", python("print('fine')"), 30),
-        Stage("fails", python("print('why'); raise SystemExit(3)"), 30),
-        Stage("crashes", python("import os; os.abort()"), 30),
-        Stage("is not there", ("no-such-program",), 30, ("no-such-program",)),
-        Stage("has no tests", ("true",), 30, ("/no/such/folder",)),
-        Stage("writes", (*python(writes), "{json}"), 30),
-        Stage("prints", python("print('[{\"a\": 1}]')"), 30),
-        Stage("writes half", (*python(writes.replace("}'", "'")), "{json}"), 30),
+        GpuStage("works", python("print('fine')"), 30),
+        GpuStage("fails", python("print('why'); raise SystemExit(3)"), 30),
+        GpuStage("crashes", python("import os; os.abort()"), 30),
+        GpuStage("is not there", ("no-such-program",), 30, ("no-such-program",)),
+        GpuStage("has no tests", ("true",), 30, ("/no/such/folder",)),
+        GpuStage("writes", (*python(writes), "{json}"), 30),
+        GpuStage("prints", python("print('[{\"a\": 1}]')"), 30),
+        GpuStage("writes half", (*python(writes.replace("}'", "'")), "{json}"), 30),
+        GpuStage("writes no text", (*python(writes.replace("write_text('{", "write_bytes(b'\\xff")), "{json}"), 30),
+        GpuStage("cannot be begun", ("/dev/null",), 30),
+        GpuStage("steps on nothing", python("import ctypes; ctypes.string_at(0)"), 30),
+        GpuStage("has another shape", python('print(\'{"rows": [1, {"us": null}], "a": 2}\')'), 30),
     )
     assert [(o.stage, o.outcome) for o in outcomes] == [
         *(("works", OK), ("fails", FAILED), ("crashes", FAILED), ("is not there", ABSENT), ("has no tests", ABSENT)),
-        *(("writes", OK), ("prints", OK), ("writes half", OK)),
+        *(("writes", OK), ("prints", OK), ("writes half", OK), ("writes no text", OK)),
+        *(("cannot be begun", FAILED), ("steps on nothing", FAILED), ("has another shape", OK)),
     ]
-    works, fails, crashes, absent, _, wrote, printed, half = outcomes
+    works, fails, crashes, absent, _, wrote, printed, half, bytes_, unbegun, lost, other = outcomes
+    assert all(outcome_lines(outcome) for outcome in outcomes)
+    assert bytes_.result is None
+    assert "Permission denied" in unbegun.said[0]
+    assert lost.code == -signal.SIGSEGV
+    assert other.result == {"rows": [1, {"us": None}], "a": 2}
     assert (works.said, works.code, fails.said, fails.code) == (["fine"], 0, ["why"], 3)
     assert crashes.code == -signal.SIGABRT
     assert absent.said == ["no-such-program is not there"]
     assert (wrote.result, printed.result, printed.said, half.result) == ({"rows": [1]}, [{"a": 1}], [], None)
     assert failed(outcomes)
     assert not failed([works, absent])
-    assert outcome_lines(fails)[1:] == ["    | why"]
-    assert outcome_lines(printed)[1:] == []
+    assert outcome_lines(fails).splitlines()[1:] == ["    | why"]
+    assert outcome_lines(printed).splitlines()[1:] == []
     rows = [{"kernel": "copy", "sms": sms, "gbps": 4000.0, "us": None, "wrong": 0} for sms in (4, None)]
     for result in (rows, {"header": {}, "rows": rows}):
-        shown = outcome_lines(Outcome("bench", OK, 1.0, 0, result=result))
+        shown = outcome_lines(StageOutcome("bench", OK, 1.0, 0, result=result)).splitlines()
         assert shown[1:] == ["    kernel=copy gbps=4000"]
 
 
@@ -255,7 +268,7 @@ def test_a_stage_ends_at_its_deadline_with_all_that_it_started() -> None:
         "try: time.sleep(600)\n"
         "except KeyboardInterrupt: print('told', flush=True)"
     )
-    outcomes = run(Stage("hangs", python(starts), 8), Stage("is next", ("true",), 30))
+    outcomes = run(GpuStage("hangs", python(starts), 8), GpuStage("is next", ("true",), 30))
     assert [o.outcome for o in outcomes] == [TIMED_OUT, OK]
     pid, told = outcomes[0].said
     assert told == "told"
@@ -264,7 +277,7 @@ def test_a_stage_ends_at_its_deadline_with_all_that_it_started() -> None:
 
 def test_the_deadline_of_all() -> None:
     outcomes = run(
-        Stage("hangs", python("import time; time.sleep(600)"), 600), Stage("is late", ("true",), 30), in_all=2
+        GpuStage("hangs", python("import time; time.sleep(600)"), 600), GpuStage("is late", ("true",), 30), in_all=2
     )
     assert [o.outcome for o in outcomes] == [TIMED_OUT, TIMED_OUT]
     assert outcomes[1].said == ["no time was left to begin it"]
@@ -275,7 +288,7 @@ import sys
 from pathlib import Path
 import torch
 from ftcomm.bench import gpu_check
-from ftcomm.bench.gpu_check import Stage
+from ftcomm.bench.gpu_check import GpuStage
 from ftcomm.cli import main
 
 torch.cuda.is_available = lambda: True
@@ -284,12 +297,49 @@ torch.cuda.get_device_name = lambda: "no GPU"
 hangs = "import sys, time; open(sys.argv[1], 'w'); time.sleep(600)"
 begun = sys.argv.pop()
 gpu_check.stages = lambda: [
-    Stage("works", ("true",), 30),
-    Stage("hangs", (sys.executable, "-c", hangs, begun), 600),
-    Stage("is next", ("true",), 30),
+    GpuStage("works", ("true",), 30),
+    GpuStage("hangs", (sys.executable, "-c", hangs, begun), 600),
+    GpuStage("is next", ("true",), 30),
 ]
 main(sys.argv[1:])
 """
+
+
+def test_a_full_disk_hides_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one without room for what a stage writes, nor one without room for the JSON."""
+    room = [False, True]
+    real = tempfile.TemporaryDirectory
+
+    def folder(*arguments: Any, **more: Any) -> Any:
+        if room.pop(0):
+            return real(*arguments, **more)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", folder)
+    outcomes = run(GpuStage("has no room", ("true",), 30), GpuStage("has", ("true",), 30))
+    assert [(o.outcome, o.said) for o in outcomes] == [(FAILED, ["[Errno 28] No space left on device"]), (OK, [])]
+    script = INTERRUPT.replace("time.sleep(600)", "print('fine')")
+    command = [sys.executable, "-c", script, "bench", "gpu-check", "--json", "/dev/full", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "--json /dev/full is not complete: No space left on device" in done.stderr
+    assert done.stdout.count("the JSON is not written: [Errno 28]") == 3
+    assert " is next " in done.stdout
+
+
+def test_json_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, [1])
+    write_json(path, [1, 2])
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, [1, 2, 3])
+    assert json.loads(path.read_text()) == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

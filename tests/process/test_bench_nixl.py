@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.bench.nixl import LIBRARIES, STAGED, Ring
+from ftcomm.bench.nixl import LIBRARIES, STAGED, NixlRing
+
+from .conftest import Bench
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 
@@ -20,10 +20,9 @@ DEADLINE = 240.0
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
 
-def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
+def test_it_runs_and_writes_what_it_has_measured(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "nixl", "--smoke", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    done = bench("nixl", "--smoke", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())["rows"]
     assert [row["library"] for row in found] == list(LIBRARIES)
@@ -43,10 +42,10 @@ def test_every_rank_is_put_what_its_left_neighbour_has(nbytes: int, span: int) -
             gate.wait()
             return np.stack(cards)
 
-        rings[rank] = ring = Ring(rank, ranks, 2 * STAGED, gather)
+        rings[rank] = ring = NixlRing(rank, ranks, 2 * STAGED, gather)
         ring.given[:] = np.random.default_rng(rank).integers(0, 256, len(ring.given), np.uint8)
         gate.wait()
-        ring.carry(nbytes, span, True, True)
+        ring.transfer(nbytes, span, True, True)
         gate.wait()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]

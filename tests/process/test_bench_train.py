@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from ftcomm.bench.train import Request, Timed, step_rows, torchft_missing
+from ftcomm.bench.peers import missing
+from ftcomm.bench.train import Timed, TrainRequest, step_rows
 from ftcomm.errors import SettingsError
 
-from .test_bench import LIMIT, run
+from .conftest import Bench
+from .test_bench import LIMIT
 
 pytestmark = pytest.mark.timeout(LIMIT)
 
@@ -24,12 +26,14 @@ KILLS = {
 }
 
 
-def test_steps_and_kills(tmp_path: Path) -> None:
+def test_steps_and_kills(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    missing = torchft_missing() is not None  # where it is there it is left alone: its kills take half a minute
-    done = run("train", "--smoke", "--compare", "gloo,torchft" if missing else "gloo", "--json", str(path))
+    without = (
+        missing("torchft", "cpu", 2) is not None
+    )  # where it is there it is left alone: its kills take half a minute
+    done = bench("train", "--smoke", "--compare", "gloo,torchft" if without else "gloo", "--json", str(path))
     assert done.returncode == 0, done.stderr
-    assert ("torchft is not installed" in done.stdout) == missing
+    assert ("torchft is not installed" in done.stdout) == without
     result = json.loads(path.read_text())
     assert [row["library"] for row in result["steps"]] == ["ftcomm", "gloo", "none"]
     for row in result["steps"]:
@@ -47,11 +51,11 @@ def test_a_step_takes_as_long_as_on_its_slower_rank_and_ratios_are_of_one_round(
     timed = [
         Timed(rank, library, number, times[rank]) for (library, number), times in seconds.items() for rank in range(2)
     ]
-    ours, gloo = step_rows(timed, ("ftcomm", "gloo"), Request(rounds=2))
+    ours, gloo = step_rows(timed, ("ftcomm", "gloo"), TrainRequest(rounds=2))
     assert ours.round_ms == [3500.0, 2000.0]
     assert ours.step_ms_p50 == 2500.0
     assert gloo.ratio == (7 / 3.5 + 7 / 2) / 2
-    assert Request().parameters == 25_469_440
+    assert TrainRequest().parameters == 25_469_440
 
 
 @pytest.mark.parametrize(
@@ -66,4 +70,4 @@ def test_a_step_takes_as_long_as_on_its_slower_rank_and_ratios_are_of_one_round(
 )
 def test_what_cannot_be_measured_is_refused(other: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        Request(**other).check()
+        TrainRequest(**other).check()

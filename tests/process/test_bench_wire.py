@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,30 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.bench.baseline import Block, whole
-from ftcomm.bench.wire import Pair, Place, Request, Waited, Watched, idle, rows
+from ftcomm.bench.baseline import BaselineBlock, whole
+from ftcomm.bench.wire import Pair, Place, Waited, Watched, WireRequest, idle, rows
 from ftcomm.errors import SettingsError
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork
+
+from .conftest import Bench
 
 DEADLINE = 240.0
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
 
 
-def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
+def test_it_runs_and_writes_what_it_has_measured(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    command = [
-        str(Path(sys.executable).with_name("ftcomm")),
-        "bench",
-        "wire",
-        "--smoke",
-        "--algorithm",
-        "ring",
-        "--secure",
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    done = bench("wire", "--smoke", "--algorithm", "ring", "--secure", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())["rows"]
     assert [row["library"] for row in found] == ["sockets", "ftcomm", "mac", "aes-gcm"]
@@ -45,7 +34,7 @@ def test_it_runs_and_writes_what_it_has_measured(tmp_path: Path) -> None:
 
 
 def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
-    task = Request((1 << 20,), iterations=1, rounds=2, gloo=False).task(2)
+    task = WireRequest((1 << 20,), iterations=1, rounds=2, gloo=False).task(2)
     times = {
         ("sockets", 0): (1000, 2000),
         ("sockets", 1): (4000, 1000),
@@ -53,7 +42,7 @@ def test_shares_are_of_rounds_and_times_of_the_slowest_rank() -> None:
         ("ftcomm", 1): (1, 5000),
     }
     blocks = [
-        Block(rank, 1 << 20, number, library, [took])
+        BaselineBlock(rank, 1 << 20, number, library, [took])
         for (library, number), both in times.items()
         for rank, took in enumerate(both)
     ]
@@ -84,21 +73,20 @@ def test_the_busiest_second_of_a_network_is_kept() -> None:
     assert watched.network.busy_pct == pytest.approx(50)
 
 
-def between_hosts(folder: Path, *arguments: str) -> Any:
+def between_hosts(bench: Bench, folder: Path, *arguments: str) -> Any:
     """The JSON of a short run between hosts of their own, where this machine can have them."""
     try:
         SlowNetwork(1).close()
     except SettingsError as error:
         pytest.skip(str(error))
     path = folder / "out.json"
-    command = [str(Path(sys.executable).with_name("ftcomm")), "bench", "wire", "--smoke", *arguments]
-    done = subprocess.run([*command, f"--json={path}"], capture_output=True, text=True, timeout=DEADLINE)
+    done = bench("wire", "--smoke", *arguments, f"--json={path}")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 
 
-def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
-    found = between_hosts(tmp_path, "--hosts=3", "--rate=200mbit", "--delay=2ms")
+def test_it_measures_on_a_link_of_its_own(bench: Bench, tmp_path: Path) -> None:
+    found = between_hosts(bench, tmp_path, "--hosts=3", "--rate=200mbit", "--delay=2ms")
     # What the link needs is in the time: the bytes at its rate, but for what a token bucket lets through at once.
     assert all(row["ranks"] == 3 and 0 < row["of_link"] < 1.1 for row in found["rows"])
     least = 2 * 2 / 3 * (1 << 20)
@@ -107,8 +95,8 @@ def test_it_measures_on_a_link_of_its_own(tmp_path: Path) -> None:
     assert found["idle"][0]["seconds"] >= 0.2
 
 
-def test_by_two_levels_a_host_sends_less_than_its_ranks_do_directly(tmp_path: Path) -> None:
-    rows = between_hosts(tmp_path, "--hosts=2", "--ranks-per-host=2")["rows"]
+def test_by_two_levels_a_host_sends_less_than_its_ranks_do_directly(bench: Bench, tmp_path: Path) -> None:
+    rows = between_hosts(bench, tmp_path, "--hosts=2", "--ranks-per-host=2")["rows"]
     found = {row["library"]: row for row in rows}
     assert {(row["hosts"], row["ranks"]) for row in found.values()} == {(2, 4)}
     # Two hosts: each sends the array once, however many ranks it has; directly, twice that. And headers.
@@ -128,7 +116,7 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
             gate.wait()
             return places
 
-        Pair(rank, ranks, "127.0.0.1", tell).carry(given[rank].data, taken[rank].data, nbytes)
+        Pair(rank, ranks, "127.0.0.1", tell).transfer(given[rank].data, taken[rank].data, nbytes)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -141,17 +129,17 @@ def test_every_rank_receives_what_its_left_neighbour_has() -> None:
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request(sizes=(10,)), "multiples of 4"),
-        (Request(ranks=(1,)), "expected 2 to 16"),
-        (Request(iterations=0), "at least 1"),
-        (Request(sizes=(1 << 42,)), "are free; lower"),
-        (Request(idle=0.0), "expected a positive time"),
-        (Request(rate=1e9), "say --hosts in place of --ranks"),
-        (Request(delay=0.005), "say --hosts in place of --ranks"),
-        (Request(hosts=(1,), ranks_per_host=2), "--hosts 1: expected at least 2"),
-        (Request(ranks_per_host=2), "say --hosts in place of --ranks"),
+        (WireRequest(sizes=(10,)), "multiples of 4"),
+        (WireRequest(ranks=(1,)), "expected 2 to 16"),
+        (WireRequest(iterations=0), "at least 1"),
+        (WireRequest(sizes=(1 << 42,)), "are free; lower"),
+        (WireRequest(idle=0.0), "expected a positive time"),
+        (WireRequest(rate=1e9), "say --hosts in place of --ranks"),
+        (WireRequest(delay=0.005), "say --hosts in place of --ranks"),
+        (WireRequest(hosts=(1,), ranks_per_host=2), "--hosts 1: expected at least 2"),
+        (WireRequest(ranks_per_host=2), "say --hosts in place of --ranks"),
     ],
 )
-def test_what_cannot_be_measured_is_said(request_: Request, said: str) -> None:
+def test_what_cannot_be_measured_is_said(request_: WireRequest, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         request_.check()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ftcomm
-import ftcomm.engine
+from ftcomm.transport import connector
 
 from .bodies import reduce_forever
 from .job import Job, Notes
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.protocol
 
 def reduce_and_count(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """`reduce_forever`; notes whom this rank dials for data from now on."""
-    connect = ftcomm.engine.connect
+    connect = connector.connect
 
     def noted(me: int, here: Any, replica: int, *rest: Any, **options: Any) -> Any:
         notes.write(kind="dial", whom=replica)
         return connect(me, here, replica, *rest, **options)
 
-    ftcomm.engine.connect = noted
+    connector.connect = noted
     reduce_forever(group, notes, arguments)
 
 

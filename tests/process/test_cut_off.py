@@ -19,7 +19,8 @@ from tests.ports import free_port
 
 from .bodies import reduce_forever
 from .job import SILENCE, Job, fewer
-from .test_faults import _members, _until, finish, steps_of
+from .test_faults import _members, _until, finish
+from .test_faults import go_on as make_steps
 from .test_kills import ENDLESS
 
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(180)]
@@ -93,10 +94,7 @@ def relayed(folder: Path, **settings: Any) -> Iterator[RelayedJob]:
 
 
 def go_on(running: Job, replicas: set[int], steps: int = 100) -> None:
-    for replica in replicas:
-        goal = len(steps_of(running, replica)) + fewer(steps)
-        for _ in _until(lambda r=replica, n=goal: len(steps_of(running, r)) >= n, f"{replica} makes no steps"):  # type: ignore[misc]
-            pass
+    make_steps(running, replicas, fewer(steps))
 
 
 def nothing_happened(running: Job) -> None:

@@ -41,7 +41,7 @@ if not INTERPRETED:
 
 CHUNK = 64 << 10
 ONE_SHOT = 4000  # elements of fp32: one chunk, that every member reduces by itself
-TWO_SHOT = 50_000  # four chunks, reduced in shards
+TWO_SHOT = 50_000  # four chunks, reduced in slices
 
 
 def job(folder: Path, replicas: int, body: Any = reduce_forever, **arguments: Any) -> Job:
@@ -215,7 +215,9 @@ def test_what_the_others_hold_of_an_op_when_one_dies_in_it(tmp_path: Path, atomi
     """Four chunks, a lane each, which the interpreter runs one after the other: two are FINAL at the others, with the
     input of the one that dies. They stay, if they may; of an atomic op, as step 3 is one, they are reduced again."""
     step = 3 if atomic else 1
-    with job(tmp_path, 3, reduce_and_die, elements=TWO_SHOT, take=4 * step + 2) as running:
+    with job(
+        tmp_path, 3, reduce_and_die, elements=TWO_SHOT, take=1 + 4 * step + 2
+    ) as running:  # the first: where loops begin
         running.wait_event("view without 1", lambda events: _newest(events) == [0, 2])
         _go_on(running, 2)
         steps = finish(running, {0, 2})
@@ -266,7 +268,7 @@ def _go_on(running: Job, steps: int, watched: int = 0) -> None:
 
     goal, end = made() + steps, time.monotonic() + 60
     while made() < goal:
-        assert time.monotonic() < end, running.stacks()
+        assert time.monotonic() < end
         time.sleep(0.02)
 
 

@@ -39,27 +39,27 @@ def job(folder: Path, replicas: int, body: Any, transport: str = "tcp", **argume
 
 def apart(settings: Settings) -> None:
     """A boot id for every two replicas: those share memory, and reach the others by TCP."""
-    from ftcomm import group
+    from ftcomm import communicator
     from ftcomm.control.views import Address
 
-    here_is, boot = group.here_is, f"boot {settings.replica // 2}"
+    here_is, boot = communicator.here_is, f"boot {settings.replica // 2}"
 
     def here(*of: Any) -> Address:
         address = here_is(*of)
         return Address(**{name: getattr(address, name) for name in address.__struct_fields__} | {"boot": boot})
 
-    group.here_is = here  # type: ignore[assignment]
+    communicator.here_is = here  # type: ignore[assignment]
 
 
 def count_kernels(settings: Settings, arguments: dict[str, Any]) -> None:
     """Of which dtypes kernels of this rank reduce something, in `names`, ops of how many bytes are `routed`, and how
     many memories are `mapped` for kernels."""
-    from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
+    from ftcomm.engines.gpu_reduce.interpreted import InterpretedReduceDevice
 
-    real, by_route = InterpretedPlace.reduce, algorithms.by_route
+    real, by_route = InterpretedReduceDevice.reduce, algorithms.by_route
     arguments["names"], arguments["routed"] = set(), set()
 
-    def reduce(self: InterpretedPlace, spans: Any, *rest: Any) -> None:
+    def reduce(self: InterpretedReduceDevice, spans: Any, *rest: Any) -> None:
         arguments["names"].add(spans[0].dtype)
         arguments["mapped"] = len(self._mapped)
         real(self, spans, *rest)
@@ -70,7 +70,7 @@ def count_kernels(settings: Settings, arguments: dict[str, Any]) -> None:
             arguments["routed"].add(nbytes)
         return found
 
-    InterpretedPlace.reduce = reduce  # type: ignore[method-assign]
+    InterpretedReduceDevice.reduce = reduce  # type: ignore[method-assign]
     algorithms.by_route = routed
     if arguments["by_hosts"]:
         apart(settings)
@@ -165,10 +165,10 @@ def test_who_reduces_otherwise_is_told_so(tmp_path: Path) -> None:
 
 
 def raise_in_a_kernel(settings: Settings, arguments: dict[str, Any]) -> None:
-    from ftcomm.engines.gpu_reduce.interpreted import InterpretedPlace
+    from ftcomm.engines.gpu_reduce.interpreted import InterpretedReduceDevice
 
     if settings.replica == 1:
-        InterpretedPlace.reduce = broken  # type: ignore[method-assign]
+        InterpretedReduceDevice.reduce = broken  # type: ignore[method-assign]
 
 
 def broken(self: Any, *rest: Any) -> None:

@@ -29,8 +29,8 @@ from tests.etcd_rig import EtcdServer, etcd_server
 
 from .job import DEADLINE, TOKEN, Job
 from .points import watch_points
-from .test_faults import _members, _until
-from .test_growth import ALL, Excused, begin, go_on, hold_at_every_step, lose, wait_without
+from .test_faults import _members, _until, go_on
+from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_without
 from .test_kills import ENDLESS, SEED
 from .training import train
 
@@ -159,6 +159,17 @@ def end(running: EtcdJob, excused: Excused = lambda *error: False) -> None:
     assert len(set(epochs)) == len(epochs), f"an epoch was used twice: {epochs}"
 
 
+def coordinator_and_standby(running: EtcdJob) -> tuple[Process, Process]:
+    """In place of the one that the job began with."""
+    begin(running)
+    running.stop_coordinator()
+    first = running.coordinator()
+    running.service.to = first.port()
+    second = running.coordinator("--standby")
+    second.until("takes over when it is gone")
+    return first, second
+
+
 def test_a_coordinator_that_is_killed_and_started_elsewhere(tmp_path: Path, etcd: EtcdServer) -> None:
     with EtcdJob(tmp_path, etcd) as running:
         begin(running)
@@ -183,12 +194,7 @@ def test_a_coordinator_that_is_killed_and_started_elsewhere(tmp_path: Path, etcd
 def test_a_coordinator_that_is_stopped_is_replaced_and_ends_when_it_wakes_up(tmp_path: Path, etcd: EtcdServer) -> None:
     """Its connections are there all the while, and whom it takes for dead are alive."""
     with EtcdJob(tmp_path, etcd) as running:
-        begin(running)
-        running.stop_coordinator()
-        first = running.coordinator()
-        running.service.to = first.port()
-        second = running.coordinator("--standby")
-        second.until("takes over when it is gone")
+        first, second = coordinator_and_standby(running)
         go_on(running, ALL)
         for _ in _until(lambda: "view" in first.said() or connections(first) >= 3, "not all are there"):
             pass
@@ -213,12 +219,7 @@ def test_the_last_that_contributes_keeps_the_job_when_the_others_die_with_the_co
     """The last change was the one by which it contributes, and only it has run in that. The standby that takes over
     does not take the change back."""
     with EtcdJob(tmp_path, etcd) as running:
-        begin(running)
-        running.stop_coordinator()
-        first = running.coordinator()
-        running.service.to = first.port()
-        second = running.coordinator("--standby")
-        second.until("takes over when it is gone")
+        first, second = coordinator_and_standby(running)
         running.die(0)
         first.until(r"view \d+[^:]*: replicas 1, 2 ")
         running.start(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -59,8 +60,8 @@ class Store(EtcdStore):
 
     def fall_silent(self) -> None:
         """As a stopped process does."""
-        assert self._keeper is not None
-        self._keeper.cancel()
+        assert self._keep_task is not None
+        self._keep_task.cancel()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -347,6 +348,30 @@ def test_etcd_goes_for_longer_than_the_lease_and_comes_back(tmp_path: Path) -> N
         assert store.views[-1] in (view(1), view(2))
         await store.append(view(3))
         await store.release()
+
+    with etcd_server(tmp_path) as server:
+        run(lambda: test(server))
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_an_etcd_that_has_lost_its_data_is_no_proof_that_the_job_has_ended(tmp_path: Path, standby: bool) -> None:
+    async def test(server: EtcdServer) -> None:
+        owner = Store(server.url("job"), lease=SHORT)
+        await owner.acquire()
+        await owner.append(view(1))
+        second = Store(server.url("job"), standby=True)
+        waiting = asyncio.ensure_future(second.acquire())
+        await second.until("takes over")
+        server.kill()
+        shutil.rmtree(tmp_path / "etcd")
+        await owner.doubt()
+        server.start()
+        with pytest.raises(StoreError, match="etcd has lost the job") as found:
+            await (waiting if standby else owner.acquire())
+        assert not isinstance(found.value, JobOver)
+        waiting.cancel()
+        for store in (owner, second):
+            await store.release()
 
     with etcd_server(tmp_path) as server:
         run(lambda: test(server))

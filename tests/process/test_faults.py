@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def finish(running: Job, replicas: set[int]) -> dict[int, dict[int, dict[str, ob
 
 def steps_of(running: Job, replica: int) -> list[int]:
     return [note["step"] for r, _, note in running.notes() if r == replica and note["kind"] == "step"]
+
+
+def go_on(running: Job, replicas: Iterable[int], steps: int = 3) -> None:
+    """Until each of these has made so many steps more. However long that takes on a busy machine, one that makes none
+    has failed."""
+    for replica in replicas:
+        done = len(steps_of(running, replica))
+        goal = done + steps
+        while done < goal:
+            for _ in _until(lambda r=replica, n=done: len(steps_of(running, r)) > n, f"{replica} makes no steps"):  # type: ignore[misc]
+                pass
+            done = len(steps_of(running, replica))
 
 
 @pytest.mark.parametrize("victims", [(0, 1), (1, 3), (0, 1, 2), (1, 2, 3)])
@@ -177,6 +190,25 @@ def test_a_coordinator_of_its_own_is_killed_and_started_again(tmp_path: Path) ->
             running.kill(replica)
             running.processes[replica, 0].join(10)
         check(running)
+
+
+def test_a_coordinator_that_comes_back_when_all_have_ended_keeps_its_store(tmp_path: Path) -> None:
+    """Whether they had finished it cannot know."""
+    with job(tmp_path, replicas=2, elements=1000, heartbeat_timeout=SILENCE) as running:
+        with running.own_coordinator() as own:
+            goal = len(steps_of(running, 0)) + fewer(100)
+            for _ in _until(lambda: len(steps_of(running, 0)) >= goal, "no steps"):
+                pass
+            own.kill()
+            for replica in range(2):
+                running.kill(replica)
+                running.processes[replica, 0].join(10)
+            own.start()
+            assert own.wait() == 1
+        said = (tmp_path / "coordinator.log").read_text()
+        assert "whether they had finished is not known" in said
+        assert "no replica that holds the state" not in said
+        assert (tmp_path / "views").read_bytes()
 
 
 def test_drain_ends_all_at_the_same_step(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from ftcomm.launch import run
 from . import torn
 from .bodies import reduce_forever
 from .job import SILENCE, STALL, Job, fewer
-from .test_faults import _members, _until, steps_of
+from .test_faults import _members, _until
+from .test_faults import go_on as make_steps
 from .test_kills import ENDLESS, SEED, check
 from .test_launch_training import Job as LaunchedJob
 from .test_launch_training import here  # noqa: F401
@@ -55,14 +56,7 @@ def wait_lost(running: Job, seen: int = 0) -> None:
 
 def go_on(running: Job, steps: int = LONG_AGO, replicas: tuple[int, ...] = (0, 2)) -> None:
     """Until each of these has run that many more steps."""
-    for replica in replicas:
-        goal = len(steps_of(running, replica)) + steps
-        try:
-            for _ in _until(lambda r=replica, n=goal: len(steps_of(running, r)) >= n, f"{replica} makes no steps"):  # type: ignore[misc]
-                pass
-        except AssertionError as error:
-            now = len(steps_of(running, replica))
-            raise AssertionError(f"{error}: {now}, and not {goal}; {running.events[-8:]}\n{running.stacks()}") from None
+    make_steps(running, replicas, steps)
 
 
 def set_aside(running: Job, replica: int, name: int) -> None:

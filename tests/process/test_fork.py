@@ -34,7 +34,7 @@ def test_children_are_refused_and_leave_the_rank_alone(tmp_path: Path, transport
     assert not [event for event in job.events if event["kind"] == "view" and event["epoch"] > 1], job.events
 
     refused = {note["call"]: note["text"] for _, _, note in notes if note["kind"] == "refused"}
-    assert len(refused) == 12
+    assert len(refused) == 16
     for text in refused.values():
         assert f"replica {FORKER} rank 0" in text
         assert "forkserver" in text

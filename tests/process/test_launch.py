@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
+import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,6 +245,41 @@ def test_restarts_end_and_the_others_go_on(here: Path) -> None:
     assert job.starts() == [3, 1, 1]
     assert job.launcher.states() == {0: State.FAILED, 1: State.FINISHED, 2: State.FINISHED}
     assert any("exited with code 7; it was restarted 2 times within an hour" in text for text in job.said)
+
+
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [("Popen", {1, 2, 3}), ("pidfd_open", {1, 2, 3}), ("pidfd_open", {2, 4, 6})],
+    ids=["process", "watch", "watch of the second rank"],
+)
+def test_what_the_system_refuses_at_a_restart_is_tried_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch, call: str, refused: set[int]
+) -> None:
+    """It counts against no limit, and no process is left that nobody watches."""
+    module: Any = subprocess if call == "Popen" else os
+    real, calls = getattr(module, call), 0
+    job = Job(here, WAIT_FOR_GO, replicas=2, ranks_per_replica=2, max_restarts=1)
+
+    def refuses(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        if len(job.of("process_started")) >= 4:
+            calls += 1
+            if calls in refused:
+                raise OSError(errno.EMFILE, "Too many open files")
+        return real(*args, **options)
+
+    def react(event: dict[str, Any]) -> None:
+        if event["kind"] == "process_started" and len(job.of("process_started")) == 4:
+            os.kill(event["pid"], signal.SIGKILL)
+        if event["kind"] == "process_started" and calls > max(refused) and len(job.launcher.pids()) == 4:
+            job.go()
+
+    job.react = react
+    monkeypatch.setattr(module, call, refuses)
+    assert job.run() == run.FINISHED
+    assert [event["delay"] for event in job.of("restarting")] == [0.01, 0.02, 0.04, 0.08]
+    assert {event["restart"] for event in job.of("restarting")} == {1}
+    assert any("Too many open files" in text for text in job.said)
 
 
 def test_too_few_left_end_the_job(here: Path) -> None:

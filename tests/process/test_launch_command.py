@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -375,6 +376,28 @@ def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> N
         assert command.returncode == 3
         assert "a-secret-of-the-test" not in err
         assert "Start this coordinator again" in err
+
+
+def test_a_coordinator_serves_torchs_store_where_it_says(shell: Shell) -> None:
+    argv = ("coordinator", "--replicas", "1", "--port", "0", "--torch-store")
+    command = shell.start(*argv, "0", env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
+    assert command.stdout is not None
+    line = ""
+    while "FTCOMM_STORE" not in line:
+        line = command.stdout.readline()
+    port = line.rpartition(":")[2].strip()
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=DEADLINE) as client:
+        client.sendall(b"\x00\xce\xf7\x85<\rr[\x00\x00")  # as torch greets: it is alive, and says the same back
+        assert client.recv(4) == b"r[\x00\x00"
+    other = shell.start(*argv, port, "--store", "other", env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
+    _, err = other.communicate(timeout=DEADLINE)
+    assert other.returncode == 2
+    assert f"torch's store cannot listen on 127.0.0.1:{port}" in err
+    assert err.count("\n") == 1
+    assert not (shell.directory / "other").exists()  # it ended before it began to serve
+    command.send_signal(signal.SIGTERM)
+    command.communicate(timeout=DEADLINE)
+    assert command.returncode == 3
 
 
 def test_two_coordinators_of_one_file(shell: Shell) -> None:

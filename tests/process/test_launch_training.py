@@ -24,20 +24,25 @@ from tests.certificates import Authority, environment
 DEADLINE = 200.0  # s; these take a few, most of them for imports
 pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
 
-TRAIN = """
-import os, sys, time
+LIVES = """
+import os, signal, sys, time
 import numpy as np
 import ftcomm
 group = ftcomm.init()
 replica = group.replica
 first_life = not os.path.exists(f"lived-{replica}")
 open(f"lived-{replica}", "w").close()
+"""
+TRAIN = (
+    LIVES
+    + """
 for step in ftcomm.steps(int(sys.argv[1])):
     x = np.ones(8, np.float32)
     ftcomm.allreduce(x)
     ftcomm.report(step=step)
     time.sleep(0.01)
 """
+)
 FOREVER = "1000000"
 
 # All stand in step 30 until somebody was killed, so that nobody has finished by then.
@@ -205,6 +210,133 @@ def test_training_does_not_notice_that_the_coordinator_is_replaced(here: Path) -
     assert job.run(plan) == run.DRAINED, job.said
 
 
+SPOILT = {
+    "garbage": lambda views: views.write_bytes(views.read_bytes() + b'{"broken\n'),
+    "a folder": lambda views: (views.unlink(), views.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", list(SPOILT))
+def test_a_store_that_cannot_be_opened_ends_no_job(here: Path, how: str) -> None:
+    """The job trains on without a coordinator, and has one again when that is mended."""
+    job = Job(here, TRAIN, FOREVER)
+
+    async def plan() -> None:
+        await job.until(lambda: job.steps() > 5)
+        (views,) = here.glob("ftcomm-*/*/views")
+        whole = views.read_bytes()
+        SPOILT[how](views)
+        returning = job.launcher.restart_coordinator()
+        await job.until(lambda: job.of("store") or returning.done())
+        step = job.steps()
+        assert not returning.done(), job.said
+        if views.is_dir():
+            views.rmdir()
+        views.write_bytes(whole)
+        await returning
+        await job.until(lambda: job.steps() > step + 20)
+        os.kill(job.launcher.pids()[0, 0], signal.SIGKILL)
+        await job.until(lambda: job.contributing() == {1, 2})
+        await job.until(lambda: job.contributing() == {0, 1, 2})
+        job.launcher.interrupt()
+
+    assert job.run(plan) == run.DRAINED, job.said
+    first, *_, last = [event["text"] for event in job.of("store")]
+    assert "Until then nobody joins, leaves or is replaced" in first
+    assert last == "the coordinator is back"
+
+
+STAND = """
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print("saved")
+"""
+
+
+def test_who_finishes_while_the_coordinator_is_away_waits_and_says_so(here: Path) -> None:
+    job = Job(here, TRAIN + STAND, "20")
+
+    async def plan() -> None:
+        await job.until(lambda: len(job.of("trained")) == 3)
+        returning = job.launcher.restart_coordinator(5.0)  # longer than one that is there may take
+        await job.until(lambda: job.of("coordinator_stopped"))
+        (here / "go").touch()
+        await returning
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert {event["replica"] for event in job.of("finished")} == {0, 1, 2}
+    assert not job.of("failed"), job.said
+
+
+def test_a_verdict_of_the_coordinator_ends_nobody_who_has_done_all_steps(here: Path) -> None:
+    """It was not there when they said so, and has found nobody since."""
+    job = Job(here, TRAIN + STAND, "20")
+
+    async def plan() -> None:
+        await job.until(lambda: len(job.of("trained")) == 3)
+        job.launcher._coordinator_event({"kind": "failed", "reason": "no replica that holds the state is left"})
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert job.lines == ["saved"] * 3
+
+
+@pytest.mark.parametrize(
+    "how", ["os._exit(0)", "import atexit; atexit.register(os._exit, 0); raise RuntimeError('in the step')"]
+)
+def test_exit_code_0_of_who_did_not_say_that_it_finished_is_a_death(here: Path, how: str) -> None:
+    dies = f"""
+    if step == 20 and replica == 1 and first_life:
+        {how}
+""".lstrip("\n")
+    job = Job(here, TRAIN + dies + UNTIL_BACK + "print('end', step)", "300")
+
+    async def plan() -> None:
+        await job.until(lambda: job.launcher.states().get(1, State.RUNNING) is not State.RUNNING)
+        await job.until(lambda: len(job.of("process_started")) == 4 or job.launcher.states()[1] is State.FINISHED)
+        await job.until(lambda: job.contributing() == {0, 2} or job.launcher.states()[1] is State.FINISHED)
+        await job.until(lambda: job.contributing() == {0, 1, 2} or job.launcher.states()[1] is State.FINISHED)
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert job.lines.count("end 299") == 3, job.said
+    assert any("exited with code 0 before it had said that it finished or left; restart" in text for text in job.said)
+
+
+def test_who_has_done_one_loop_and_dies_in_the_next_has_not_finished(here: Path) -> None:
+    """Exit code 0 again, which is the death that nobody but the launcher sees."""
+    second = """
+    state = {"w": np.ones(8, np.float32)}
+    for step in ftcomm.steps(300, state):
+        if step == 40 and replica == 1 and first_life:
+            os._exit(0)
+        if step > 50 and not os.path.exists("go"):
+            time.sleep(0.3)
+        ftcomm.allreduce(np.ones(8, np.float32))
+    print("end", step)
+    """
+    job = Job(here, TRAIN + textwrap.dedent(second), "20")
+
+    def over() -> bool:
+        return job.launcher.states().get(1) is State.FINISHED
+
+    async def plan() -> None:
+        await job.until(lambda: job.of("restarting") or over())
+        await job.until(lambda: len(job.of("process_started")) == 4 or over())
+        await job.until(lambda: job.contributing() == {0, 2} or over())
+        await job.until(lambda: job.contributing() == {0, 1, 2} or over())
+        (here / "go").touch()
+
+    assert job.run(plan) == run.FINISHED, job.said
+    assert job.lines.count("end 299") == 3, job.said
+    assert any("exited with code 0 before it had said that it finished or left; restart" in text for text in job.said)
+
+
+def test_a_training_that_all_leave_by_exit_code_0_has_failed(here: Path) -> None:
+    job = Job(here, TRAIN + "    if step == 20:\n        os._exit(0)\n", "60", max_restarts=0)
+    assert job.run() == run.FAILED, job.said
+
+
 def test_a_full_disk_ends_no_job(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loss nobody hears before its view is written down, and then all goes on."""
     append, full = ViewStore.append, here / "full"
@@ -257,7 +389,7 @@ HANG = {
     "sleeps": "time.sleep(1000)",  # input that does not come, a dead lock
     "stops": "os.kill(os.getpid(), signal.SIGSTOP)",  # as a process does that the kernel keeps waiting
 }
-HANGS = TRAIN.replace("import os,", "import signal, os,") + "    if replica == 1 and first_life and step == 5: "
+HANGS = TRAIN + "    if replica == 1 and first_life and step == 5: "
 
 
 @pytest.mark.parametrize("how", HANG)
@@ -314,6 +446,7 @@ def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest
 DEATHS = {
     "os._exit": "os._exit(3)",
     "sys.exit": "sys.exit(3)",
+    "SystemExit": "raise SystemExit(3)",  # of which the process itself cannot know that it is an error
     "exception": "raise ValueError('bad batch')",
     "signal": "os.kill(os.getpid(), signal.SIGKILL)",
 }

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 import ftcomm
-from ftcomm.fixed.group import FixedGroup
+from ftcomm.static.group import StaticGroup
 
 from .bodies import reduce_forever
 from .job import SLOWER, Job, Notes
 from .points import Points, watch_points
 from .stalling import watch_patiently
-from .test_faults import _members, _until, steps_of
-from .test_growth import go_on, wait_there
+from .test_faults import _members, _until, go_on, steps_of
+from .test_growth import wait_there
 from .test_kills import ENDLESS, check
 
 pytestmark = pytest.mark.protocol
@@ -130,7 +130,7 @@ def wait_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
     """Rank 1 of replica 1 stands still. Those of replica 2 meet before every step, so that its rank 0 waits for its
     rank 1, which waits for replica 1, and the other ranks 0 for replica 2."""
     ranks = [(group.replica, rank) for rank in range(group.shards)]
-    mine = FixedGroup.in_job(group, "mine", ranks) if group.replica == 2 else None
+    mine = StaticGroup.in_job(group, "mine", ranks) if group.replica == 2 else None
     for step in ftcomm.steps(ENDLESS):
         if step == 20 and (group.replica, group.shard) == (1, 1):
             notes.write(kind="stands still")

@@ -69,3 +69,58 @@ def test_nobody_looks_if_so_set(here: Path) -> None:
     job = Job(here, script)
     assert job.run() == run.FINISHED, job.lines
     assert {line.split()[1] for line in job.lines if line.startswith("state")} == {"0.0", "1.0", "2.0"}
+
+
+TERMS = """
+import os
+import numpy as np
+import ftcomm
+from ftcomm.training import StepLoop
+
+group = ftcomm.init()
+ONE = group.replica == 1
+x = np.empty(1)
+seen = []
+for step in StepLoop(ARGUMENTS):
+    x[:] = step
+    ftcomm.allreduce(x, op="avg")
+    seen.append((step, float(x[0])))
+print("steps", seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("{'w': np.ones(3)}, start=5 if ONE else 0", "start=0 on replicas 0, 2, start=5 on replica 1"),
+        (
+            "{'w': np.ones(3)}, start=5 if ONE else None, initial_state='trust'",
+            "start=0 on replicas 0, 2, start=5 on replica 1",
+        ),
+        ("start=5 if ONE else 0", "start=0 on replicas 0, 2, start=5 on replica 1"),
+        ("vote=False, start=5 if ONE else None", "start=0 on replicas 0, 2, start=5 on replica 1"),
+        (
+            "{'w': np.ones(3)}, initial_state='trust' if ONE else None",
+            "initial_state='check' (FTCOMM_START) on replicas 0, 2, initial_state='trust' (FTCOMM_START) on replica 1",
+        ),
+        ("vote=not ONE", "vote=True on replicas 0, 2, vote=False on replica 1"),
+        ("lr='linear' if ONE else 'none'", "lr='none' on replicas 0, 2, lr='linear' on replica 1"),
+        (").steps(6 if ONE else 9", "total=9 on replicas 0, 2, total=6 on replica 1"),
+        (").steps(6 if ONE else None", "total=None on replicas 0, 2, total=6 on replica 1"),
+    ],
+)
+def test_loops_that_would_do_other_things_are_an_error_on_all(here: Path, arguments: str, said: str) -> None:
+    call = arguments if "steps(" in arguments else arguments + ").steps(8"
+    job = Job(here, TERMS.replace("ARGUMENTS", call), max_restarts=0)
+    assert job.run() == run.FAILED
+    told = [line for line in job.lines if line.startswith("ftcomm.errors.StateError")]
+    assert len(told) == 3, job.lines
+    assert all(f"do not begin alike: {said}. Pass the same arguments" in line for line in told), told
+    assert not any(line.startswith("steps") for line in job.lines)
+
+
+def test_all_begin_where_the_lowest_does_if_so_set(here: Path) -> None:
+    arguments = "{'w': np.full(3, group.replica)}, start=5 - group.replica, initial_state='lowest'"
+    job = Job(here, TERMS.replace("ARGUMENTS", arguments + ").steps(8"))
+    assert job.run() == run.FINISHED, job.lines
+    assert [line for line in job.lines if line.startswith("steps")] == ["steps [(5, 5.0), (6, 6.0), (7, 7.0)]"] * 3

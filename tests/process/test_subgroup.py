@@ -145,7 +145,7 @@ def test_a_group_is_made_used_and_closed_while_members_are_lost(tmp_path: Path) 
 
 def forgets(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """A replica that comes back does not make the group again."""
-    some = None if group._outside else group.subgroup("all", range(3))
+    some = None if group.internals.outside else group.subgroup("all", range(3))
     for step in ftcomm.steps(ENDLESS):
         group.allreduce(np.ones(1))
         if some is not None:

@@ -12,8 +12,8 @@ import pytest
 
 from ftcomm.engines import host
 from ftcomm.settings import Settings
+from ftcomm.settings.tuning_file import load
 from ftcomm.transport.segment import HOST
-from ftcomm.tuning_file import load
 
 from .bodies import reduce_forever
 from .job import Job
@@ -28,7 +28,7 @@ def other_points(settings: Settings, arguments: dict[str, Any]) -> None:
 
 def other_layout(settings: Settings, arguments: dict[str, Any]) -> None:
     if settings.replica == 1:
-        host.HOST = OTHER
+        host.layout_for = lambda transport, layout: OTHER  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

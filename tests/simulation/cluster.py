@@ -19,7 +19,6 @@ from ftcomm.control import coordinator as c
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
-from ftcomm.control.dials import Outcome
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
@@ -283,27 +282,18 @@ class Cluster:
                 for replica in self.replicas.values():
                     if replica.conn == action.conn:
                         replica.conn = None
-            elif isinstance(action, c.Dial):
-                self._post("dial", action.incarnation, lambda a=action, by=self.coordinator: self._dialled(by, a))
-            elif isinstance(action, c.Ask):
-                self._post("ask", action.incarnation, lambda a=action, by=self.coordinator: self._asked(by, a))
             elif isinstance(action, c.Probe):
-                raise AssertionError("no other host refuses here")
+                self._post("probe", action.life[1], lambda a=action, by=self.coordinator: self._probed(by, a))
             elif isinstance(action, c.Done):
                 self.done = action.failed or "finished"
+            elif isinstance(action, c.Unfit):
+                self.done = action.reason
 
-    def _dialled(self, by: c.Coordinator, dial: c.Dial) -> None:
+    def _probed(self, by: c.Coordinator, probe: c.Probe) -> None:
         if by is self.coordinator:
-            replica = self.replicas[dial.replica]
-            alive = replica.alive and replica.incarnation == dial.incarnation
-            outcome: Outcome = "answered" if alive else "ended"
-            self._do_coordinator(by.dialled(dial.replica, dial.incarnation, outcome, self.now))
-
-    def _asked(self, by: c.Coordinator, ask: c.Ask) -> None:
-        if by is self.coordinator:
-            replica = self.replicas[ask.replica]
-            here = replica.alive and replica.incarnation == ask.incarnation
-            self._do_coordinator(by.asked(ask.replica, ask.incarnation, ask.rank, here))
+            replica = self.replicas[probe.life[0]]
+            alive = replica.alive and replica.incarnation == probe.life[1]
+            self._do_coordinator(by.probed(probe, "answered" if alive else "ended", self.now))
 
     def _to_leader(self, replica: Replica, message: m.Message) -> Callable[[], None]:
         def deliver() -> None:
@@ -319,9 +309,9 @@ class Cluster:
             elif isinstance(action, lead.ToRank):
                 self._post(
                     self._name(replica, "L"),
-                    self._name(replica, action.rank),
+                    self._name(replica, action.shard),
                     lambda a=action: self._do_member(
-                        replica, a.rank, replica.ranks[a.rank].machine.from_leader(a.message)
+                        replica, a.shard, replica.ranks[a.shard].machine.from_leader(a.message)
                     ),
                 )
             else:

@@ -31,7 +31,7 @@ from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
-from ftcomm.control.dials import Outcome
+from ftcomm.control.suspicion import Outcome
 from ftcomm.control.timeouts import REPORT, Timeouts
 from ftcomm.control.views import Address, View
 
@@ -416,60 +416,29 @@ class Conversation:
             if other.links.get(rank.replica) == rank.life and other.index == rank.index:
                 other.links[rank.replica] = ""
 
-    def _ask(self, ask: c.Ask) -> None:
-        """The coordinator dials a rank of which another member says that its process has ended."""
-        machine, rank = self.coordinator, self.lives[ask.incarnation][ask.rank]
-        reached = self._open(self._place(rank), self.at)
-        here = reached and rank.runs
-
-        def told() -> None:
-            if machine is not None and machine is self.coordinator:
-                self.say(self.at, f"asks {rank.name}: {'it answers' if here else 'no answer'}")
-                self._do_coordinator(machine.asked(ask.replica, ask.incarnation, ask.rank, here))
-
-        if here or (reached and not rank.alive):
-            self._post(self.at, self.at, told)
-        else:
-            self._later.append((self.now + DIAL, told))
-
     def _probe(self, probe: c.Probe) -> None:
-        """The coordinator looks whether another host refuses it, too, or whomever it wants."""
+        """What the coordinator finds at the port of a rank."""
         machine = self.coordinator
-        rank = next(x for x in self._all() if x.address == probe.address and x.index == probe.rank)
+        rank = next(x for ranks in self.lives.values() for x in ranks if x.address == probe.address)
         outcome: Outcome = "unreachable"
         if self._open(self._place(rank), self.at):
-            outcome = "answered" if rank.alive else "refused"
-
-        def told() -> None:
-            if machine is not None and machine is self.coordinator:
-                accused = probe.replica, probe.incarnation, probe.rank
-                self._do_coordinator(machine.probed(*accused, probe.itself, outcome))
-
-        if outcome == "unreachable":
-            self._later.append((self.now + DIAL, told))
-        else:
-            self._post(self.at, self.at, told)
-
-    def _dial(self, dial: c.Dial) -> None:
-        """What the coordinator finds at the port of a leader."""
-        machine, leader = self.coordinator, self.lives[dial.incarnation][0]
-        outcome: Outcome = "unreachable"
-        if self._open(self._place(leader), self.at):
-            outcome = "answered" if leader.alive else "refused"
+            outcome = ("answered" if rank.runs else "mute") if rank.alive else "refused"
 
         def told() -> None:
             if machine is None or machine is not self.coordinator:
                 return
-            if self._found.get(leader.life) != outcome:
-                self._found[leader.life] = outcome
-                self.say(self.at, f"dials {leader.life}: {outcome}")
-            self._do_coordinator(machine.dialled(dial.replica, dial.incarnation, outcome, self.now))
-            if outcome == "answered" and dial.call and leader.runs:
-                self.say(self.at, "tells it where the coordinator is", leader.name)
-                leader.conn = None
-                self._link_up(leader)
+            if probe.why is c.Why.ACCUSED:
+                self.say(self.at, f"asks {rank.name}: {'it answers' if outcome == 'answered' else 'no answer'}")
+            elif probe.why is c.Why.SEARCH and self._found.get(rank.life) != outcome:
+                self._found[rank.life] = outcome
+                self.say(self.at, f"dials {rank.life}: {outcome}")
+            self._do_coordinator(machine.probed(probe, outcome, self.now))
+            if outcome == "answered" and probe.call:
+                self.say(self.at, "tells it where the coordinator is", rank.name)
+                rank.conn = None
+                self._link_up(rank)
 
-        if outcome == "unreachable":
+        if outcome == "unreachable" or (outcome == "mute" and probe.why is c.Why.ACCUSED):
             self._later.append((self.now + DIAL, told))
         else:
             self._post(self.at, self.at, told)
@@ -525,12 +494,8 @@ class Conversation:
                 if leader is not None:
                     leader.conn = None
                     self.say(self.at, f"closes the connection of {leader.name}")
-            elif isinstance(action, c.Dial):
-                self._dial(action)
             elif isinstance(action, c.Probe):
                 self._probe(action)
-            elif isinstance(action, c.Ask):
-                self._ask(action)
             elif isinstance(action, c.Log):
                 if action.kind != "view":
                     said = ", ".join(f"{key} {shortened(str(value))}" for key, value in action.fields.items())
@@ -563,7 +528,7 @@ class Conversation:
                 else:
                     self._carry(rank, self._leader(rank), action.message, up=True)
             elif isinstance(action, n.Down):
-                self._carry(rank, self.lives[rank.life][action.rank], action.message, up=False)
+                self._carry(rank, self.lives[rank.life][action.shard], action.message, up=False)
             elif isinstance(action, n.ToPeer):
                 self._to_peer(rank, action.replica, action.message)
             elif isinstance(action, act.Freeze):
@@ -740,7 +705,7 @@ def since(view: View) -> str:
     return f"from step {view.step} on" if view.proposal else "at once"
 
 
-HIDDEN = {"ranks", "timeouts", "address", "incarnation", "givers", "rosters", "epoch_of"}
+HIDDEN = {"ranks", "timeouts", "address", "incarnation", "contributors", "rosters", "epoch_of", "lasted"}
 
 
 def shortened(text: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from click.testing import CliRunner
 
 from ftcomm.control.messages import Heartbeat
 from ftcomm.simulation.check_cli import check
-from ftcomm.simulation.exhaustive import Check, Report
-from ftcomm.simulation.live import Group
-from ftcomm.simulation.local import Members, Step
+from ftcomm.simulation.exhaustive import CheckReport, ExhaustiveCheck
+from ftcomm.simulation.live import CheckedGroup
+from ftcomm.simulation.local import Members, Transition
 from ftcomm.simulation.mutations import MUTATIONS
 from ftcomm.simulation.states import freeze, thaw
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.protocol
 LIMIT = 600.0  # s; a check that has not ended by then has not passed
 
 
-def explored(group: Group, faults: int, **options: bool) -> tuple[Check, Report]:
-    check = Check(group, faults, **options)
+def explored(group: CheckedGroup, faults: int, **options: Any) -> tuple[ExhaustiveCheck, CheckReport]:
+    check = ExhaustiveCheck(group, faults, **options)
     report = check.run(LIMIT)
     assert not report.broken, "\n".join([*report.history, report.broken])
     assert report.complete
@@ -36,33 +37,60 @@ def explored(group: Group, faults: int, **options: bool) -> tuple[Check, Report]
 @pytest.mark.parametrize(
     ("group", "faults", "least"),
     [
-        pytest.param(Group(3, 1, 2), 2, 40_000, id="one-shot"),
-        pytest.param(Group(3, 2, 1), 1, 20_000, id="two-ops"),
-        pytest.param(Group(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
-        pytest.param(Group(3, 1, 2, atomic=True), 1, 3_000, id="atomic"),
-        pytest.param(Group(2, 1, 6), 1, 500, id="slots-used-again"),
-        pytest.param(Group(2, 1, 6, verify=True), 1, 3_000, id="no-false-alarm"),
-        pytest.param(Group(2, 3, 2), 1, 3_000, id="three-ops"),
+        pytest.param(CheckedGroup(3, 1, 2), 2, 40_000, id="one-shot"),
+        pytest.param(CheckedGroup(3, 2, 1), 1, 20_000, id="two-ops"),
+        pytest.param(CheckedGroup(3, 1, 1, one_host=False), 2, 15_000, id="two-shot"),
+        pytest.param(CheckedGroup(3, 1, 2, atomic=True), 1, 3_000, id="atomic"),
+        pytest.param(CheckedGroup(2, 1, 6), 1, 500, id="slots-used-again"),
+        pytest.param(CheckedGroup(2, 1, 6, verify=True), 1, 3_000, id="no-false-alarm"),
+        pytest.param(CheckedGroup(2, 3, 2), 1, 3_000, id="three-ops"),
     ],
 )
-def test_no_interleaving_breaks_a_promise(group: Group, faults: int, least: int) -> None:
+def test_no_interleaving_breaks_a_promise(group: CheckedGroup, faults: int, least: int) -> None:
     _, report = explored(group, faults)
     print(report)
     assert report.states > least  # a check that explores nothing passes, too
     assert report.ends > 0
 
 
+@pytest.mark.parametrize(
+    ("group", "faults", "resets", "least"),
+    [
+        pytest.param(CheckedGroup(3, 1, 1), 0, 1, 1_000, id="none-is-lost"),
+        pytest.param(CheckedGroup(2, 1, 2), 1, 1, 1_000, id="one-is-lost"),
+        pytest.param(CheckedGroup(2, 1, 2, one_host=False), 1, 1, 1_000, id="two-shot"),
+    ],
+)
+def test_a_view_of_the_same_members_breaks_no_promise(
+    group: CheckedGroup, faults: int, resets: int, least: int
+) -> None:
+    check, report = explored(group, faults, resets=resets)
+    print(report)
+    assert report.states > least
+    if not faults:
+        everybody = tuple(range(group.members))
+        assert {(newest, *(who for _, who in outcomes)) for newest, *outcomes in check.endings} == {
+            (everybody, ((0, group.chunks * group.elements, everybody),))
+        }
+
+
 def test_faults_while_the_first_view_is_installed() -> None:
-    _, report = explored(Group(3, 1, 1), 1, forming=True)
+    _, report = explored(CheckedGroup(3, 1, 1), 1, forming=True)
     assert report.states > 5_000
 
 
 @pytest.mark.parametrize(
     "group",
-    [Group(3, 1, 1), Group(3, 1, 1, one_host=False), Group(2, 2, 1), Group(2, 1, 2, atomic=True), Group(2, 1, 6)],
+    [
+        CheckedGroup(3, 1, 1),
+        CheckedGroup(3, 1, 1, one_host=False),
+        CheckedGroup(2, 2, 1),
+        CheckedGroup(2, 1, 2, atomic=True),
+        CheckedGroup(2, 1, 6),
+    ],
     ids=str,
 )
-def test_steps_that_are_not_explored_on_their_own_change_no_ending(group: Group) -> None:
+def test_steps_that_are_not_explored_on_their_own_change_no_ending(group: CheckedGroup) -> None:
     reduced, few = explored(group, 1)
     unreduced, all_ = explored(group, 1, reduced=False)
     assert reduced.endings == unreduced.endings
@@ -72,24 +100,24 @@ def test_steps_that_are_not_explored_on_their_own_change_no_ending(group: Group)
 
 TO_BE_FOUND = [
     # without, in which group, what is said in the end, and what has to have happened before
-    ("stability", Group(3, 1, 2), "was returned elsewhere, but is not FINAL here", "returns op 0"),
-    ("quiesce", Group(3, 1, 1), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
-    ("quiesce", Group(3, 1, 1, one_host=False), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
-    ("fencing", Group(3, 1, 1), "should be the sum of 0+1+2", "enters view 2"),
-    ("fencing", Group(3, 1, 1, one_host=False), "should be the sum of", "enters view 2"),
-    ("late-words", Group(3, 1, 1), "has not returned all its ops", "enters view 2"),
-    ("hasty", Group(3, 1, 2), "should be the sum of 0+1+2", "calls op 0"),
-    ("hasty-shards", Group(3, 1, 1, one_host=False), "should be the sum of 0+1+2", "reduces its shard"),
-    ("ahead", Group(2, 1, 6), "should be the sum of 0+1", "calls op 0"),
-    ("all-again", Group(3, 1, 2), "should be the sum of", "enters view 2"),
-    ("any-holder", Group(3, 1, 1), "should be the sum of 0+1+2", "copies chunk 0"),
-    ("not-atomic", Group(2, 1, 2, atomic=True), "is atomic, and returned", "enters view 2"),
+    ("stability", CheckedGroup(3, 1, 2), "was returned elsewhere, but is not FINAL here", "returns op 0"),
+    ("quiesce", CheckedGroup(3, 1, 1), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
+    ("quiesce", CheckedGroup(3, 1, 1, one_host=False), "ProtocolError: op 0 is FINAL in part", "tells what it holds"),
+    ("fencing", CheckedGroup(3, 1, 1), "should be the sum of 0+1+2", "enters view 2"),
+    ("fencing", CheckedGroup(3, 1, 1, one_host=False), "should be the sum of", "enters view 2"),
+    ("late-words", CheckedGroup(3, 1, 1), "has not returned all its ops", "enters view 2"),
+    ("hasty", CheckedGroup(3, 1, 2), "should be the sum of 0+1+2", "calls op 0"),
+    ("hasty-slices", CheckedGroup(3, 1, 1, one_host=False), "should be the sum of 0+1+2", "reduces its slice"),
+    ("ahead", CheckedGroup(2, 1, 6), "should be the sum of 0+1", "calls op 0"),
+    ("all-again", CheckedGroup(3, 1, 2), "should be the sum of", "enters view 2"),
+    ("any-holder", CheckedGroup(3, 1, 1), "should be the sum of 0+1+2", "copies chunk 0"),
+    ("not-atomic", CheckedGroup(2, 1, 2, atomic=True), "is atomic, and returned", "enters view 2"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "group", "said", "before"), TO_BE_FOUND)
-def test_without_a_rule_a_violation_is_found(rule: str, group: Group, said: str, before: str) -> None:
-    report = Check(group, 1, MUTATIONS[rule]).run(LIMIT)
+def test_without_a_rule_a_violation_is_found(rule: str, group: CheckedGroup, said: str, before: str) -> None:
+    report = ExhaustiveCheck(group, 1, MUTATIONS[rule]).run(LIMIT)
     print("\n".join([MUTATIONS[rule].what, *report.history, report.broken]))
     assert said in report.broken
     assert any(before in line for line in report.history)
@@ -104,22 +132,24 @@ def test_a_history_is_one_of_the_shortest() -> None:
     """Nothing is violated in any history that is shorter, and the same is found every time."""
     lengths = set()
     for _ in range(2):
-        report = Check(Group(3, 1, 1), 1, MUTATIONS["fencing"]).run(LIMIT)
+        report = ExhaustiveCheck(CheckedGroup(3, 1, 1), 1, MUTATIONS["fencing"]).run(LIMIT)
         assert report.broken
         assert report.depth == len(report.history) - 1
         lengths.add(len(report.history))
     assert len(lengths) == 1
 
 
-@pytest.mark.parametrize("group", [Group(3, 1, 2), Group(3, 1, 1, one_host=False)], ids=str)
-def test_what_is_remembered_is_what_the_product_says_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [CheckedGroup(3, 1, 2), CheckedGroup(3, 1, 1, one_host=False)], ids=str)
+def test_what_is_remembered_is_what_the_product_says_again(
+    group: CheckedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps of a member are looked up by its state and the memories that it reads; here with all memories as they
     are, and after other calls."""
     rng = random.Random(7)
     remembered = Members.steps
     compared = 0
 
-    def steps(members: Members, i: int, pair: int, memories: tuple[int, ...]) -> list[Step]:
+    def steps(members: Members, i: int, pair: int, memories: tuple[int, ...]) -> list[Transition]:
         nonlocal compared
         known = remembered(members, i, pair, memories)
         if rng.random() < 0.05:

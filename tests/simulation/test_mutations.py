@@ -14,23 +14,35 @@ import ftcomm.collective.inflight
 import ftcomm.collective.operation
 from ftcomm.collective.algorithms.direct import OneShot
 from ftcomm.collective.core import ExchangeCore
+from ftcomm.collective.driver import Driver, Pause
+from ftcomm.collective.exchange import Exchange
+from ftcomm.collective.gate import Gate
+from ftcomm.collective.member import GroupMember
+from ftcomm.collective.operation import Operation
 from ftcomm.collective.pending import PendingReaders
-from ftcomm.collective.pipeline import Gate, Pipeline
+from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import all_reduce
 from ftcomm.collective.stream import Stream
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
+from ftcomm.control.job_views import JobViews
 from ftcomm.control.leader import Leader
 from ftcomm.control.member import Machine
 from ftcomm.control.node import Node
 from ftcomm.control.reconfiguration import Proposal, contributing
+from ftcomm.control.running_time import RunningTime
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
+from ftcomm.membership.derived import Action, DerivedMembership, TellCaller
 from ftcomm.simulation.history import run
-from ftcomm.simulation.rank import Rank
-from ftcomm.simulation.script import Joiner
+from ftcomm.simulation.script import SimulatedJoiner
+from ftcomm.sync.futex import Waiter
+from ftcomm.transport.base import Peer
+from ftcomm.transport.peer_cache import PeerCache
+from ftcomm.transport.router import Incoming
+from ftcomm.transport.segment import LEVELS, level
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
@@ -46,16 +58,97 @@ def no_stability(patch: Patch) -> None:
 
 def no_quiesce(patch: Patch) -> None:
     """What a member holds is told, and the exchange goes on."""
-    quiesced = Rank._quiesced
+    patch.setattr(Driver, "has_quiesced", True)
 
-    def go_on(self: Rank, view: Any) -> None:
-        running = not self._parked
-        quiesced(self, view)
-        if running and not self.gone and self.stream is not None and self.stream.view.epoch < view.epoch:
-            self._parked = False
-            self.kick()
 
-    patch.setattr(Rank, "_quiesced", go_on)
+def hands_nothing_over(patch: Patch) -> None:
+    """A caller whose op has returned leaves the ops of others to nobody."""
+    leave = Driver.leave
+
+    def silent(self: Driver, until: Operation | None) -> bool:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(Driver, "kick", lambda self: None)
+            return leave(self, until)
+
+    patch.setattr(Driver, "leave", silent)
+
+
+def lets_go_of_ops(patch: Patch) -> None:
+    """A worker that has nothing left to do does not look whether an op has come meanwhile."""
+    leave = Driver.leave
+
+    def hasty(self: Driver, until: Operation | None) -> bool:
+        if until is None and self._member.error is None:
+            self._by = None
+            return True
+        return leave(self, until)
+
+    patch.setattr(Driver, "leave", hasty)
+
+
+def leaves_without_a_word(patch: Patch) -> None:
+    """Who lets go does not say that it stands still now."""
+    leave = Driver.leave
+
+    def silent(self: Driver, until: Operation | None) -> bool:
+        self._quiesced.clear()
+        return leave(self, until)
+
+    patch.setattr(Driver, "leave", silent)
+
+
+def stays_parked(patch: Patch) -> None:
+    """Who was parked once counts as parked from then on."""
+    look_around = Driver._look_around
+
+    def lazy(self: Driver) -> bool:
+        was = self._parked
+        parks = look_around(self)
+        self._parked = self._parked or was
+        return parks
+
+    patch.setattr(Driver, "_look_around", lazy)
+
+
+def calls_as_if_nothing_were_frozen(patch: Patch) -> None:
+    """A thread that calls an op of a frozen core begins with it at once."""
+    admit = Driver.admit
+
+    def hasty(self: Driver, op: Operation) -> bool:
+        drives = admit(self, op)
+        self._parked = self._parked and not drives
+        return drives
+
+    patch.setattr(Driver, "admit", hasty)
+
+
+def takes_over_blindly(patch: Patch) -> None:
+    """The worker begins as if nothing could have been frozen since it was kicked."""
+    begin = Driver.begin
+
+    def blind(self: Driver, until: Operation | None) -> Pause:
+        if until is not None:
+            return begin(self, until)
+        self._by, self._parked = self, False
+        return self.go(None)
+
+    patch.setattr(Driver, "begin", blind)
+
+
+def drives_beside_another(patch: Patch) -> None:
+    """Who calls an op drives, whoever drives already."""
+    admit = Driver.admit
+    patch.setattr(Driver, "admit", lambda self, op: admit(self, op) or self._member.error is None)
+
+
+def interrupts_nobody(patch: Patch) -> None:
+    """Who sleeps is not woken when a change of view begins, or a reader comes."""
+    patch.setattr(Waiter, "interrupt", lambda self: None)
+
+
+def serves_no_reader(patch: Patch) -> None:
+    """A driver that looks around does not serve those who have come to read."""
+    patch.setattr(ExchangeCore, "due", lambda self: [])
 
 
 def no_epoch_in_words(patch: Patch) -> None:
@@ -120,7 +213,7 @@ def forgets_the_epoch(patch: Patch) -> None:
 
     def forgetful(self: c.Coordinator, *args: Any) -> None:
         made(self, *args)
-        self._epoch = max(0, self._epoch - 1)
+        self.job.epoch = max(0, self.job.epoch - 1)
 
     patch.setattr(c.Coordinator, "__init__", forgetful)
 
@@ -170,13 +263,13 @@ def ready_by_one_rank(patch: Patch) -> None:
 
 def skips_a_kept_step(patch: Patch) -> None:
     """Of the steps that a joiner keeps the last is not applied."""
-    at_boundary = Joiner.at_boundary
+    at_boundary = SimulatedJoiner.at_boundary
 
-    def spoiled(self: Joiner, step: int) -> bool:
+    def spoiled(self: SimulatedJoiner, step: int) -> bool:
         del self.kept[3:]
         return at_boundary(self, step)
 
-    patch.setattr(Joiner, "at_boundary", spoiled)
+    patch.setattr(SimulatedJoiner, "at_boundary", spoiled)
 
 
 def finished_once(patch: Patch) -> None:
@@ -190,15 +283,20 @@ def silence_is_death(patch: Patch) -> None:
     patch.setattr(Detector, "acknowledged", lambda self, peer, at: None)
 
 
+def stops_count_as_waits(patch: Patch) -> None:
+    """A process that goes on gives its op up, for the time in which it was stopped."""
+    patch.setattr(RunningTime, "at", lambda self, now: now)
+
+
 def nobody_is_asked(patch: Patch) -> None:
     """Whom the coordinator does not hear is lost, though the others do."""
-    patch.setattr(c.Coordinator, "_corroborated", lambda self, replica, *rest: self._is_member(replica))
+    patch.setattr(c.Coordinator, "_corroborated", lambda self, replica, *rest: self.job.is_member(replica))
 
 
 def ends_without_proof(patch: Patch) -> None:
     """The last holder of the state goes like any other, and the job with it."""
     nobody_is_asked(patch)
-    patch.setattr(c.Coordinator, "_holders", lambda self: {-1})
+    patch.setattr(JobViews, "holders", property(lambda self: {-1}))
 
 
 def closed_is_dead(patch: Patch) -> None:
@@ -207,7 +305,7 @@ def closed_is_dead(patch: Patch) -> None:
     def lost(self: c.Coordinator, replica: int, incarnation: str, now: float) -> list[c.Action]:
         return self._lose({replica: "its connection closed"}, proved=True)
 
-    patch.setattr(c.Coordinator, "_dial", lost)
+    patch.setattr(c.Coordinator, "_search", lost)
 
 
 def believes_any_store(patch: Patch) -> None:
@@ -216,7 +314,7 @@ def believes_any_store(patch: Patch) -> None:
 
     def believe(self: c.Coordinator, conn: int, message: m.Message, now: float) -> list[c.Action]:
         if isinstance(message, m.Join):
-            epoch, heard = min(message.epoch, self._epoch), min(message.heard, self._epoch)
+            epoch, heard = min(message.epoch, self.job.epoch), min(message.heard, self.job.epoch)
             message = msgspec.structs.replace(message, epoch=epoch, heard=heard)
         return receive(self, conn, message, now)
 
@@ -228,8 +326,8 @@ def takes_back_what_is_in_force(patch: Patch) -> None:
     lose = c.Coordinator._lose
 
     def taken_back(self: c.Coordinator, *args: Any, **how: Any) -> list[c.Action]:
-        if not self._settled():
-            self.installed = set()
+        if not self.job.settled:
+            self.job.installed = set()
         return lose(self, *args, **how)
 
     patch.setattr(c.Coordinator, "_lose", taken_back)
@@ -238,10 +336,10 @@ def takes_back_what_is_in_force(patch: Patch) -> None:
 def believes_any_proof(patch: Patch) -> None:
     """Who is said to be proved dead is removed, and not asked before."""
 
-    def believe(self: c.Coordinator, conn: int, by: int, suspect: m.Suspect, fields: Any) -> list[c.Action]:
-        return self._lose({suspect.replica: suspect.reason}, proved=True)
+    def believe(self: c.Coordinator, accusation: Any, now: float) -> list[c.Action]:
+        return self._lose({accusation.life[0]: accusation.why}, proved=True)
 
-    patch.setattr(c.Coordinator, "_ask", believe)
+    patch.setattr(c.Coordinator, "_accuse", believe)
 
 
 def silence_of_a_rank_is_death(patch: Patch) -> None:
@@ -383,9 +481,21 @@ def slots_not_waited_for(patch: Patch) -> None:
     patch.setattr(Pipeline, "_gate_of_slot", lambda self: self.posted_by_all)
 
 
+def levels_not_waited_for(patch: Patch) -> None:
+    """In a ring, or a hierarchical all-reduce, a member reads a sum before who has made it says so."""
+    is_open = Gate.is_open
+    levels = {level(number) for number in range(1, LEVELS + 1)}
+    patch.setattr(Gate, "is_open", lambda self, count: self.word in levels or is_open(self, count))
+
+
+def reads_only_for_ops(patch: Patch) -> None:
+    """A member without an op takes in nothing. In a ring, who relays to it more than it waits for has no room left."""
+    patch.setattr(Exchange, "nudge", lambda self: self._waiter.wake())
+
+
 def steps_while_frozen(patch: Patch) -> None:
     """A core that is frozen takes in readers and goes on as if nothing were."""
-    patch.setattr(ExchangeCore, "freeze", lambda self: None)
+    patch.setattr(GroupMember, "freeze", lambda self: None)
 
 
 def believes_any_refusal(patch: Patch) -> None:
@@ -394,7 +504,7 @@ def believes_any_refusal(patch: Patch) -> None:
     def believe(self: c.Coordinator, life: Any, rank: int, why: str, now: float) -> list[c.Action]:
         return self._lose({life[0]: why}, proved=False)
 
-    patch.setattr(c.Coordinator, "_refuses", believe)
+    patch.setattr(c.Coordinator, "_refused", believe)
 
 
 def refusal_ends_the_job(patch: Patch) -> None:
@@ -403,12 +513,115 @@ def refusal_ends_the_job(patch: Patch) -> None:
     def believe(self: c.Coordinator, life: Any, rank: int, why: str, now: float) -> list[c.Action]:
         return self._lose({life[0]: why}, proved=True)
 
-    patch.setattr(c.Coordinator, "_refuses", believe)
+    patch.setattr(c.Coordinator, "_refused", believe)
+
+
+def tells_of_no_silent_rank(patch: Patch) -> None:
+    """A leader that does not hear a rank of its replica keeps it to itself."""
+    patch.setattr(Leader, "_divided", lambda self, silent: "")
+
+
+def waits_for_the_first_view(patch: Patch) -> None:
+    """Nobody is missed before the first view of the job is in force, as if all were still on their way to it."""
+    patch.setattr(Node, "_joins", property(lambda self: not self.machine.ran))
+
+
+def severed_is_unreachable(patch: Patch) -> None:
+    """Two whose connection was reset cannot reach each other, so one goes."""
+
+    def complain(self: c.Coordinator, by: int, ended: m.Severed, now: float) -> list[c.Action]:
+        self._blame.complaint(by, ended.replica, now, ended.reason)
+        return []
+
+    patch.setattr(c.Coordinator, "_connection_ended", complain)
+
+
+def severed_is_waited_for(patch: Patch) -> None:
+    """No view is made for a connection that has ended."""
+    patch.setattr(c.Coordinator, "_reconnect", lambda self: [])
+
+
+def half_open(patch: Patch) -> None:
+    """Nobody tells a reader that its connection has ended at the other side."""
+    progress = ExchangeCore.progress
+    patch.setattr(ExchangeCore, "progress", lambda self: msgspec.structs.replace(progress(self), severed=()))
+
+
+def severed_serves_on(patch: Patch) -> None:
+    """A connection that the other end has lost is used in the next view."""
+    patch.setattr(PeerCache, "severed", lambda self, epoch, member: None)
+
+
+def ended_serves_on(patch: Patch) -> None:
+    """A connection that is known to have ended is used in the next view."""
+
+    def find(self: PeerCache, epoch: int, member: int, nonce: str) -> Peer | None:
+        known = self._coming[epoch].get(member) or self._usable.get(nonce)
+        if known is not None:
+            self._coming[epoch][member] = known
+        return known
+
+    patch.setattr(PeerCache, "find", find)
+
+
+def answers_before_it_stops(patch: Patch) -> None:
+    """Who is asked for an account by a member of a subgroup that is ahead gives the last one."""
+    asked = DerivedMembership.asked
+
+    def hasty(self: DerivedMembership, call: Incoming) -> list[Action]:
+        account = self._account
+        if account is None or call.epoch <= account.epoch:
+            return asked(self, call)
+        return [TellCaller(call, msgspec.structs.replace(account, epoch=call.epoch))]
+
+    patch.setattr(DerivedMembership, "asked", hasty)
+
+
+def forgets_who_has_asked(patch: Patch) -> None:
+    """Who is ahead in a subgroup, and has asked, gets no answer."""
+    quiesced = DerivedMembership.quiesced
+
+    def forgetful(self: DerivedMembership, *args: Any) -> list[Action]:
+        self._calls.clear()
+        return quiesced(self, *args)
+
+    patch.setattr(DerivedMembership, "quiesced", forgetful)
+
+
+def any_group_of_that_name(patch: Patch) -> None:
+    """A call from the next group of a name is taken for one from this group."""
+    patch.setattr(DerivedMembership, "accepts", lambda self, call: True)
+
+
+def tells_no_account_again(patch: Patch) -> None:
+    """Who asks a member of a subgroup that has stopped before gets no answer."""
+    asked = DerivedMembership.asked
+
+    def sparing(self: DerivedMembership, call: Incoming) -> list[Action]:
+        over = self._account is not None and call.epoch <= self._account.epoch
+        return [TellCaller(call, None)] if over else asked(self, call)
+
+    patch.setattr(DerivedMembership, "asked", sparing)
+
+
+def closes_before_it_was_in(patch: Patch) -> None:
+    """A joiner closes a group that it was in no view of, though the others are about to ask for its account."""
+    needed = DerivedMembership.is_needed
+    patch.setattr(DerivedMembership, "is_needed", lambda self: self.epoch != 0 and needed(self))
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-stability": (no_stability, "kills", 400),
     "no-quiesce": (no_quiesce, "kills", 400),
+    "hands-nothing-over": (hands_nothing_over, "calm", 100),
+    "lets-go-of-ops": (lets_go_of_ops, "calm", 100),
+    "leaves-without-a-word": (leaves_without_a_word, "kills", 400),
+    "stays-parked": (stays_parked, "kills", 400),
+    "calls-as-if-nothing-were-frozen": (calls_as_if_nothing_were_frozen, "growth", 100),
+    "takes-over-blindly": (takes_over_blindly, "growth", 200),
+    "drives-beside-another": (drives_beside_another, "calm", 100),
+    "interrupts-nobody": (interrupts_nobody, "kills", 100),
+    "serves-no-reader": (serves_no_reader, "calm", 100),
     "believes-any-proof": (believes_any_proof, "accused", 40),
     "no-epoch-in-words": (no_epoch_in_words, "kills", 400),
     "late-words": (late_words, "storm", 2000),
@@ -434,6 +647,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "believes-any-refusal": (believes_any_refusal, "rejected", 50),
     "refusal-ends-the-job": (refusal_ends_the_job, "rejected", 50),
     "one-that-is-divided-goes": (one_that_is_divided_goes, "divided", 50),
+    "tells-of-no-silent-rank": (tells_of_no_silent_rank, "halves", 50),
+    "waits-for-the-first-view": (waits_for_the_first_view, "squatted", 100),
     "words-before-bytes": (words_before_bytes, "kills", 100),
     "frames-of-any-epoch": (frames_of_any_epoch, "kills", 200),
     "late-words-of-mirrors": (late_words_of_mirrors, "kills", 100),
@@ -444,13 +659,32 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "first-reader-counts": (first_reader_counts, "storm", 800),
     "readers-of-one-epoch": (readers_of_one_epoch, "kills", 100),
     "slots-not-waited-for": (slots_not_waited_for, "calm", 800),
+    "levels-not-waited-for": (levels_not_waited_for, "kills", 100),
+    "reads-only-for-ops": (reads_only_for_ops, "severed", 100),
     "steps-while-frozen": (steps_while_frozen, "kills", 400),
+    "severed-is-unreachable": (severed_is_unreachable, "severed", 100),
+    "severed-is-waited-for": (severed_is_waited_for, "severed", 100),
+    "half-open": (half_open, "severed", 100),
+    "severed-serves-on": (severed_serves_on, "severed", 100),
+    "ended-serves-on": (ended_serves_on, "severed", 100),
+    "answers-before-it-stops": (answers_before_it_stops, "kills", 40),
+    "forgets-who-has-asked": (forgets_who_has_asked, "kills", 40),
+    "any-group-of-that-name": (any_group_of_that_name, "calm", 100),
+    "tells-no-account-again": (tells_no_account_again, "kills", 40),
+    "closes-before-it-was-in": (closes_before_it_was_in, "kills", 40),
     "takes-back-what-is-in-force": (takes_back_what_is_in_force, "coordinator", 1000),
+    "stops-count-as-waits": (stops_count_as_waits, "suspended", 50),
 }
+
+
+# Where the search for those begins that few histories notice: from seed 0 on it took half a minute.
+FIRST = {"reads-only-for-ops": 200, "skips-a-kept-step": 310, "takes-back-what-is-in-force": 760}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_rule_taken_out_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch, kind, seeds = MUTATIONS[name]
     patch(monkeypatch)
-    assert any(run(seed, 2, 6, kind).broken for seed in range(seeds)), f"not noticed in {seeds} histories"
+    first = FIRST.get(name, 0)
+    noticed = any(run(seed, 2, 6, kind).broken for seed in range(first, first + seeds))
+    assert noticed, f"not noticed in {seeds} histories from seed {first} on"

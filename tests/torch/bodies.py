@@ -24,7 +24,7 @@ def slow_network(seconds: float) -> None:
     send = catchup.send
 
     def slowly(sock: Any, frame: Any) -> None:
-        if isinstance(frame, catchup.Block):
+        if isinstance(frame, catchup.BlockHeader):
             time.sleep(seconds)
         send(sock, frame)
 
@@ -53,7 +53,7 @@ def outlast(steps: float, go: Path) -> None:
         answer(self, sock, step, joiner)
 
     def send_late(sock: Any, frame: Any) -> None:
-        while isinstance(frame, catchup.Block) and here < due.step and not ended and not go.exists():
+        while isinstance(frame, catchup.BlockHeader) and here < due.step and not ended and not go.exists():
             send(sock, catchup.Wait())
             time.sleep(0.05)
         send(sock, frame)

@@ -219,7 +219,7 @@ def group_that_ends(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
     torch.set_num_threads(1)
     dist.init_process_group("ftcomm")
     ddp = DistributedDataParallel(nn.Linear(1000, 100))
-    exchange = group._exchange
+    exchange = group.internals.exchange
     submit = exchange.submit
 
     def submit_and_fail(op: Any) -> None:
@@ -227,7 +227,7 @@ def group_that_ends(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
         exchange.fail(getattr(ftcomm.errors, arguments["error"])("that is it"))
 
     if group.replica == 0:
-        exchange.submit = submit_and_fail  # type: ignore[method-assign]
+        exchange.submit = submit_and_fail
         fails(ddp, notes, "the end")
         (Path(arguments["marks"]) / "seen").touch()
     while not (Path(arguments["marks"]) / "seen").exists():

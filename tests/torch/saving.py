@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import ftcomm
+from ftcomm.errors import FtcommError
 from ftcomm.training.checkpoint import Checkpoints
 from ftcomm.training.state import digest
 
@@ -61,3 +63,40 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
         time.sleep(0.5 if waits else 0.01)  # for a replica that died, which can come back at a boundary only
     checkpoints.close(arguments["steps"])
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
+
+
+def fail(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """The second of two checkpoints is larger than a file may be, until that may be larger."""
+    folder = Path(arguments["checkpoints"])
+    checkpoints = Checkpoints(folder, {"w": nn.Linear(300, 300)}, every=1, group=group)
+    checkpoints.before(1)
+    checkpoints.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    checkpoints.before(2)
+    try:
+        checkpoints.close(2)
+    except FtcommError as error:
+        notes.write(kind="failed", error=str(error), left=sorted(path.name for path in folder.iterdir()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpoints.close(2)
+
+
+def fail_in_one_rank(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Rank 0 cannot write its part when rank 1 has written its own; both call `close` again, as the error says."""
+    checkpoints = Checkpoints(arguments["checkpoints"], {"w": nn.Linear(300, 300)}, group=group)
+    written = Path(arguments["marks"]) / "written"
+    if group.shard == 1:
+        checkpoints.close(5)
+        written.touch()
+    else:
+        while not written.exists():
+            time.sleep(0.01)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            checkpoints.close(5)
+        except FtcommError as error:
+            notes.write(kind="failed", error=str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpoints.close(5)

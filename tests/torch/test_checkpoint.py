@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shutil
+import struct
+import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ftcomm.errors import StateError
-from ftcomm.training.checkpoint import complete, finish, prune, read, write
+from ftcomm.errors import FtcommError, StateError
+from ftcomm.training.checkpoint import Checkpoints, complete, finish, prune, read, write
 from ftcomm.training.state import FlatState, flatten
 
 from ..process.job import Job
@@ -123,6 +128,174 @@ def test_one_that_is_damaged_is_named(tmp_path: Path) -> None:
             read(tmp_path / f"rank-{rank}")
 
 
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    """torch's own reader loads it."""
+    path = tmp_path / "rank-0"
+    write(path, flat(3.0))
+    data = path / "__0_0.distcp"
+    flip(data, data.read_bytes().index(struct.pack("6f", *[3.0] * 6)) + 7)
+    weight = {"model.weight": torch.empty(3, 2)}
+    dcp.load(weight, checkpoint_id=path)
+    assert weight["model.weight"].flatten().tolist() != [3.0] * 6
+    with pytest.raises(StateError, match=r"1 of 2 tensors in its \.distcp files have changed .*, model\.weight: "):
+        read(path)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_damaged_skeleton_is_named(tmp_path: Path, checked: bool) -> None:
+    path = tmp_path / "rank-0"
+    write(path, flat())
+    flip(path / "skeleton", 0)
+    if not checked:
+        (path / "checksums").unlink()
+    with pytest.raises(StateError, match=r"rank-0/skeleton (has changed|is of no use).* take it away") as raised:
+        read(path)
+    assert "same script" not in str(raised.value)
+
+
+def test_damaged_checksums_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0"
+    write(path, flat())
+    (path / "checksums").write_bytes(b'{"skeleton": 1')
+    with pytest.raises(StateError, match="rank-0/checksums is damaged"):
+        read(path)
+
+
+def test_one_without_checksums_is_from_before_they_were_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0"
+    write(path, flat(3.0))
+    (path / "checksums").unlink()
+    assert any(torch.equal(tensor, torch.full((3, 2), 3.0)) for tensor in read(path).tensors)
+
+
+def test_what_has_no_name_of_a_step_is_none(tmp_path: Path) -> None:
+    for name in ("step-00000007", "step-99999999999999999999", "step-000000008"):
+        (tmp_path / name).mkdir()
+    assert complete(tmp_path) == [7]
+
+
+def test_one_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=1, body=saving.fail, checkpoints=str(tmp_path / "checkpoints")) as one:
+        assert one.join(0) == [0], one.errors()
+        (said,) = [note for _, _, note in one.notes() if note["kind"] == "failed"]
+        assert said["error"].startswith("replica 0 rank 0: the checkpoint of step 2 was not written to ")
+        assert "File too large" in said["error"]
+        assert "It holds those of the steps [1]" in said["error"]
+        assert said["left"] == ["step-00000001"], "what was not completed keeps the space"
+        assert [event["step"] for event in reported(one, "checkpoint_failed")] == [2, 2]
+        assert [event["step"] for event in reported(one, "checkpoint")] == [1, 2]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_one_that_a_single_rank_could_not_write_is_whole_when_that_has_written_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Job(tmp_path, replicas=1, ranks=2, body=saving.fail_in_one_rank, checkpoints=str(folder)) as one:
+        assert one.join(0) == [0, 0], one.errors()
+        assert [rank for _, rank, note in one.notes() if note["kind"] == "failed"] == [0]
+        assert complete(folder) == [5], list(folder.rglob("*"))
+        for rank in range(2):
+            read(folder / f"step-00000005/rank-{rank}")
+
+
+@dataclasses.dataclass
+class Member:
+    incarnation: str = "life"
+
+
+class Alone:
+    """What `Checkpoints` asks its group for; it says the same all the time."""
+
+    def __init__(self, replica: int, shard: int, shards: int) -> None:
+        self.replica, self.shard, self.shards = replica, shard, shards
+        self.contributing = {replica}
+        self.view = self
+        self.drained = False
+
+    def member(self, replica: int) -> Member:
+        return Member()
+
+    def report(self, kind: str, **fields: object) -> None:
+        pass
+
+
+def test_what_can_never_be_completed_is_taken_away_and_nothing_that_may_be(tmp_path: Path) -> None:
+    """Rank 1 is late with step 6, and rank 0 writes step 7 already."""
+    never, mine, later, foreign = (
+        tmp_path / part
+        for part in (
+            ".step-00000004.life/rank-0",
+            ".step-00000005.life/rank-1",
+            ".step-00000007.life/rank-0",
+            ".step-00000004.another/rank-0",
+        )
+    )
+    for part in (never, mine, later, foreign):
+        part.mkdir(parents=True)
+    group: Any = Alone(replica=0, shard=1, shards=2)
+    Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, group=group).close(6)
+    assert (tmp_path / ".step-00000006.life/rank-1/.metadata").exists()
+    assert not never.parent.exists(), "it keeps the space"
+    assert mine.exists()
+    assert foreign.exists()
+    assert later.exists(), "rank 0 is writing it"
+
+
+def test_who_could_not_write_one_raises_until_another_has_become_the_writer(tmp_path: Path) -> None:
+    for step in (1, 4):
+        (tmp_path / f".step-{step:08d}.life").touch()  # where its folder would be
+    group: Any = Alone(replica=1, shard=0, shards=1)
+    checkpoints = Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, every=1, group=group)
+    checkpoints.before(1)
+    with pytest.raises(FtcommError, match="the checkpoint of step 1 was not written"):
+        checkpoints.close()
+    group.contributing = {0, 1}
+    checkpoints.before(2)
+    (tmp_path / "step-00000003").mkdir()
+    checkpoints.close(3)
+    group.contributing = {1}
+    with pytest.raises(FtcommError, match="the checkpoint of step 4 was not written"):
+        checkpoints.close(4)
+    (tmp_path / ".step-00000004.life").unlink()
+    checkpoints.close(4)
+    assert complete(tmp_path) == [3, 4]
+
+
+def test_who_waits_for_the_writer_of_the_last_one_takes_its_place(tmp_path: Path) -> None:
+    group: Any = Alone(replica=1, shard=0, shards=1)
+    group.contributing = {0, 1}
+    checkpoints = Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, group=group)
+    lost = threading.Timer(0.3, lambda: setattr(group, "contributing", {1}))
+    lost.start()
+    checkpoints.close(9)
+    lost.join()
+    assert complete(tmp_path) == [9]
+
+
+def test_who_has_left_waits_for_nobody(tmp_path: Path) -> None:
+    group: Any = Alone(replica=1, shard=0, shards=1)
+    group.contributing, group.drained = {0, 1}, True
+    Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, group=group).close(9)
+    assert complete(tmp_path) == []
+
+
+def test_arrays_without_state_dict_are_written_and_restored(tmp_path: Path) -> None:
+    group: Any = Alone(replica=0, shard=0, shards=1)
+    group.internals = types.SimpleNamespace(catching_up=False)
+    group.allreduce = lambda array, op: array
+    state = {"w": np.arange(4.0), "seen": {"tokens": np.zeros(2, np.int64)}}
+    Checkpoints(tmp_path, state, group=group).close(5)
+    state["w"][:], state["seen"]["tokens"][:] = 0, 7  # type: ignore[index]
+    assert Checkpoints(tmp_path, state, group=group).restore() == 5
+    assert state["w"].tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert state["seen"]["tokens"].tolist() == [0, 0]  # type: ignore[index]
+
+
 class Trap:
     """What makes the folder `trap` when it is unpickled."""
 
@@ -202,3 +375,22 @@ def test_metadata_that_are_none(tmp_path: Path, rubbish: bytes) -> None:
     (path / ".metadata").write_bytes(rubbish)
     with pytest.raises(StateError, match=r"cannot be read: .* take it away"):
         read(path)
+
+
+def test_a_checkpoint_for_which_no_thread_can_be_had_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "ftcomm-checkpoint":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    group: Any = Alone(replica=0, shard=0, shards=1)
+    checkpoints = Checkpoints(tmp_path, {"w": np.ones(3)}, every=1, group=group)
+    checkpoints.before(1)
+    assert complete(tmp_path) == [1]
+    checkpoints.close(2)
+    assert complete(tmp_path) == [1, 2]

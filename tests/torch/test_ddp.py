@@ -61,7 +61,7 @@ def start_and_wrap(job: Job, joiner: int, others: set[int]) -> None:
     job.start(joiner)
     deadline = time.monotonic() + DEADLINE
     while len([note for _, _, note in job.notes() if note["kind"] == "wrapped"]) < wrapped + job.ranks:
-        assert time.monotonic() < deadline, job.stacks()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     stepped(job, 10, others)
     assert {x["replica"] for x in newest(job.events)} == others

@@ -1,17 +1,19 @@
-"""The examples, as people will run them."""
+"""The examples, as people will run them, but that in one run of each the ranks are forks of a process with torch."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch import Launcher, RunOptions, process, run
 from ftcomm.training.checkpoint import complete
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,7 +63,15 @@ def _quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCOMM_LOG", "warning")
 
 
-def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def interpreters() -> Iterator[None]:
+    """Within, ranks are interpreters of their own, though the test has asked for `preforked`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", subprocess)
+        yield
+
+
+def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tmp_path: Path) -> None:
     first = Running(tmp_path, "train_ddp", "--steps", "1000000", replicas=2)
 
     async def plan() -> None:
@@ -76,14 +86,16 @@ def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(tmp_path: Path) -> 
     assert last == max(first.steps()) + 1, "the state with which they were drained is not there"
 
     second = Running(tmp_path, "train_ddp", "--steps", str(last + 3), replicas=1)
-    assert second.run() == run.FINISHED, second.lines
+    with interpreters():
+        assert second.run() == run.FINISHED, second.lines
     assert second.steps() == [last, last + 1, last + 2]
     assert complete(tmp_path / "train_ddp")[-1] == last + 3
 
 
-def test_fsdp2_in_one_replica_of_two_and_then_in_two(tmp_path: Path) -> None:
+def test_fsdp2_in_one_replica_of_two_and_then_in_two(preforked: None, tmp_path: Path) -> None:
     for replicas, first, total in ((1, 0, 2), (2, 2, 4)):
         example = Running(tmp_path, "train_fsdp2", "--steps", str(total), replicas=replicas, ranks_per_replica=2)
-        assert example.run() == run.FINISHED, example.lines
+        with interpreters() if replicas == 1 else contextlib.nullcontext():
+            assert example.run() == run.FINISHED, example.lines
         assert sorted(example.steps()) == sorted([first, first + 1] * replicas * 2)
         assert complete(tmp_path / "train_fsdp2")[-1] == total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -49,3 +50,34 @@ def test_two_threads_that_call_at_once_are_told_so() -> None:
     thread.join(DEADLINE)
     grid.barrier()
     grid.close()
+
+
+def test_two_threads_that_make_the_first_calls_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would run ops at the same time as the first, and `close` would end one of them."""
+    made: list[threading.Thread] = []
+    meet = threading.Barrier(2)
+
+    class Slow(threading.Thread):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            if self.name == "ftcomm-grid":
+                made.append(self)
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    meet.wait(1.0)  # until another one is made, too
+
+    here = threading.Event()
+    here.set()
+    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SimpleNamespace()), Inside(here=here), lambda: (0, 0))  # type: ignore[arg-type]
+    monkeypatch.setattr(threading, "Thread", Slow)
+
+    def call() -> None:
+        with contextlib.suppress(ArgumentError):
+            grid.barrier()
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(DEADLINE)
+    grid.close()
+    assert len(made) == 1

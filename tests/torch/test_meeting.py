@@ -124,6 +124,25 @@ def test_what_lies_at_a_place_must_be_ours(tmp_path: Path) -> None:
     file.close()
 
 
+def test_torchs_own_rendezvous_hears_the_numbers_of_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun with MASTER_ADDR and MASTER_PORT, say: torch looks for RANK and WORLD_SIZE alone."""
+    asked: list[str] = []
+
+    def torchs(url: str, **options: Any) -> Any:
+        asked.append(url)
+        yield dist.HashStore(), 1, 4
+
+    for name in ("FTCOMM_COORDINATOR", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    next(iter(meeting.meet("env://", torchs, {})))
+    next(iter(meeting.meet("env://?rank=2&world_size=3", torchs, {})))
+    monkeypatch.setenv("RANK", "0")
+    next(iter(meeting.meet("env://", torchs, {})))
+    assert asked == ["env://?rank=1&world_size=4", "env://?rank=2&world_size=3", "env://"]
+
+
 THRICE = """
 import datetime, torch, torch.distributed as dist
 for i in range(3):
@@ -150,3 +169,36 @@ def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
         timeout=170,
     )
     assert (done.returncode, done.stdout.count("all three")) == (0, 2), done.stderr[-3000:]
+
+
+AGAIN = """
+import os, signal, torch, torch.distributed as dist
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("ftcomm")
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == 2
+if attempt == 0 and dist.get_rank() == 0:  # who has started the coordinator
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0:
+    signal.pause()  # until torchrun ends it
+dist.destroy_process_group()
+print(f"done in attempt {attempt}")  # one string: two ranks share this pipe, and it may be unbuffered
+"""
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_starts_all_again_and_each_attempt_meets_by_itself(tmp_path: Path) -> None:
+    """Its store lives on, with the address of the coordinator of the attempt before."""
+    (tmp_path / "script.py").write_text(AGAIN)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", "script.py"],
+        cwd=tmp_path,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=230,
+    )
+    assert (done.returncode, done.stdout.count("done in attempt 1")) == (0, 2), done.stderr[-3000:]

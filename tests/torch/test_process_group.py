@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ftcomm.errors import SettingsError
+from ftcomm.launch import sidecar
 from ftcomm.torch.meeting import join_by_store
 
 from ..process.job import Job, only_on_host
@@ -186,8 +187,14 @@ def test_the_environment_counts_in_a_program_of_another_launcher(tmp_path: Path)
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     said = run(tmp_path, world | {f"FTCOMM_{name}": value for name, value in asked.items()}, SETTINGS)
     assert said.split() == ["20.0", "0.5", "4.0", "33.0", "True", "ring", "r1", "3"]
-    wrong = run(tmp_path, world | {"FTCOMM_VERIFY": "yes"}, SETTINGS)
-    assert "FTCOMM_VERIFY='yes'; expected 1 (on) or 0 (off)" in wrong
+
+
+def test_a_wrong_setting_is_said_before_there_is_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would live on for half a minute and wait for a rank to come."""
+    monkeypatch.setenv("FTCOMM_VERIFY", "yes")
+    monkeypatch.setattr(sidecar, "start", lambda *arguments: pytest.fail("there is one"))
+    with pytest.raises(SettingsError, match=r"FTCOMM_VERIFY='yes'; expected 1 \(on\) or 0 \(off\)"):
+        join_by_store(dist.HashStore(), 0, 1, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("shards", ["2", "none", "0"])

@@ -53,7 +53,7 @@ def test_the_weights_say_that_every_sample_was_trained_once(tmp_path: Path, rank
 
 def trained(state: dict[str, object], rank: int, ranks: int) -> Counter[int]:
     """Of each sample how often, by the ledger."""
-    group = types.SimpleNamespace(replica=0, shard=rank, _fresh=False)
+    group = types.SimpleNamespace(replica=0, shard=rank, internals=types.SimpleNamespace(catching_up=False))
     batches = Batches(sampling.SAMPLES, sampling.SIZE, seed=7, part=(rank, ranks), group=group)  # type: ignore[arg-type]
     batches.load_state_dict(state)
     ledger: Ledger = batches.ledger

@@ -45,7 +45,7 @@ def stepped(job: Job, count: int, replicas: set[int]) -> None:
     while min(step - start[replica] for replica, step in last().items()) < count:
         failed = [error for error in job.errors() if error[0] in replicas]
         assert not failed, failed
-        assert time.monotonic() < deadline, job.stacks()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -61,8 +61,8 @@ def catching_up(replica: int) -> Any:
 def settle(job: Job, replicas: set[int]) -> None:
     """Until these are the members of the newest view, and the coordinator knows that all of them run in it."""
     machine, deadline = job.server._machine, time.monotonic() + 60
-    while not (set(machine.view.replicas) == replicas and machine._settled()):
-        assert time.monotonic() < deadline, job.stacks()
+    while not (set(machine.view.replicas) == replicas and machine.job.settled):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ftcomm.kernels.host import arithmetic
-from ftcomm.transport.connect import here_is, likeness
+from ftcomm.transport.connect import common_traits, here_is
 from ftcomm.transport.segment import Segment
 
 X86 = """processor\t: 0
@@ -55,7 +55,7 @@ def test_members_are_alike_if_all_are() -> None:
         msgspec.structs.replace(one, **fields)
         for fields in ({"boot": "b"}, {"boot": "b", "arithmetic": "c"}, {"arithmetic": ""})
     )
-    assert likeness([one]) == likeness([one, one]) == {"one_host": True, "alike": True}
-    assert likeness([one, far]) == {"one_host": False, "alike": True}
-    assert likeness([one, far, other]) == {"one_host": False, "alike": False}
-    assert likeness([unknown, unknown])["alike"] is False
+    assert common_traits([one]) == common_traits([one, one]) == {"one_host": True, "alike": True}
+    assert common_traits([one, far]) == {"one_host": False, "alike": True}
+    assert common_traits([one, far, other]) == {"one_host": False, "alike": False}
+    assert common_traits([unknown, unknown])["alike"] is False

@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
+import os
 import queue
+import resource
 import socket
 import threading
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+import ftcomm
 from ftcomm.control import actions as act
-from ftcomm.control import dropped, links, wire
+from ftcomm.control import dropped, handshake, links, wire
+from ftcomm.control import knock as knock_module
 from ftcomm.control import messages as m
-from ftcomm.control import server as server_module
-from ftcomm.control.agent import Agent, JoinError
-from ftcomm.control.links import Link, Listener, hand_over, listen, open_socket, serve_messages
+from ftcomm.control.agent import Agent, Gone, JoinError
+from ftcomm.control.links import Link, Listener, hand_over, listen, serve_messages
 from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
+from ftcomm.errors import SettingsError
+from ftcomm.settings import unstarted
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
 from tests.idle_engine import IdleEngine
+from tests.opened import open_socket
 from tests.sealed_rig import ends, records
 
 pytestmark = pytest.mark.protocol
 
-CREDENTIALS = wire.Credentials("secret")
+CREDENTIALS = handshake.Credentials("secret")
 DEADLINE = 60.0
 MB = 1 << 20
 
@@ -55,7 +64,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
 
 
 @contextlib.asynccontextmanager
-async def listening(on_peer: Callable[[Channel, wire.Opening], Awaitable[None]]):
+async def listening(on_peer: Callable[[Channel, handshake.Opening], Awaitable[None]]):
     sock = listen("127.0.0.1", 0)
     listener = Listener(sock, CREDENTIALS, on_peer)
     try:
@@ -64,7 +73,7 @@ async def listening(on_peer: Callable[[Channel, wire.Opening], Awaitable[None]])
         await listener.close()
 
 
-async def nobody(sock: Channel, opening: wire.Opening) -> None:
+async def nobody(sock: Channel, opening: handshake.Opening) -> None:
     sock.close()
     raise AssertionError(f"let in: {opening}")
 
@@ -89,9 +98,9 @@ def framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-def recorded(mine: wire.Credentials) -> tuple[list[bytes], list[bytes]]:
+def recorded(mine: handshake.Credentials) -> tuple[list[bytes], list[bytes]]:
     """What client and server say in a handshake that goes well."""
-    client, server = wire.client_steps(mine, "leader", {"replica": 1}), wire.server_steps(mine)
+    client, server = handshake.client_steps(mine, "leader", {"replica": 1}), handshake.server_steps(mine)
     next(server)
     opening = next(client)
     next(client)
@@ -122,12 +131,12 @@ def test_a_recorded_handshake_opens_nothing(count: Callable[[str], int]) -> None
 
 def test_a_recorded_server_is_not_trusted() -> None:
     _, answers = recorded(CREDENTIALS)
-    client = wire.client_steps(CREDENTIALS, "leader", {"replica": 1})
+    client = handshake.client_steps(CREDENTIALS, "leader", {"replica": 1})
     next(client)
     next(client)
     client.send(answers[0])
     next(client)
-    with pytest.raises(wire.HandshakeError, match="does not hold this job's token"):
+    with pytest.raises(handshake.HandshakeError, match="does not hold this job's token"):
         client.send(answers[1])
 
 
@@ -135,33 +144,33 @@ def test_a_recorded_server_is_not_trusted() -> None:
 @pytest.mark.parametrize("when", ["at once", "after the proof"])
 def test_a_refusal_without_the_token_proves_nothing(when: str, elsewhere: bool) -> None:
     """Whoever is on the way can say it, so it is no reason to give up, nor one to take anybody for dead."""
-    client = wire.client_steps(CREDENTIALS, "leader", {"replica": 1})
+    client = handshake.client_steps(CREDENTIALS, "leader", {"replica": 1})
     next(client)
     next(client)
     if when == "at once":
-        said = wire.Challenge(wire.VERSION, bytes(wire.NONCE), "go away")
+        said = handshake.Challenge(handshake.VERSION, bytes(handshake.NONCE), "go away")
     else:
-        client.send(msgspec.msgpack.encode(wire.Challenge(wire.VERSION, bytes(wire.NONCE))))
+        client.send(msgspec.msgpack.encode(handshake.Challenge(handshake.VERSION, bytes(handshake.NONCE))))
         next(client)
-        said = wire.Accepted(bytes(32), "go away", elsewhere=elsewhere)
-    with pytest.raises(wire.HandshakeError, match="go away") as refused:
+        said = handshake.Accepted(bytes(32), "go away", elsewhere=elsewhere)
+    with pytest.raises(handshake.HandshakeError, match="go away") as refused:
         client.send(msgspec.msgpack.encode(said))
-    assert type(refused.value) is wire.HandshakeError
+    assert type(refused.value) is handshake.HandshakeError
 
 
 def test_a_client_signs_for_nobody_else() -> None:
     """One who lures a client could have it sign an opening of the lurer's own, were a nonce of any length."""
-    real = wire.server_steps(CREDENTIALS)
+    real = handshake.server_steps(CREDENTIALS)
     next(real)
-    victim = wire.client_steps(CREDENTIALS, "member", {"replica": 1})
+    victim = handshake.client_steps(CREDENTIALS, "member", {"replica": 1})
     signed = next(victim)  # will be the value of a last field of the lurer's opening
-    head = msgspec.msgpack.encode({"version": wire.VERSION, "purpose": "leader", "fields": {}, "nonce": b"n" * 16})
+    head = msgspec.msgpack.encode({"version": handshake.VERSION, "purpose": "leader", "fields": {}, "nonce": b"n" * 16})
     prefix = bytes([0x85]) + head[1:] + b"\xa1x" + b"\xc4" + bytes([len(signed)])
-    assert msgspec.msgpack.decode(prefix + signed, type=wire.Opening).purpose == "leader"
-    nonce = msgspec.msgpack.decode(real.send(prefix + signed), type=wire.Challenge).nonce
+    assert msgspec.msgpack.decode(prefix + signed, type=handshake.Opening).purpose == "leader"
+    nonce = msgspec.msgpack.decode(real.send(prefix + signed), type=handshake.Challenge).nonce
     next(victim)
-    lure = msgspec.msgpack.encode({"version": wire.VERSION, "nonce": nonce + prefix, "refused": ""})
-    with pytest.raises(wire.HandshakeError, match="nonce"):
+    lure = msgspec.msgpack.encode({"version": handshake.VERSION, "nonce": nonce + prefix, "refused": ""})
+    with pytest.raises(handshake.HandshakeError, match="nonce"):
         victim.send(lure)
 
 
@@ -172,8 +181,8 @@ def test_a_client_signs_for_nobody_else() -> None:
         (b"\x7f\xff\xff\xff", "handshake"),
         (framed(b"\x81\xa7purpose\xa1\xff"), "handshake"),
         (framed(b"\x91" * 4000), "handshake"),
-        (framed(msgspec.msgpack.encode({"version": wire.VERSION + 1})), "version"),
-        (framed(*recorded(wire.Credentials("guess"))[0]), "token"),
+        (framed(msgspec.msgpack.encode({"version": handshake.VERSION + 1})), "version"),
+        (framed(*recorded(handshake.Credentials("guess"))[0]), "token"),
         (b"", "handshake"),
         (b"\x00\x00", "handshake"),
     ],
@@ -206,7 +215,7 @@ def test_strangers_that_say_nothing_make_room_for_newer_ones(
     arrived = []
     heard: list[m.AnyMessage] = []
 
-    async def peer(sock: Channel, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: handshake.Opening) -> None:
         arrived.append(opening.purpose)
         await serve_messages(sock, heard.append, lambda writer: None)
 
@@ -231,6 +240,39 @@ def test_strangers_that_say_nothing_make_room_for_newer_ones(
     asyncio.run(run())
 
 
+def test_who_is_out_of_descriptors_says_so_without_flooding_its_log_and_goes_on(
+    count: Callable[[str], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    arrived = []
+
+    async def peer(channel: Channel, opening: handshake.Opening) -> None:
+        arrived.append(opening.purpose)
+        channel.close()
+
+    async def run() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        async with listening(peer) as address:
+            sock = socket.socket()
+            free = os.dup(sock.fileno())
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            try:
+                sock.connect(address)
+                await until(lambda: count("unaccepted") > dropped.LINES + 2)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                sock.close()
+            client = await open_socket(address, CREDENTIALS, "member", {})
+            client.close()
+            await until(lambda: arrived == ["member"])
+
+    with caplog.at_level(logging.WARNING, "ftcomm.control"):
+        asyncio.run(run())
+    said = [record for record in caplog.records if "could not be accepted" in record.getMessage()]
+    assert 0 < len(said) <= dropped.LINES + 1, "a window may have ended in between"
+    assert "Too many open files" in said[0].getMessage()
+
+
 def test_strangers_take_no_more_memory_than_a_handshake_may(count: Callable[[str], int]) -> None:
     """Each says that the longest frame comes and sends all but its end; then one sends a MB, which is not read."""
     strangers = 100
@@ -241,12 +283,12 @@ def test_strangers_take_no_more_memory_than_a_handshake_may(count: Callable[[str
             tracemalloc.start()
             before = tracemalloc.get_traced_memory()[0]
             for sock in socks:
-                sock.sendall(wire.MAX_HANDSHAKE.to_bytes(4, "big") + bytes(wire.MAX_HANDSHAKE - 1))
+                sock.sendall(handshake.MAX_HANDSHAKE.to_bytes(4, "big") + bytes(handshake.MAX_HANDSHAKE - 1))
                 await asyncio.sleep(0)
             flood = asyncio.to_thread(push, socks[0], (bytes(MB),))
             await flood
             await until(lambda: count("handshake") == 1)
-            assert tracemalloc.get_traced_memory()[1] - before < MB + 4 * strangers * wire.MAX_HANDSHAKE + MB // 2
+            assert tracemalloc.get_traced_memory()[1] - before < MB + 4 * strangers * handshake.MAX_HANDSHAKE + MB // 2
             for sock in socks:
                 sock.close()
 
@@ -394,7 +436,7 @@ def test_memory_is_taken_for_what_came_not_for_what_was_said(count: Callable[[st
 def test_a_longest_message_takes_a_small_multiple_of_its_length(count: Callable[[str], int]) -> None:
     """The bounds of lists keep what is decoded small: one of 16 million small numbers is refused before it is made."""
     numbers = b"\xdd" + (wire.MAX_MESSAGE - 100).to_bytes(4, "big") + b"\x01" * (wire.MAX_MESSAGE - 100)
-    stalled = msgspec.msgpack.encode({"type": "Stalled", "rank": 0, "epoch": 1, "op": 1, "due": True})
+    stalled = msgspec.msgpack.encode({"type": "Stalled", "shard": 0, "epoch": 1, "op": 1, "due": True})
     data = bytes([stalled[0] + 1]) + stalled[1:] + b"\xaawaiting_on" + numbers
     assert wire.MAX_MESSAGE - 100 < len(data) <= wire.MAX_MESSAGE
     frame = records(data)[0]
@@ -447,7 +489,7 @@ def rubbish() -> list[bytes]:
     return [data for pair in itertools.zip_longest(good, NO_MESSAGE.values(), fillvalue=b"") for data in pair]
 
 
-async def insult(address: tuple[str, int], purpose: str, fields: wire.Fields) -> None:
+async def insult(address: tuple[str, int], purpose: str, fields: handshake.Fields) -> None:
     """Say all of it on an authenticated connection, then hang up."""
     sock = await open_socket(address, CREDENTIALS, purpose, fields)
     with sock, contextlib.suppress(OSError):  # it may hang up first
@@ -455,13 +497,13 @@ async def insult(address: tuple[str, int], purpose: str, fields: wire.Fields) ->
             await asyncio.get_running_loop().sock_sendall(sock.detach(), sock.record(data))
 
 
-FIELDS: list[wire.Fields] = [
+FIELDS: list[handshake.Fields] = [
     {},
-    {"rank": 0},
-    {"rank": 1},
-    {"rank": 1, "replica": 0},
-    {"rank": 9},
-    {"rank": "x"},
+    {"shard": 0},
+    {"shard": 1},
+    {"shard": 1, "replica": 0},
+    {"shard": 9},
+    {"shard": "x"},
     {"replica": -1, "epoch": "x"},
     {"replica": 3, "epoch": 1},
 ]
@@ -500,7 +542,7 @@ def an_agent(ranks: int = 2, coordinator: socket.socket | None = None) -> Iterat
         coordinator=nowhere.getsockname(),
         credentials=CREDENTIALS,
         replica=0,
-        rank=0,
+        shard=0,
         ranks=ranks,
         leader=None,
         leader_socket=None,
@@ -527,10 +569,12 @@ def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
                 conn, _ = stranger.accept()
                 with conn:
                     times.append(time.monotonic())
-                    conn.recv(wire.MAX_HANDSHAKE)
-                    said = msgspec.msgpack.encode(wire.Challenge(wire.VERSION, bytes(wire.NONCE), "the job is over"))
+                    conn.recv(handshake.MAX_HANDSHAKE)
+                    said = msgspec.msgpack.encode(
+                        handshake.Challenge(handshake.VERSION, bytes(handshake.NONCE), "the job is over")
+                    )
                     conn.sendall(framed(said))
-                    conn.recv(wire.MAX_HANDSHAKE)
+                    conn.recv(handshake.MAX_HANDSHAKE)
 
     stranger = listen("127.0.0.1", 0)
     threading.Thread(target=refuse, daemon=True).start()
@@ -542,16 +586,25 @@ def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
     assert len([record for record in caplog.records if "the job is over" in record.getMessage()]) == 1
 
 
+def test_a_boundary_says_why_the_rank_has_failed_before_that_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script may come to it between the two, in a thread of its own."""
+    with an_agent(1) as (agent, _):
+        monkeypatch.setattr(agent, "_carry_out", lambda actions: None)
+        agent._do(agent._node.failed, "the engine was interrupted")
+        with pytest.raises(Gone, match="the engine was interrupted"):
+            agent.boundary(0, 1.0)
+
+
 def test_who_is_on_its_way_in_waits_longer_than_who_waits_for_others_to_come() -> None:
     """Whatever the words are in which it is told so."""
     stranger = listen("127.0.0.1", 0)
     with stranger, an_agent(1, stranger) as (agent, _):
         agent.start()
-        agent._carry_out([act.Queued("some news", m.Stage.JOINING)])
+        agent._carry_out([act.JoinPending("some news", m.Stage.JOINING)])
         with ThreadPoolExecutor(1) as pool:
             register = pool.submit(agent.register, 0.5)
             assert not wait([register], 2.0).done
-            agent._carry_out([act.Queued("other news", m.Stage.WAITING)])
+            agent._carry_out([act.JoinPending("other news", m.Stage.WAITING)])
             with pytest.raises(JoinError, match="other news"):
                 register.result(DEADLINE)
 
@@ -580,11 +633,11 @@ def test_a_member_speaks_for_itself_alone(count: Callable[[str], int], monkeypat
 
 
 def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
-    served: queue.Queue[wire.Fields] = queue.Queue()
+    served: queue.Queue[handshake.Fields] = queue.Queue()
 
-    def handler(sock: Channel, fields: wire.Fields) -> None:
+    def handler(sock: Channel, fields: handshake.Fields) -> None:
         with sock:
-            wire.number(fields, "replica")
+            handshake.number(fields, "replica")
             served.put(fields)
 
     with an_agent() as (agent, address):
@@ -593,7 +646,7 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
         for purpose, fields in itertools.product(PURPOSES, FIELDS):
             asyncio.run(insult(address, purpose, fields))
         with wire.connect(address, CREDENTIALS, "data", {"replica": 3, "epoch": 1}, DEADLINE):
-            for fields in ({"rank": 1, "replica": 0}, *[{"replica": 3, "epoch": 1}] * 2):
+            for fields in ({"shard": 1, "replica": 0}, *[{"replica": 3, "epoch": 1}] * 2):
                 assert served.get(timeout=DEADLINE) == fields
         right = 1 + 2 + 2  # of "rank", "member" and "data"
         asyncio.run(until(lambda: count("fields") == 3 * len(FIELDS) - right))
@@ -608,7 +661,7 @@ def test_a_rank_outlives_every_peer(count: Callable[[str], int]) -> None:
 def test_a_link_outlives_errors_in_its_callbacks(count: Callable[[str], int]) -> None:
     opened: list[int] = []
 
-    async def peer(sock: Channel, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: handshake.Opening) -> None:
         await serve_messages(sock, lambda message: None, lambda writer: None)
 
     async def run() -> None:
@@ -648,14 +701,14 @@ def test_a_link_to_an_address_that_cannot_be_says_so(count: Callable[[str], int]
 
 
 def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str], int]) -> None:
-    async def peer(sock: Channel, opening: wire.Opening) -> None:
+    async def peer(sock: Channel, opening: handshake.Opening) -> None:
         if opening.purpose == "rank":
-            wire.number(opening.fields, "rank", most=1)
+            handshake.number(opening.fields, "shard", most=1)
         raise KeyError("a defect")
 
     async def run() -> None:
         async with listening(peer) as address:
-            for purpose, fields in (("member", {}), ("rank", {"rank": "x"}), ("rank", {"rank": 7}), ("rank", {})):
+            for purpose, fields in (("member", {}), ("rank", {"shard": "x"}), ("rank", {"shard": 7}), ("rank", {})):
                 sock = await open_socket(address, CREDENTIALS, purpose, fields)
                 with sock.detach() as raw:
                     loop = asyncio.get_running_loop()
@@ -666,9 +719,11 @@ def test_a_listener_outlives_errors_in_what_it_hands_on_to(count: Callable[[str]
 
 
 @pytest.mark.parametrize("fields", [{}, {"replica": "x"}, {"replica": -1}, {"replica": 1 << 31}], ids=str)
-def test_a_handler_with_fields_that_it_cannot_use_hangs_up(fields: wire.Fields, count: Callable[[str], int]) -> None:
-    def handler(sock: Channel, fields: wire.Fields) -> None:
-        wire.number(fields, "replica")
+def test_a_handler_with_fields_that_it_cannot_use_hangs_up(
+    fields: handshake.Fields, count: Callable[[str], int]
+) -> None:
+    def handler(sock: Channel, fields: handshake.Fields) -> None:
+        handshake.number(fields, "replica")
 
     near, far = socket.socketpair()
     with far:
@@ -702,6 +757,107 @@ def test_a_flood_is_counted_and_does_not_flood_the_log(
         now[0] = dropped.WINDOW
         dropped.drop("message", "y")
         assert caplog.records[-1].getMessage() == "dropped (message): y (and 1990 of this kind before it, not logged)"
+
+
+@pytest.mark.parametrize("letter", ["e", "\U0001f600"])
+def test_a_long_reason_fits_into_an_opening(letter: str) -> None:
+    """Cut where it is told, it is taken: four bytes a character, as the longest are."""
+    mine, told = handshake.Credentials("a token that is long enough"), []
+
+    def tell(there: object, credentials: object, purpose: str, fields: handshake.Fields, timeout: float) -> Any:
+        told.append((purpose, fields))
+        raise OSError("nobody is there")
+
+    settings = SimpleNamespace(coordinator="127.0.0.1:1", replica=3, shard=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unstarted.wire, "connect", tell)
+        patch.setattr(unstarted.credentials, "of", lambda settings: mine)
+        unstarted.tell(ValueError(letter * 5000), settings)  # type: ignore[arg-type]
+    purpose, fields = told[0]
+    opening = next(handshake.client_steps(mine, purpose, fields))
+    assert opening is not None
+    assert len(opening) <= handshake.MAX_HANDSHAKE
+    taken = msgspec.msgpack.decode(opening, type=handshake.Opening)
+    assert handshake.text(taken.fields, "reason") == f"rank 1 of replica 3 cannot start: {letter * 5000}"[:700]
+
+
+def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader of its replica waits for all its ranks, and another replica for this one."""
+    token, timeouts = "a token that is long enough", dataclasses.astuple(TIMEOUTS)
+    mine = handshake.Credentials(token)
+
+    async def said(channel: Channel, reader: asyncio.StreamReader) -> m.AnyMessage:
+        while isinstance(message := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.Ping):
+            pass
+        return message
+
+    async def run() -> None:
+        events: list[dict[str, object]] = []
+        server = CoordinatorServer(2, 2, mine, timeouts=TIMEOUTS, on_event=events.append)
+        await server.start()
+        try:
+            port = int(server.endpoint.rpartition(":")[2])
+            heard = []
+            for replica in (0, 1):
+                channel = await open_socket(("127.0.0.1", port), mine, "leader", {"replica": replica})
+                reader, stream = await asyncio.open_connection(sock=channel.detach())
+                if replica == 0:
+                    join = m.Join(0, "life", (ADDRESS, ADDRESS), 0, -1, timeouts)
+                    wire.Writer(channel, stream).write(m.encode(join))
+                    assert isinstance(await said(channel, reader), m.Queued)
+                heard.append((channel, reader, stream))
+            env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "98", "RANK": "1"}
+            for name, value in env.items():
+                monkeypatch.setenv(f"FTCOMM_{name}", value)
+            with pytest.raises(SettingsError, match="98 replicas; a job has at most"):
+                await asyncio.to_thread(ftcomm.init)
+            other, sibling = [await said(channel, reader) for channel, reader, _ in heard]
+            assert isinstance(sibling, m.Expelled)
+            assert sibling.reason.startswith("rank 1 of replica 1 cannot start: FTCOMM_REPLICAS and")
+            assert isinstance(other, m.Queued)
+            assert other.reason == f"1 of 2 replicas are here; missing: 1 (refused: {sibling.reason})"
+            assert [event["reason"] for event in events if event["kind"] == "refused"] == [sibling.reason]
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+class Slow(ViewStore):
+    """Its disk takes as long as the test does."""
+
+    def append(self, view: View) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+
+def test_who_has_finished_is_known_before_it_hears_so_though_a_view_is_being_written() -> None:
+    """It may end as soon as it has the acknowledgement, and its launcher would take that for a death."""
+
+    async def run() -> list[str]:
+        kinds: list[str] = []
+        server = CoordinatorServer(
+            *(1, 1, CREDENTIALS),
+            store=Slow(None),
+            timeouts=TIMEOUTS,
+            on_event=lambda event: kinds.append(event["kind"]),
+        )
+        await server.start()
+        try:
+            port = int(server.endpoint.rpartition(":")[2])
+            channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0})
+            reader, stream = await asyncio.open_connection(sock=channel.detach())
+            writer = wire.Writer(channel, stream)
+            writer.write(m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, dataclasses.astuple(TIMEOUTS))))
+            writer.write(m.encode(m.Finished(True)))
+            while not isinstance(said := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.FinishAck):
+                assert not isinstance(said, m.NewView), "it is not written yet"
+            return kinds[:]
+        finally:
+            await server.stop()
+
+    kinds = asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    assert "finished" in kinds
+    assert "view" not in kinds
 
 
 class Doubted(ViewStore):
@@ -745,11 +901,11 @@ def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypa
     store.sure = False
     calls: list[bool] = []
 
-    async def call(*there: object, to: str = "") -> None:
+    def knock(*there: object) -> None:
         calls.append(store.sure)
         raise OSError("nobody listens")
 
-    monkeypatch.setattr(server_module.Knock, "at", call)
+    monkeypatch.setattr(knock_module, "Knock", knock)
 
     async def run() -> None:
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))

@@ -83,3 +83,15 @@ def test_an_op_that_failed_elsewhere_fails_with_that_error() -> None:
         assert flight.progress().failed == (FailedOp(0, "so it is", lost),)
         op.enter(GroupView(2, 0, (0, 1), frozenset({0, 1})))
         assert op.tasks == ()  # all know it
+
+
+def test_what_a_member_had_returned_that_has_left_does_not_fail_with_what_comes_after_it() -> None:
+    flight = Inflight()
+    ops = [gathering(0), gathering(0), gathering(0)]
+    for op in ops:
+        flight.add(op)
+    ops[0].finals = [(0,)] * len(ops[0].finals)
+    flight.return_below(2)  # the second has failed there
+    flight.abandon(RuntimeError("a member has closed the group after 2 ops"))
+    assert [op.done for op in ops] == [True] * 3
+    assert [op.error is None for op in ops] == [True, False, False]

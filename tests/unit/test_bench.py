@@ -13,17 +13,16 @@ import pytest
 import torch
 
 from ftcomm.bench import collective, overhead, peers, recovery
-from ftcomm.bench.collective import Contestant, Request, Row, rows
+from ftcomm.bench.collective import CollectiveRequest, CollectiveRow, Contestant, rows
 from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern, item_size
-from ftcomm.bench.harness import Report
+from ftcomm.bench.harness import BenchReport
 from ftcomm.bench.header import header, header_lines
-from ftcomm.bench.interleave import Block, Gone, Hello, Interleaver, Refused, Seat, Turn
+from ftcomm.bench.interleave import BenchTurn, Interleaver, OpDeclined, RankChannel, RankHello, RanksGone, TimedBlock
 from ftcomm.bench.job import Tail
 from ftcomm.bench.overhead import LEVELS, costs
 from ftcomm.bench.peers import missing, theirs
-from ftcomm.bench.recovery import TABLE, Event, good, spans, summaries, summarize, summary_lines
-from ftcomm.bench.recovery import Request as RecoveryRequest
+from ftcomm.bench.recovery import TABLE, Event, RecoveryRequest, good, spans, summaries, summarize, summary_lines
 from ftcomm.bench.recovery import draw as draw_recovery
 from ftcomm.bench.sizes import format_size, parse_size, sweep
 from ftcomm.bench.stats import median, percentile, slowest
@@ -189,12 +188,12 @@ def test_item_size(dtype: str, size: int) -> None:
     assert item_size(dtype) == size
 
 
-def blocks(times: list[tuple[list[int], list[int]]]) -> list[list[Block]]:
-    return [[Block(rank, ranks[rank], sum(ranks[rank]), rank) for rank in range(2)] for ranks in times]
+def blocks(times: list[tuple[list[int], list[int]]]) -> list[list[TimedBlock]]:
+    return [[TimedBlock(rank, ranks[rank], sum(ranks[rank]), rank) for rank in range(2)] for ranks in times]
 
 
 def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
-    request = Request([4096], [2], rounds=2, iterations=2, compare=("gloo", "mpi"))
+    request = CollectiveRequest([4096], [2], rounds=2, iterations=2, compare=("gloo", "mpi"))
     task = request.task(2)
     copy, ours, gloo, mpi = request.contestants()
     assert [who.library for who in (copy, ours, gloo, mpi)] == ["copy", "ftcomm", "gloo", "mpi"]
@@ -215,7 +214,7 @@ def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
     assert peer.ratio == 9.5
     assert (own.wrong, peer.wrong) == (2, 2)
     assert (dead.time_us_p50, dead.ratio, dead.wrong) == (None, None, 0)
-    assert msgspec.json.decode(msgspec.json.encode(own), type=Row) == own
+    assert msgspec.json.decode(msgspec.json.encode(own), type=CollectiveRow) == own
     first, second, third = collective.lines([own, peer, dead], [True])
     assert "9.50" in second
     assert first.endswith(" 2")
@@ -226,7 +225,7 @@ def test_rows_take_the_slowest_rank_and_the_ratio_of_each_round() -> None:
 
 
 def test_the_bound_of_a_broadcast_counts_what_it_has_to_move() -> None:
-    request = Request([4096], [2], rounds=1, iterations=1, collective="broadcast")
+    request = CollectiveRequest([4096], [2], rounds=1, iterations=1, collective="broadcast")
     task = request.task(2)
     copy, ours = request.contestants()
     times = {copy: blocks([([1000], [1000])]), ours: blocks([([1000], [1000])])}
@@ -236,7 +235,7 @@ def test_the_bound_of_a_broadcast_counts_what_it_has_to_move() -> None:
 
 
 def test_transports_and_blocks_are_contestants_of_their_own() -> None:
-    request = Request([64], [2], transports=("shm", "tcp"), compare=("atomic", "gloo"))
+    request = CollectiveRequest([64], [2], transports=("shm", "tcp"), compare=("atomic", "gloo"))
     found = [(who.library, who.transport, who.job) for who in request.contestants()]
     assert found == [
         ("copy", "memory", "ftcomm-shm"),
@@ -246,9 +245,9 @@ def test_transports_and_blocks_are_contestants_of_their_own() -> None:
         ("atomic", "tcp", "ftcomm-tcp"),
         ("gloo", "tcp", "gloo"),
     ]
-    sms = Request([64], [2], device="cuda", sms=(2, 4)).contestants()
+    sms = CollectiveRequest([64], [2], device="cuda", sms=(2, 4)).contestants()
     assert [dict(who.env) for who in sms[1:]] == [{"FTCOMM_ENGINE": "gpu-kernel", "FTCOMM_SMS": n} for n in ("2", "4")]
-    over_tcp = Request([64], [2], device="cuda", transports=("tcp",)).contestants()
+    over_tcp = CollectiveRequest([64], [2], device="cuda", transports=("tcp",)).contestants()
     assert dict(over_tcp[1].env) == {"FTCOMM_ENGINE": "gpu-reduce"}
     assert sms[0].env == sms[1].env  # the bound runs in the same processes
     assert isinstance(sms[0], Contestant)
@@ -303,20 +302,25 @@ def test_a_case_knows_the_right_result_and_a_wrong_one(name: str, dtype: str, re
 # ---- turns ----------------------------------------------------------------------------------------------------------
 
 
-def play(path: str, job: str, rank: int, answers: list[Block]) -> None:
+def play(path: str, job: str, rank: int, answers: list[TimedBlock]) -> None:
     """A rank that answers so, and then not any more; it stays until the command has gone."""
-    seat, left = Seat(path, job, rank), iter(answers)
-    for _ in seat.turns():
+    channel, left = RankChannel(path, job, rank), iter(answers)
+    for _ in channel.turns():
         answer = next(left, None)
         if answer is not None:
-            seat.answer(answer)
+            channel.answer(answer)
 
 
 def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
     path = tmp_path / "turns"
     ranks = [
-        [Block(0, [1], 1), Block(0, error="no such op", refused=True), Block(0, [2], 2), Block(0, error="it broke")],
-        [Block(1, [3], 3), Block(1, error="no such op", refused=True), Block(1, [4], 4)],
+        [
+            TimedBlock(0, [1], 1),
+            TimedBlock(0, error="no such op", refused=True),
+            TimedBlock(0, [2], 2),
+            TimedBlock(0, error="it broke"),
+        ],
+        [TimedBlock(1, [3], 3), TimedBlock(1, error="no such op", refused=True), TimedBlock(1, [4], 4)],
     ]
 
     async def command() -> None:
@@ -325,17 +329,17 @@ def test_turns_of_ranks_that_answer_refuse_fail_and_go(tmp_path: Path) -> None:
             players = [asyncio.to_thread(play, str(path), "peer", rank, [*said]) for rank, said in enumerate(ranks)]
             playing = asyncio.gather(*players)
             await turns.expect("peer", 2, process)
-            turn = Turn("peer", 0)
+            turn = BenchTurn("peer", 0)
             assert [b.times for b in await turns.turn("peer", turn, 60, process)] == [[1], [3]]
-            with pytest.raises(Refused, match="no such op"):
+            with pytest.raises(OpDeclined, match="no such op"):
                 await turns.turn("peer", turn, 60, process)
             assert [b.times for b in await turns.turn("peer", turn, 60, process)] == [[2], [4]]
-            with pytest.raises(Gone, match="it broke"):  # though the other rank never answers
+            with pytest.raises(RanksGone, match="it broke"):  # though the other rank never answers
                 await turns.turn("peer", turn, 60, process)
-            with pytest.raises(Gone, match="was not done"):
+            with pytest.raises(RanksGone, match="was not done"):
                 await turns.turn("peer", turn, 0.05, process)
             process.set_result("rank 1 ended with signal SIGKILL")
-            with pytest.raises(Gone, match="SIGKILL"):
+            with pytest.raises(RanksGone, match="SIGKILL"):
                 await turns.turn("peer", turn, 60, process)
         await playing
 
@@ -348,14 +352,14 @@ def test_ranks_that_cannot_measure_say_why_and_those_that_never_come_are_not_wai
     async def command() -> None:
         async with Interleaver(path) as turns:
             process: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            seat = await asyncio.to_thread(Seat, str(path), "peer", 0, "ImportError: no peer")
-            with pytest.raises(Gone, match="rank 0: ImportError: no peer"):
+            channel = await asyncio.to_thread(RankChannel, str(path), "peer", 0, "ImportError: no peer")
+            with pytest.raises(RanksGone, match="rank 0: ImportError: no peer"):
                 await turns.expect("peer", 2, process)
             process.set_result("rank 0 ended with exit code 1")
-            with pytest.raises(Gone, match="exit code 1"):
+            with pytest.raises(RanksGone, match="exit code 1"):
                 await turns.expect("other", 2, process)
-            assert Hello("peer", 0)
-            assert seat
+            assert RankHello("peer", 0)
+            assert channel
 
     asyncio.run(command())
 
@@ -378,7 +382,7 @@ def test_a_peer_that_cannot_be_measured_is_named() -> None:
 
 def test_task_keeps_small_floats_in_range() -> None:
     for ranks in (2, 16):
-        task = Request([1024], [ranks], dtype="float16").task(ranks)
+        task = CollectiveRequest([1024], [ranks], dtype="float16").task(ranks)
         assert Pattern(ranks, "float16", "sum").max_ops() - 1 - task.sizes[0].warmup >= 1
 
 
@@ -454,9 +458,9 @@ def test_the_picture_of_recoveries_that_end_and_of_those_that_do_not(tmp_path: P
 # ---- overhead -------------------------------------------------------------------------------------------------------
 
 
-def level_rows(size: int, **round_us: list[float]) -> list[Row]:
+def level_rows(size: int, **round_us: list[float]) -> list[CollectiveRow]:
     kind = ("allreduce", "", "cpu", "shm", 2, "float32", "sum", -1, True, size, size // 4, 3, 3)
-    made = Row(*kind, 0, 0, 0, 0, 0, 0, 0, [], None, [])
+    made = CollectiveRow(*kind, 0, 0, 0, 0, 0, 0, 0, [], None, [])
     return [
         msgspec.structs.replace(made, library=level, round_us=times, time_us_p50=median(times))
         for level, times in round_us.items()
@@ -532,13 +536,6 @@ def test_a_level_that_failed_is_an_error() -> None:
         ("allreduce --json /nonexistent/x.json", "choose a file that you can write to"),
         ("recovery --replicas 1", "expected 2 to 16"),
         ("recovery --kills 0", "at least 1"),
-        ("detection --replicas 1", "expected 2 to 16"),
-        ("detection --ranks-per-replica 0", "at least 1"),
-        ("detection --kills 0", "at least 1"),
-        ("detection --compute -1", "back to back"),
-        ("detection --size 1K", "expected at least 256K"),
-        ("detection --size 4M --memory 2M", "no more than --memory"),
-        ("detection --memory 4000G", "are free; lower"),
         ("recovery --faults pull", "is not one of 'kill', 'stop', 'cut'"),
         ("recovery --faults cut --transport shm", "no network to cut"),
         ("recovery --compare nccl", "is not one of 'gloo', 'torchft'"),
@@ -570,10 +567,10 @@ def test_a_peer_that_fails_has_a_line_that_says_so_and_the_rest_goes_on(
 ) -> None:
     event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5)
 
-    async def ours(request: RecoveryRequest, report: Report) -> None:
+    async def ours(request: RecoveryRequest, report: BenchReport) -> None:
         report.add(event)
 
-    async def theirs(library: str, request: RecoveryRequest, report: Report) -> None:
+    async def theirs(library: str, request: RecoveryRequest, report: BenchReport) -> None:
         if library == "gloo":
             raise FtcommError("its ranks were killed by SIGSEGV")
         report.add(msgspec.structs.replace(event, library=library))
@@ -596,7 +593,7 @@ def test_the_command_fails_if_more_is_sent_again_than_was_in_flight(
 ) -> None:
     event = Event(0, 1, 5, 2.0, 40.0, {0: 40.0}, 30.0, True, True, 0, 2000.0, bytes_resent=5, bytes_in_flight=4)
 
-    async def ours(request: RecoveryRequest, report: Report) -> None:
+    async def ours(request: RecoveryRequest, report: BenchReport) -> None:
         report.add(event)
 
     monkeypatch.setattr(recovery, "measure_ftcomm", ours)

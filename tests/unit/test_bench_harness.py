@@ -16,11 +16,12 @@ from click.testing import CliRunner
 
 from ftcomm.bench import cli
 from ftcomm.bench.cli import Experiments
-from ftcomm.bench.harness import SIZE, SIZES, Column, Experiment, Report, Table, choices, option
+from ftcomm.bench.harness import SIZE, SIZES, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.job import Records, rank_arguments, tail, written_task
 from ftcomm.bench.rank import main as rank_main
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
+from ftcomm.launch.option_types import choices
 
 BENCH = Path(cli.__file__).parent
 
@@ -54,7 +55,7 @@ class Remark(msgspec.Struct, frozen=True):
     text: str
 
 
-async def measure(request: Request, report: Report) -> None:
+async def measure(request: Request, report: BenchReport) -> None:
     for number in range(request.most):
         report.progress(f"row {number}", number / request.most)
         report.add(Row(number, number < 2))
@@ -115,7 +116,7 @@ def test_defaults_smoke_and_what_is_bad() -> None:
 
 
 def test_what_was_measured_is_written_when_it_is_interrupted_or_fails(tmp_path: Path) -> None:
-    async def interrupted(request: Request, report: Report) -> None:
+    async def interrupted(request: Request, report: BenchReport) -> None:
         report.add(Row(5))
         raise KeyboardInterrupt
 
@@ -124,7 +125,7 @@ def test_what_was_measured_is_written_when_it_is_interrupted_or_fails(tmp_path: 
     assert done.exit_code == 130
     assert json.loads(path.read_text())["rows"] == [{"number": 5, "good": True}]
 
-    def fails(request: Request, report: Report) -> None:
+    def fails(request: Request, report: BenchReport) -> None:
         report.add(Row(6))
         report.save()
         assert json.loads(path.read_text())["rows"] == [{"number": 6, "good": True}]
@@ -193,7 +194,10 @@ def test_no_module_of_the_bench_imports_in_a_circle() -> None:
 def test_results_that_are_kept_are_read_by_the_experiments_that_wrote_them() -> None:
     from ftcomm.bench import collective, recovery
 
-    kinds: dict[str, tuple[str, Any]] = {"allreduce": ("rows", collective.Row), "recovery": ("events", recovery.Event)}
+    kinds: dict[str, tuple[str, Any]] = {
+        "allreduce": ("rows", collective.CollectiveRow),
+        "recovery": ("events", recovery.Event),
+    }
     for name, (key, kind) in kinds.items():
         path = max((BENCH / "results").glob(f"*-{name}-cpu.json"))
         rows = msgspec.convert(json.loads(path.read_text())[key], list[kind], str_keys=True)

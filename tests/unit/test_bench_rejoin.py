@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from ftcomm.bench import rejoin
 from ftcomm.bench.cli import bench
-from ftcomm.bench.rejoin import EXPERIMENT, Rejoin, Request, Step, footer, layers_for, lengths
+from ftcomm.bench.rejoin import EXPERIMENT, Rejoin, RejoinRequest, TimedStep, footer, layers_for, lengths
 from ftcomm.errors import SettingsError
 
 
 def step(number, start, replica=0, pid=10, counted=3, members=3):
-    return Step(replica, pid, number, counted, members, start, start + 0.5)
+    return TimedStep(replica, pid, number, counted, members, start, start + 0.5)
 
 
 def test_a_step_lasts_until_the_next_begins_on_the_same_process():
@@ -63,10 +63,10 @@ def test_the_state_has_the_size_that_is_asked_for():
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (Request(replicas=1), "--replicas 1: expected 2 to 16"),
-        (Request(rejoins=0), "--rejoins 0, --batch 256"),
-        (Request(size=1000), "--size"),
-        (Request(size=1 << 50), "need about"),
+        (RejoinRequest(replicas=1), "--replicas 1: expected 2 to 16"),
+        (RejoinRequest(rejoins=0), "--rejoins 0, --batch 256"),
+        (RejoinRequest(size=1000), "--size"),
+        (RejoinRequest(size=1 << 50), "need about"),
     ],
 )
 def test_what_cannot_be_measured(request_, words):
@@ -78,7 +78,7 @@ def test_what_cannot_be_measured(request_, words):
 def test_the_command_fails_above_its_target(monkeypatch, tmp_path, stall, code):
     async def measure(request, report):
         await asyncio.sleep(0)
-        assert request == Request(mbps=20.0)
+        assert request == RejoinRequest(mbps=20.0)
         report.add(Rejoin(0, 2, 400_000_000, 2.0, 0.1, 3, {0: stall}, 1.0, 0.8, None, 2.5, 9.0))
 
     monkeypatch.setattr(rejoin, "EXPERIMENT", dataclasses.replace(EXPERIMENT, measure=measure))

@@ -9,14 +9,27 @@ import msgspec
 import pytest
 
 from ftcomm.bench.bandwidth import FEWEST, Links, hosts
-from ftcomm.bench.tune import LEVELS, ONE, RING, TWO, WAYS, Block, Request, before, iterations, points, switch, to_file
+from ftcomm.bench.tune import (
+    LEVELS,
+    ONE,
+    RING,
+    TWO,
+    WAYS,
+    TuneRequest,
+    TurnBlock,
+    before,
+    iterations,
+    points,
+    switch,
+    to_file,
+)
 from ftcomm.collective.plan import GroupView, by_route, two_shot
 from ftcomm.control.views import Address
 from ftcomm.errors import SettingsError
-from ftcomm.tuning import EVER, up_to
-from ftcomm.tuning_file import File, load
+from ftcomm.settings.tuning import EVER, up_to
+from ftcomm.settings.tuning_file import File, load
 
-REQUEST = Request(rounds=3, small=(1024, 2048, 4096), large=(1 << 20, 1 << 21))
+REQUEST = TuneRequest(rounds=3, small=(1024, 2048, 4096), large=(1 << 20, 1 << 21))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +50,7 @@ def measured(times: dict[str, Sequence[float]], sizes: Sequence[int], members: i
     """`times`: way -> at each size; the last of three rounds was disturbed, and one op of each turn."""
     first, second = times
     return [
-        Block(members, one_host, first, second, way, size, number, [t, t, 50 * t if number < 2 else t, 99 * t][:3])
+        TurnBlock(members, one_host, first, second, way, size, number, [t, t, 50 * t if number < 2 else t, 99 * t][:3])
         for way in times
         for size, us in zip(sizes, times[way], strict=True)
         for number, t in enumerate((us, us, 30 * us))
@@ -146,14 +159,14 @@ def test_each_way_is_one_at_every_size(size: int) -> None:
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request(ranks=(1,)), "expected 2 to 16"),
-        (Request(rounds=0), "--rounds 0: expected at least 1"),
-        (Request(iterations=0), "-n 0: expected at least 1"),
-        (Request(large=(1 << 42,)), "are free; lower --ranks"),
-        (Request(ranks_per_host=2), "--ranks-per-host 2: expected --hosts netns"),
-        (Request(ranks=(2, 4), hosts=("netns",), ranks_per_host=2), "for two hosts or more"),
+        (TuneRequest(ranks=(1,)), "expected 2 to 16"),
+        (TuneRequest(rounds=0), "--rounds 0: expected at least 1"),
+        (TuneRequest(iterations=0), "-n 0: expected at least 1"),
+        (TuneRequest(large=(1 << 42,)), "are free; lower --ranks"),
+        (TuneRequest(ranks_per_host=2), "--ranks-per-host 2: expected --hosts netns"),
+        (TuneRequest(ranks=(2, 4), hosts=("netns",), ranks_per_host=2), "for two hosts or more"),
     ],
 )
-def test_what_cannot_be_measured_is_said(request_: Request, said: str) -> None:
+def test_what_cannot_be_measured_is_said(request_: TuneRequest, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         request_.check()

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from ftcomm.control.blame import WORDS, Blame
+from ftcomm.control.blame import WORDS, Blame, Culprit, Removal
 
 
-def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, str]:
+def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, Culprit]:
     return blame.culprit(now, contributing, frozenset(range(8)))
 
 
@@ -26,9 +26,10 @@ def test_of_equals_the_higher_replica_goes() -> None:
 def test_what_each_says_of_the_other_is_told() -> None:
     blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0, why="refused at 10.0.0.2:5")
-    assert culprit(blame, 0.6) == {1: "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"}
+    why = "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"
+    assert culprit(blame, 0.6) == {1: (Removal.UNREACHABLE, why)}
     blame.complaint(1, 0, now=0.0, why="x" * 1000)
-    assert culprit(blame, 0.6)[1].endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * WORDS})")
+    assert culprit(blame, 0.6)[1].why.endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * WORDS})")
 
 
 def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:
@@ -161,8 +162,8 @@ def test_a_stall_that_one_causes_who_lives_and_does_not_speak_says_what_it_does(
     for now in (0.0, 1.0, 2.0):
         blame.stalled(0, 0, 7, (1,), True, now)
     mute = {1: "its process lives but has not spoken for 31 s", 2: "not of this one"}
-    why = blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute)
-    assert why == {1: "op 7 waits for it (replica 0 reported the stall); its process lives but has not spoken for 31 s"}
+    why = "op 7 waits for it (replica 0 reported the stall); its process lives but has not spoken for 31 s"
+    assert blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute) == {1: (Removal.STALL, why)}
 
 
 def test_one_that_lives_and_does_not_speak_is_waited_for_until_the_ceiling() -> None:
@@ -174,3 +175,27 @@ def test_one_that_lives_and_does_not_speak_is_waited_for_until_the_ceiling() -> 
             if blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, held):
                 removed.setdefault(held, now)
     assert removed == {frozenset(): 6, frozenset({1}): 21}
+
+
+def test_what_waits_for_a_mute_one_tells_a_new_coordinator_how_long_it_has_waited() -> None:
+    """A coordinator that was restarted would count from its own start, and the ops would give up before."""
+    blame = Blame(0.5, 5.0, 20.0)
+    removed = None
+    for now in range(30):
+        blame.stalled(0, 0, 7, (1,), True, now, lasted=18 + now)
+        blame.stalled(0, 0, 7, (1,), False, now)  # asked for by the coordinator, and answered
+        if removed is None and blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, frozenset({1})):
+            removed = now
+    assert removed == 6, "watched for the grace, so that others could report"
+
+
+def test_who_waits_for_a_mute_one_may_be_mute_itself_for_a_while() -> None:
+    """Its reports stop meanwhile; the stall is not a new one then."""
+    blame = Blame(0.5, 5.0, 20.0)
+    times = [*range(16), *range(20, 40)]
+    removed = None
+    for number, now in enumerate(times):
+        blame.stalled(0, 0, 7, (1,), True, now, lasted=number)
+        if removed is None and blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, frozenset({1})):
+            removed = now
+    assert removed == 26

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 import time
+import types
 
 import msgspec
 import pytest
@@ -23,8 +24,9 @@ from ftcomm.training import catchup, snapshot
 from ftcomm.training.catchup import Fetch, StateSource, sources_of
 from ftcomm.training.catchup_protocol import (
     MAX_FRAME,
-    Block,
+    BlockHeader,
     BlockStream,
+    CatchUpDone,
     Offer,
     Refusal,
     Wait,
@@ -32,6 +34,7 @@ from ftcomm.training.catchup_protocol import (
     receive,
     send,
 )
+from ftcomm.training.snapshot import Snapshot
 from ftcomm.training.state import allocate, digest, flatten, load
 from ftcomm.training.throttle import Throttle
 
@@ -77,7 +80,7 @@ class Node:
         self.network, self.replica, self.members, self.reports = network, replica, members, []
         self.shard = 0
 
-    def _dial(self, replica, purpose, fields):
+    def dial(self, replica, purpose, fields):
         if replica in self.network.dead or replica not in self.network.handlers:
             raise TransportError(f"replica {replica} cannot be reached")
         here, there = socket.socketpair()
@@ -85,7 +88,11 @@ class Node:
         threading.Thread(target=self.network.handlers[replica], args=(there, fields), daemon=True).start()
         return here
 
-    def _serve(self, purpose, handler):
+    @property
+    def internals(self):
+        return self
+
+    def serve(self, purpose, handler):
         assert purpose == "state"
         self.network.handlers[self.replica] = handler
 
@@ -161,6 +168,45 @@ def test_a_snapshot_does_not_change_with_the_live_state(network):
     for tensor in state["model"].value["tensors"]:
         tensor.zero_()
     assert received(fetch(network)) == before
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """Makes the next `count` starts of threads with names that begin so fail."""
+    start = threading.Thread.start
+
+    def refuse(name, count):
+        left = [None] * count
+
+        def starts(thread):
+            if thread.name.startswith(name) and left:
+                left.pop()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", starts)
+        return left
+
+    return refuse
+
+
+def test_a_fetch_waits_for_threads_that_cannot_be_had_now(network, no_thread):
+    state = make_state()
+    sources(network, state)
+    left = no_thread("ftcomm-state", 2)
+    assert received(fetch(network)) == digest(state)
+    assert not left
+
+
+def test_without_a_thread_a_snapshot_is_complete_at_once(no_thread):
+    """The replica that holds the state goes on, though another one has to be served."""
+    model = torch.nn.Linear(200, 200)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    left = no_thread("ftcomm-snapshot", 1)
+    made = Snapshot(7, state, overlap=True)
+    assert not left
+    assert made.finish() == 0.0
+    assert any(torch.equal(tensor, model.weight) for tensor in made.flat.tensors)
 
 
 def test_a_state_without_tensors(network):
@@ -239,17 +285,17 @@ def dies(sock, want, stream):
 
 
 def dies_within_a_block(sock, want, stream):
-    send(sock, Block(want.number, min(stream.block, stream.nbytes)))
+    send(sock, BlockHeader(want.number, min(stream.block, stream.nbytes)))
     sock.sendall(b"x" * 1000)
     sock.close()
 
 
 def answers_another_block(sock, want, stream):
-    send(sock, Block(want.number + 1, 8))
+    send(sock, BlockHeader(want.number + 1, 8))
 
 
 def answers_too_short(sock, want, stream):
-    send(sock, Block(want.number, 8))
+    send(sock, BlockHeader(want.number, 8))
 
 
 def talks_nonsense(sock, want, stream):
@@ -328,7 +374,7 @@ def test_a_source_hangs_up_on_a_joiner_that_talks_nonsense(network, monkeypatch,
     state = make_state(megabytes=1)
     sources(network, state)
     fields = {"step": 7, "replica": 3, "incarnation": "3a"}
-    with Node(network, 3)._dial(0, "state", fields) as sock:
+    with Node(network, 3).dial(0, "state", fields) as sock:
         while not isinstance(receive(sock), Offer):
             pass
         if said is None:
@@ -370,11 +416,11 @@ def test_a_source_that_leaves_while_it_is_dialled_is_hung_up_on(network, monkeyp
     state, dialling, left, ended = make_state(megabytes=1), threading.Event(), threading.Event(), threading.Event()
 
     class Late(Node):
-        def _dial(self, replica, purpose, fields):
+        def dial(self, replica, purpose, fields):
             if replica == 1:
                 dialling.set()
                 assert left.wait(TIMEOUT)
-            return super()._dial(replica, purpose, fields)
+            return super().dial(replica, purpose, fields)
 
     def silent(sock, fields):
         with contextlib.suppress(OSError):
@@ -450,17 +496,17 @@ def test_sources_that_all_stand_still_at_once_are_waited_for(network, monkeypatc
     stream = BlockStream(flat)
 
     class Held(Node):
-        def _dial(self, replica, purpose, fields):
+        def dial(self, replica, purpose, fields):
             if replica in self.network.sockets and replica not in self.network.dead:
                 assert go_on.wait(TIMEOUT)  # nobody takes a new connection, either
-            return super()._dial(replica, purpose, fields)
+            return super().dial(replica, purpose, fields)
 
     def stands_still(sock, fields):
         with contextlib.suppress(OSError), contextlib.closing(sock):
             send(sock, Offer(flat.skeleton, stream.nbytes, stream.block))
             while isinstance(want := receive(sock), Want):
                 pieces = stream.pieces(want.number)
-                send(sock, Block(want.number, sum(piece.nbytes for piece in pieces)))
+                send(sock, BlockHeader(want.number, sum(piece.nbytes for piece in pieces)))
                 sock.sendall(pieces[0][:4])
                 assert go_on.wait(TIMEOUT)
                 sock.sendall(pieces[0][4:])
@@ -488,9 +534,9 @@ def test_a_source_that_leaves_while_nobody_answers_the_dial_is_not_waited_for(ne
     held = threading.Event()
 
     class Held(Node):
-        def _dial(self, replica, purpose, fields):
+        def dial(self, replica, purpose, fields):
             assert held.wait(TIMEOUT)
-            return super()._dial(replica, purpose, fields)
+            return super().dial(replica, purpose, fields)
 
     fetching = Fetch(Held(network, 3), view((0,), (3,)), 7, flatten(make_state(megabytes=1)).skeleton)
     fetching.keep((3,))
@@ -508,9 +554,9 @@ def test_another_model_is_refused_before_its_bytes_move(network):
     assert fetching.sources == []
 
 
-def test_a_source_without_state_says_so(network):
+def test_what_a_source_does_not_have_is_named(network):
     StateSource(Node(network, 0), {}).at_boundary(7, view((0,), (3,)))
-    with pytest.raises(StateError, match="passes no `state` to steps"):
+    with pytest.raises(StateError, match="does not fit here"):
         fetch(network, contributing=(0,)).wait(TIMEOUT)
 
 
@@ -561,6 +607,27 @@ def test_the_end_waits_for_a_joiner_only_while_it_is_a_member(network):
     source._group.members = (0, 1, 2)
     source.linger(TIMEOUT)
     assert not source._snapshots
+
+
+@pytest.mark.parametrize("joiner", ["asks for nothing", "has gone away", "has a connection"])
+def test_the_end_waits_for_a_joiner_that_has_a_connection_and_for_no_other(network, joiner):
+    """Another one got its state in an earlier loop, say, and waits in the next one for this replica."""
+    source = sources(network, make_state())[0]
+    source._group.settings = types.SimpleNamespace(timeouts=Timeouts.derive(4.0, 0.2, 0.4))
+    sock = None
+    if joiner != "asks for nothing":
+        sock = Node(network, 3).dial(0, "state", {"step": 7, "replica": 3, "incarnation": "3a"})
+        assert isinstance(receive(sock), Offer)
+        if joiner == "has gone away":
+            sock.close()
+    ending = threading.Thread(target=source.linger, args=(60 * TIMEOUT,), daemon=True)
+    ending.start()
+    if joiner == "has a connection":
+        ending.join(1.0)  # several times what it waits for others
+        assert ending.is_alive()
+        send(sock, CatchUpDone())
+    ending.join(TIMEOUT)
+    assert not ending.is_alive()
 
 
 def test_a_catching_up_member_is_no_source(network):

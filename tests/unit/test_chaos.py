@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -24,7 +25,7 @@ from ftcomm.lab.chaos.leaks import LIMITS, Leaks, Sample, slope
 from ftcomm.lab.chaos.plan import COORDINATOR, KINDS, LOCAL, REMOVES_NOBODY, Fault, Plan
 from ftcomm.lab.chaos.record import FaultLedger
 from ftcomm.lab.chaos.report import as_dict, percentile, rows, show, write
-from ftcomm.lab.chaos.run import ChaosOptions, ChaosOutcome
+from ftcomm.lab.chaos.run import ChaosOptions, ChaosOutcome, possible
 from ftcomm.launch import confirmation
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.confirmation import confirm
@@ -262,6 +263,14 @@ def outcome() -> ChaosOutcome:
     return ChaosOutcome(ChaosOptions(5.0, 60.0, ("kill",), 1), status, book, Leaks(), seconds=1000.0)
 
 
+@pytest.mark.parametrize(("transport", "shared"), [("auto", True), ("shm", True), ("tcp", False)])
+def test_who_cuts_a_network_is_told_what_does_not_go_by_it(transport: str, shared: bool) -> None:
+    said: list[str] = []
+    status = msgspec.structs.replace(outcome().status, transport=transport, network="/run/netns/hub")
+    assert possible(status, ("partition",), said.append) == ("partition",)
+    assert ["start the job with --transport tcp" in text for text in said] == [True] * shared
+
+
 def test_the_report_of_a_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
@@ -331,7 +340,7 @@ def test_percentiles_are_values_that_occurred() -> None:
         (["--every", "soon"], "'soon': expected a time above 0, as in 5s, 10m or 1h"),
         (["--every", "0s"], "expected a time above 0"),
         (["--for", "-5m"], "expected a time above 0"),
-        (["--kinds", "kill,flood"], f"'flood': expected some of {','.join(KINDS)}"),
+        (["--kinds", "kill,flood"], "'flood' is not one of 'kill', 'stop',"),
         (["--overlap", "1.5"], "1.5 is not in the range"),
     ],
 )

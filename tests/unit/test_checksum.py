@@ -110,10 +110,10 @@ def test_the_one_that_differs_fails_and_the_others_go_on(
         caller = Caller.start(lambda: out.update(run(rig, counts, together)))
         failed = rig.members[victim].exchange
         deadline = threading.Event()
-        while failed.core.error is None and not deadline.wait(0.005) and caller.thread.is_alive():
+        while failed.member.error is None and not deadline.wait(0.005) and caller.thread.is_alive():
             pass
-        assert isinstance(failed.core.error, DivergenceError)
-        assert f"op {number}, chunk {chunk}: the result of replica {victim} differs" in str(failed.core.error)
+        assert isinstance(failed.member.error, DivergenceError)
+        assert f"op {number}, chunk {chunk}: the result of replica {victim} differs" in str(failed.member.error)
         rig.view(others)
         caller.join()
         for m in others:
@@ -123,7 +123,7 @@ def test_the_one_that_differs_fails_and_the_others_go_on(
             assert set(rig.members[m].divergences) <= {found}
         assert rig.members[victim].divergences == [found]
         for op in out[victim]:
-            assert (op.error is None) == (0 <= op.number < number) or op.error is failed.core.error
+            assert (op.error is None) == (0 <= op.number < number) or op.error is failed.member.error
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ftcomm.collective.operation import Operation
+from ftcomm.compare import compare, hashes
 from ftcomm.errors import DivergenceError, FtcommError, MismatchError, StateError
-from ftcomm.training.compare import compare, hashes
 from tests.exchange_rig import Caller, Rig
 
 
@@ -93,9 +93,9 @@ def test_another_number_of_entries_is_said() -> None:
         assert "different numbers of entries: 1 on replica 0, 2 on replica 1, 1 on replica 2" in str(error)
 
 
-@pytest.mark.parametrize("state", [training(seed=1), []])
-def test_who_catches_up_is_not_compared(state: Any) -> None:
-    got = verify({0: training(), 1: state, 3: training()}, {0, 3})
+@pytest.mark.parametrize("state", [lambda: training(seed=1), list], ids=["trained", "empty"])
+def test_who_catches_up_is_not_compared(state: Callable[[], Any]) -> None:
+    got = verify({0: training(), 1: state(), 3: training()}, {0, 3})
     assert len(set(got.values())) == 1
     assert got[1] == verify({0: training()}, {0})[0]
 

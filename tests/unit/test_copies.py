@@ -21,7 +21,7 @@ from ftcomm.engines.gpu_kernel.copies import (
     WORDS,
     Copies,
     HostMover,
-    Port,
+    PeerMemory,
     rounds,
 )
 from ftcomm.kernels.device.words import ABORTED, MOST_MEMBERS, OK, TIMED_OUT
@@ -58,7 +58,7 @@ class Ranks:
 
     def rank(self, me: int, mover: HostMover) -> Copies:
         ports = [
-            Port(memoryview(words) if i == me else memoryview(words).toreadonly(), staging.ctypes.data)
+            PeerMemory(memoryview(words) if i == me else memoryview(words).toreadonly(), staging.ctypes.data)
             for i, (words, staging) in enumerate(zip(self.words, self.staging, strict=True))
         ]
         return Copies(me, ports, self.epoch, mover, lambda: self.stopped, CHUNK)

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.control import crowd, dropped, links, wire
+from ftcomm.control import crowd, dropped, handshake, links
 from ftcomm.control.crowd import BURST, RATE, SOURCES, Crowd, source_of
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
 
 DEADLINE = 60.0  # s
-CREDENTIALS = wire.Credentials("secret")
+CREDENTIALS = handshake.Credentials("secret")
 
 pytestmark = pytest.mark.protocol
 
@@ -112,7 +112,7 @@ def test_an_honest_rank_joins_in_a_flood(
     async def run() -> None:
         joined = asyncio.Event()
 
-        async def peer(channel: Channel, opening: wire.Opening) -> None:
+        async def peer(channel: Channel, opening: handshake.Opening) -> None:
             joined.set()
             channel.close()
 
@@ -134,7 +134,7 @@ def test_what_is_too_much_is_closed_unread(monkeypatch: pytest.MonkeyPatch, once
     monkeypatch.setattr(crowd, "RATE", 0.0)
 
     async def run() -> None:
-        async def nobody(channel: Channel, opening: wire.Opening) -> None:
+        async def nobody(channel: Channel, opening: handshake.Opening) -> None:
             channel.close()
 
         sock = listen("127.0.0.1", 0)

@@ -7,7 +7,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -33,8 +32,7 @@ def test_nobody_changes_the_size_of_shared_words(monkeypatch: pytest.MonkeyPatch
     """Not even through /proc, where others open it for writing: it would end its owner by SIGBUS."""
     monkeypatch.setattr(memory.runtime, "hostRegister", lambda *what: None)
     monkeypatch.setattr(memory.runtime, "hostUnregister", lambda *what: None)
-    attributes = types.SimpleNamespace(devicePointer=0)
-    monkeypatch.setattr(memory.runtime, "pointerGetAttributes", lambda address: attributes)
+    monkeypatch.setattr(memory.driver, "mapped_address", lambda host: 0)
     shared = Shared.create(8192, b"n" * 16)
     with open(f"/proc/{os.getpid()}/fd/{shared.fd}", "r+b") as file:
         for size in (0, 4096, 16384):

@@ -25,9 +25,13 @@ class Member:
     replica: int
     shard: int = 0
     shards: int = 1
-    _fresh: bool = False
+    catching_up: bool = False
     contributes: bool = True
     contributing: tuple[int, ...] = tuple(range(REPLICAS))
+
+    @property
+    def internals(self) -> Member:
+        return self
 
 
 def settled(*counted: int, verdict: Verdict = Verdict.COMMIT) -> Outcome:
@@ -78,7 +82,7 @@ def test_every_sample_is_trained_once_over_any_history(history: list[tuple[list[
             if part == "out" or (part == "behind" and replica in here and members[replica].contributes):
                 here.pop(replica, None)
             if part != "out" and replica not in here:
-                members[replica] = Member(replica, _fresh=bool(trained), contributes=False)
+                members[replica] = Member(replica, catching_up=bool(trained), contributes=False)
                 here[replica], snapshots[replica], kept[replica] = batches(members[replica], length, size), state, []
             if part in ("in", "lost") and not members[replica].contributes:
                 here[replica].load_state_dict(snapshots[replica])
@@ -131,7 +135,7 @@ def test_a_batch_goes_on_in_the_next_epoch() -> None:
 
 
 def test_a_replica_that_joined_must_be_told_what_is_trained() -> None:
-    member = Member(1, _fresh=True, contributes=False)
+    member = Member(1, catching_up=True, contributes=False)
     one = batches(member)
     one.settled(settled(0))  # it may take part without knowing
     member.contributes = True

@@ -12,7 +12,7 @@ import pytest
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.engines.gpu_kernel.copies import Copies
-from ftcomm.engines.gpu_kernel.device import Launch
+from ftcomm.engines.gpu_kernel.device import AllreduceLaunch
 from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 from ftcomm.engines.gpu_kernel.launch import lane_word
 from ftcomm.engines.gpu_kernel.layout import INTERPRETED
@@ -50,14 +50,14 @@ class Played(Device):
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
-        self.launches: list[Launch] = []
+        self.launches: list[AllreduceLaunch] = []
         self.released: list[object] = []
         self.replayed = True  # all that was
 
     def capturing(self) -> bool:
         return self.into_graph
 
-    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
         self.launches.append(launch)
 
     def mark(self) -> object:
@@ -250,7 +250,7 @@ def test_an_error_for_which_nobody_waits_is_raised_by_the_next_call_once(played:
     assert member.exchange.wait(op), "the caller has to wait for more than its stream"
     assert device.released == [1]
     finish, kept = op.finish, []
-    op.finish = lambda error=None: (kept.append(member.exchange._unheard), finish(error))[1]  # type: ignore[method-assign]
+    op.finish = lambda error=None: (kept.append(member.exchange.core.unheard), finish(error))[1]  # type: ignore[method-assign]
     device.begin(0, 0)
     device.find_differences(0)
     until("the host has heard", lambda: device.ctl[words.HEARD] == 1)

@@ -72,7 +72,7 @@ def test_who_is_waited_for() -> None:
 
     def late(mine: tuple[int, int, int], *others: tuple[int, int, int]) -> tuple[int, ...]:
         theirs = {m: lanes(7, done, words, done) for m, words in zip((0, 4), others, strict=True)}
-        return missing(op, lanes(7, done, mine, done), theirs, LAYOUT, epoch=7, base=10)
+        return missing(op, lanes(7, done, mine, done), theirs, LAYOUT, VIEW, base=10)
 
     assert late((12, 10, 10), (12, 10, 10), (10, 10, 10)) == (4,)  # who has not posted
     assert late((12, 11, 10), (12, 10, 10), (12, 11, 11)) == (0,)  # who has not reduced
@@ -83,11 +83,11 @@ def test_who_is_waited_for() -> None:
     assert late((10, 10, 10), (12, 12, 12), (12, 12, 12)) == ()  # nobody: we have not come to it ourselves
 
 
-def test_who_is_still_in_the_last_epoch_is_waited_for_and_who_is_in_the_next_is_not() -> None:
+def test_who_is_in_another_epoch_is_waited_for() -> None:
     op = an_op(3)
     mine = lanes(7, (1, 0, 0), (1, 0, 0), (1, 0, 0))
     theirs = {0: lanes(6, (9, 9, 9), (9, 9, 9), (9, 9, 9)), 4: lanes(8, (0, 0, 0), (0, 0, 0), (0, 0, 0))}
-    assert missing(op, mine, theirs, LAYOUT, epoch=7, base=0) == (0,)
+    assert missing(op, mine, theirs, LAYOUT, VIEW, base=0) == (0, 4)
 
 
 def test_the_table_of_members() -> None:

@@ -16,6 +16,8 @@ import pytest
 
 import ftcomm
 from ftcomm.cli import commands
+from ftcomm.simulation import mutations
+from tests.simulation import test_mutations
 
 pytestmark = pytest.mark.protocol
 
@@ -203,3 +205,11 @@ def variables() -> frozenset[str]:
 def test_variables_are_there(page: Path) -> None:
     unknown = set(re.findall(r"FTCOMM_[A-Z_]*[A-Z]", page.read_text())) - variables()
     assert not unknown
+
+
+def test_what_the_readme_counts() -> None:
+    said = (ROOT / "README.md").read_text()
+    histories = list((ROOT / "tests" / "simulation" / "transcripts").glob("*.txt"))
+    counts = len(mutations.MUTATIONS), len(test_mutations.MUTATIONS), len(histories)
+    wanted = "{} rules in this check, and with {} in the simulation. {} histories".format(*counts)
+    assert wanted in " ".join(said.split())

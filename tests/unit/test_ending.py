@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import atexit, sys
 from sys import exit as imported
-from ftcomm import ending
+from ftcomm.process import ending
 atexit.register(lambda: print(ending.over() and ending.failure()))
 ending.watch()
 ending.watch()

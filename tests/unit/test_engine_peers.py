@@ -1,4 +1,4 @@
-"""Which peers an engine has made reachable for a device, and when it says that nobody needs them any more."""
+"""Which peers a group has made reachable for a device, and when it says that nobody needs them any more."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
+from ftcomm.control.liveness import boot
 from ftcomm.control.views import Address, Member, View
-from ftcomm.engine import Engine
+from ftcomm.transport import connector
 from ftcomm.transport.segment import Segment
-
-
-class Exchange:
-    replica = 0
-
-    def resume(self, *args: object) -> Exchange:
-        return self
-
-    def _asdict(self) -> dict[str, int]:
-        return {}
+from tests.exchange_rig import data_plane
 
 
 class Rig:
@@ -30,20 +22,19 @@ class Rig:
         self.segments: list[Segment] = []
         self.reached: list[str] = []
         self.left: list[str] = []
-        exchange, nothing = Exchange(), lambda *args: None
-        how: dict[str, Any] = dict(mode="shm", dial=nothing, on_lost=nothing, on_died=nothing)
-        told: Any = dict(
-            on_reached=lambda peer: self.reached.append(peer.nonce), on_left=lambda peer: self.left.append(peer.nonce)
+        self.engine, self.communicator = data_plane(
+            "shm",
+            on_reached=lambda peer: self.reached.append(peer.nonce),
+            on_left=lambda peer: self.left.append(peer.nonce),
         )
-        self.engine = Engine(0, exchange, self.address(), **how, **told)  # type: ignore[arg-type]
 
     def address(self) -> Address:
         segment = Segment()
         self.segments.append(segment)
-        return Address("host", 0, "boot", os.getpid(), segment.fd, segment.nonce)
+        return Address("host", 0, boot(), os.getpid(), segment.fd, segment.nonce)
 
     def view(self, epoch: int, *others: Address) -> View:
-        members = [(0, self.engine._here), *((i, address) for i, address in enumerate(others, 1))]
+        members = [(0, self.communicator.here), *((i, address) for i, address in enumerate(others, 1))]
         return View(epoch, None, tuple(Member(i, "", (address,), True) for i, address in members))
 
 
@@ -51,7 +42,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
-    rig.engine.close()
+    rig.communicator.connector.close()
     for segment in rig.segments:
         segment.close()
 
@@ -92,14 +83,14 @@ def test_who_is_needed_by_a_view_to_come_is_kept(rig: Rig) -> None:
 def test_who_comes_too_late_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The view that it was for is over when it is reached."""
     one = rig.address()
-    connect = rig.engine._connect
+    connect = connector.connect
 
-    def slow(epoch: int, replica: int, there: Address, lazy: bool) -> Any:
-        peer = connect(epoch, replica, there, lazy)
+    def slow(*args: Any, **options: Any) -> Any:
+        peer = connect(*args, **options)
         rig.engine.reach(rig.view(2))
         rig.engine.resume(rig.view(2), {})
         return peer
 
-    monkeypatch.setattr(rig.engine, "_connect", slow)
+    monkeypatch.setattr(connector, "connect", slow)
     rig.engine.reach(rig.view(1, one))
     assert rig.reached == rig.left == [one.nonce]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.control.etcd import Away, Etcd, Place, Refused
+from ftcomm.control.etcd import Away, Etcd, EtcdRefused, Place
 from ftcomm.control.store import StoreError
 
 pytestmark = pytest.mark.protocol
@@ -89,11 +89,11 @@ def port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("status", "body", "kind", "said"),
     [
-        (200, "hello", Refused, "none of etcd's"),
-        (200, "[]", Refused, "none of etcd's"),
-        (404, "404 page not found", Refused, "no gRPC gateway"),
-        (400, {"code": 3, "message": "etcdserver: request is too large"}, Refused, "request is too large"),
-        (403, {"code": 7, "message": "etcdserver: permission denied"}, Refused, "permission denied"),
+        (200, "hello", EtcdRefused, "none of etcd's"),
+        (200, "[]", EtcdRefused, "none of etcd's"),
+        (404, "404 page not found", EtcdRefused, "no gRPC gateway"),
+        (400, {"code": 3, "message": "etcdserver: request is too large"}, EtcdRefused, "request is too large"),
+        (403, {"code": 7, "message": "etcdserver: permission denied"}, EtcdRefused, "permission denied"),
         (503, {"code": 14, "message": "etcdserver: no leader"}, Away, "no leader"),
         (429, {"code": 8, "message": "etcdserver: mvcc: database space exceeded"}, Away, "space exceeded"),
         (500, "oops", Away, "oops"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import itertools
 import random
 import re
@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import ftcomm.collective.watchdog
-import ftcomm.engine
 from ftcomm.bench.tune import ONE, RING, TWO, WAYS
 from ftcomm.collective import buffer_pool
 from ftcomm.collective.compression import COMPRESSIONS, unsupported_compression
@@ -31,14 +30,11 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.watchdog import Stall
-from ftcomm.control import views
-from ftcomm.control.engine import Unreachable
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError
 from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
-from ftcomm.kernels.epochs import COUNTER
+from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import Reducer, operand
-from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import POSTED
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
@@ -489,7 +485,7 @@ def stopped_clock(*members: Member) -> list[float]:
     """The one by which they time their waits; it stands still until the test puts it forward."""
     now = [0.0]
     for member in members:
-        member.exchange.core.watch.clock = lambda: now[0]
+        member.exchange.member.watch.clock = lambda: now[0]
     return now
 
 
@@ -592,6 +588,23 @@ def test_a_frozen_group_goes_on_when_it_is_resumed() -> None:
         assert ops[0].array.tolist() == ops[1].array.tolist() == [2.0] * 4
 
 
+def test_the_time_to_wait_for_a_view_begins_anew_with_each_freeze() -> None:
+    """Also if the first one's ops were returned by `resume`, so that the driver has not looked around since."""
+    with Rig(range(2)) as rig:
+        rig.view(range(2))
+        exchange = rig.members[0].exchange
+        exchange.submit(Operation(np.ones(4), "float64", "sum"))
+        quiesced = threading.Event()
+        exchange.freeze(quiesced.set)
+        while not quiesced.wait(0.001):
+            exchange.nudge()
+        driver = exchange.driver
+        assert driver.deadline is not None
+        with driver.mutex:
+            driver.resumed(None)
+            assert driver.deadline is None
+
+
 def test_freezing_calls_back_once_each_time_even_when_repeated() -> None:
     with Rig(range(2)) as rig:
         rig.view(range(2))
@@ -604,6 +617,20 @@ def test_freezing_calls_back_once_each_time_even_when_repeated() -> None:
             exchange.nudge()
         assert exchange.progress().returned == 0
         assert len(exchange.progress().ops) == 1
+
+
+def test_a_member_without_an_op_takes_in_what_has_come() -> None:
+    with Rig(range(2), "tcp") as rig:
+        rig.view(range(2))
+        ops = [Operation(np.ones(4), "float64", "sum") for _ in range(2)]
+        rig.members[0].exchange.submit(ops[0])
+        idle = rig.members[1].exchange
+        deadline = time.monotonic() + DEADLINE
+        while not idle.member.peers[0].words[POSTED] & (COUNTS - 1):
+            assert time.monotonic() < deadline, "nobody reads what member 0 has posted"
+            idle.nudge()
+        idle.run(ops[1])
+        assert ops[1].array.tolist() == [2.0] * 4
 
 
 def test_overflow_warns_nobody(recwarn: pytest.WarningsRecorder) -> None:
@@ -643,7 +670,7 @@ def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ftcomm.collective.watchdog, "REPORT", 0.05)
     with Rig(range(2), op_timeout=0.5) as rig:
         ticks = itertools.count()  # hundredths of a second, one a look, however long it takes
-        rig.members[0].exchange.core.watch.clock = lambda: next(ticks) / 100
+        rig.members[0].exchange.member.watch.clock = lambda: next(ticks) / 100
         rig.view(range(2))
         op = ones()
         rig.members[0].exchange.run(op)
@@ -729,7 +756,7 @@ def test_an_engine_that_is_made_to_fail_does_not_say_so() -> None:
 
 def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> None:
     """It goes on, or it has failed and says so."""
-    names = {"submit", "run", "_admit", "kick", "drive", "_loop", "_let_go"}
+    names = {"submit", "run", "admit", "kick", "drive", "begin", "go", "leave"}
     where = {sys.modules[of.__module__].__file__ for of in (Exchange, Driver)}
 
     def stopped_at(line: int, how: str) -> bool:
@@ -778,20 +805,33 @@ def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> 
         assert line > 4
 
 
-def test_a_thread_that_cannot_be_started_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+def test_an_op_in_the_background_runs_where_it_is_called_if_no_thread_can_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = threading.Thread.start
 
-    with Rig(range(1)) as rig:
-        failures = hear(rig.members[0])
-        rig.view((0,))
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", start)
-            with pytest.raises(RuntimeError, match="new thread"):
-                rig.members[0].exchange.submit(ones())
-        later = ones()
-        rig.members[0].exchange.run(later)
-        assert [later.error] == failures
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("ftcomm-exchange"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with Rig(range(2)) as rig:
+        failures = [hear(rig.members[m]) for m in range(2)]
+        rig.view(range(2))
+        exchanges = [rig.members[m].exchange for m in range(2)]
+        for short in (True, False):
+            with monkeypatch.context() as patch:
+                if short:
+                    patch.setattr(threading.Thread, "start", start)
+                ops = [ones(), ones()]
+                callers = [Caller.start(exchange.submit, op) for exchange, op in zip(exchanges, ops, strict=True)]
+                for caller in callers:
+                    caller.join()
+            for exchange, op in zip(exchanges, ops, strict=True):
+                assert op.done or not short
+                exchange.wait(op)
+                assert (op.error, op.array.tolist()) == (None, [2.0] * 4)
+        assert failures == [[], []]
 
 
 def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
@@ -806,7 +846,7 @@ def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
             caller.thread.join(0.001)
         events = [threading.Event(), threading.Event()]
         exchange.freeze(events[0].set)
-        while not events[0].wait(0.001) or not exchange._driver.changed._waiters:  # type: ignore[attr-defined]
+        while not events[0].wait(0.001) or not exchange.driver.changed._waiters:  # type: ignore[attr-defined]
             exchange.nudge()
         elsewhere = Progress(returned=1, ops=(), failed=(FailedOp(0, "different calls"),))
         progress = {0: exchange.progress(), 1: elsewhere}
@@ -841,7 +881,7 @@ def test_a_second_connection_replaces_the_first() -> None:
         writer.exchange.admit(TcpMirrorWriter(far, 1, 1, life))
         again = TcpMirror(1, 1, near, lambda *args: None)
         again.drive(False)
-        (peer,) = rig.members[1].exchange.core.peers.values()
+        (peer,) = rig.members[1].exchange.member.peers.values()
         peer.close()  # the reader gives the connection up
         writer.exchange.submit(ones())
         deadline = time.monotonic() + DEADLINE
@@ -899,155 +939,37 @@ def test_the_engine_keeps_nothing_of_an_op_that_has_ended(count: int, how: str) 
         assert [array() for array in alive] == [None] * 4
 
 
-# -- the way to the peers' memory --------------------------------------------------------------------------------------
+def test_an_exchange_that_is_forgotten_while_it_drives_goes_when_that_is_over() -> None:
+    """And not when the garbage collector comes, which may be much later: it holds as much memory as a segment."""
+    standing, go_on = threading.Event(), threading.Event()
 
+    def stalled(stall: Stall) -> None:
+        standing.set()
+        assert go_on.wait(DEADLINE)
 
-@dataclasses.dataclass
-class Way:
-    """An `Engine` of replica 0, whose connections are those that the test makes."""
-
-    made: list[Peer] = dataclasses.field(default_factory=list)
-    closed: list[Peer] = dataclasses.field(default_factory=list)
-    dialling: threading.Event = dataclasses.field(default_factory=threading.Event)
-    answered: threading.Event = dataclasses.field(default_factory=threading.Event)
-    slow: int = -1  # the epoch whose connections come when they are `answered`
-
-    def connect(self, me: int, here: object, replica: int, *args: object, epoch: int, **options: object) -> Peer:
-        if epoch == self.slow:
-            self.dialling.set()
-            assert self.answered.wait(DEADLINE)
-        peer = Peer(replica)
-        peer.transport = "tcp"
-        peer.close = lambda: self.closed.append(peer)  # type: ignore[method-assign]
-        peer.serves = lambda epoch: peer not in self.closed  # type: ignore[method-assign]
-        self.made.append(peer)
-        return peer
-
-
-class NoExchange:
-    replica = 0
-
-    def resume(self, *args: object) -> NoExchange:
-        return self
-
-    def _asdict(self) -> dict[str, int]:
-        return {}
-
-
-def engine() -> ftcomm.engine.Engine:
-    here = views.Address("host", 0, "boot", 0, 0, "nonce")
-    exchange: Any = NoExchange()
-    nothing: Any = lambda *args: None  # noqa: E731
-    return ftcomm.engine.Engine(0, exchange, here, mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing)
-
-
-def a_view(epoch: int, members: str = "0 1") -> views.View:
-    """Members as "2'": replica 2, in its second life."""
-    lives = {int(life.strip("'")): life for life in members.split()}
-    ranks = {m: (views.Address("host", 0, "boot", 0, 0, f"nonce {life}"),) for m, life in lives.items()}
-    return views.View(epoch, None, tuple(views.Member(m, "", ranks[m], True) for m in lives))
-
-
-def test_a_connection_that_comes_after_its_view_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way(slow=1)
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    late = Caller.start(subject.reach, a_view(1))
-    assert way.dialling.wait(DEADLINE)
-    subject.reach(a_view(2))
-    subject.resume(a_view(2), {})
-    way.answered.set()
-    late.join()
-    assert way.closed == way.made[1:]
-    assert list(subject.reach(a_view(1))) == []
-    assert len(way.made) == 2
-
-
-HISTORY = [  # views, and whom replica 0 dials for each
-    ("0 1 2 3", [1, 2, 3]),
-    ("0 1 3", []),  # a loss
-    ("0 1 2' 3", [2]),  # a new life joins
-    ("0 1 2'", []),
-    ("0 1' 2'", [1]),  # one goes and its next life comes, in one view
-    ("0 1' 2' 3'", [3]),
-]
-
-
-def test_a_view_change_dials_those_alone_who_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way()
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    for epoch, (members, dialled) in enumerate(HISTORY, start=1):
-        before = len(way.made)
-        subject.reach(a_view(epoch, members))
-        assert [peer.replica for peer in way.made[before:]] == dialled
-        subject.resume(a_view(epoch, members), {})
-
-
-def test_a_view_that_is_never_entered_costs_no_further_dials(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way()
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    subject.reach(a_view(1, "0 1 2"))
-    subject.resume(a_view(1, "0 1 2"), {})
-    for epoch, members in ((2, "0 1 2 3"), (3, "0 1 3"), (4, "0 1 3")):
-        subject.reach(a_view(epoch, members))
-    subject.resume(a_view(4, "0 1 3"), {})
-    assert [peer.replica for peer in way.made] == [1, 2, 3]
-    assert [peer.replica for peer in way.closed] == [2]
-
-
-def test_a_connection_that_has_ended_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Way()
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    subject.reach(a_view(1))
-    subject.resume(a_view(1), {})
-    way.made[0].close()
-    subject.reach(a_view(2))
-    assert len(way.made) == 2
-
-
-def test_who_was_out_of_the_job_before_it_ran_makes_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joiner is told of a view, which is given up, and of another: the others may have closed what they had."""
-    way = Way()
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    subject.reach(a_view(5))
-    subject.reach(a_view(7))
-    subject.resume(a_view(7), {})
-    assert len(way.made) == 2
-    assert way.closed == way.made[:1]
-
-
-def test_the_ring_follows_the_racks_that_addresses_tell() -> None:
-    given: list[GroupView] = []
-
-    class Hears(NoExchange):
-        def resume(self, view: GroupView, *rest: object) -> NoExchange:  # type: ignore[override]
-            given.append(view)
-            return self
-
-    ranks = [(views.Address("host", 0, f"boot {m}", 0, 0, f"nonce {m}", rack="ba"[m % 2]),) for m in range(4)]
-    view = views.View(1, None, tuple(views.Member(m, "", ranks[m], True) for m in range(4)))
-    nothing: Any = lambda *args: None  # noqa: E731
-    how: dict[str, Any] = dict(mode="tcp", dial=nothing, on_lost=nothing, on_died=nothing, algorithm="ring")
-    subject = ftcomm.engine.Engine(0, Hears(), ranks[0][0], **how)  # type: ignore[arg-type]
-    subject._reached[1] = {m: Peer(m) for m in range(1, 4)}
-    subject.resume(view, {})
-    assert given[0].ring == (1, 3, 0, 2)
-
-
-def test_who_has_been_out_in_between_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's joining was given up in the same way, and he comes with the same life."""
-    way = Way()
-    monkeypatch.setattr(ftcomm.engine, "connect", way.connect)
-    subject = engine()
-    subject.reach(a_view(1, "0 1"))
-    subject.resume(a_view(1, "0 1"), {})
-    for epoch, members in ((2, "0 1 2"), (3, "0 1"), (4, "0 1 2")):
-        subject.reach(a_view(epoch, members))
-    assert [peer.replica for peer in way.made] == [1, 2, 2]
+    gc.collect()
+    gc.disable()
+    try:
+        with Rig(range(2), op_timeout=0.1) as rig:
+            rig.view(range(2))
+            member = rig.members.pop(0)
+            exchange, op = member.exchange, ones(4)
+            exchange.driver._on_stall = stalled
+            exchange.submit(op)
+            assert standing.wait(DEADLINE)
+            exchange.fail(RuntimeError("closed"))
+            exchange.forget()
+            go_on.set()
+            assert op.wait(DEADLINE)
+            worker = exchange.driver.worker.thread
+            assert worker is not None
+            worker.join(DEADLINE)
+            member.segment.close()
+            known = weakref.ref(exchange)
+            del exchange, member, worker
+            assert known() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("how", ["tcp", "ring", "mixed"])
@@ -1070,13 +992,3 @@ def test_a_view_change_keeps_the_connections_of_those_who_stay(how: str) -> None
         rig.view((1, 2, 3))
         assert rig.dials == first + 4
         assert not [lost for m in (1, 3) for lost in rig.members[m].lost if lost[0] in (1, 3)]
-
-
-def test_a_peer_for_which_no_thread_can_be_started_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect(*args: object, **options: object) -> Peer:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(ftcomm.engine, "connect", connect)
-    with pytest.raises(Unreachable, match="new thread") as raised:
-        engine().reach(a_view(1))
-    assert raised.value.replica == 1

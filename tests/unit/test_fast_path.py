@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ftcomm.calls import Calls
 from ftcomm.collective import fast_path
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.fast_path import FastPath
+from ftcomm.collective.gate import Gate
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.errors import MismatchError
-from ftcomm.kernels.epochs import COUNTS
+from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import POSTED, TAKEN
+from ftcomm.transport.segment import NEAR, POSTED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
-from tests.exchange_rig import DEADLINE, Caller, Rig, socket_pair
+from tests.exchange_rig import DEADLINE, Caller, Rig, mirrored, socket_pair
 from tests.unit.test_exchange import check, given
 
 MANY = 500  # ops, until one was not interrupted by the other threads of this process
@@ -85,16 +91,45 @@ def test_what_does_not_go_in_one_go(seen: Seen, what: str) -> None:
     assert not any(seen.ended)
 
 
+Raises = Callable[[], bool]  # raises the word, once, and waits until all have
+
+
+def at_each_word(monkeypatch: pytest.MonkeyPatch, body: Callable[[int, Gate, int, Raises], bool]) -> None:
+    """Let `body(me, gate, count, raises)` stand for what the fast path does to raise a word and wait for the others."""
+    init = FastPath.__init__
+
+    def watched(self: FastPath, *args: Any) -> None:
+        init(self, *args)
+        publish, me = self._publish, self._view.me
+
+        def of(gate: Gate) -> Any:
+            said = 0
+
+            def wait(count: int, waiter: Waiter) -> bool:
+                def raises() -> bool:
+                    nonlocal said
+                    if said < count:
+                        publish(gate.word, count)
+                        said = count
+                    return gate.wait(count, waiter)
+
+                return body(me, gate, count, raises)
+
+            return SimpleNamespace(wait=wait)
+
+        self._publish, self._posted, self._taken = lambda *word: None, of(self._posted), of(self._taken)
+
+    monkeypatch.setattr(FastPath, "__init__", watched)
+
+
 @pytest.mark.parametrize("word", [POSTED, TAKEN])
 def test_an_op_goes_on_as_usual_from_where_it_stopped(seen: Seen, monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     """One member gives up waiting at once, at each of the two places; the op ends all the same, and so do the next."""
-    raised = FastPath._raise
 
-    def impatient(self: FastPath, which: int, target: int) -> bool:
-        came = raised(self, which, target)
-        return came and not (which == word and self._view.me == 1)
+    def impatient(me: int, gate: Gate, count: int, raises: Raises) -> bool:
+        return raises() and not (gate.word == word and me == 1)
 
-    monkeypatch.setattr(FastPath, "_raise", impatient)
+    at_each_word(monkeypatch, impatient)
     with Rig(range(3)) as rig:
         rig.view(range(3))
         for number in range(MANY):
@@ -111,18 +146,18 @@ def test_an_op_goes_on_as_usual_from_where_it_stopped(seen: Seen, monkeypatch: p
 @pytest.mark.parametrize("word", [POSTED, TAKEN])
 def test_a_member_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     """It stops for good before it raises the word: the others finish that very op without it, with equal bytes."""
-    raised, stopped = FastPath._raise, threading.Event()
+    stopped = threading.Event()
 
-    def stops(self: FastPath, which: int, target: int) -> bool:
-        if which == word and self._view.me == 2 and target & (COUNTS - 1) == 3:
+    def stops(me: int, gate: Gate, count: int, raises: Raises) -> bool:
+        if gate.word == word and me == 2 and count == 3:
             stopped.set()
             raise SystemExit
-        came = raised(self, which, target)
-        while not came and self._view.me == 2 and target & (COUNTS - 1) == 3:  # else it would go on as usual
-            came = raised(self, which, target)
+        came = raises()
+        while not came and me == 2 and count == 3:  # else it would go on as usual
+            came = raises()
         return came
 
-    monkeypatch.setattr(FastPath, "_raise", stops)
+    at_each_word(monkeypatch, stops)
     with Rig(range(3)) as rig:
         rig.view(range(3))
         for number in range(2):
@@ -164,17 +199,17 @@ class OneWay(Rig):
 def test_who_attaches_late_gets_a_task_that_went_in_one_go_elsewhere(
     monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    raised, taken = FastPath._raise, threading.Semaphore(0)
+    taken = threading.Semaphore(0)
 
-    def watched(self: FastPath, word: int, target: int) -> bool:
-        came = raised(self, word, target)
-        while not came and word == POSTED:  # however slow the others are
-            came = raised(self, word, target)
-        if word == TAKEN:
+    def watched(me: int, gate: Gate, count: int, raises: Raises) -> bool:
+        came = raises()
+        while not came and gate.word == POSTED:  # however slow the others are
+            came = raises()
+        if gate.word == TAKEN:
             taken.release()
         return came
 
-    monkeypatch.setattr(FastPath, "_raise", watched)
+    at_each_word(monkeypatch, watched)
     with OneWay(range(members)) as rig:
         rig.view(range(members))
         ops = made(range(members), 0, 16)
@@ -217,15 +252,15 @@ def test_a_view_says_whether_its_ops_may(seen: Seen) -> None:
 
 def test_no_op_returns_before_all_have_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody has returned it: that is what proves to a later view that all hold it."""
-    raised, there, go = FastPath._raise, threading.Event(), threading.Event()
+    there, go = threading.Event(), threading.Event()
 
-    def waits(self: FastPath, which: int, target: int) -> bool:
-        if which == TAKEN and self._view.me == 1:
+    def waits(me: int, gate: Gate, count: int, raises: Raises) -> bool:
+        if gate.word == TAKEN and me == 1:
             there.set()
             assert go.wait(DEADLINE)
-        return raised(self, which, target)
+        return raises()
 
-    monkeypatch.setattr(FastPath, "_raise", waits)
+    at_each_word(monkeypatch, waits)
     with Rig(range(2)) as rig:
         rig.view(range(2))
         for number in range(MANY):  # until this one of it went in one go there
@@ -256,14 +291,15 @@ def test_an_op_that_another_thread_adds_in_the_middle_is_not_forgotten(monkeypat
         rig.view(range(2))
         all_run(rig, made(range(2), 0, 16))  # what has interrupted the driver at the view change is seen to
         first, second = made(range(2), 1, 16), made(range(2), 2, 16)
-        exchange, where = rig.members[0].exchange, fast_path.descriptor
+        exchange = rig.members[0].exchange
 
-        def beside(slot: int) -> int:
-            if threading.current_thread().name == "calls" and second[0].number < 0:
-                exchange.submit(second[0])
-            return where(slot)
+        class Beside(tuple[int, ...]):
+            def __getitem__(self, slot: Any) -> Any:
+                if threading.current_thread().name == "calls" and second[0].number < 0:
+                    exchange.submit(second[0])
+                return super().__getitem__(slot)
 
-        monkeypatch.setattr(fast_path, "descriptor", beside)
+        monkeypatch.setattr(fast_path, "DESCRIPTORS", Beside(fast_path.DESCRIPTORS))
         for ops in (first, second):
             rig.members[1].exchange.submit(ops[1])
         caller = threading.Thread(target=exchange.run, args=(first[0],), name="calls", daemon=True)
@@ -274,3 +310,34 @@ def test_an_op_that_another_thread_adds_in_the_middle_is_not_forgotten(monkeypat
         assert second[0].wait(DEADLINE), "it was never posted"
         check(first[0], 7)
         check(second[0], 7)
+
+
+def test_an_op_calls_no_more_functions_than_it_needs() -> None:
+    """What a small op costs is what the interpreter runs for it. Who adds a call here says why, or takes one away.
+
+    Four of them raise the words and wait at the gates, so that nothing else says who waits for whom."""
+
+    class Member(Calls):
+        _me, roster = 0, (0, 1)
+
+        def _may_call(self) -> None:
+            """As that of `Group`, which calls nothing in a replica that runs."""
+
+    exchange, segment = mirrored()
+    caller, array, called = Member(), np.zeros(256, np.float32), 0
+    caller._exchange = exchange
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal called
+        called += event == "call"
+
+    for _ in range(2 * NEAR):
+        caller.allreduce(array)
+    sys.setprofile(count)
+    try:
+        caller.allreduce(array)
+    finally:
+        sys.setprofile(None)
+        exchange.fail(RuntimeError("the test is over"))
+        segment.close()
+    assert called <= 31

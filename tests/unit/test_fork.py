@@ -10,6 +10,8 @@ import select
 import selectors
 import socket
 import stat
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.control import fork, wire
+from ftcomm.control import fork, handshake, wire
 from ftcomm.errors import FtcommError
-from ftcomm.own import own_process
+from ftcomm.process.own import own_process
 from ftcomm.transport.segment import HEADER, POSTED, Segment
 
 _libc = ctypes.PyDLL(None)
@@ -113,8 +115,8 @@ def test_a_child_of_another_thread_has_no_part_of_a_connection_that_is_being_mad
 
     with socket.create_server(("127.0.0.1", 0)) as port:
         monkeypatch.setattr(socket, "socket", ForksWhileItConnects)
-        with pytest.raises(wire.HandshakeError):
-            wire.connect(port.getsockname(), wire.Credentials("secret"), "data", {}, 0.1)
+        with pytest.raises(handshake.HandshakeError):
+            wire.connect(port.getsockname(), handshake.Credentials("secret"), "data", {}, 0.1)
     assert kinds == [False]
 
 
@@ -204,6 +206,35 @@ def test_a_fork_behind_the_interpreters_back_is_seen(participant: object) -> Non
         return False
 
     assert in_child(child, _libc.fork) is True
+
+
+UNWIPED = """
+import ctypes, mmap, os
+
+class Old(mmap.mmap):
+    def madvise(self, *_):
+        raise OSError(22, "Invalid argument")
+
+mmap.mmap = Old
+from ftcomm.control import fork
+from ftcomm.process.own import own_process
+fork.take_part(fork, "a rank")
+own_process()
+pid = ctypes.PyDLL(None).fork()
+if pid == 0:
+    try:
+        own_process()
+    except Exception as error:
+        os._exit(7)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+own_process()
+"""
+
+
+def test_a_fork_behind_the_interpreters_back_is_seen_where_the_kernel_wipes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", UNWIPED], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
 
 
 def test_children_are_free_when_nobody_takes_part(participant: object) -> None:

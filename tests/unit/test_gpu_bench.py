@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ftcomm.bench.allreduce_gpu import bytes_moved, measure
 from ftcomm.errors import InitError
+from tests.gpu.bench_allreduce import bytes_moved, measure
 
+ROOT = Path(__file__).parents[2]
 ONE_RANK = """
 import numpy as np
-from ftcomm.bench.gpu_ranks import Ranks
+from tests.gpu.ranks import Ranks
 from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
 from ftcomm.engines.gpu_kernel.layout import INTERPRETED
 from ftcomm.kernels.device import words as w
@@ -56,6 +58,6 @@ def test_ranks_by_hand() -> None:
     """In a process of its own, since Triton has to be imported for the interpreter."""
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", ONE_RANK], capture_output=True, text=True, timeout=110, env=env, check=False
+        [sys.executable, "-c", ONE_RANK], cwd=ROOT, capture_output=True, text=True, timeout=110, env=env, check=False
     )
     assert ran.stdout.strip() == "done", ran.stderr

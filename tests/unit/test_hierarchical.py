@@ -1,4 +1,4 @@
-"""The two levels, played through by themselves: who sums and hands on which shards, without words and streams."""
+"""The two levels, played through by themselves: who sums and hands on which slices, without words and streams."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from ftcomm.collective.algorithms.hierarchical import Hierarchical
 from ftcomm.collective.compression import hands_on
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, by_route, shards, shared_hosts, two_shot
+from ftcomm.collective.plan import GroupView, by_route, shared_hosts, slices, two_shot
 from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
+from ftcomm.settings.tuning import Tuning, up_to
 from ftcomm.simulation.memory import TinyMemory
 from ftcomm.transport.segment import LEVELS, POSTED, REDUCED, level
-from ftcomm.tuning import Tuning, up_to
 from tests.slots import slot_of
 
 CHUNK = 4096
@@ -210,7 +210,7 @@ def test_between_hosts_goes_one_sum_and_one_result_of_each_shard(group: Group, c
                 left[home] += (stop - start) // 4
                 assert start == stop or (rail == other < rails and word != POSTED)
     unit, parts = 16, rails * len(hosts)  # elements in a cache line
-    bounds = shards(count, 4, parts)
+    bounds = slices(count, 4, parts)
     for number, host in enumerate(hosts):
         whole = sum(b - a for i, (a, b) in enumerate(bounds) if i % len(hosts) == number)
         sums = (count - whole) if contributing.intersection(host) else 0

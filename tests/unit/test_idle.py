@@ -54,7 +54,7 @@ def rig() -> Rig:
 
 def mirrors(rig: Rig) -> list[TcpMirror]:
     """Of the idle one."""
-    return [peer for peer in rig.members[IDLE].exchange.core.peers.values() if isinstance(peer, TcpMirror)]
+    return [peer for peer in rig.members[IDLE].exchange.member.peers.values() if isinstance(peer, TcpMirror)]
 
 
 @pytest.mark.parametrize("elements", [8, CHUNK // 4])

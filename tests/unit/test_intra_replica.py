@@ -10,7 +10,7 @@ import pytest
 
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, TransportError
-from ftcomm.training.intra_replica import _HEAD, IntraReplicaExchange
+from ftcomm.training.intra_replica import IntraReplicaExchange
 
 HERE = Address("here", 0, "", 0, 0, "")
 
@@ -21,19 +21,23 @@ class Rank:
 
     def __init__(self, ranks, rank, first=None, patience=60.0):
         self.replica, self.shard, self.first, self.served = 2, rank, first, None
-        self._intra_replica_exchanges = 0
+        self.intra_replica_exchanges = 0
         self.called = threading.Event()
         self.shards = ranks
         self.settings = type("Settings", (), {})
         self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
         self.view = View(1, 0, (Member(2, "2a", (HERE,) * ranks, True),))
 
-    def _serve(self, purpose, handler):
+    @property
+    def internals(self):
+        return self
+
+    def serve(self, purpose, handler):
         assert purpose == "inside"
         self.served = handler
 
-    def _dial_address(self, address, purpose, fields):
-        assert (address, purpose) == (HERE, "inside")
+    def dial_rank(self, replica, shard, purpose, fields, timeout):
+        assert (replica, shard, purpose) == (2, 0, "inside")
         here, there = socket.socketpair()
         if self.first.served is None:
             there.close()
@@ -104,8 +108,8 @@ def test_a_row_of_another_length_is_refused_before_memory_is_taken_for_it():
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
         assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
-        other._sockets[0].sendall(_HEAD.pack(2, 0xFFFFFFFF))
-        with pytest.raises(TransportError, match="it sends 4294967295 bytes, expected 1; all ranks must run the same"):
+        other._sockets[0].sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(TransportError, match=r"4294967295 bytes, at most 33 .*; all ranks must run the same"):
             inside.exchange(b"y")
         inside.close()
         other.close()

@@ -310,7 +310,7 @@ def test_the_engine_changes_no_transport(monkeypatch: pytest.MonkeyPatch, engine
     if engine is not None:
         monkeypatch.setenv("FTCOMM_ENGINE", engine)
     options = RunOptions(replicas=2, script="train.py", transport=transport)
-    assert rank_environment(options, "127.0.0.1:1", "token", "job")["FTCOMM_TRANSPORT"] == transport
+    assert rank_environment(options, "127.0.0.1:1", "token", "job", "127.0.0.1:2")["FTCOMM_TRANSPORT"] == transport
 
 
 @pytest.mark.parametrize(("state", "contributed"), [(WAITING, True), (RUNNING, False)])

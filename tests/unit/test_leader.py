@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.leader import Leader, ToCoordinator, ToLeader, ToRank
+from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
 from ftcomm.control.timeouts import Timeouts
 from tests.unit.test_node import address, view
 
@@ -32,16 +32,16 @@ def test_who_waits_at_a_boundary_is_told_again_that_there_is_no_commit(how: str)
     promise(waits)
     if how == "cancelled":
         promise(other)
-    asked = [x.message for x in waits.from_rank(0, m.AtBoundary(P)) if isinstance(x, ToLeader)]
+    asked = [x.message for x in waits.from_rank(0, m.AtBoundary(P)) if isinstance(x, ToPeerLeader)]
     assert asked == [m.Boundary(0, 1, P, None)]
     lost = other.from_leader(asked[0])
     if how == "cancelled":
         lost = other.from_coordinator(m.Cancel(P))
-    assert ToLeader(0, m.Boundary(1, 1, P, None)) in lost
+    assert ToPeerLeader(0, m.Boundary(1, 1, P, None)) in lost
     assert waits.waiting() == (1,)
 
     for action in other.again(0):
-        assert isinstance(action, ToLeader)
+        assert isinstance(action, ToPeerLeader)
         waits.from_leader(action.message)
     assert waits.waiting() == (), "it waits for a word that nobody says again"
 
@@ -52,10 +52,34 @@ def test_a_commit_that_is_in_force_is_not_denied_when_a_link_comes_back() -> Non
     promise(other)
     other.from_coordinator(m.NewView(commit := view(2, (0, 1), step=3, proposal=P)))
     other.from_rank(0, m.AtBoundary(P))
-    assert other.from_leader(m.Boundary(0, 1, P, None)) == [ToLeader(0, m.Boundary(1, 1, P, commit))]
-    assert other.again(0) == [ToLeader(0, m.Boundary(1, 1, P, commit))]
+    assert other.from_leader(m.Boundary(0, 1, P, None)) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit))]
+    assert other.again(0) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit))]
     other.from_coordinator(m.Prepare(P + 1, 2, 9))
     assert other.again(0) == []
+
+
+def test_a_change_for_joiners_of_an_earlier_loop_is_withdrawn_by_all_together() -> None:
+    """Though they hold its commit: the joiner would be a member on its way to their loop, and hold them up."""
+    both = leader(0), leader(1)
+    commit = view(2, (0, 1, 2), step=3, proposal=P)
+    for made in both:
+        made.from_coordinator(m.Prepare(P, 1, 3, loop=1))
+        made.from_rank(0, m.Promise(P, True, 2))
+        made.from_coordinator(m.NewView(commit))
+    said = [x.message for made in both for x in made.from_rank(0, m.AtBoundary(P, later=True)) if hasattr(x, "replica")]
+    assert said == [m.Boundary(0, 1, P, None), m.Boundary(1, 1, P, None)]
+    for made, other in zip(both, reversed(said), strict=True):
+        assert made.from_leader(other) == [ToRank(0, m.Decision(P, None)), ToCoordinator(m.Withdrawn(P))]
+
+
+def test_a_commit_that_another_one_has_let_in_is_not_withdrawn() -> None:
+    """Its script is in another loop at that boundary, which is an error of its own."""
+    made = leader(0)
+    commit = view(2, (0, 1, 2), step=3, proposal=P)
+    made.from_coordinator(m.Prepare(P, 1, 3, loop=1))
+    made.from_rank(0, m.Promise(P, True, 2))
+    made.from_rank(0, m.AtBoundary(P, later=True))
+    assert ToRank(0, m.Decision(P, commit)) in made.from_leader(m.Boundary(1, 1, P, commit))
 
 
 def of_two() -> Leader:
@@ -86,3 +110,55 @@ def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:
     assert made.join() is not None
     assert made.from_rank(0, m.CaughtUp(9)) == []
     assert made.from_rank(1, m.CaughtUp(9)) == [ToCoordinator(m.CaughtUp(9))]
+
+
+def test_a_joiner_that_is_sent_on_is_ready_again_when_all_its_ranks_are() -> None:
+    """What a rank repeats of the loop that is over, over a new link, does not count for the next one."""
+    made = of_two()
+    assert made.from_rank(0, m.Ready(1)) == [
+        ToRank(0, m.Queued("joins when all ranks of this replica are ready for it; missing: 1", m.Stage.JOINING))
+    ]
+    assert made.from_rank(1, m.Ready(1)) == [ToCoordinator(m.Ready(1))]
+    join = made.join()
+    assert join is not None
+    assert (join.ready, join.loop) == (True, 1)
+    assert made.from_coordinator(m.Behind(2)) == [ToRank(0, m.Behind(2)), ToRank(1, m.Behind(2))]
+    join = made.join()
+    assert join is not None
+    assert not join.ready
+    made.from_rank(0, m.Ready(2))
+    assert made.from_rank(1, m.Ready(1)) == []
+    assert made.from_rank(1, m.Ready(2)) == [ToCoordinator(m.Ready(2))]
+
+
+def test_a_rank_that_is_ahead_of_its_siblings_is_not_waited_for_when_they_are_sent_on() -> None:
+    """A new coordinator told it of a later loop and it says nothing more when it hears of that."""
+    made = of_two()
+    made.from_rank(0, m.Ready(1))
+    assert made.from_rank(1, m.Ready(2)) == [ToCoordinator(m.Ready(1))]
+    made.from_coordinator(m.Behind(2))
+    assert not made.ready
+    assert made.from_rank(0, m.Ready(2)) == [ToCoordinator(m.Ready(2))]
+    assert made.from_coordinator(m.Behind(2))[2:] == [ToCoordinator(m.Ready(2))]  # if it is told twice
+
+
+def test_a_rank_that_comes_back_is_told_the_newest_last() -> None:
+    """It would not go on to a loop of which it is told before the view without it, which ends a change."""
+    made = of_two()
+    made.from_coordinator(m.Behind(2))
+    made.from_coordinator(m.NewView(view(3, (1, 2))))
+    made.from_coordinator(m.Behind(3))
+    again = [x.message for x in made.from_rank(1, m.Hello(1, address(0, 1))) if isinstance(x, ToRank)]
+    assert again[-2:] == [m.NewView(view(3, (1, 2))), m.Behind(3)]
+
+
+@pytest.mark.parametrize(("numbers", "said"), [((2, 2, 2), 2), ((2, 2, 5), 5), ((5, 2, 2), 2), ((0, 0, 0), 0)])
+def test_one_rank_that_was_told_of_another_number_of_replicas_is_enough_to_be_refused(
+    numbers: tuple[int, ...], said: int
+) -> None:
+    made = Leader(0, "life-0", 3, Timeouts.derive(120.0, 10.0))
+    for shard, replicas in enumerate(numbers):
+        made.from_rank(shard, m.Hello(shard, address(0, shard), replicas=replicas))
+    join = made.join()
+    assert join is not None
+    assert join.replicas == said

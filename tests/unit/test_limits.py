@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm import descriptors
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.control import messages as m
@@ -25,6 +25,7 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ArgumentError, SettingsError, TransportError
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
+from ftcomm.process import descriptors
 from ftcomm.settings import Settings
 from tests.exchange_rig import DEADLINE, Rig
 
@@ -115,6 +116,7 @@ def test_what_is_admitted_can_be_sent() -> None:
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[int, int]] = [(256, 4096)]
+    monkeypatch.setattr(os, "listdir", lambda path: ["0"] * 100)  # of which this process may have more by then
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda what, both: limits.append(both))
     descriptors.room_for(4, "a small group")
@@ -127,18 +129,18 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits == [(256, 1024)]
 
 
-def test_a_fixed_group_asks_for_them_first() -> None:
+def test_a_static_group_asks_for_them_first() -> None:
     """In a process of its own, whose limit is the kernel's."""
     script = """
 import resource
 from ftcomm.errors import TransportError
-from ftcomm.fixed.endpoint import Endpoint
-from ftcomm.fixed.group import FixedGroup
+from ftcomm.static.endpoint import Endpoint
+from ftcomm.static.group import StaticGroup
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
 endpoint = Endpoint()
 others = [endpoint.handle.replace(f":{endpoint.port}/", f":{port}/") for port in range(1, 256)]
 try:
-    FixedGroup.from_handles(endpoint, "many", [endpoint.handle, *others], timeout=30.0)
+    StaticGroup.from_handles(endpoint, "many", [endpoint.handle, *others], timeout=30.0)
 except TransportError as error:
     print(error)
 endpoint.close()
@@ -154,3 +156,23 @@ def test_free_threaded_python() -> None:
     assert done.returncode != 0
     assert "ImportError: ftcomm needs the interpreter lock" in done.stderr
     assert "PYTHON_GIL=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("thread", "ulimit"), ("memory", "ulimit"), ("defect", "please report it")]
+)
+def test_a_control_thread_that_lacks_threads_or_memory_says_which_limits_to_raise(error: str, said: str) -> None:
+    """With the errors that Python raises for it, in a process that may have no more memory."""
+    script = f"""
+import resource, threading
+from ftcomm.control.agent import why_broken
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20),) * 2)
+def defect(): raise KeyError("a")
+try:
+    {{"thread": threading.Thread(target=print).start, "memory": lambda: bytes(1 << 30), "defect": defect}}[{error!r}]()
+except BaseException as error:
+    print(why_broken(error))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE)
+    assert said in done.stdout, done.stdout + done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -25,18 +26,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftcomm.control import links, liveness, server, wire
+from ftcomm.control import handshake, knock, links, liveness, server, wire
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
+from ftcomm.control.handshake import Credentials
 from ftcomm.control.links import Link, listen
-from ftcomm.control.liveness import Knock, unanswered
+from ftcomm.control.liveness import unanswered
 from ftcomm.control.peers import Peers
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
+from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
-from ftcomm.control.wire import Credentials
 from tests.idle_engine import IdleEngine
 
 DEADLINE = 60.0
@@ -57,7 +59,7 @@ while taken.recv(4096):
 MEMBER = """
 import asyncio
 from ftcomm.control.links import Listener, listen, serve_messages
-from ftcomm.control.wire import Credentials
+from ftcomm.control.handshake import Credentials
 
 async def main():
     async def come(conn, opening):
@@ -161,37 +163,125 @@ def test_a_socket_without_a_connection_has_no_answer() -> None:
         assert unanswered(sock) is None
 
 
-def test_a_knock_finds_a_stopped_process_and_not_one_that_has_ended(peer: Peer) -> None:
-    async def knock() -> None:
-        peer.stop()
-        found = await Knock.at(peer.address, TIMEOUT)
+def at(peer: Peer, nonce: str = "0" * 32, boot: str = "another kernel") -> Address:
+    """Its address as another host has it; `boot` of this one: as its own host has it."""
+    here = {"network": liveness.network(), "pids": liveness.pids()} if boot == liveness.boot() else {}
+    return Address(*peer.address, boot, peer.process.pid, 3, nonce, **here)
+
+
+def found(there: Address, patience: float = DEADLINE) -> str:
+    async def run() -> str:
+        knocking = knock.Knock(there, CREDENTIALS, "asked", {})
         try:
-            assert found.unanswered() == 0.0
-            await asyncio.sleep(2.5)  # the kernel asks once a second
-            assert found.unanswered() == 0.0
-            peer.kill()
-            while found.unanswered() is not None:
-                await asyncio.sleep(0.01)
+            return await knocking.outcome(patience)
         finally:
-            found.close()
-        with pytest.raises(ConnectionRefusedError):
-            await Knock.at(peer.address, TIMEOUT)
+            knocking.close()
 
-    asyncio.run(asyncio.wait_for(knock(), DEADLINE))
+    return asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
-def test_where_no_kernel_answers_a_knock_has_an_end() -> None:
+def test_a_knock_finds_a_stopped_process_and_not_one_that_has_ended(member: Peer) -> None:
+    async def run() -> None:
+        member.stop()
+        knocking = knock.Knock(at(member), CREDENTIALS, "asked", {})
+        assert await knocking.outcome(2.5) == "mute"  # the kernel asks once a second
+        assert await knocking.outcome(0.0) == "mute"
+        assert not knocking.over
+        member.go_on()
+        assert await knocking.outcome(DEADLINE) == "answered"
+        knocking.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    member.kill()
+    assert found(at(member, boot=liveness.boot())) == "ended"
+    refused = msgspec.structs.replace(at(member), host="localhost")
+    assert found(refused) == "refused", "it may be what is in between"
+
+
+@pytest.mark.parametrize("says", ["nothing", "something", "bye"])
+def test_who_has_the_port_and_is_not_of_the_job_is_no_sign_of_life(says: str) -> None:
+    """It says nothing, something else, or hangs up: a kernel has taken the connection each time."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = listener.accept()
+                    held.append(sock)
+                    if says == "something":
+                        sock.sendall(b"220 mail.example.com ESMTP\r\n")
+                    elif says == "bye":
+                        sock.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        there = Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)
+        assert found(there, 0.2 if says == "nothing" else DEADLINE) == ("mute" if says == "nothing" else "unreachable")
+        listener.shutdown(socket.SHUT_RDWR)
+        for sock in held:
+            sock.close()
+
+
+def test_another_process_of_the_job_at_the_port_is_an_end_where_that_is_one_port(member: Peer) -> None:
+    here = msgspec.structs.replace(at(member, "1" * 32), boot=liveness.boot(), network=liveness.network())
+    assert found(at(member)) == "answered"
+    assert found(here) == "ended"
+    assert found(at(member, "1" * 32)) == "unreachable", "it may live elsewhere"
+
+
+def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer: Peer) -> None:
+    """Without a word of anybody, as soon as that is so: whoever knocks need not look again."""
+
+    async def run() -> None:
+        knocking = knock.Knock(at(peer, boot=liveness.boot()), CREDENTIALS, "asked", {})
+        assert await knocking.outcome(0.1) == "mute"
+        later = asyncio.ensure_future(knocking.outcome(DEADLINE))
+        await asyncio.sleep(0)
+        peer.process.kill()
+        assert await later == "ended"
+        knocking.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    port = peer.address[1]
+    peer.kill()
+    with socket.create_server(("127.0.0.1", port)):
+        assert found(at(peer, boot=liveness.boot())) == "ended"
+
+
+@pytest.mark.parametrize("why", list(Why))
+def test_a_stopped_process_has_one_knock_in_its_backlog_however_often_it_is_asked(
+    member: Peer, why: Why, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full backlog looks like a host that is gone."""
+    probe = Probe(why, (1, "life"), 0, at(member))
+    made: list[object] = []
+    connected = knock.connected
+    monkeypatch.setattr(knock, "connected", lambda *to: (made.append(to), connected(*to))[1])
+
+    async def run() -> None:
+        knocks = knock.Knocks(CREDENTIALS)
+        member.stop()
+        for call in (False, True) * 4:
+            asked = dataclasses.replace(probe, call=call)
+            assert await knocks.outcome(asked, "asked", {}, 0.05) == "mute"
+        assert len(made) == 1
+        member.go_on()
+        assert await knocks.outcome(probe, "asked", {}, DEADLINE) == "answered"
+        assert await knocks.outcome(probe, "asked", {}, DEADLINE) == "answered", "an answer of before is no news"
+        assert len(made) == 2
+        knocks.only(set())
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_where_no_kernel_answers_a_knock_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog that is full answers no further connection, as a host that is gone does not."""
-
-    async def knock(address: tuple[str, int]) -> None:
-        with pytest.raises(ConnectionError, match=r"no answer from 127.0.0.1:\d+ within 0.3 s"):
-            await Knock.at(address, 0.3)
-
+    monkeypatch.setattr("ftcomm.control.knock.KERNEL", 0.3)
     with socket.socket() as listener, contextlib.ExitStack() as held:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         held.enter_context(socket.create_connection(listener.getsockname()))
-        asyncio.run(asyncio.wait_for(knock(listener.getsockname()), DEADLINE))
+        assert found(Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)) == "unreachable"
 
 
 def test_the_word_says_what_the_process_does(peer: Peer) -> None:
@@ -241,9 +331,9 @@ def test_a_dial_ends_with_the_process_that_it_waits_for(member: Peer) -> None:
     member.stop()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         dialled = pool.submit(wire.connect, member.address, CREDENTIALS, "data", {}, DEADLINE)
-        with socket.create_connection(member.address) as knock:  # behind the other one, or before it
+        with socket.create_connection(member.address) as before:  # behind the other one, or before it
             member.kill()
-            until(lambda: unanswered(knock) is None)
+            until(lambda: unanswered(before) is None)
         with pytest.raises(OSError, match=r"closed|reset|refused"):
             dialled.result(DEADLINE)
 
@@ -279,7 +369,8 @@ def test_a_link_waits_for_a_process_that_is_stopped_with_one_connection(
 
 def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(member: Peer) -> None:
     async def run() -> None:
-        lost: list[tuple[int, str, bool]] = []
+        lost: list[tuple[int, str]] = []
+        ended: list[str] = []
         opened, back = asyncio.Event(), asyncio.Event()
         peers = Peers(
             0,
@@ -287,7 +378,8 @@ def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(mem
             CREDENTIALS,
             on_open=lambda replica: opened.set(),
             on_message=lambda message: None,
-            on_lost=lambda view, replica, reason, proof: lost.append((replica, reason, proof)),
+            on_lost=lambda view, replica, reason: ended.append(reason),
+            on_failed=lambda view, replica, reason, error: lost.append((replica, reason)),
             on_back=lambda replica: back.set(),
         )
         there = Address(*member.address, "b", 1, 3, "0" * 32)
@@ -305,7 +397,7 @@ def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(mem
         assert peers.unanswered() == {}
         assert lost[0][0] == 1
         assert "Connect call failed" in lost[0][1]
-        assert not lost[0][2], "another network may lie in between"
+        assert not ended, "another network may lie in between"
         assert not back.is_set()
         peers.close()
 
@@ -321,19 +413,20 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
     """The other one proves it by the token: its word, and not that something listens there."""
 
     async def links_of_a_member() -> None:
-        lost: list[tuple[int, bool]] = []
+        lost: list[int] = []
         told = asyncio.Event()
 
-        def on_lost(view: View, replica: int, reason: str, proof: bool) -> None:
-            lost.append((replica, proof))
+        def on_lost(view: View, replica: int, reason: str) -> None:
+            lost.append(replica)
             told.set()
 
-        ignore: Any = lambda told: None  # noqa: E731
-        peers = Peers(0, 0, CREDENTIALS, on_open=ignore, on_message=ignore, on_lost=on_lost, on_back=ignore)
+        ignore: Any = lambda *told: None  # noqa: E731
+        hears = dict(on_open=ignore, on_message=ignore, on_lost=on_lost, on_failed=ignore, on_back=ignore)
+        peers = Peers(0, 0, CREDENTIALS, **hears)
         before = one_of_this_host(member.address)
         peers.connect(View(1, None, (Member(0, "a", (before,), True), Member(1, "b", (before,), True))))
         await told.wait()
-        assert lost[0] == (1, True)
+        assert lost == [1]
         peers.close()
 
     async def coordinator() -> None:
@@ -363,23 +456,25 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
     elif how == "another network":
         there = msgspec.structs.replace(there, network="4026531840")
     outcomes: list[str] = []
-    call = CoordinatorServer._call
+    outcome = knock.Knock.outcome
 
-    async def called(self: CoordinatorServer, *args: Any) -> str:
-        outcomes.append(await call(self, *args))
+    async def asked(self: knock.Knock, patience: float) -> str:
+        outcomes.append(await outcome(self, patience))
         return outcomes[-1]
 
-    monkeypatch.setattr(CoordinatorServer, "_call", called)
+    monkeypatch.setattr(knock.Knock, "outcome", asked)
 
     async def run() -> None:
-        lost: list[bool] = []
+        lost: list[str] = []
+        ended: list[str] = []
         peers = Peers(
             0,
             0,
             CREDENTIALS,
             on_open=lambda replica: None,
             on_message=lambda message: None,
-            on_lost=lambda view, replica, reason, proof: lost.append(proof),
+            on_lost=lambda view, replica, reason: ended.append(reason),
+            on_failed=lambda view, replica, reason, error: lost.append(reason),
             on_back=lambda replica: None,
         )
         view = View(1, None, (Member(0, "a", (there,), True), Member(1, "b", (there,), True)))
@@ -388,9 +483,10 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
         store.views = [View(1, None, (Member(0, "life", (there,), True),))]
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))
         await server.start()
-        while not (lost and outcomes):
+        while not (lost and "unreachable" in outcomes):
             await asyncio.sleep(0.01)
-        assert (lost[0], outcomes[0]) == (False, "unreachable")
+        assert not ended
+        assert set(outcomes) <= {"mute", "unreachable"}
         assert not server.ended
         await server.stop()
         peers.close()
@@ -403,11 +499,11 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
 
 def test_a_signed_word_of_another_job_to_who_was_led_to_it_is_no_reason_to_give_up(member: Peer) -> None:
     relay, ours = Relay(member.address), Credentials("secret", "ours")
-    with pytest.raises(wire.HandshakeError, match="of the job 'ours'") as refused:
+    with pytest.raises(handshake.HandshakeError, match="of the job 'ours'") as refused:
         wire.connect(relay.address, ours, "member", {}, DEADLINE)
-    assert type(refused.value) is wire.HandshakeError
+    assert type(refused.value) is handshake.HandshakeError
     relay.close()
-    with pytest.raises(wire.Refused, match="of the job 'ours'"):
+    with pytest.raises(handshake.Refused, match="of the job 'ours'"):
         wire.connect(member.address, ours, "member", {}, DEADLINE)
 
 
@@ -459,9 +555,9 @@ class Relay:
 class Job:
     """A coordinator, and agents that move nothing, in this process."""
 
-    def __init__(self, replicas: int, ranks: int) -> None:
+    def __init__(self, replicas: int, ranks: int, timeouts: Timeouts | None = None) -> None:
         self._ranks = ranks
-        self._timeouts = Timeouts.derive(60.0, 10.0)
+        self._timeouts = timeouts or Timeouts.derive(60.0, 10.0)
         self._events: list[dict[str, object]] = []
         self._agents: list[Agent] = []
         self._loop = asyncio.new_event_loop()
@@ -484,7 +580,7 @@ class Job:
             coordinator=("127.0.0.1", int(self.server.endpoint.rpartition(":")[2])),
             credentials=CREDENTIALS,
             replica=replica,
-            rank=rank,
+            shard=rank,
             ranks=self._ranks,
             leader=leader,
             leader_socket=leader_socket,
@@ -518,6 +614,62 @@ def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another
         agents[1].stop()  # it has, now
         agents[0].suspect(1, 1, "its process has ended", proof=True)
         until(lambda: len(job.events_of("view")) == 2)
+    finally:
+        job.close()
+
+
+def test_who_can_start_no_thread_waits_for_one_on_its_way_to_a_view_and_for_data(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says once of each which limit to raise, and what has connected meanwhile is served then."""
+    start, left = threading.Thread.start, {"ftcomm-reach": 2, "ftcomm-data": 2}
+
+    def starts(thread: threading.Thread) -> None:
+        if left.get(thread.name, 0):
+            left[thread.name] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    job, served = Job(1, 1), threading.Event()
+    try:
+        agent = job.agent(0, 0)
+        assert agent.register(DEADLINE)
+        assert not left["ftcomm-reach"]
+        agent.serve("data", lambda channel, fields: served.set())
+        with agent.dial(0, "data", {}):
+            assert served.wait(DEADLINE)
+        assert [record for record in caplog.records if "(ulimit -u" in record.getMessage()][2:] == []
+    finally:
+        job.close()
+    assert "(ulimit -u" in caplog.text
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_who_can_serve_no_joiner_goes_on_itself(hangs_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no thread for that for as long as an op may take, and lets the connection go."""
+    start, waiting = threading.Thread.start, []
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "ftcomm-state":
+            waiting.append(thread._args[1])  # type: ignore[attr-defined]  # the connection
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    job = Job(1, 1, Timeouts.derive(60.0, 2.0) if hangs_up else Timeouts.derive(4.0))
+    try:
+        agent = job.agent(0, 0)
+        assert agent.register(DEADLINE)
+        agent.serve("state", lambda channel, fields: None)
+        with agent.dial(0, "state", {}) as dialled:
+            until(lambda: bool(waiting))
+            if not hangs_up:
+                dialled.settimeout(DEADLINE)
+                assert dialled.recv(1) == b""
+        until(lambda: waiting[0].fileno() == -1)
+        assert not agent._node.is_short(time.monotonic())
+        assert agent.boundary(0, DEADLINE).epoch == 1
     finally:
         job.close()
 
@@ -637,7 +789,7 @@ def test_a_link_on_its_way_to_who_calls_it_is_not_broken_off() -> None:
             link.redirect(sock.getsockname()[:2])
             await asyncio.sleep(0)
         came.setblocking(False)
-        await wire.handshake(came, wire.server(CREDENTIALS, ""), DEADLINE)
+        await wire.handshake(came, handshake.server(CREDENTIALS, ""), DEADLINE)
         await opened.wait()
         link.close()
         came.close()
@@ -650,13 +802,23 @@ def test_a_process_that_ends_is_seen_by_its_kernel() -> None:
     """Its port may answer still: it was asked for 40 ms, for as long as its memory was being freed."""
     child = os.fork()
     if child == 0:
+        signal.pause()
         os._exit(0)
+    there = Address("h", 1, liveness.boot(), child, 3, "0" * 32, pids=liveness.pids())
+    elsewhere = [
+        msgspec.structs.replace(there, boot="another kernel"),
+        msgspec.structs.replace(there, pids="of a container"),
+        msgspec.structs.replace(there, pids=""),
+    ]
+    assert not liveness.is_ending(there)
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED)
+    assert not liveness.is_ending(there)
+    os.kill(child, signal.SIGKILL)
+    assert liveness.is_ending(there), "it will not run again, whether it has got to its end or not"
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    here = liveness.boot()
-    assert liveness.is_ending(Address("h", 1, here, child, 3, "0" * 32))
-    assert not liveness.is_ending(Address("h", 1, "another kernel", child, 3, "0" * 32))
+    assert liveness.is_ending(there)
     os.waitpid(child, 0)
-    assert not liveness.is_ending(Address("h", 1, here, child, 3, "0" * 32)), (
-        "nobody is there: it may be another's number"
-    )
-    assert not liveness.is_ending(Address("h", 1, here, os.getpid(), 3, "0" * 32))
+    assert liveness.is_ending(there)
+    assert not any(liveness.is_ending(one) for one in elsewhere)
+    assert not liveness.is_ending(msgspec.structs.replace(there, pid=os.getpid()))

@@ -53,7 +53,7 @@ def is_under_way(rig: Rig) -> bool:
         assert stream is not None
         if any(w._queue or queued(w, termios.TIOCOUTQ) for w in stream.publisher._readers):  # type: ignore[attr-defined]
             return True
-    mirrors = [p for m in rig.members.values() for p in m.exchange.core.peers.values() if isinstance(p, TcpMirror)]
+    mirrors = [p for m in rig.members.values() for p in m.exchange.member.peers.values() if isinstance(p, TcpMirror)]
     raised = [mirror.pump() for mirror in mirrors]  # a driver without an op leaves words where they are
     return any(raised) or any(mirror.is_open and queued(mirror, termios.FIONREAD) for mirror in mirrors)
 
@@ -85,7 +85,7 @@ def go_to(rig: Rig, count: int) -> None:
     for member in rig.members.values():
         stream = member.exchange.core.stream
         assert stream is not None
-        for peer in member.exchange.core.peers.values():
+        for peer in member.exchange.member.peers.values():
             theirs = rig.members[peer.replica].segment.words
             if isinstance(peer, TcpMirror):
                 for word in words_of(rig.members[peer.replica].exchange.core.stream.pipeline):  # type: ignore[union-attr]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.messages import matching
-from ftcomm.messages.matching import MAX_BYTES, Matching, Unexpected
+from ftcomm.p2p import matching
+from ftcomm.p2p.matching import MAX_BYTES, Matching, Unexpected
 
 pytestmark = pytest.mark.protocol
 

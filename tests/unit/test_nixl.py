@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm.bench.baseline import Block, Task
-from ftcomm.bench.nixl import LIBRARIES, Request, rows
+from ftcomm.bench.baseline import BaselineBlock, BaselineTask
+from ftcomm.bench.nixl import LIBRARIES, NixlRequest, rows
 from ftcomm.doctor import rdma
 from ftcomm.doctor.check import Finding
 from ftcomm.errors import SettingsError
@@ -27,12 +27,12 @@ from ftcomm.transport.nixl import handshake as hello
 from ftcomm.transport.nixl import library as nixl_library
 from ftcomm.transport.nixl.context import rails
 from ftcomm.transport.nixl.frames import Frame, InOrder, pack, unpack
-from ftcomm.transport.nixl.library import Library, NixlMissing, UcxPaths, link_rate
-from ftcomm.transport.nixl.memory import MirrorMemories, Region, Registrations, source_of
+from ftcomm.transport.nixl.library import NixlLibrary, NixlMissing, UcxPaths, link_rate
+from ftcomm.transport.nixl.memory import MirrorMemories, MirrorMemory, Region, Registrations, source_of
 from ftcomm.transport.nixl.network import rdma_devices
 from ftcomm.transport.nixl.window import ALIGN, LEAST, Window, cut, spread
 from ftcomm.transport.segment import CHUNK, POSTED, TAKEN
-from tests.fixed_rig import together
+from tests.static_rig import together
 
 EPOCH = 3
 BEGUN = EPOCH << COUNTER
@@ -277,6 +277,7 @@ def test_memory_of_a_gpu_is_registered_as_such(card: Card) -> None:
 def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
     mirrors = MirrorMemories(8192, card.register, card.deregister)
     taken = set()
+    earlier: MirrorMemory | None = None
     for life in range(50):
         mirror = mirrors.use(f"life {life}")
         assert mirrors.use(f"life {life}") is mirror, "the next epoch of the same two"
@@ -288,7 +289,10 @@ def test_a_mirror_that_is_given_up_keeps_its_addresses(card: Card) -> None:
         mirrors.leave(mirror)
         assert not card.registered
         assert mirror.memory[:4] == bytes(4), "its pages are given back"
+        if earlier is not None:
+            assert earlier.memory[:4] == bytes(4), "and those that a late put has brought back"
         mirror.memory[:4] = b"late"  # does no harm
+        earlier = mirror
 
 
 def test_a_mirror_in_doubt_is_not_used_again(card: Card) -> None:
@@ -315,9 +319,9 @@ def test_a_mirror_in_doubt_is_not_used_again(card: Card) -> None:
 )
 def test_members_that_differ_are_told_both_values(other: dict[str, int], said: str) -> None:
     fields: dict[str, Any] = dict(version=1, slots=4, chunk=CHUNK)
-    here = hello.Kind(**fields)
-    assert hello.differ(here, hello.Kind(**fields, nixl="9.9", devices="eth7"), "replica 3") == ""
-    text = hello.differ(here, hello.Kind(**{**fields, **other}), "replica 3")
+    here = hello.Compatibility(**fields)
+    assert hello.differ(here, hello.Compatibility(**fields, nixl="9.9", devices="eth7"), "replica 3") == ""
+    text = hello.differ(here, hello.Compatibility(**{**fields, **other}), "replica 3")
     assert text.startswith("replica 3 differs: ")
     assert said in text
 
@@ -369,7 +373,7 @@ def test_a_library_that_cannot_be_loaded_says_what_is_missing(monkeypatch: pytes
 
     monkeypatch.setattr("importlib.import_module", find)
     with pytest.raises(NixlMissing, match=r"cannot be loaded: nixl_cu12: libcudart.so.12.*pip install"):
-        Library()
+        NixlLibrary()
 
 
 @pytest.fixture
@@ -459,10 +463,10 @@ def test_what_is_wrong_has_a_mend() -> None:
 
 def test_shares_are_of_puts_in_the_same_round() -> None:
     """A machine that is half as fast in the second round changes no share; the slowest rank counts."""
-    task = Task(ranks=2, sizes=(1 << 20,), iterations=3, rounds=2, libraries=LIBRARIES)
+    task = BaselineTask(ranks=2, sizes=(1 << 20,), iterations=3, rounds=2, libraries=LIBRARIES)
     times = dict(zip(LIBRARIES, (100_000, 90_000, 80_000, 50_000, 110_000, 125_000), strict=True))
     blocks = [
-        Block(rank, 1 << 20, number, library, [time * (1 + number) - 10_000 * rank] * 3)
+        BaselineBlock(rank, 1 << 20, number, library, [time * (1 + number) - 10_000 * rank] * 3)
         for rank in range(2)
         for number in range(2)
         for library, time in times.items()
@@ -472,4 +476,4 @@ def test_shares_are_of_puts_in_the_same_round() -> None:
     assert reduced.round_us == [125.0, 250.0]
     assert puts.rate_gbps == pytest.approx((1 << 20) / 150e-6 / 1e9)
     with pytest.raises(SettingsError, match="even number"):
-        Request(ranks=3).check()
+        NixlRequest(ranks=3).check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import mmap
 import socket
@@ -27,6 +28,7 @@ from ftcomm.transport.nixl import handshake as hello
 from ftcomm.transport.nixl import network as nixl_network
 from ftcomm.transport.nixl import puts as nixl_puts
 from ftcomm.transport.nixl.context import Nixl
+from ftcomm.transport.nixl.hearing import HearingProbe
 from ftcomm.transport.nixl.mirror import NixlMirror
 from ftcomm.transport.nixl.writer import NixlMirrorWriter
 from ftcomm.transport.segment import (
@@ -41,6 +43,7 @@ from ftcomm.transport.segment import (
     Segment,
     descriptor,
 )
+from tests import nixl_queues
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.unit.test_nixl import GpuArray
 
@@ -60,28 +63,40 @@ class Link:
         self.lost: list[tuple[int, int, str]] = []
         self.heard: list[tuple[int, int, str]] = []  # by the writer, of puts that have failed
 
-    def connect(self, epoch: int = EPOCH) -> tuple[NixlMirrorWriter, NixlMirror]:
-        near, far = socket_pair()
-        ends: list[Any] = [None, None]
+    def connect(self, epoch: int = EPOCH, backwards: bool = False) -> tuple[NixlMirrorWriter, NixlMirror]:
+        """`backwards`: who is the reader else is read."""
         lost, heard = self.lost, self.heard
+        writer, reader = (self.reader, self.writer) if backwards else (self.writer, self.reader)
+        accepted: list[Any] = []  # one for each time that the reader has dialled
+        threads: list[threading.Thread] = []
 
-        def accept() -> None:
+        def accept(sock: socket.socket) -> None:
             try:
-                ends[0] = self.writer.accept(1, epoch, far, lambda *args: heard.append(args))
+                accepted.append(writer.accept(1, epoch, sock, lambda *args: heard.append(args)))
             except (TransportError, OSError) as error:
-                ends[0] = error
+                accepted.append(error)
 
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
+        def dial() -> socket.socket:
+            near, far = socket_pair()
+            threads.append(threading.Thread(target=accept, args=(far,), daemon=True))
+            threads[-1].start()
+            return near
+
+        read: Any
         try:
-            ends[1] = self.reader.connect(0, epoch, NONCE, near, lambda *args: lost.append(args))
+            read = reader.connect(0, epoch, NONCE, dial, lambda *args: lost.append(args))
         except (TransportError, OSError) as error:
-            ends[1] = error
-        thread.join(DEADLINE)
-        for end in ends:
+            read = error
+        for thread in threads:
+            thread.join(DEADLINE)
+        *earlier, last = accepted
+        for end in earlier:
+            if not isinstance(end, Exception):
+                end.close()
+        for end in (last, read):
             if isinstance(end, Exception):
-                raise ExceptionPair(*ends)
-        return ends[0], ends[1]
+                raise ExceptionPair(last, read)
+        return last, read
 
     def staged(self, word: int, slot: int, start: int, data: bytes) -> memoryview:
         base = self.segment.offset(word, slot) + start
@@ -96,6 +111,8 @@ class ExceptionPair(Exception):
 @pytest.fixture(params=[1, 2], ids=["one rail", "two rails"], scope="module")
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
     made = Link(request.param)
+    for side in (made.writer, made.reader):
+        side.endpoint()  # both in one environment, whichever test is the first
     yield made
     made.writer.close()
     made.reader.close()
@@ -617,7 +634,7 @@ def test_another_chunk_size_is_said_on_both_sides(link: Link, monkeypatch: pytes
     monkeypatch.setattr(
         mirror,
         "kind_of",
-        lambda endpoint: hello.Kind(hello.VERSION, 4, CHUNK if endpoint is link.writer._endpoint else 4096),
+        lambda endpoint: hello.Compatibility(hello.VERSION, 4, CHUNK if endpoint is link.writer._endpoint else 4096),
     )
     with pytest.raises(ExceptionPair) as caught:
         link.connect()
@@ -641,11 +658,148 @@ def test_nobody_gets_through(link: Link, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "UCX_NET_DEVICES" in text
 
 
+@pytest.fixture
+def fresh_link() -> Iterator[tuple[Link, dict[Nixl, set[int]]]]:
+    """One whose agents nobody else has met, and the queues of each side."""
+    made = Link(1)
+    of: dict[Nixl, set[int]] = {}
+    for side in (made.writer, made.reader):
+        before = set(nixl_queues.queues())
+        side.endpoint()
+        of[side] = set(nixl_queues.queues()) - before
+    yield made, of
+    made.writer.close()
+    made.reader.close()
+    made.segment.close()
+
+
+@pytest.mark.parametrize("deaf", ["reader", "writer"])
+def test_who_hears_nothing_any_more_starts_anew(fresh_link: tuple[Link, dict[Nixl, set[int]]], deaf: str) -> None:
+    """As somebody was killed while it told it something: nobody is to blame, and all get through to each other."""
+    link, of = fresh_link
+    side = getattr(link, deaf)
+    before = side.endpoint()
+    (queue,) = of[side]
+    nixl_queues.claim(nixl_queues.queues()[queue])
+    reader, peer = link.connect()
+    assert side.endpoint() is not before
+    assert side.endpoint() in (peer.endpoint, reader._endpoint)
+    reader.send(POSTED, BEGUN | 1, 0, link.staged(POSTED, 0, 0, bytes(100_000)), (41, 99, 7))
+    reader.flush()
+    wait(peer, POSTED, 1)
+    reader.close()
+    peer.close()
+    until(lambda: not before._thread.is_alive(), "it goes on looking")
+
+
+def test_connections_end_of_who_hears_nothing_any_more(fresh_link: tuple[Link, dict[Nixl, set[int]]]) -> None:
+    """Those that it reads and those that it is read by: nothing that they have begun gets through. No others."""
+    link, of = fresh_link
+    reader, peer = link.connect(EPOCH)
+    back, mirrored = link.connect(EPOCH + 1, backwards=True)
+    link.lost = []
+    (queue,) = of[link.reader]
+    nixl_queues.claim(nixl_queues.queues()[queue])
+    again, there = link.connect(EPOCH + 2)
+    assert there.endpoint.retired == ""
+    back.send(POSTED, (EPOCH + 1) << COUNTER | 1, 0, memoryview(b"more"), (1, 0, 0))
+    with pytest.raises(ConnectionError, match="hears nothing by NIXL"):
+        back.flush()
+    for each in (reader, peer, back, mirrored, again, there):
+        each.close()
+
+
+def test_who_hears_nothing_in_an_op_starts_anew(fresh_link: tuple[Link, dict[Nixl, set[int]]]) -> None:
+    """As who was killed while it told it something was no member, so that no connection is made."""
+    link, of = fresh_link
+    reader, peer = link.connect()
+    before = link.reader.endpoint()
+    (queue,) = of[link.reader]
+    nixl_queues.claim(nixl_queues.queues()[queue])
+    peer.overdue(hello.SOON)
+    until(lambda: bool(link.lost), "it does not ask itself")
+    ((replica, epoch, reason),) = link.lost
+    assert (replica, epoch) == (0, EPOCH)
+    assert "this process hears nothing by NIXL" in reason
+    assert link.reader.endpoint() is not before
+    later, next_peer = link.connect(EPOCH + 1)
+    for each in (reader, peer, later, next_peer):
+        each.close()
+
+
+@pytest.mark.parametrize("shortage", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many files")])
+def test_a_shortage_while_a_process_asks_itself_ends_no_thread(
+    shortage: Exception, fresh_link: tuple[Link, dict[Nixl, set[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread moves the puts, and asks again later."""
+    link, _ = fresh_link
+    asked: list[object] = []
+
+    def short(endpoint: object) -> None:
+        asked.append(endpoint)
+        raise shortage
+
+    monkeypatch.setattr(link.reader, "_ask", short)
+    endpoint = link.reader.endpoint()
+    for times in (1, 2):
+        endpoint._doubted = float("-inf")
+        endpoint.doubt(hello.SOON)
+        until(lambda n=times: len(asked) == n, "it does not ask itself")  # type: ignore[misc]
+
+
+def test_who_hears_waits_on(fresh_link: tuple[Link, dict[Nixl, set[int]]]) -> None:
+    """However long: it asks itself whenever it has waited for twice as long, and nothing is mapped for that again."""
+    link, _ = fresh_link
+    reader, peer = link.connect()
+    endpoint, asked = link.reader.endpoint(), list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        reaches = HearingProbe.reaches
+        patch.setattr(HearingProbe, "reaches", lambda *args: asked.append(reaches(*args)) or asked[-1])
+        mapped = 0
+        for number in range(1, 6):
+            peer.overdue(0.9 * hello.SOON)  # not yet
+            endpoint._doubted = float("-inf")
+            peer.overdue(2 * hello.SOON)
+            peer.overdue(2 * hello.SOON)  # not again yet
+            until(lambda number=number: len(asked) == number, "it does not ask itself")  # type: ignore[misc]
+            mapped = mapped or len(nixl_queues.mapped())
+        assert len(nixl_queues.mapped()) == mapped
+    assert asked == [True] * 5
+    assert link.reader.endpoint() is endpoint
+    assert not link.lost
+    reader.close()
+    peer.close()
+
+
+def test_who_hears_keeps_its_agents(link: Link, pair: tuple[NixlMirrorWriter, NixlMirror]) -> None:
+    """Whatever the other side does: it is dialled again, and its connections go on."""
+    reader, peer = pair
+    before = link.reader.endpoint(), link.writer.endpoint()
+    greet, greeted = NixlMirrorWriter.greet, list[int]()
+
+    def late(self: NixlMirrorWriter) -> None:
+        greeted.append(self.epoch)
+        if len(greeted) > 1:
+            greet(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NixlMirrorWriter, "greet", late)
+        later, next_peer = link.connect(EPOCH + 1)
+    assert greeted == [EPOCH + 1] * 2
+    assert (link.reader.endpoint(), link.writer.endpoint()) == before
+    reader.send(POSTED, BEGUN | 1, 0, memoryview(b"more"), (1, 0, 0))
+    reader.flush()
+    wait(peer, POSTED, 1)
+    assert not link.lost
+    later.close()
+    next_peer.close()
+
+
 def test_who_says_nothing_is_not_waited_for(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hello, "PATIENCE", 0.2)
     near, far = socket.socketpair()
     with pytest.raises((TimeoutError, OSError)):
-        link.reader.connect(0, EPOCH, NONCE, near, lambda *args: None)
+        link.reader.connect(0, EPOCH, NONCE, lambda: near, lambda *args: None)
     far.close()
 
 
@@ -656,7 +810,7 @@ class Asked:
         self.link, self.refuses = link, refuses
         self.asked: list[str] = []
 
-    def dial(self, there: Address, what: str, fields: Any) -> socket.socket:
+    def dial(self, what: str) -> socket.socket:
         near, far = socket_pair()
         self.asked.append(what)
         if what == connect.NIXL:
@@ -669,8 +823,8 @@ class Asked:
 
     def refuse(self, sock: socket.socket) -> None:
         hello.receive(sock)
-        kind = hello.Kind(hello.VERSION, SLOTS, CHUNK)
-        hello.send(sock, hello.Answer(kind, problem="NIXL is not installed. Install it"))
+        kind = hello.Compatibility(hello.VERSION, SLOTS, CHUNK)
+        hello.send(sock, hello.WriterAnswer(kind, problem="NIXL is not installed. Install it"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ftcomm.control.views import Address
 from ftcomm.doctor import rdma, transports
 from ftcomm.errors import TransportError
 from ftcomm.transport.connect import connect
-from ftcomm.transport.nixl.network import TRUSTED, Network, choose, listeners
+from ftcomm.transport.nixl.network import TRUSTED, UcxNetwork, choose, listeners
 
 RDMA = {"rc", "ud", "dc", "srd"}
 
@@ -78,11 +78,11 @@ def write_by_anybody(where: str, address: int, data: bytes) -> None:
 @nixl
 def test_an_endpoint_opens_no_port(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """So nobody can connect who would write its memory; see the next test."""
-    from ftcomm.transport.nixl.agent import Endpoint
+    from ftcomm.transport.nixl.agent import NixlEndpoint
 
     monkeypatch.delenv(TRUSTED, raising=False)
     before = listeners()
-    endpoint = Endpoint("0.0")
+    endpoint = NixlEndpoint("0.0")
     try:
         assert listeners() == before
         assert "listens" not in caplog.text
@@ -94,11 +94,11 @@ def test_an_endpoint_opens_no_port(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_in_a_trusted_network_the_ports_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ftcomm.transport.nixl.agent import Endpoint
+    from ftcomm.transport.nixl.agent import NixlEndpoint
 
     monkeypatch.setenv(TRUSTED, "1")
     before = listeners()
-    endpoint = Endpoint("0.0", ("lo",))
+    endpoint = NixlEndpoint("0.0", ("lo",))
     try:
         opened = sorted(listeners() - before)
         assert f"UCX listens at {', '.join(opened)}: whoever reaches that can write" in caplog.text
@@ -114,13 +114,13 @@ def test_in_a_trusted_network_the_ports_are_named(
 
 @nixl
 def test_transports_that_open_ports_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcomm.transport.nixl.agent import Endpoint
+    from ftcomm.transport.nixl.agent import NixlEndpoint
 
     monkeypatch.delenv(TRUSTED, raising=False)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     before = listeners()
     with pytest.raises(TransportError, match=rf"UCX_TLS=tcp,self UCX listens at \S+.*Unset UCX_TLS.*{TRUSTED}=1"):
-        Endpoint("0.0")
+        NixlEndpoint("0.0")
     assert listeners() == before
 
 
@@ -133,7 +133,7 @@ def test_ports_of_transports_that_we_chose_are_named(
 
     monkeypatch.delenv("UCX_TLS", raising=False)
     before = listeners()
-    chosen = Network("memory of this host alone", {"UCX_TLS": "tcp,self"})
+    chosen = UcxNetwork("memory of this host alone", {"UCX_TLS": "tcp,self"})
     agent = load().agent("0.0", "lo", chosen)
     opened = ", ".join(sorted(listeners() - before))
     assert opened

@@ -52,7 +52,9 @@ class NixlRig(Rig):
             there.exchange.admit(ways[other].accept(me, self.epoch, far, lambda *args: there.lost.append(args)))
 
         threading.Thread(target=accept, daemon=True).start()
-        return ways[me].connect(other, self.epoch, there.segment.nonce, near, lambda *args: member.lost.append(args))
+        return ways[me].connect(
+            other, self.epoch, there.segment.nonce, lambda: near, lambda *args: member.lost.append(args)
+        )
 
 
 @pytest.fixture

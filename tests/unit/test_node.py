@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.blame import BOUNDARY, CHANGE
+from ftcomm.control.failed_dials import Cause
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 
@@ -116,8 +119,8 @@ def test_a_change_of_view_that_hangs_is_a_stall_on_those_who_have_not_told() -> 
     quiet = ticks(node, 0.0, TIMEOUTS.op_floor, (1, 2))
     assert not said(quiet, m.Stalled)
     stalls = said(ticks(node, TIMEOUTS.op_floor, 3, (1, 2)), m.Stalled)
-    assert stalls
-    assert set(stalls) == {m.Stalled(0, 2, CHANGE, (2,), True)}
+    assert {(stall.op, stall.waiting_on, stall.due) for stall in stalls} == {(CHANGE, (2,), True)}
+    assert [round(stall.lasted) for stall in stalls] == list(range(len(stalls)))
 
 
 def test_memory_that_cannot_be_reached_is_a_wait_for_its_owner() -> None:
@@ -125,7 +128,7 @@ def test_memory_that_cannot_be_reached_is_a_wait_for_its_owner() -> None:
     node.from_up(m.NewView(view(2, (0, 1), step=None)))
     node.quiesced(2, m.Progress(0, ()))
     node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
-    assert {x.replica for x in said(node.unreachable(2, 1, "no route"), m.Suspect)} == {1}  # type: ignore[attr-defined]
+    assert {x.replica for x in said(node.unreachable(2, 1, "no route", Cause.OTHER, 0.0), m.Suspect)} == {1}  # type: ignore[attr-defined]
     assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 2, CHANGE, (1,), False)]
 
 
@@ -134,8 +137,65 @@ def test_memory_that_is_reached_at_last_is_no_complaint_any_more() -> None:
     node.from_up(m.NewView(view(2, (0, 1), step=None)))
     node.quiesced(2, m.Progress(0, ()))
     node.from_peer(m.MemberProgress(1, "life-1", 2, m.Progress(0, ())), 0.0)
-    node.unreachable(2, 1, "no route")
+    node.unreachable(2, 1, "no route", Cause.OTHER, 0.0)
     assert said(node.resumed(view(2, (0, 1), step=None)), m.Reachable) == [m.Reachable(1)]
+
+
+def test_a_port_that_hangs_up_is_tried_for_as_long_as_an_op_may_take_before_there_is_a_complaint() -> None:
+    """A kernel lives there, and somebody without the token may flood it: that is no silence either."""
+    node, now = running(), 0.0
+    while now < TIMEOUTS.op:
+        assert not said(node.dial_failed(1, 1, "reset", Cause.HUNG_UP, now), m.Suspect)
+        assert not said(ticks(node, now, 1, (2,)), m.Suspect)
+        now += 1.0
+    assert said(node.dial_failed(1, 1, "reset", Cause.HUNG_UP, now), m.Suspect) == [
+        m.Suspect(1, "life-1", "reset", False)
+    ]
+    assert not said(node.dial_failed(2, 1, "reset", Cause.HUNG_UP, now), m.Suspect), "each has its own time"
+
+
+@pytest.mark.parametrize("over", ["a connection", "a pause"])
+def test_a_port_that_hangs_up_now_and_then_has_its_time_again(over: str) -> None:
+    node = running()
+    for now in range(int(TIMEOUTS.op) - 10):
+        node.dial_failed(1, 1, "reset", Cause.HUNG_UP, now)
+    if over == "a connection":
+        node.peer_opened(1)
+    else:
+        now += 10
+    for later in range(now, now + 100):
+        assert not said(node.dial_failed(1, 1, "reset", Cause.HUNG_UP, later), m.Suspect)
+
+
+def test_a_dial_that_no_kernel_answers_is_a_complaint_at_once() -> None:
+    assert said(running().dial_failed(1, 1, "no route", Cause.OTHER, 0.0), m.Suspect)
+
+
+def test_who_is_short_of_something_blames_no_other_and_in_the_end_itself() -> None:
+    """It cannot reach them: it neither complains of their silence, nor says that it waits for them."""
+    node, now = running(), 0.0
+    node.from_up(m.NewView(view(2, (0, 1, 2), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    assert node.short("no descriptors", now) == []
+    assert said(node.waits(3, (1,)), m.Stalled) == [m.Stalled(0, 2, CHANGE, (), False)]
+    while now < TIMEOUTS.op:
+        assert node.short("no descriptors", now) == []
+        actions = ticks(node, now, 1, ())
+        assert not said(actions, m.Suspect)
+        assert not said(actions, m.Stalled)
+        now += 1.0
+    assert said(node.short("no descriptors", now), m.Suspect) == [
+        m.Suspect(0, "life-0", "its rank 0 is lost: no descriptors", True)
+    ]
+
+
+def test_who_is_short_of_something_no_more_waits_for_others_again() -> None:
+    node = running()
+    node.from_up(m.NewView(view(2, (0, 1, 2), step=None)))
+    node.quiesced(2, m.Progress(0, ()))
+    node.short("no descriptors", 0.0)
+    ticks(node, 0.0, 10, (1, 2))
+    assert said(node.waits(0, ()), m.Stalled) == [m.Stalled(0, 2, CHANGE, (1, 2), False)]
 
 
 def test_who_takes_long_to_answer_for_its_memory_is_waited_for_and_not_complained_about() -> None:
@@ -147,7 +207,7 @@ def test_who_takes_long_to_answer_for_its_memory_is_waited_for_and_not_complaine
     assert node.reaching((2,)) == []
     actions = ticks(node, 0.0, TIMEOUTS.op_floor + 3, (1, 2))
     assert not said(actions, m.Suspect)
-    assert set(said(actions, m.Stalled)) == {m.Stalled(0, 2, CHANGE, (2,), True)}
+    assert {stall.waiting_on for stall in said(actions, m.Stalled)} == {(2,)}
 
 
 def test_a_boundary_that_somebody_never_comes_to_is_a_stall() -> None:
@@ -159,7 +219,23 @@ def test_a_boundary_that_somebody_never_comes_to_is_a_stall() -> None:
     node.from_peer(m.Boundary(1, 1, 7, None), 120.0)
     stalls = said(ticks(node, TIMEOUTS.op + 1, 2, (1, 2)), m.Stalled)
     assert stalls
-    assert set(stalls) == {m.Stalled(0, 1, BOUNDARY, (2,), True)}
+    assert {(stall.op, stall.waiting_on, stall.due) for stall in stalls} == {(BOUNDARY, (2,), True)}
+
+
+def test_the_coordinator_hears_at_once_that_the_job_is_in_its_next_step_loop() -> None:
+    """Who comes back in less than a beat would else be told of the one before."""
+    node = running()
+    assert [said(node.boundary(step, loop), m.Heartbeat) for step, loop in ((0, 1), (1, 1), (2, 2), (3, 2))] == [
+        [m.Heartbeat(0, loop=1)], [], [m.Heartbeat(2, loop=2)], [],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "later"), [(1, False), (2, True)])
+def test_a_boundary_in_a_later_loop_than_that_of_the_joiners_is_not_theirs(loop: int, later: bool) -> None:
+    node = running(ranks=2, rank=1)
+    node.boundary(4, 1)
+    node.from_up(m.Prepare(7, 1, 5, loop=1))
+    assert said(node.boundary(5, loop), m.AtBoundary) == [m.AtBoundary(7, later=later)]
 
 
 def test_who_is_asked_and_does_not_wait_says_so() -> None:
@@ -174,7 +250,7 @@ def test_a_leader_that_fails_says_so_to_the_coordinator_and_to_its_other_ranks_f
     actions = node.failed("out of memory")
     assert isinstance(actions[-1], act.Failed)
     assert [x.proof for x in said(actions, m.Suspect)] == [True]  # type: ignore[attr-defined]
-    assert [(a.rank, type(a.message)) for a in actions if isinstance(a, n.Down)] == [(1, m.Expelled)]
+    assert [(a.shard, type(a.message)) for a in actions if isinstance(a, n.Down)] == [(1, m.Expelled)]
     assert node.failed("again") == []
 
 
@@ -236,8 +312,8 @@ def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_wi
         assert member.passed_by(m.Alive(0, "life-0")) is None  # it is in the view in which this one runs
         assert member.passed_by(m.Alive(1, "life-9")) == m.NewView(view(1, (0, 1), 2))
         for same in (view(1, (1,), 2), view(2, (0, 1), 2)):
-            assert node.from_beside(m.NewView(same)) == []
-        told = node.from_beside(m.NewView(view(2, (1,), 2)))
+            assert node.peer_answered(m.NewView(same)) == []
+        told = node.peer_answered(m.NewView(view(2, (1,), 2)))
         assert bool(told) == silent  # else its leader tells it what there is to be told
         assert all(isinstance(action, act.Failed) for action in told)
 
@@ -319,7 +395,7 @@ def registered(ranks: int, rank: int = 0) -> n.Node:
 
 def test_a_replica_is_ready_when_the_scripts_of_all_its_ranks_are_and_says_so_to_a_new_coordinator() -> None:
     node = registered(ranks=3)
-    waits = [a.message for a in node.from_rank(2, m.Ready(), 0.0) if isinstance(a, n.Down) and a.rank == 2]
+    waits = [a.message for a in node.from_rank(2, m.Ready(), 0.0) if isinstance(a, n.Down) and a.shard == 2]
     assert isinstance(waits[0], m.Queued)
     assert waits[0].reason.endswith("missing: 0, 1")
     assert not said(node.tell(m.Ready()), m.Ready)
@@ -355,7 +431,7 @@ def test_a_rank_hears_for_what_it_waits_and_why_it_ends() -> None:
     node = n.Node(0, 0, 1, "life-0", address(0, 0), TIMEOUTS)
     node.start()
     for stage in m.Stage:
-        assert node.from_up(m.Queued("news", stage)) == [act.Queued("news", stage)]
+        assert node.from_up(m.Queued("news", stage)) == [act.JoinPending("news", stage)]
     over = m.Expelled("over", m.Ending.TOO_LATE)
     assert node.from_up(over) == [act.Failed("over", m.Ending.TOO_LATE)]
 
@@ -412,7 +488,8 @@ def test_the_end_of_a_member_is_said_again_to_a_coordinator_that_was_away() -> N
 def test_a_leader_that_another_host_refuses_may_live() -> None:
     node = running((0, 1), ranks=2, rank=1)
     assert node.up_lost("refused", refused=True) == []
-    assert node.from_beside(m.NewView(view(2, (1,), 2)))  # until a member says that the job goes on without it
+    assert node.leader_ended  # for one that has nothing more to do
+    assert node.peer_answered(m.NewView(view(2, (1,), 2)))  # until a member says that the job goes on without it
     leader = running((0, 1), ranks=2)
     assert [x.proof for x in said(leader.rank_refused(1, "refused"), m.Suspect)] == [False]  # type: ignore[attr-defined]
 
@@ -425,3 +502,23 @@ def test_a_rank_ends_when_its_leader_is_started_again() -> None:
     ended = [action for action in node.from_up(m.Welcome("another life")) if isinstance(action, act.Failed)]
     assert [end.reason for end in ended] == ["the leader of replica 0 was started again, and this rank was not"]
     assert not any(isinstance(action, act.Freeze) for action in node.from_up(m.NewView(view(9, (0, 1), 2))))
+
+
+def test_a_stall_lasts_while_this_process_runs_and_does_not_move() -> None:
+    node = running()
+
+    def stalled(waiting_on: tuple[int, ...]) -> float:
+        (stall,) = said(node.stalled(1, 7, waiting_on), m.Stalled)
+        assert isinstance(stall, m.Stalled)
+        return round(stall.lasted, 3)
+
+    ticks(node, 0.0, 3, (1, 2))
+    assert stalled((2,)) == 0.0
+    ticks(node, 3.0, 2, (1, 2))
+    assert stalled((1, 2)) == 2.0
+    assert stalled((1, 2)) == 2.0, "two groups may report at once"
+    ticks(node, 35.0, 1, (1, 2))
+    assert stalled((2,)) <= 4.0, "it held its interpreter for 30 s, of which the others are not to blame"
+    assert stalled((1,)) == 0.0, "it waits for others now"
+    ticks(node, 36.0, 8, (1, 2))
+    assert stalled((1,)) == 0.0, "the op has moved meanwhile, since nobody has complained"

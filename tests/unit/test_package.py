@@ -96,10 +96,12 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "rdma",
         "docs",
         "etcd",
+        "hf",
         "secure",
         "plot",
         "chaos",
         "jax",
+        "lightning",
         "torchft",
         "dev",
     }
@@ -136,8 +138,9 @@ def test_every_public_name_is_there(tmp_path: Path) -> None:
 
 
 def test_the_settings_list_every_variable_of_the_environment() -> None:
-    """And no other. Two are not for people: by one the launcher passes a socket, by the other it knows its children."""
+    """And no other. Three are not for people: by one the launcher passes a socket, by one it knows its children, and
+    the third tells tests that they are stages of gpu-check."""
     sources = "".join(file.read_text() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-    read = set(re.findall(r'"(FTCOMM_[A-Z_]+)"', sources)) - {"FTCOMM_LEADER_FD", "FTCOMM_RUN"}
+    read = set(re.findall(r'"(FTCOMM_[A-Z_]+)"', sources)) - {"FTCOMM_LEADER_FD", "FTCOMM_RUN", "FTCOMM_TESTS_NEED_GPU"}
     listed = set(re.findall(r"^\| `(FTCOMM_[A-Z_]+)`", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE))
     assert listed == read

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from ftcomm.collective.algorithms import Algorithms
+from ftcomm.collective.gate import Gate
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.pipeline import Gate, Pipeline
+from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import Task

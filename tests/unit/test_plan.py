@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.collective.plan import GroupView, shards, two_shot
-from ftcomm.tuning import BUILT_IN, EVER, Tuning, up_to
+from ftcomm.collective.plan import GroupView, slices, two_shot
+from ftcomm.settings.tuning import BUILT_IN, EVER, Tuning, up_to
 
 ITEMSIZES = st.sampled_from((1, 2, 4, 8))
 
@@ -19,7 +19,7 @@ def view(count: int, one_host: bool = True, alike: bool = False, tuning: Tuning 
 
 @given(st.integers(0, 1 << 22), ITEMSIZES, st.integers(1, 16))
 def test_shards_cover_every_element_once(count: int, itemsize: int, parts: int) -> None:
-    bounds = shards(count, itemsize, parts)
+    bounds = slices(count, itemsize, parts)
     assert len(bounds) == parts
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
@@ -29,7 +29,7 @@ def test_shards_cover_every_element_once(count: int, itemsize: int, parts: int) 
 
 @given(st.integers(0, 1 << 22), ITEMSIZES, st.integers(1, 16))
 def test_shards_are_even_and_start_on_cache_lines(count: int, itemsize: int, parts: int) -> None:
-    bounds = shards(count, itemsize, parts)
+    bounds = slices(count, itemsize, parts)
     assert all(start * itemsize % 64 == 0 for start, stop in bounds if start < stop)
     sizes = [(stop - start) * itemsize for start, stop in bounds]
     assert max(sizes) - min(sizes) <= 2 * 64

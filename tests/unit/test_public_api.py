@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,8 @@ import torch
 import ftcomm
 import ftcomm.group
 from ftcomm.errors import ArgumentError
-from ftcomm.messages.post import Post
+from ftcomm.p2p.progress import ProgressEngine
+from tests import cupy_stub
 from tests.exchange_rig import DEADLINE, Rig, socket_pair
 from tests.unit.test_calls import Caller
 from tests.unit.test_calls import Group as Members
@@ -26,10 +30,12 @@ CALLS = (
     *("allreduce", "allgather", "reduce_scatter", "alltoall", "broadcast", "reduce", "gather", "scatter"),
     *("barrier", "send", "recv"),
 )
+CUPY = cupy_stub.module()  # tests/gpu has some of the real one
 MAKE: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda values: np.array(values, np.float32),
     "torch": lambda values: torch.tensor(values, dtype=torch.float32),
     "jax": lambda values: jax.numpy.array(values, np.float32),
+    "cupy": lambda values: CUPY.array(values, np.float32),
 }
 ROSTER = (1, 4, 6)
 
@@ -42,17 +48,17 @@ def members() -> Iterator[Members]:
 
         def dial(me: int, peer: int) -> Any:
             near, far = socket_pair()
-            group.callers[ROSTER.index(peer)]._post.accept(far, me)
+            group.callers[ROSTER.index(peer)]._p2p.accept(far, me)
             return near
 
         for caller in group.callers:
             caller._patience = lambda: DEADLINE
-            caller._post = Post(f"rank {caller.rank}", lambda peer, me=caller._me: dial(me, peer), str)
+            caller._p2p = ProgressEngine(f"rank {caller.rank}", lambda peer, me=caller._me: dial(me, peer), str)
         yield group
         for caller in group.callers:
-            caller._post.fail(RuntimeError("the test is over"))
+            caller._p2p.fail(RuntimeError("the test is over"))
         for caller in group.callers:
-            caller._post.close(RuntimeError("the test is over"))
+            caller._p2p.close(RuntimeError("the test is over"))
 
 
 def call(name: str, caller: Caller, make: Callable[[Any], Any], async_op: bool) -> tuple[Any, Any]:
@@ -111,7 +117,11 @@ WANTED: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("library", MAKE)
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_takes_every_kind_of_array(members: Members, name: str, library: str) -> None:
+def test_every_call_takes_every_kind_of_array(
+    members: Members, name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "cupy":
+        monkeypatch.setitem(sys.modules, "cupy", CUPY)
     for async_op in (False, True):
         if (name, library, async_op) == ("recv", "jax", False):
             continue  # the next test
@@ -124,7 +134,8 @@ def test_every_call_takes_every_kind_of_array(members: Members, name: str, libra
             if wanted is None:
                 assert result is None
                 continue
-            assert np.asarray(result).tolist() == wanted, f"rank {rank}, async_op={async_op}"
+            values = result.get() if library == "cupy" else np.asarray(result)
+            assert values.tolist() == wanted, f"rank {rank}, async_op={async_op}"
             assert type(result) is type(MAKE[library]([0.0]))
             assert (result is into) == (library != "jax" or (name == "reduce" and rank != 1)), (
                 "in place, or a new array"
@@ -163,3 +174,11 @@ def test_only_what_a_user_needs_is_public() -> None:
         *("rank", "world_size", "view", "epoch", "members", "contributing", "contributes", "contributed", "step"),
         *("ready", "boundary", "leave", "subgroup", "verify", "report", "close"),
     }
+
+
+@pytest.mark.parametrize("package", ["ftcomm", "ftcomm.training", "ftcomm.torch", "ftcomm.launch"])
+def test_no_public_name_is_that_of_a_module(package: str) -> None:
+    """The import of `package.name` would put the module in the place of the public object."""
+    found = importlib.import_module(package)
+    modules = {each.name for each in pkgutil.iter_modules(found.__path__)}
+    assert not modules.intersection(found.__all__)

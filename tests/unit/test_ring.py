@@ -1,4 +1,4 @@
-"""The schedule of the ring, played through by itself: who does what with which shard, without words and streams."""
+"""The schedule of the ring, played through by itself: who does what with which slice, without words and streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftcomm.collective.algorithms.ring import Ring, turns
 from ftcomm.collective.compression import hands_on
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, by_route, shards
+from ftcomm.collective.plan import GroupView, by_route, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
@@ -89,13 +89,13 @@ def test_all_members_end_with_the_sum_of_those_who_contribute(
 def test_each_element_is_summed_once_in_the_order_of_the_ring(
     group: tuple[tuple[int, ...], frozenset[int]], count: int
 ) -> None:
-    """With numbers whose sum depends on the order, all have the bits of the one chain that starts at the shard."""
+    """With numbers whose sum depends on the order, all have the bits of the one chain that starts at the slice."""
     ring, contributing = group
     inputs = {m: np.random.default_rng((m, count)).standard_normal(count, np.float32) for m in ring}
     results = go_around(ring, contributing, "float32", "sum", inputs)
     want = np.empty(count, np.float32)
-    for shard, (start, stop) in enumerate(shards(count, 4, len(ring))):
-        chain = [m for m in ring[shard:] + ring[:shard] if m in contributing]
+    for index, (start, stop) in enumerate(slices(count, 4, len(ring))):
+        chain = [m for m in ring[index:] + ring[:index] if m in contributing]
         total = inputs[chain[0]][start:stop]
         for m in chain[1:]:
             total = total + inputs[m][start:stop]
@@ -113,8 +113,8 @@ def test_what_is_read_from_the_left_is_what_the_left_has_at_that_level(
     for place in range(n):
         mine, lefts = turns(ring, contributing, place), turns(ring, contributing, (place - 1) % n)
         assert len(mine) == 2 * (n - 1) <= LEVELS
-        assert mine[0].shard == (place - 1) % n  # which the left has posted
-        assert [step.shard for step in mine[1:]] == [step.shard for step in lefts[:-1]]
+        assert mine[0].slice == (place - 1) % n  # which the left has posted
+        assert [step.slice for step in mine[1:]] == [step.slice for step in lefts[:-1]]
         assert sum(step.last for step in mine) == 1
 
 
@@ -138,8 +138,8 @@ def test_halves_are_summed_in_float32_all_the_way_around_and_rounded_once(
     }
     results = go_around(ring, contributing, dtype, op, carriers, "fp32")
     want = torch.empty(count, dtype=getattr(torch, dtype))
-    for shard, (start, stop) in enumerate(shards(count, want.itemsize, len(ring))):
-        chain = [halves[m][start:stop].float() for m in ring[shard:] + ring[:shard] if m in contributing]
+    for index, (start, stop) in enumerate(slices(count, want.itemsize, len(ring))):
+        chain = [halves[m][start:stop].float() for m in ring[index:] + ring[:index] if m in contributing]
         total = functools.reduce(STEPS[op], chain)
         want[start:stop] = total / len(chain) if op == "avg" else total
     for result in results:

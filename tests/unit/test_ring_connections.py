@@ -12,10 +12,11 @@ import pytest
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.watchdog import Stall
+from ftcomm.control.views import Address
 from ftcomm.errors import MismatchError
 from ftcomm.transport.segment import POSTED
 from tests.exchange_rig import DEADLINE, Caller, Member, Rig
-from tests.unit.test_exchange import Way, engine
+from tests.unit.test_data_plane import Way, a_view, engine
 
 LARGE, SMALL = 300_000, 100  # of float64: several chunks that go around, and an op that does not
 MEMBERS = range(6)  # in the rig's ring 0 2 4 1 3 5
@@ -36,7 +37,7 @@ def reduce(rig: Rig, members: list[int], count: int = LARGE, times: int = 3) -> 
 
 
 def connected(rig: Rig, m: int) -> set[int]:
-    return {other for other, peer in rig.members[m].exchange.core.peers.items() if peer.is_open}  # type: ignore[attr-defined]
+    return {other for other, peer in rig.members[m].exchange.member.peers.items() if peer.is_open}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -107,18 +108,15 @@ def test_who_waits_for_another_waits_for_the_left_neighbour_and_so_on_until_who_
 
 
 def test_an_engine_dials_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.unit.test_exchange import a_view
-
     way = Way()
     lazy: dict[int, bool] = {}
 
-    def connect(me: int, here: object, replica: int, *args: object, epoch: int, **options: object) -> object:
+    def connect(me: int, here: object, replica: int, there: Address, *, epoch: int, **options: object) -> object:
         lazy[replica] = bool(options["lazy"])
-        return way.connect(me, here, replica, *args, epoch=epoch)
+        return way.connect(me, here, replica, there, epoch=epoch)
 
-    monkeypatch.setattr("ftcomm.engine.connect", connect)
-    subject = engine()
-    subject._algorithm = "ring"
+    monkeypatch.setattr("ftcomm.transport.connector.connect", connect)
+    subject = engine("ring")
     subject.reach(a_view(1, "0 1 2 3 4"))
     assert lazy == {1: False, 2: True, 3: True, 4: False}
 
@@ -159,7 +157,7 @@ def test_a_neighbour_that_was_lost_leaves_no_memory_behind() -> None:
     try:
         with Rig(range(4), "ring") as rig:
             rig.view(range(4))
-            lost = weakref.ref(rig.members[0].exchange.core.peers[1])
+            lost = weakref.ref(rig.members[0].exchange.member.peers[1])
             rig.view([0, 2, 3])
             end = time.monotonic() + DEADLINE
             while lost() is not None and time.monotonic() < end:

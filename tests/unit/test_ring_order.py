@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ftcomm.collective.placement import order
 from ftcomm.collective.ring_order import ALIKE, fastest_ring, ring_order
 from ftcomm.control.views import Address
-from ftcomm.tuning import BUILT_IN, Tuning
-from ftcomm.tuning_file import load
+from ftcomm.settings.tuning import BUILT_IN, Tuning
+from ftcomm.settings.tuning_file import load
 
 NAMES, RACKS = "abcde", ("", "x", "y")
 

@@ -19,8 +19,8 @@ def test_a_loss_shows_at_the_boundary_that_all_have_before_them() -> None:
     told = {m: Progress(0, (), step=step, epoch=4, rosters=known) for m, step in ((0, 7), (1, 7), (3, 6))}
     rosters = agree((0, 1, 3), (0, 1), told)
     assert [at(rosters, step).members for step in (6, 7, 8, 9)] == [(0, 1, 2, 3)] * 2 + [(0, 1, 3)] * 2
-    assert at(rosters, 7).givers == (0, 1, 2)
-    assert at(rosters, 8).givers == (0, 1)
+    assert at(rosters, 7).contributors == (0, 1, 2)
+    assert at(rosters, 8).contributors == (0, 1)
 
 
 def test_a_joiner_takes_over_what_the_others_agreed() -> None:
@@ -77,8 +77,8 @@ class World:
     def enter(self, m: int) -> None:
         member, epoch = self.members[m], self.members[m].frozen_for
         if epoch > member.epoch and set(self.told[epoch]) == set(self.views[epoch]):
-            givers = tuple(x for x in self.views[epoch] if x % 2 == 0)
-            member.rosters = agree(self.views[epoch], givers, self.told[epoch])
+            contributors = tuple(x for x in self.views[epoch] if x % 2 == 0)
+            member.rosters = agree(self.views[epoch], contributors, self.told[epoch])
             member.epoch, member.fresh = epoch, False
 
     def pass_boundary(self, m: int) -> None:

@@ -18,6 +18,7 @@ from ftcomm.collective import schedule
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.core import NOTHING, RETURNED, ExchangeCore
 from ftcomm.collective.inflight import Inflight
+from ftcomm.collective.member import GroupMember
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.resume import REDUCE
@@ -27,10 +28,10 @@ from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import BUILT_IN, MEMBERS
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.segment import ASLEEP, POSTED, REDUCED, SLOTS, SPAN, TAKEN, Segment
 from ftcomm.transport.shm import ShmPeer
-from ftcomm.tuning import BUILT_IN, MEMBERS
 from tests.coded import coded
 
 pytestmark = pytest.mark.protocol
@@ -60,7 +61,7 @@ class Node:
 
     @property
     def flight(self) -> Inflight:
-        return self.core.inflight
+        return self.core.member.inflight
 
 
 class World:
@@ -100,7 +101,9 @@ class World:
     def node(self, replica: int, segment: Segment, target: int = 0) -> Node:
         waiter, watch = Waiter(segment.words, ASLEEP, 0), Watchdog(1.0, 1.0, 1.0)
         diverged = self.diverged
-        core = ExchangeCore(replica, segment, waiter, Reducer(), watch, on_lost=lost, on_divergence=diverged)
+        core = ExchangeCore(
+            GroupMember(replica, watch), segment, waiter, Reducer(), on_lost=lost, on_divergence=diverged
+        )
         return Node(replica, segment, core, target)
 
     def view(self, members: tuple[int, ...], contributing: frozenset[int]) -> None:
@@ -179,7 +182,7 @@ class World:
             node.issued += 1
 
     def step(self, node: Node) -> bool:
-        if node.core.frozen or not node.flight.ops:
+        if node.core.member.frozen or not node.flight.ops:
             return False
         first = node.flight.ops[0]
         did = node.core.step()
@@ -256,14 +259,14 @@ class World:
         later = [v.epoch for v in self.views[node.target + 1 :] if v and node.replica in v.members]
         if later:
             node.target = self.random.choice(later)
-            node.core.freeze()
+            node.core.member.freeze()
             self.check_progress(node)
             self.progress[node.target][node.replica] = node.core.progress()
 
     def resume(self, node: Node) -> None:
         view = self.views[node.target]
         if (
-            not node.core.frozen
+            not node.core.member.frozen
             or view is None
             or node.replica not in view.members
             or set(self.progress[node.target]) != set(view.members)
@@ -306,7 +309,7 @@ class World:
         ready = all(
             n.alive
             and n.target == self.newest.epoch
-            and not n.core.frozen
+            and not n.core.member.frozen
             and n.issued == self.total
             and not n.flight.ops
             for n in (self.nodes[m] for m in members)

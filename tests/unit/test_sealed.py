@@ -20,10 +20,11 @@ from ftcomm.control import dropped, sealed
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import RECORD, BadRecord, Channel, Keys, Mac
-from ftcomm.fixed.pairs import FRAMES, Closing, Pairs
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.messages.post import Post
-from ftcomm.messages.protocol import Receive, Send
+from ftcomm.membership.derived import Left
+from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.p2p.protocol import RecvRequest, SendRequest
+from ftcomm.static.pairs import FRAMES, Pairs
 from ftcomm.training import catchup_protocol
 from ftcomm.transport import secure
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED
@@ -260,9 +261,9 @@ def test_a_state_that_was_changed_on_the_way_is_refused(count: Callable[[str], i
     """Also where who changes it knows how to make a checksum."""
     way = Between(4096)
     with way.near as source, way.far as joiner:
-        catchup_protocol.send(source, catchup_protocol.Block(0, 8192))
+        catchup_protocol.send(source, catchup_protocol.BlockHeader(0, 8192))
         source.sendall(bytes(8192))
-        assert isinstance(catchup_protocol.receive(joiner), catchup_protocol.Block)
+        assert isinstance(catchup_protocol.receive(joiner), catchup_protocol.BlockHeader)
         with pytest.raises(BadRecord):
             catchup_protocol.read_into(joiner, memoryview(bytearray(8192)))
     assert count("mac") == 1
@@ -271,19 +272,22 @@ def test_a_state_that_was_changed_on_the_way_is_refused(count: Callable[[str], i
 @pytest.mark.parametrize("nbytes", [100, 1 << 20])
 def test_a_message_that_was_changed_on_the_way_fails(nbytes: int, count: Callable[[str], int]) -> None:
     way = Between(60 if nbytes == 100 else 4096)
-    sender, receiver = Post("rank 0", lambda peer: way.near, str), Post("rank 1", lambda peer: way.near, str)
+    sender, receiver = (
+        ProgressEngine("rank 0", lambda peer: way.near, str),
+        ProgressEngine("rank 1", lambda peer: way.near, str),
+    )
     receiver.accept(way.far, 0)
     until = time.monotonic() + DEADLINE
-    send = Send(1, 0, "uint8", memoryview(bytes(nbytes)), until)
+    send = SendRequest(1, 0, "uint8", memoryview(bytes(nbytes)), until)
     memory = bytearray(b"\7") * nbytes
-    receive = Receive(0, 0, "uint8", memoryview(memory), until)
+    receive = RecvRequest(0, 0, "uint8", memoryview(memory), until)
     receiver.receive(receive)
     sender.send(send)
     assert receive.ended.wait(DEADLINE)
     assert "something on the way" in str(receive.error)
     assert count("mac") == 1
-    for post in (sender, receiver):
-        post.close(RuntimeError("the end"))
+    for engine in (sender, receiver):
+        engine.close(RuntimeError("the end"))
 
 
 def test_what_a_member_of_a_group_says_last_cannot_be_changed(count: Callable[[str], int]) -> None:
@@ -293,12 +297,12 @@ def test_what_a_member_of_a_group_says_last_cannot_be_changed(count: Callable[[s
     pairs = Pairs("g", settle=lambda looked: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
     way = Between(10)
     pairs.add({1: way.far})
-    way.near.sendall(FRAMES.frame(Closing(7)))
+    way.near.sendall(FRAMES.frame(Left(7)))
     rank, what = heard.get(timeout=DEADLINE)
     assert rank == 1
     assert "something on the way" in str(what)
     assert count("mac") == 1
-    pairs.end(Closing(0))
+    pairs.end(Left(0))
     pairs.join()
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ftcomm import credentials
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines import registry
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.settings import ENGINES, INTERPRETERS, Settings, split_endpoint
+from ftcomm.settings import ENGINES, INTERPRETERS, Settings, credentials, split_endpoint
 
 GOOD = {
     "FTCOMM_COORDINATOR": "127.0.0.1:29400",
@@ -66,7 +65,7 @@ def test_everything() -> None:
         ({"FTCOMM_REPLICA": None}, "FTCOMM_REPLICA=0"),
         ({"FTCOMM_REPLICA": "two"}, "FTCOMM_REPLICA='two'; expected an integer"),
         ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
-        ({"FTCOMM_REPLICAS": "0"}, "at least one replica"),
+        ({"FTCOMM_REPLICAS": "0"}, "of which there is at least one"),
         ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
         ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of auto, host, gpu-reduce, gpu-kernel"),
         ({"FTCOMM_ENGINE": "cuda"}, "set FTCOMM_ENGINE=gpu-kernel for kernels that run whole ops on one host"),

@@ -17,15 +17,15 @@ from ftcomm.engines.gpu_kernel.layout import INTERPRETED as LAYOUT
 from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError
 from ftcomm.kernels.device import INTERPRETED
-from ftcomm.messages import protocol
-from ftcomm.messages.p2p import Messages
-from ftcomm.messages.post import Post
-from ftcomm.messages.protocol import Answer, Kind
+from ftcomm.p2p import protocol
+from ftcomm.p2p.calls import Messages
+from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.p2p.protocol import ReceiverKind, SenderKind
 from ftcomm.transport.segment import Segment
 from ftcomm.transport.shm import ShmPeer
 from tests.exchange_rig import DEADLINE, socket_pair
-from tests.fixed_rig import together
-from tests.unit.test_post import expire
+from tests.static_rig import together
+from tests.unit.test_progress_engine import expire
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)
@@ -65,7 +65,7 @@ class Rank(Messages):
         self.segment = Segment(LAYOUT)
         self.device = InterpretDevice(self.segment)
         self.slots = Watched(self.device, self.segment.nonce)
-        self._post = Post(f"rank {me}", self._dial, lambda peer: f"rank {peer}", self.slots)
+        self._p2p = ProgressEngine(f"rank {me}", self._dial, lambda peer: f"rank {peer}", self.slots)
 
     def peer(self, of: Rank) -> ShmPeer:
         return ShmPeer(of._me, os.getpid(), of.segment.fd, of.segment.nonce, LAYOUT)
@@ -75,7 +75,7 @@ class Rank(Messages):
 
     def _dial(self, peer: int) -> socket.socket:
         near, far = socket_pair()
-        self.members[peer]._post.accept(far, self._me, self.slots.nonce)
+        self.members[peer]._p2p.accept(far, self._me, self.slots.nonce)
         return near
 
 
@@ -90,9 +90,9 @@ def members() -> Iterator[list[Rank]]:
     yield made
     for member in made:
         member.slots.on_copy = lambda: None
-        member._post.fail(RuntimeError("the test is over"))
+        member._p2p.fail(RuntimeError("the test is over"))
     for member in made:
-        member._post.close(RuntimeError("the test is over"))
+        member._p2p.close(RuntimeError("the test is over"))
         member.segment.close()
 
 
@@ -103,7 +103,7 @@ def noise(nbytes: int, seed: int = 0) -> np.ndarray:
 def raw(members: list[Rank], sender: int, receiver: int) -> socket.socket:
     """A connection on which the test says what it likes in the name of `sender`."""
     near, far = socket_pair()
-    members[receiver]._post.accept(far, sender, members[sender].slots.nonce)
+    members[receiver]._p2p.accept(far, sender, members[sender].slots.nonce)
     near.settimeout(DEADLINE)
     return near
 
@@ -122,7 +122,7 @@ def passes(members: list[Rank], target: int, tag: int = 0, nbytes: int = SIZE) -
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
     sent = members[0].send(x, target, tag, copy_engine=True, async_op=True)
     end = time.monotonic() + DEADLINE
-    while not any(arrival.tag == tag for arrival in members[target]._post._matching.arrivals(0)):
+    while not any(arrival.tag == tag for arrival in members[target]._p2p._matching.arrivals(0)):
         assert time.monotonic() < end
         time.sleep(0.001)
     members[target].recv(out, 0, tag, copy_engine=True)
@@ -152,7 +152,7 @@ def test_what_slots_cannot_do_goes_as_ever(members: list[Rank]) -> None:
             members[1].device.leave(members[1].peer(members[0]))
         elif case == "no slots":
             members[1].device.reach(members[1].peer(members[0]))
-            members[0]._post._pairs.clear()
+            members[0]._p2p._pairs.clear()
         out = torch.zeros(SIZE, dtype=torch.uint8)
         receiving = members[1].recv(out, 0, 5, async_op=True, copy_engine=True)
         members[0].send(x, 1, 5, copy_engine=case != "plain sender")
@@ -277,16 +277,16 @@ def test_a_copy_that_fails_is_the_loss_of_the_connection(members: list[Rank]) ->
 
 def test_slots_come_back_from_who_is_lost(members: list[Rank]) -> None:
     sender = members[0]
-    sender._post._pairs[:] = [4]  # for one receiver at a time
+    sender._p2p._pairs[:] = [4]  # for one receiver at a time
     for receiver in (1, 2, 1, 2):
         before = sender.slots.puts
         assert passes(members, receiver)
         assert sender.slots.puts == before + 6
-        assert sender._post._pairs == []
-        sender._post.lose(receiver, "it was unplugged")
-        sender._post.found(receiver)
+        assert sender._p2p._pairs == []
+        sender._p2p.lose(receiver, "it was unplugged")
+        sender._p2p.found(receiver)
         end = time.monotonic() + DEADLINE
-        while sender._post._pairs != [4]:
+        while sender._p2p._pairs != [4]:
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -296,14 +296,14 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
     for ends_well in (False, True):
         with raw(members, 1, 0) as sock:
             receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
-            sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
-            assert answer(sock) == (Answer.CTS, 0)
+            sock.sendall(frame(SenderKind.SLOTS, 0, 9, 2 * CHUNK))
+            assert answer(sock) == (ReceiverKind.CTS, 0)
             for slot in (6, 7):
-                sock.sendall(frame(Kind.READY, 0, slot, CHUNK))
-                assert answer(sock) == (Answer.FREE, 0)
+                sock.sendall(frame(SenderKind.READY, 0, slot, CHUNK))
+                assert answer(sock) == (ReceiverKind.FREE, 0)
             assert not receiving.done()
             if ends_well:
-                sock.sendall(frame(Kind.DONE, 0, 9, 2 * CHUNK))
+                sock.sendall(frame(SenderKind.DONE, 0, 9, 2 * CHUNK))
                 assert receiving.wait() == 1
         if not ends_well:
             with pytest.raises(LostError):
@@ -313,26 +313,26 @@ def test_what_was_copied_counts_when_the_sender_says_so(members: list[Rank]) -> 
 @pytest.mark.parametrize(
     ("kind", "number", "tag", "nbytes"),
     [
-        (Kind.READY, 1, 0, CHUNK),  # another message
-        (Kind.READY, 0, Watched.count, CHUNK),  # no such slot
-        (Kind.READY, 0, -1, CHUNK),
-        (Kind.READY, 0, 0, CHUNK - 1),
-        (Kind.READY, 0, 0, 0),
-        (Kind.READY, 0, 0, 1 << 40),
-        (Kind.DONE, 0, 9, 2 * CHUNK),  # before all has come
-        (Kind.DATA, 0, 9, 2 * CHUNK),
-        (Kind.CANCEL, 0, 9, 2 * CHUNK),
+        (SenderKind.READY, 1, 0, CHUNK),  # another message
+        (SenderKind.READY, 0, Watched.count, CHUNK),  # no such slot
+        (SenderKind.READY, 0, -1, CHUNK),
+        (SenderKind.READY, 0, 0, CHUNK - 1),
+        (SenderKind.READY, 0, 0, 0),
+        (SenderKind.READY, 0, 0, 1 << 40),
+        (SenderKind.DONE, 0, 9, 2 * CHUNK),  # before all has come
+        (SenderKind.DATA, 0, 9, 2 * CHUNK),
+        (SenderKind.CANCEL, 0, 9, 2 * CHUNK),
     ],
 )
 def test_senseless_frames_of_a_sender_end_its_connection(
-    members: list[Rank], kind: Kind, number: int, tag: int, nbytes: int
+    members: list[Rank], kind: SenderKind, number: int, tag: int, nbytes: int
 ) -> None:
     receiving = members[0].recv(np.zeros(2 * CHUNK, np.uint8), 1, 9, copy_engine=True, async_op=True)
     with raw(members, 1, 0) as sock:
-        sock.sendall(frame(Kind.SLOTS, 0, 9, 2 * CHUNK))
-        assert answer(sock) == (Answer.CTS, 0)
-        sock.sendall(frame(Kind.READY, 0, 0, CHUNK))
-        assert answer(sock) == (Answer.FREE, 0)
+        sock.sendall(frame(SenderKind.SLOTS, 0, 9, 2 * CHUNK))
+        assert answer(sock) == (ReceiverKind.CTS, 0)
+        sock.sendall(frame(SenderKind.READY, 0, 0, CHUNK))
+        assert answer(sock) == (ReceiverKind.FREE, 0)
         sock.sendall(frame(kind, number, tag, nbytes))
         with pytest.raises(LostError):
             receiving.wait()
@@ -340,7 +340,7 @@ def test_senseless_frames_of_a_sender_end_its_connection(
 
 def test_a_piece_that_was_not_given_cannot_be_taken(members: list[Rank]) -> None:
     near, far = socket_pair()
-    members[0]._post._dial = lambda peer: near
+    members[0]._p2p._dial = lambda peer: near
     far.settimeout(DEADLINE)
     stopped = threading.Event()
     members[0].slots.on_copy = lambda: stopped.wait(DEADLINE) and None
@@ -348,7 +348,8 @@ def test_a_piece_that_was_not_given_cannot_be_taken(members: list[Rank]) -> None
     with far:
         far.recv(protocol.HEAD.size, socket.MSG_WAITALL)
         far.sendall(
-            protocol.ANSWER.pack(protocol.MAGIC, Answer.CTS, 0) + protocol.ANSWER.pack(protocol.MAGIC, Answer.FREE, 0)
+            protocol.ANSWER.pack(protocol.MAGIC, ReceiverKind.CTS, 0)
+            + protocol.ANSWER.pack(protocol.MAGIC, ReceiverKind.FREE, 0)
         )
         assert far.recv(1) == b""
         stopped.set()

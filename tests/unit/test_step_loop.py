@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class Members:
 
     def __init__(self, others=(), early=0):
         self.replica, self.others, self.early = 1, others, early
-        self.replicas, self.shards = 4, 1
+        self.replicas, self.shards, self.shard = 4, 1, 0
         self.ballots = []
 
     def allreduce(self, ballot):
@@ -74,6 +75,31 @@ def test_a_vote_is_called_again_until_the_others_have_come_to_it():
     assert members.ballots == [Verdict.COMMIT, Verdict.REPEAT, Verdict.REPEAT]
 
 
+def test_what_is_no_verdict_is_refused_where_it_is_said_and_ends_nobody_else():
+    members = Members([(0, Verdict.COMMIT)])
+    for said in (9, 0, None):
+        with pytest.raises(ArgumentError, match=f"replica 1 rank 0: a vote of {said}; expected one of COMMIT, SKIP"):
+            Poll(members).take(said)
+    assert members.ballots == []
+    with pytest.raises(ArgumentError, match="replica 1 rank 0: a vote of 7"):
+        outcome(Voters(), math.nan, nan=lambda step: 7)
+    assert Poll(Members([(0, 250)])).take(Verdict.COMMIT)[0] is Verdict.REPEAT, "who says that has not done the step"
+    assert Poll(Members([(0, 250), (2, Verdict.RAISE)])).take(Verdict.COMMIT)[0] is Verdict.RAISE
+
+
+def test_a_vote_that_another_thread_of_this_rank_is_in_the_way_of_says_so():
+    members = Members()
+
+    def crossed(ballot):
+        raise ArgumentError("thread 'saver' called a collective of a group in which another thread was in one")
+
+    members.allreduce = crossed
+    with pytest.raises(
+        ArgumentError, match=r"replica 1 rank 0 cannot vote on its step, .* loop's group: thread 'saver'"
+    ):
+        Poll(members).take(Verdict.COMMIT)
+
+
 def test_who_contributed_but_died_before_the_vote_counts():
     poll = Poll(Members([(0, Verdict.COMMIT)]))
     assert poll.take(Verdict.COMMIT, {0, 1, 3}) == (Verdict.COMMIT, {0, 1}, {0, 1, 3})
@@ -83,15 +109,14 @@ def test_who_contributed_but_died_before_the_vote_counts():
 class Voters(Members):
     """For a whole step loop, at the end of a step in which 3 contributed and then died."""
 
-    shard = step = _lag = 0
-    _stood = 0.0
-    _outside = _fresh = False
+    shard = step = 0
     contributors = (0, 1, 2, 3)
     contributing = frozenset({0, 1})  # the view of the loss has come here already
 
     def __init__(self, reduced=(0, 1, 3), others=()):
         super().__init__(others)
         self.reduced = reduced
+        self.internals = SimpleNamespace(outside=False, catching_up=False, lag=0, step_loop=None)
 
     def contributed(self):
         if self.reduced is None:
@@ -339,8 +364,8 @@ class Alone:
     """A group, for arguments that are refused."""
 
     replicas, shards = 3, 1
-    replica = shard = step = _lag = 0
-    _outside = False
+    replica = shard = step = 0
+    internals = SimpleNamespace(outside=False, lag=0, step_loop=None)
 
 
 @pytest.mark.parametrize(

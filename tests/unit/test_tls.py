@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.control import dropped, wire
+from ftcomm.control import dropped, handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import Link, Listener, listen, serve_messages
 from ftcomm.control.liveness import boot, network
@@ -52,7 +52,7 @@ class Port:
     """Listens with these credentials, and sends back what comes; or, for "link", hears messages."""
 
     def __init__(self, tls: Tls | None, name: str = "", job: str = "") -> None:
-        self._mine, self._name = wire.Credentials(TOKEN, job, tls), name
+        self._mine, self._name = handshake.Credentials(TOKEN, job, tls), name
         self._sock = listen("127.0.0.1", 0)
         self.address = self._sock.getsockname()
         self.heard: list[m.AnyMessage] = []
@@ -76,7 +76,7 @@ class Port:
             await asyncio.sleep(0.005)
         await listener.close()
 
-    async def _peer(self, channel: Channel, opening: wire.Opening) -> None:
+    async def _peer(self, channel: Channel, opening: handshake.Opening) -> None:
         if opening.purpose == "link":
             await serve_messages(channel, self.heard.append, lambda writer: writer.write(m.encode(m.Heartbeat(9))))
         else:
@@ -97,7 +97,7 @@ def there(address: tuple[str, int], nonce: str) -> Address:
 def dial(port: Port | tuple[str, int], tls: Tls | None, job: str = "", to: str = "") -> Channel:
     address = port.address if isinstance(port, Port) else port
     return wire.connect(
-        address, wire.Credentials(TOKEN, job, tls), "data", {}, DEADLINE, there(address, to) if to else None
+        address, handshake.Credentials(TOKEN, job, tls), "data", {}, DEADLINE, there(address, to) if to else None
     )
 
 
@@ -120,7 +120,7 @@ def test_bytes_and_messages_go_through(ca: bool, authority: Authority) -> None:
 
         async def run() -> list[m.AnyMessage]:
             heard: list[m.AnyMessage] = []
-            mine = wire.Credentials(TOKEN, tls=client)
+            mine = handshake.Credentials(TOKEN, tls=client)
             link = Link(
                 port.address, mine, "link", {}, on_open=lambda: link.send(m.Heartbeat(4)), on_message=heard.append
             )
@@ -187,7 +187,7 @@ def test_who_speaks_tls_with_both_sides_gets_past_neither(authority: Authority, 
     """Each has proved to hold the token, but for another certificate than the one that the other has seen."""
     tls = Tls(authority.files(ca=False))
     with Port(tls) as port, Relay(port.address, Authority(tmp_path, "other").files(ca=False)) as relay:
-        with pytest.raises(wire.HandshakeError, match="wrong token"):
+        with pytest.raises(handshake.HandshakeError, match="wrong token"):
             dial(relay.address, tls)
         once("token")
 
@@ -199,7 +199,7 @@ def test_who_speaks_tls_with_both_sides_gets_past_neither(authority: Authority, 
 def test_tls_on_one_side_alone_is_said_on_both(server: bool, authority: Authority, once, caplog) -> None:
     tls = Tls(authority.files())
     with Port(tls if server else None) as port:
-        with pytest.raises(wire.HandshakeError, match=r"TLS.*FTCOMM_TLS_CERT and FTCOMM_TLS_KEY on all"):
+        with pytest.raises(handshake.HandshakeError, match=r"TLS.*FTCOMM_TLS_CERT and FTCOMM_TLS_KEY on all"):
             dial(port, None if server else tls)
         once("tls")
     assert "FTCOMM_TLS_CERT" in caplog.text
@@ -207,7 +207,7 @@ def test_tls_on_one_side_alone_is_said_on_both(server: bool, authority: Authorit
 
 def test_a_certificate_of_another_authority_is_refused(authority: Authority, tmp_path: Path, once) -> None:
     other = Tls(Authority(tmp_path, "other").files())
-    with Port(Tls(authority.files())) as port, pytest.raises(wire.HandshakeError, match="certificate is not good"):
+    with Port(Tls(authority.files())) as port, pytest.raises(handshake.HandshakeError, match="certificate is not good"):
         dial(port, other)
     once("tls")
 
@@ -215,7 +215,7 @@ def test_a_certificate_of_another_authority_is_refused(authority: Authority, tmp
 def test_a_client_without_a_certificate_of_the_authority_is_refused(authority: Authority, tmp_path: Path, once) -> None:
     """It looks at no certificate itself."""
     other = Tls(Authority(tmp_path, "other").files(ca=False))
-    with Port(Tls(authority.files())) as port, pytest.raises(wire.HandshakeError, match="FTCOMM_TLS_CA on all"):
+    with Port(Tls(authority.files())) as port, pytest.raises(handshake.HandshakeError, match="FTCOMM_TLS_CA on all"):
         dial(port, other)
     once("tls")
 
@@ -315,22 +315,22 @@ def named() -> Iterator[Port]:
 
 
 def test_another_job_with_the_same_token_is_refused_by_name(named: Port, once) -> None:
-    with pytest.raises(wire.Refused, match=r"of the job 'yours', expected 'mine'; set FTCOMM_JOB"):
+    with pytest.raises(handshake.Refused, match=r"of the job 'yours', expected 'mine'; set FTCOMM_JOB"):
         dial(named, None, job="yours")
     once("job")
     dial(named, None, job="mine").close()
 
 
 def test_an_address_that_is_out_of_date_reaches_nobody_else(named: Port, once) -> None:
-    with pytest.raises(wire.Elsewhere, match="another process listens there now"):
+    with pytest.raises(handshake.Elsewhere, match="another process listens there now"):
         dial(named, None, job="mine", to="that of one before")
     once("target")
     dial(named, None, job="mine", to="that of its address").close()
 
 
 def test_no_token_is_in_what_is_shown(named: Port) -> None:
-    assert TOKEN not in repr(wire.Credentials(TOKEN, "mine"))
-    with pytest.raises(wire.HandshakeError) as refused:
-        wire.connect(named.address, wire.Credentials("another secret of mine", "mine"), "data", {}, DEADLINE)
+    assert TOKEN not in repr(handshake.Credentials(TOKEN, "mine"))
+    with pytest.raises(handshake.HandshakeError) as refused:
+        wire.connect(named.address, handshake.Credentials("another secret of mine", "mine"), "data", {}, DEADLINE)
     assert "another secret" not in str(refused.value)
     assert TOKEN not in str(refused.value)

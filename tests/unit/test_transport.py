@@ -8,6 +8,7 @@ import queue
 import random
 import socket
 import struct
+import threading
 import time
 
 import msgspec
@@ -17,7 +18,7 @@ import pytest
 from ftcomm.control.views import Address
 from ftcomm.errors import TransportError
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
-from ftcomm.transport.connect import Fields, connect, here_is
+from ftcomm.transport.connect import connect, here_is
 from ftcomm.transport.segment import (
     CHUNK,
     DETAIL,
@@ -244,6 +245,49 @@ def test_who_receives_may_change_from_epoch_to_epoch() -> None:
     wire.far.close()
 
 
+def no_thread(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The next `count` threads cannot be started."""
+    start, left = threading.Thread.start, [None] * count
+
+    def starts(thread: threading.Thread) -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+
+
+def test_a_mirror_without_a_thread_keeps_no_connection_and_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket_pair()
+    mirror = TcpMirror(1, 1, None, ignore)
+    no_thread(monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="new thread"):
+        mirror.open(here)
+    assert not mirror.is_open
+    assert there.recv(1) == b""
+    here, other = socket_pair()
+    mirror.open(here)
+    assert mirror.is_open
+    mirror.close()
+    there.close()
+    other.close()
+
+
+def test_who_can_start_no_thread_to_dial_dials_when_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket_pair()
+    mirror = TcpMirror(1, 1, None, ignore)
+    mirror.dial = lambda: here
+    no_thread(monkeypatch, 2)
+    assert not mirror.want()
+    with pytest.raises(RuntimeError, match="new thread"):
+        mirror.open_now()
+    mirror.open_now()
+    assert mirror.is_open
+    mirror.close()
+    there.close()
+
+
 def test_a_connection_that_ends_is_reported_once_and_not_when_quiet() -> None:
     wire, quiet = Wire(), Wire()
     quiet.peer.quiet()
@@ -340,9 +384,8 @@ def ignore(*args: object) -> None:
     pass
 
 
-def dial(there: Address, purpose: str, fields: Fields) -> socket.socket:
-    assert purpose == "data"
-    assert dict(fields) == {"replica": 0, "epoch": EPOCH, "nonce": fields["nonce"]}
+def dial(what: str) -> socket.socket:
+    assert what == "data"
     return socket_pair()[0]
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from ftcomm.errors import SettingsError
 from ftcomm.settings import Settings
+from ftcomm.settings.tuning import BUILT_IN, EVER, differ, up_to
+from ftcomm.settings.tuning_file import load
 from ftcomm.transport.connect import connect, here_is
 from ftcomm.transport.segment import OtherEngine, Segment
-from ftcomm.tuning import BUILT_IN, EVER, differ, up_to
-from ftcomm.tuning_file import load
 
 ENVIRONMENT = {
     "FTCOMM_COORDINATOR": "127.0.0.1:29400",

@@ -38,11 +38,21 @@ def watch_after(clock: Clock, seconds: float, ops: int = 8, first: int = 0, stea
 
 
 def due_at(watch: Watchdog, clock: Clock, waited: float) -> Due:
-    """The first and the last look of a wait of that many seconds."""
+    """What is due in a wait of that many seconds."""
     watch.wait = None
     assert watch.waits(1, op(99), (3,)) is Due.NOTHING
-    clock.now += waited
-    return watch.waits(1, op(99), (3,))
+    return look(watch, clock, waited)
+
+
+def look(watch: Watchdog, clock: Clock, seconds: float, number: int = 99) -> Due:
+    """Look twice a second, and at the end; what is due in this time."""
+    end, due = clock.now + seconds, Due.NOTHING
+    while due is not Due.GIVE_UP and clock.now < end:
+        clock.now = min(end, clock.now + 0.5)
+        now = watch.waits(1, op(number), (3,))
+        due = due if now is Due.NOTHING else now
+    clock.now = end
+    return due
 
 
 def test_the_deadline_follows_what_ops_have_taken(clock: Clock) -> None:
@@ -82,11 +92,21 @@ def test_a_stall_is_said_every_second_and_then_given_up(clock: Clock) -> None:
 def test_progress_begins_a_new_wait(clock: Clock) -> None:
     watch = Watchdog(10, 10, 20, clock)
     watch.waits(1, op(7), (3,))
-    clock.now += 9
+    assert look(watch, clock, 9, 7) is Due.NOTHING
     watch.wait = None
     watch.waits(1, op(7), (3,))
-    clock.now += 9
-    assert watch.waits(1, op(7), (3,)) is Due.NOTHING
+    assert look(watch, clock, 9, 7) is Due.NOTHING
+
+
+def test_a_process_that_was_stopped_has_waited_for_nobody(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3,))
+    clock.now += 1000
+    assert look(watch, clock, 8, 7) is Due.NOTHING
+    assert look(watch, clock, 1.5, 7) is Due.REPORT
+    clock.now += 1000
+    assert look(watch, clock, 8, 7) is Due.REPORT
+    assert look(watch, clock, 2, 7) is Due.GIVE_UP
 
 
 def test_what_it_waits_for_can_be_asked(clock: Clock) -> None:

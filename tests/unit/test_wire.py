@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 
 import ftcomm.control
 import ftcomm.launch
+from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
-from ftcomm.control import wire
-from ftcomm.control.links import Listener, listen, open_socket
+from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
+from tests.opened import open_socket
 
 DEADLINE = 60.0  # s
-SECRET, GUESS = wire.Credentials("secret"), wire.Credentials("guess")
+SECRET, GUESS = handshake.Credentials("secret"), handshake.Credentials("guess")
 
 
-def answer(sock: socket.socket, mine: wire.Credentials) -> list[object]:
+def answer(sock: socket.socket, mine: handshake.Credentials) -> list[object]:
     """Drive the server side of a handshake in a thread; the list gets what came of it."""
     outcome: list[object] = []
 
@@ -34,7 +35,7 @@ def answer(sock: socket.socket, mine: wire.Credentials) -> list[object]:
             conn, _ = sock.accept()
             conn.setblocking(False)
             try:
-                outcome.append(await wire.handshake(conn, wire.server(mine), DEADLINE))
+                outcome.append(await wire.handshake(conn, handshake.server(mine), DEADLINE))
             except OSError as error:
                 outcome.append(error)
             finally:
@@ -61,17 +62,17 @@ def test_blocking_client_is_let_in(port: socket.socket) -> None:
         pass
     outcome[0].join(DEADLINE)
     opening = outcome[1][0]
-    assert isinstance(opening, wire.Opening)
+    assert isinstance(opening, handshake.Opening)
     assert opening.purpose == "data"
     assert opening.fields == {"replica": 3, "name": "x"}
 
 
 def test_wrong_token_is_refused_on_both_sides_with_the_mend(port: socket.socket) -> None:
     outcome = answer(port, SECRET)
-    with pytest.raises(wire.HandshakeError, match="FTCOMM_TOKEN"):
+    with pytest.raises(handshake.HandshakeError, match="FTCOMM_TOKEN"):
         wire.connect(port.getsockname(), GUESS, "data", {}, DEADLINE)
     outcome[0].join(DEADLINE)
-    assert isinstance(outcome[1], wire.HandshakeError)
+    assert isinstance(outcome[1], handshake.HandshakeError)
 
 
 def test_server_without_the_token_is_not_trusted(port: socket.socket) -> None:
@@ -81,36 +82,36 @@ def test_server_without_the_token_is_not_trusted(port: socket.socket) -> None:
         conn, _ = port.accept()
         with conn:
             conn.recv(4096)
-            for reply in (wire.Challenge(wire.VERSION, b"n" * 16), wire.Accepted(b"m" * 32)):
+            for reply in (handshake.Challenge(handshake.VERSION, b"n" * 16), handshake.Accepted(b"m" * 32)):
                 data = msgspec.msgpack.encode(reply)
                 conn.sendall(len(data).to_bytes(4, "big") + data)
                 conn.recv(4096)
 
     threading.Thread(target=serve, daemon=True).start()
-    with pytest.raises(wire.HandshakeError, match="token"):
+    with pytest.raises(handshake.HandshakeError, match="token"):
         wire.connect(port.getsockname(), SECRET, "data", {}, DEADLINE)
 
 
 def test_another_version_is_refused_with_both_versions(port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = answer(port, SECRET)
-    steps = wire.client_steps(SECRET, "data", {})
-    opening = msgspec.msgpack.decode(next(steps), type=wire.Opening)
-    old = msgspec.msgpack.encode(msgspec.structs.replace(opening, version=wire.VERSION + 1))
+    steps = handshake.client_steps(SECRET, "data", {})
+    opening = msgspec.msgpack.decode(next(steps), type=handshake.Opening)
+    old = msgspec.msgpack.encode(msgspec.structs.replace(opening, version=handshake.VERSION + 1))
     with socket.create_connection(port.getsockname(), timeout=DEADLINE) as sock:
         sock.sendall(len(old).to_bytes(4, "big") + old)
         length = int.from_bytes(sock.recv(4), "big")
-        challenge = msgspec.msgpack.decode(sock.recv(length), type=wire.Challenge)
+        challenge = msgspec.msgpack.decode(sock.recv(length), type=handshake.Challenge)
     outcome[0].join(DEADLINE)
-    assert f"version {wire.VERSION + 1}, expected {wire.VERSION}" in challenge.refused
+    assert f"version {handshake.VERSION + 1}, expected {handshake.VERSION}" in challenge.refused
 
 
 @given(st.binary(min_size=1, max_size=64))
 def test_garbage_never_gets_past_the_server(data: bytes) -> None:
-    steps = wire.server_steps(SECRET)
+    steps = handshake.server_steps(SECRET)
     next(steps)
     try:
         steps.send(data)
-    except wire.HandshakeError:
+    except handshake.HandshakeError:
         return
     except StopIteration:
         pytest.fail("let in")
@@ -130,7 +131,7 @@ def test_asyncio_client_and_listener() -> None:
         sock = listen("127.0.0.1", 0)
         arrived: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        async def peer(conn: Channel, opening: wire.Opening) -> None:
+        async def peer(conn: Channel, opening: handshake.Opening) -> None:
             arrived.set_result(opening.purpose)
             conn.close()
 

@@ -16,9 +16,9 @@ SUITES = {
 
 HEAD = """# Suites of others
 
-Tests that torch and torchft have for process groups, run from the installed packages with gloo and with ftcomm. `make
-test-upstream` runs them on both versions of torch and writes this page. It fails if a test that gloo passes fails on
-ftcomm without a reason in `tests/upstream/reasons.py`.
+torch and torchft have tests of process groups. `make test-upstream` runs them from the installed packages, on both
+versions of torch, with gloo and with ftcomm, and writes this page. It fails if a test that gloo passes fails on ftcomm
+without a reason in `tests/upstream/reasons.py`.
 """
 
 NOTES = """

@@ -1,4 +1,4 @@
-"""The algorithms by which the chunks of an op are moved and reduced, and which one a task takes."""
+"""The algorithms that move and reduce the chunks of an op, and the choice of one for each task."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ftcomm.collective.plan import GroupView, by_route, two_shot
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.schedule import Batch
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import Tuning
 from ftcomm.transport.segment import Memory
-from ftcomm.tuning import Tuning
 
 
 class Algorithms:
-    """The algorithms of one member in one view, and the choice between them. All members choose the same."""
+    """The algorithms of one member in one view, and the choice between them, which is the same on all members."""
 
     def __init__(
         self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool = False
     ) -> None:
-        """`lands`: see `OneShot`."""
+        """`lands` is as in `OneShot`."""
         self._view = view
         self.contributors = view.contributors
         self.one_shot = OneShot(view, memories, reducer, lands=lands)
@@ -37,26 +37,26 @@ class Algorithms:
         self.compressed_two_shot = CompressedTwoShot(view, memories, reducer)
         self.copy = Copy(view, memories, reducer)
         self.batches = ScheduledBatches(view, memories, reducer)
-        self.route: Algorithm | None = None  # of large ops
+        self.route: Algorithm | None = None  # for large ops
         if len(view.ring) > 1:
             self.route = Ring(view, memories, reducer)
         elif view.hosts:
             self.route = Hierarchical(view, memories, reducer)
-        # The input of a single contributor is the result: everybody copies it.
+        # The input of a single contributor is the result, which all copy.
         self._sole = self.contributors[0] if len(self.contributors) == 1 else REDUCE
         self._last: tuple[int | None, Algorithm] = (
             None,
             self.copy,
-        )  # the number of the op whose tasks were asked for last
+        )  # the number of the last op whose tasks were asked for
 
     @property
     def readers(self) -> Mapping[int, frozenset[int]]:
-        """Who waits for each of the words of levels that this member raises."""
+        """The members that wait for each of the words of levels that this member raises."""
         return {} if self.route is None else self.route.readers
 
     @property
     def served(self) -> frozenset[int]:
-        """All who read here what goes by a chained algorithm."""
+        """The members that read here what goes by a chained algorithm."""
         return frozenset() if self.route is None else self.route.served
 
     def tune(self, tuning: Tuning) -> None:
@@ -64,7 +64,7 @@ class Algorithms:
         self._view = dataclasses.replace(self._view, tuning=tuning)
 
     def of(self, op: Operation) -> Algorithm:
-        """The algorithm of the chunks of an all-reduce that nobody holds FINAL."""
+        """Returns the algorithm of the chunks of an all-reduce that no member holds FINAL."""
         nbytes, view = op.array.nbytes, self._view
         if op.compression == FP8:
             return self.compressed_two_shot if two_shot(nbytes, view) else self.compressed_one_shot
@@ -75,7 +75,7 @@ class Algorithms:
         return self.two_shot if two_shot(nbytes, view) else self.one_shot
 
     def of_task(self, op: Operation, task: Any) -> tuple[Algorithm, Task | Batch]:
-        """The algorithm of a task of `op`, and the task as that wants it."""
+        """Returns the algorithm of a task of `op`, and the task in the form that it wants."""
         if op.schedule is not None:
             return self.batches, task
         if task.holder != REDUCE:

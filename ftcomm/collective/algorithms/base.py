@@ -1,9 +1,9 @@
-"""What a stream of tasks needs of an algorithm, so that all of them look alike to it.
+"""The interface of an algorithm, so that all of them look alike to a stream of tasks.
 
 Between the moment at which all have posted a task and the one at which it is taken, the task goes through *steps*, in
-order, at every member its own ones. A step waits until some members have raised a word to this task, moves or reduces
-what these have announced by that, and may then raise a word of its own. The last step does nothing: it is what `finish`
-waits for. An algorithm without steps finishes as soon as all have posted.
+order; each member has its own. A step waits until some members have raised a word to this task, moves or reduces what
+these have announced by that, and may then raise a word of its own. The last step does nothing: `finish` waits for it.
+An algorithm without steps finishes as soon as all have posted.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Array = np.ndarray[Any, Any]
 _KEPT = 64  # kinds of chunks whose views are kept, per slot
 
 
-class Step(NamedTuple):
-    word: int  # that all of `members` must have raised to the task
-    members: tuple[int, ...]  # none: it waits for nobody
-    makes: int  # the word that this member raises then; 0: nobody waits for it
+class AlgorithmStep(NamedTuple):
+    word: int  # the word that all of `members` must have raised to the task
+    members: tuple[int, ...]  # empty: it waits for none
+    makes: int  # the word that this member raises then; 0: none
 
 
 class Algorithm(ABC):
     """An algorithm at one member in one view. No method waits."""
 
-    chained = False  # who has been through the steps knows that all have posted; and `served` are all who read here
+    chained = False  # its steps prove that all have posted; and `served` are all readers here
     served: frozenset[int] = frozenset()
-    straight = False  # its input can be sent from the caller's array, from where it lies, until `finish`
-    steps: tuple[Step, ...] = ()
-    readers: Mapping[int, frozenset[int]] = {}  # of each level that this member makes: who waits for it
+    straight = False  # its input can be sent straight from the caller's array, until `finish`
+    steps: tuple[AlgorithmStep, ...] = ()
+    readers: Mapping[int, frozenset[int]] = {}  # level that this member raises -> the members that wait for it
 
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         self.me = view.me
@@ -52,8 +52,8 @@ class Algorithm(ABC):
         self._kept: list[dict[tuple[str, str, str, int], Any]] = [{} for _ in range(SLOTS * SPAN)]
 
     def views(self, op: Operation, count: int, chunk: int) -> Any:
-        """Ready-made views of the staging of all members for a chunk of so many elements, staged from the `chunk`-th
-        chunk on. Making them costs 0.3 us each, and a training repeats its sizes."""
+        """Returns views of the staging of all members for a chunk of `count` elements, from the `chunk`-th chunk on.
+        They are kept: to make one costs 0.3 us, and a training repeats its sizes."""
         kept = self._kept[chunk]
         key = op.dtype, op.op, op.compression, count
         found = kept.get(key)
@@ -65,7 +65,7 @@ class Algorithm(ABC):
         return found
 
     def forget(self) -> None:
-        """Make all views anew."""
+        """Forget all views, so that they are made anew."""
         for kept in self._kept:
             kept.clear()
 
@@ -81,12 +81,12 @@ class Algorithm(ABC):
         """Stage what others read of this member's input, or of its FINAL chunk."""
 
     def step(self, slot: Slot) -> None:  # noqa: B027 (who has no steps has nothing to do in them)
-        """What step `slot.number` waits for has come. `slot.here` is the chunk in the caller's buffer, still INPUT."""
+        """Take step `slot.number`, whose wait is over. `slot.here` is the chunk in the caller's buffer, still INPUT."""
 
     @abstractmethod
     def finish(self, slot: Slot) -> None:
-        """The whole chunk, into the caller's buffer, in one go."""
+        """Put the whole chunk into the caller's buffer, in one go."""
 
     @abstractmethod
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
-        """The bytes (start, stop) of the slot that `reader` needs of what this member announces by `word`."""
+        """Returns the bytes (start, stop) of the slot that `reader` needs of what this member announces by `word`."""

@@ -1,4 +1,4 @@
-"""How a member packs and unpacks the parts of a batch, the task of a schedule, through the staging."""
+"""Packs and unpacks the parts of a batch, the task of a schedule, through the staging."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ScheduledBatches(Algorithm):
         return start * batch.itemsize, stop * batch.itemsize
 
     def pack(self, op: ScheduledOperation, batch: Batch, chunk: int) -> None:
-        """Stage this member's parts: what is FINAL here from the result, what is not from the caller's input."""
+        """Stage this member's parts: FINAL ones from the result, others from the caller's input."""
         me, parts, finals = self.me, op.schedule.parts, op.finals
         for number, holder, _, takers, at, size in batch.moves:
             if not (holder == me or (holder == REDUCE and self.contributes)) or takers == (me,):
@@ -42,10 +42,10 @@ class ScheduledBatches(Algorithm):
             self._staged(op, me, chunk, at, size)[...] = array[begin : begin + size]
 
     def unpack(self, op: ScheduledOperation, batch: Batch, chunk: int) -> None:
-        """Each part that is for this member becomes FINAL, in one go."""
+        """Turn each part for this member FINAL, in one go."""
         me, parts, finals = self.me, op.schedule.parts, op.finals
         for number, holder, contributors, _, at, size in batch.moves:
-            if finals[number] is not None:  # or it is none of this member's
+            if finals[number] is not None:  # FINAL, or not for this member
                 continue
             begin = parts[number].dest
             here = op.array[begin : begin + size]
@@ -61,8 +61,8 @@ class ScheduledBatches(Algorithm):
             finals[number] = contributors or (holder,)
 
     def _reduce(self, op: ScheduledOperation, part: Part, chunk: int, at: int, here: Array) -> None:
-        """For this member alone, so its own input comes from where it is. In place it has to be one of the first two
-        that are summed, see `ftcomm.kernels.host.reduce`; else it is staged first."""
+        """Reduce for this member alone, so that its own input is read where it lies. If it is in place, it has to be
+        one of the first two that are summed, see `ftcomm.kernels.host.reduce`; otherwise it is staged first."""
         me, contributors = self.me, self.contributors
         mine = op.source[part.source : part.source + part.size]
         if op.source is op.array and me in contributors[2:]:

@@ -1,6 +1,6 @@
-"""One-shot and two-shot for elements that cross as `ftcomm.collective.compression` encodes them, in blocks.
+"""One-shot and two-shot for elements that travel as `ftcomm.collective.compression` encodes them, in blocks.
 
-In one-shot each member encodes the sums itself, and decodes what it has encoded: all have the same bytes then, too.
+In one-shot each member encodes the sums itself, and decodes what it has encoded, so that all have the same bytes.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ftcomm.collective.algorithms.base import Algorithm, Step
-from ftcomm.collective.plan import GroupView, shards
+from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep
+from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.host.fp8 import BLOCK, RECORD, Packed
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.transport.segment import POSTED, REDUCED, Memory
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class CompressedViews(NamedTuple):
-    """All in blocks, but for the slices of `reduced`, which are elements of the caller's."""
+    """Views in blocks, except the slices of `reduced`, which are elements of the caller's."""
 
     mine: Packed
-    sources: Sequence[Packed]  # the inputs of all; in two-shot of my shard
-    shards: Mapping[int, tuple[int, int]]
+    sources: Sequence[Packed]  # the inputs of all; in two-shot those of my slice
+    slices: Mapping[int, tuple[int, int]]
     out: Packed
     reduced: Sequence[tuple[slice, Packed]]
 
@@ -35,7 +35,7 @@ class CompressedOneShot(Algorithm):
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> CompressedViews:
         blocks = -(-count // BLOCK)
-        bounds = dict(zip(self.members, shards(blocks, RECORD.itemsize, len(self.members)), strict=True))
+        bounds = dict(zip(self.members, slices(blocks, RECORD.itemsize, len(self.members)), strict=True))
 
         def view(member: int, region: int, start: int, stop: int) -> Packed:
             return Packed(self.memories[member].carve(region, chunk, start, stop - start, RECORD))
@@ -65,12 +65,12 @@ class CompressedOneShot(Algorithm):
 class CompressedTwoShot(CompressedOneShot):
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         super().__init__(view, memories, reducer)
-        self.steps = (Step(REDUCED, (), REDUCED), Step(REDUCED, tuple(sorted(self.others)), 0))
+        self.steps = (AlgorithmStep(REDUCED, (), REDUCED), AlgorithmStep(REDUCED, tuple(sorted(self.others)), 0))
 
     def step(self, slot: Slot) -> None:
-        """Reduce my shard."""
+        """Reduce my slice."""
         views = slot.views
-        start, stop = views.shards[self.me]
+        start, stop = views.slices[self.me]
         if start < stop:
             self.reducer.packer.reduce(views.sources, slot.op.op, views.out)
 
@@ -82,5 +82,5 @@ class CompressedTwoShot(CompressedOneShot):
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
         if word != REDUCED and not self.contributes:
             return 0, 0
-        start, stop = slot.views.shards[self.me if word == REDUCED else reader]
+        start, stop = slot.views.slices[self.me if word == REDUCED else reader]
         return start * RECORD.itemsize, stop * RECORD.itemsize

@@ -1,9 +1,9 @@
-"""The algorithms in which every member hears from every other: for small ops, and among the members of one host.
+"""The algorithms in which every member reads from every other: for small ops, and among the members of one host.
 
-one-shot    each member reduces all inputs by itself                                    no steps
-two-shot    each member reduces a shard, and all copy the shards                        REDUCED, by all
-copy        those that lack a chunk copy it from one that holds it FINAL, or from the   no steps
-            only one that contributes
+one-shot    each member reduces all inputs by itself                                      no steps
+two-shot    each member reduces a slice, and all copy the slices                          REDUCED, by all
+copy        members without a chunk copy it from one that holds it FINAL, or from the     no steps
+            only contributor
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftcomm.collective.algorithms.base import Algorithm, Array, Step
-from ftcomm.collective.plan import GroupView, shards
+from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
+from ftcomm.collective.plan import GroupView, slices
 from ftcomm.collective.resume import Task
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 class OneShotViews(NamedTuple):
     mine: Array
-    reduce: Callable[[Array], None]  # the inputs of all into the caller's buffer
+    reduce: Callable[[Array], None]  # reduces the inputs of all into the caller's buffer
 
 
 class OneShot(Algorithm):
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool) -> None:
-        """`lands`: what a reader was sent lies at the peer, whatever becomes of the connection."""
+        """`lands`: what a reader was sent has arrived, even if the connection ends."""
         super().__init__(view, memories, reducer)
         # Two members reduce from the caller's own buffer and the staging of the other. With more, the first step of
         # the sum would overwrite an input that a later one needs. So each overwrites its input when it has that of the
@@ -76,24 +76,24 @@ class OneShot(Algorithm):
 class TwoShotViews(NamedTuple):
     mine: Array
     itemsize: int
-    shards: Mapping[int, tuple[int, int]]  # (start, stop) of each member, in items of these views
-    sources: Sequence[Any]  # the inputs of my shard
-    out: Any  # it, reduced
-    reduced: Sequence[tuple[slice, Any]]  # the shards of all, and where they go
+    slices: Mapping[int, tuple[int, int]]  # (start, stop) of each member's slice, in items of these views
+    sources: Sequence[Any]  # the inputs for my slice
+    out: Any  # my slice, reduced
+    reduced: Sequence[tuple[slice, Any]]  # the slices of all, and their places
 
 
 class TwoShot(Algorithm):
-    straight = True  # all have what they read of it before the whole can be copied
+    straight = True  # all have read it before the whole can be copied
 
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         super().__init__(view, memories, reducer)
         self.members = view.members
-        self.steps = (Step(REDUCED, (), REDUCED), Step(REDUCED, tuple(sorted(self.others)), 0))
+        self.steps = (AlgorithmStep(REDUCED, (), REDUCED), AlgorithmStep(REDUCED, tuple(sorted(self.others)), 0))
         self._place = self.contributors.index(self.me) if self.contributes else -1
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> TwoShotViews:
         carrier = HOST_DTYPES[dtype].carrier
-        bounds = dict(zip(self.members, shards(count, carrier.itemsize, len(self.members)), strict=True))
+        bounds = dict(zip(self.members, slices(count, carrier.itemsize, len(self.members)), strict=True))
         start, stop = bounds[self.me]
         reduced = [
             (slice(a, b), self.memories[m].carve(REDUCED, chunk, a, b - a, carrier))
@@ -118,9 +118,9 @@ class TwoShot(Algorithm):
             slot.views.mine[...] = slot.here
 
     def step(self, slot: Slot) -> None:
-        """Reduce my shard."""
+        """Reduce my slice."""
         op, views = slot.op, slot.views
-        start, stop = views.shards[self.me]
+        start, stop = views.slices[self.me]
         if start == stop:
             return
         sources = views.sources
@@ -137,12 +137,12 @@ class TwoShot(Algorithm):
     def read_by(self, reader: int, word: int, slot: Slot) -> tuple[int, int]:
         if word != REDUCED and not self.contributes:
             return 0, 0
-        start, stop = slot.views.shards[self.me if word == REDUCED else reader]
+        start, stop = slot.views.slices[self.me if word == REDUCED else reader]
         return start * slot.views.itemsize, stop * slot.views.itemsize
 
 
 class Copy(Algorithm):
-    """A task says who holds its chunk."""
+    """The algorithm of chunks that a member holds FINAL, as the task says."""
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> dict[int, Array]:
         carrier = HOST_DTYPES[dtype].carrier

@@ -1,10 +1,10 @@
 """Two levels: an all-reduce in which members that share a host reduce among themselves first.
 
 There are as many *rails* as the smallest host has members. The first members of a host are its leaders, one a rail;
-what crosses between two hosts goes between leaders of one rail alone. A chunk has a shard for each rail and host:
+what crosses between two hosts goes between leaders of one rail alone. A chunk has a slice for each rail and host:
 
-    host           A            B            2 hosts with 3 and 2 members, so 2 rails; shards 0A 0B 1A 1B
-    leaders        a0  a1       b0  b1       each makes the shard of its rail and host whole
+    host           A            B            2 hosts with 3 and 2 members, so 2 rails; slices 0A 0B 1A 1B
+    leaders        a0  a1       b0  b1       each makes the slice of its rail and host whole
     other          a2
 
     POSTED    all       own input                                    read by the leaders of the same host
@@ -15,7 +15,7 @@ what crosses between two hosts goes between leaders of one rail alone. A chunk h
     word      written by         value                               polled by
     level 1   leaders            tasks whose inputs of this host     the leaders of the rail on other hosts
                                  are summed
-    level 2   leaders            tasks whose own shard is whole      the leaders of the rail on other hosts
+    level 2   leaders            tasks whose own slice is whole      the leaders of the rail on other hosts
     level 3   leaders that are   tasks of whose rail all is here     the others of the host
               not alone there
 
@@ -23,9 +23,9 @@ Every element is reduced by one leader alone, the members of a host ascending an
 that all copy the same bytes and the order is the same for all elements. A host sends and receives 2 (hosts - 1) / hosts
 of a chunk, however many members it has.
 
-All levels lie in the REDUCED region, each shard at its own place, with room for partial sums that are wider than
+All levels lie in the REDUCED region, each slice at its own place, with room for partial sums that are wider than
 elements (`ftcomm.collective.compression`). What comes from another leader at level 3 takes the
-place of the partial sum that was sent to it, which it has read, as its shard is whole. The caller's buffer stays INPUT
+place of the partial sum that was sent to it, which it has read, as its slice is whole. The caller's buffer stays INPUT
 until the chunk is taken: then all leaders of the host have read what they need of it.
 """
 
@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ftcomm.collective.algorithms.base import Algorithm, Array, Step
+from ftcomm.collective.algorithms.base import Algorithm, AlgorithmStep, Array
 from ftcomm.collective.compression import partial_dtype
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.plan import GroupView, shards
+from ftcomm.collective.plan import GroupView, slices
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.transport.segment import POSTED, REDUCED, Memory, level
@@ -50,31 +50,31 @@ if TYPE_CHECKING:
 _SUMMED, _WHOLE, _IN_THE_HOST = map(level, (1, 2, 3))  # words of the levels
 
 
-class Place(NamedTuple):
-    """Staging views of one host's shard, on the rail of a leader."""
+class SliceStaging(NamedTuple):
+    """Staging views of one host's slice, on the rail of a leader."""
 
-    part: slice  # of the chunk
-    summed: Array  # in my REDUCED region: what my host adds to it
-    whole: Array  # in the same place
-    inputs: tuple[Array | None, ...]  # of my host, as posted; None: mine, which is in the caller's buffer
+    part: slice  # its elements of the chunk
+    summed: Array  # in my REDUCED region: the sum of my host
+    whole: Array  # the complete slice, in the same place
+    inputs: tuple[Array | None, ...]  # the posted inputs of my host; None: mine, in the caller's buffer
 
 
 class Other(NamedTuple):
-    """Another host, as its leader of my rail shows it in its REDUCED region."""
+    """Another host, as the leader of my rail there shows it in its REDUCED region."""
 
-    summed: Array  # its sum of the shard of my host
-    whole: Array  # the shard of its host
+    summed: Array  # its sum of the slice of my host
+    whole: Array  # the slice of its host
 
 
 class HierarchicalViews(NamedTuple):
-    bounds: tuple[tuple[int, int], ...]  # of all shards, rail by rail
+    bounds: tuple[tuple[int, int], ...]  # the bounds of all slices, rail by rail
     itemsize: int
     partial: str  # dtype of partial sums
-    room: int  # bytes of each element in REDUCED: a whole shard begins where its partial sum did
-    places: tuple[Place, ...]  # one a host, in order; none at who is no leader
-    others: Mapping[int, Other]  # by the number of the host
-    result: tuple[tuple[slice, Array], ...]  # the chunk, where I read it in the end
-    given: tuple[tuple[slice, Array], ...]  # of my input, and where it is staged
+    room: int  # bytes of each element in REDUCED: a whole slice begins where its partial sum did
+    places: tuple[SliceStaging, ...]  # one a host, in order; empty unless I am a leader
+    others: Mapping[int, Other]  # keyed by the number of the host
+    result: tuple[tuple[slice, Array], ...]  # where I read the chunk in the end
+    given: tuple[tuple[slice, Array], ...]  # slices of my input, and where they are staged
 
 
 class Hierarchical(Algorithm):
@@ -95,7 +95,7 @@ class Hierarchical(Algorithm):
             number for number, members in enumerate(hosts) if not view.contributing.isdisjoint(members)
         )
         self._divisor = len(view.contributors)
-        self._scratch = np.empty(memories[me].chunk, np.uint8)  # for the sum of my host's inputs of its own shard
+        self._scratch = np.empty(memories[me].chunk, np.uint8)  # holds the sum of my host's inputs for its own slice
         self._opposite: dict[int, int] = {}  # number of another host -> the leader of my rail there
         if me in self._leaders:
             self._opposite = {i: members[self._rail] for i, members in enumerate(hosts) if i != self._home}
@@ -104,15 +104,15 @@ class Hierarchical(Algorithm):
         ends = frozenset(self._opposite.values()), frozenset(host) - {me}
         self.readers = {step.makes: ends[step.makes == _IN_THE_HOST] for step in self.steps if step.makes}
 
-    def _plan(self) -> tuple[Step, ...]:
+    def _plan(self) -> tuple[AlgorithmStep, ...]:
         if not self._opposite:
-            return (Step(_IN_THE_HOST, self._leaders, 0),)
+            return (AlgorithmStep(_IN_THE_HOST, self._leaders, 0),)
         summed = tuple(m for number, m in self._opposite.items() if number in self._giving)
         steps = [
-            Step(POSTED, (), _SUMMED if self._inputs else 0),
-            Step(_SUMMED, summed, _WHOLE),
-            Step(_WHOLE, tuple(self._opposite.values()), 0 if self._alone else _IN_THE_HOST),
-            Step(_IN_THE_HOST, tuple(m for m in self._leaders if m != self.me), 0),
+            AlgorithmStep(POSTED, (), _SUMMED if self._inputs else 0),
+            AlgorithmStep(_SUMMED, summed, _WHOLE),
+            AlgorithmStep(_WHOLE, tuple(self._opposite.values()), 0 if self._alone else _IN_THE_HOST),
+            AlgorithmStep(_IN_THE_HOST, tuple(m for m in self._leaders if m != self.me), 0),
         ]
         return tuple(steps[:3] if self._alone else steps)
 
@@ -121,7 +121,7 @@ class Hierarchical(Algorithm):
         partial = HOST_DTYPES[partial_dtype(dtype, compression)].carrier
         scale = partial.itemsize // carrier.itemsize
         hosts, rail = len(self._hosts), self._rail * len(self._hosts)
-        bounds = shards(count, carrier.itemsize, self._rails * hosts)
+        bounds = slices(count, carrier.itemsize, self._rails * hosts)
 
         def posted(member: int, number: int) -> Array:
             start, stop = bounds[number]
@@ -136,7 +136,7 @@ class Hierarchical(Algorithm):
             return self.memories[member].carve(REDUCED, chunk, scale * start, stop - start, carrier)
 
         places = tuple(
-            Place(
+            SliceStaging(
                 slice(*bounds[number]),
                 summed(self.me, number),
                 whole(self.me, number),
@@ -206,20 +206,20 @@ class Hierarchical(Algorithm):
         return start * views.room, start * views.room + (stop - start) * size
 
     def _given_to(self, reader: int, bounds: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-        """The elements of my input that another leader of my host reads."""
+        """Returns the elements of my input that another leader of my host reads."""
         if reader not in self._leaders or self.me not in self._inputs:
             return 0, 0
         rail = self._leaders.index(reader) * len(self._hosts)
         return bounds[rail][0], bounds[rail + len(self._hosts) - 1][1]
 
-    def _sum(self, op: Operation, here: Array, views: HierarchicalViews, place: Place, out: Array) -> None:
-        """The inputs of this host."""
+    def _sum(self, op: Operation, here: Array, views: HierarchicalViews, place: SliceStaging, out: Array) -> None:
+        """Sum the inputs of this host."""
         if out.size:
             sources = [operand(op.dtype, here[place.part] if given is None else given) for given in place.inputs]
             self._reduce(op.dtype, "sum" if op.op == "avg" else op.op, sources, operand(op.dtype, out, views.partial))
 
     def _make_whole(self, op: Operation, here: Array, views: HierarchicalViews) -> None:
-        """The shard of this host, from the sums of all hosts."""
+        """Make the slice of this host from the sums of all hosts."""
         place = views.places[self._home]
         if not place.whole.size:
             return

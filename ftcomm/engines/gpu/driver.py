@@ -1,8 +1,9 @@
 """What a thread that drives a GPU needs of the driver and of time.
 
-PyTorch's and CuPy's queries of streams and events keep the interpreter lock while they are in the driver. If the driver
-is busy there for another thread (a full queue, a kernel that is being loaded), every Python thread would stand still,
-and with them the one that can end what the driver waits for. Calls by ctypes let the lock go.
+Some calls of PyTorch and CuPy keep the interpreter lock while they are in the driver: queries of streams and events, to
+choose a GPU, to make or destroy a stream, to open or close memory of another process. If the driver is busy there for
+another thread (a full queue, a kernel that is being loaded), every Python thread would stand still, and with them the
+one that can end what the driver waits for. Calls by ctypes let the lock go.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from ftcomm.errors import FtcommError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SUCCESS, _NOT_READY = 0, 600  # CUresult
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
@@ -41,25 +44,84 @@ def relaxed() -> Iterator[None]:
         _exchange(mode)  # it holds what was before
 
 
+class Context:
+    """The primary context of a GPU, which PyTorch, CuPy and Triton share; kept for good. Raises `RuntimeError`, as all
+    calls here do for what the driver refuses, with the name of the call and of the error."""
+
+    def __init__(self, index: int) -> None:
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Calls of the driver by this thread are for this GPU, and `relaxed`."""
+        _call("cuCtxPushCurrent_v2", self._context)
+        try:
+            with relaxed():
+                yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+# With a context that is current:
+
+
 def stream_ended(stream: int) -> bool:
-    """Whether all that was queued on it is done. A CUDA context is current. Raises `RuntimeError` if one is lost."""
-    return _ended("cuStreamQuery", stream)
+    """Whether all that was queued on it is done."""
+    return _call("cuStreamQuery", ctypes.c_void_p(stream)) == _SUCCESS
 
 
 def event_ended(event: int) -> bool:
-    """Whether what it was recorded behind is done. A CUDA context is current. Raises `RuntimeError` if one is lost."""
-    return _ended("cuEventQuery", event)
+    """Whether what it was recorded behind is done."""
+    return _call("cuEventQuery", ctypes.c_void_p(event)) == _SUCCESS
 
 
-def _ended(call: str, handle: int) -> bool:
-    error: int = getattr(_libcuda(), call)(ctypes.c_void_p(handle))
+def make_stream(priority: int) -> int:
+    """One that waits for no legacy stream; of the nearest priority that there is, the lower number first."""
+    stream = ctypes.c_void_p()
+    _call("cuStreamCreateWithPriority", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(priority))
+    assert stream.value is not None
+    return stream.value
+
+
+def destroy_stream(stream: int) -> None:
+    _call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
+
+def mapped_address(host: int) -> int:
+    """The address for kernels of memory of the host that is registered."""
+    address = ctypes.c_uint64()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), ctypes.c_void_p(host), ctypes.c_uint(0))
+    return address.value
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+def open_ipc(handle: bytes) -> int:
+    """The address here of memory of another process."""
+    address = ctypes.c_uint64()
+    by_value = _IpcHandle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_PEERS))
+    return address.value
+
+
+def close_ipc(address: int) -> None:
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Returns _SUCCESS or _NOT_READY."""
+    error: int = getattr(_libcuda(), name)(*arguments)
     if error not in (_SUCCESS, _NOT_READY):
-        raise RuntimeError(f"{call}: {_name(error)}")
-    return error == _SUCCESS
+        raise RuntimeError(f"{name}: {_name(error)}")
+    return error
 
 
 def _name(error: int) -> str:
-    """As in `CUDA_ERROR_ILLEGAL_ADDRESS`."""
+    """Returns the name of an error, as `CUDA_ERROR_ILLEGAL_ADDRESS`."""
     name = ctypes.c_char_p()
     if _libcuda().cuGetErrorName(error, ctypes.byref(name)) or name.value is None:
         return f"CUresult {error}"

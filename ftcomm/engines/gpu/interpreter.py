@@ -17,6 +17,8 @@ from triton.runtime import interpreter
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.device import INTERPRETED
 
+__all__ = ["interpreter", "tl"]  # for who imports Triton by this
+
 if not (INTERPRETED and isinstance(tl.sum, interpreter.InterpretedFunction)):
     raise SettingsError(
         "FTCOMM_ENGINE=interpreter-... comes too late: Triton was imported before, to compile. Set TRITON_INTERPRET=1 "

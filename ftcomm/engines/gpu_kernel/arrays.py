@@ -1,4 +1,4 @@
-"""From whatever array the caller has to one flat run of the GPU's memory that the all-reduce kernel works on, and back.
+"""Turns whatever array the caller has into one flat run of GPU memory that the all-reduce kernel works on, and back.
 
     plain torch tensor, CuPy or other DLPack array there   the caller's own memory, nothing to do afterwards
     strided, permuted                                      a private copy there, copied back
@@ -57,7 +57,7 @@ def _stage_tensor(x: torch.Tensor, device: torch.device) -> Staged:
 
 
 def _stage_cupy(x: Any, device: torch.device) -> Staged:
-    """In order with CuPy's current stream, before the op and behind it."""
+    """Stage a CuPy array in the order of CuPy's current stream, before the op and behind it."""
     if may_overlap(x.shape, x.strides, x.itemsize):
         refuse("a broadcast CuPy array (several elements share one address)", "Pass x.copy().")
     cupy = sys.modules[type(x).__module__.partition(".")[0]]

@@ -51,7 +51,7 @@ class Mover(Protocol):
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
 
     def wait(self) -> None:
-        """Until all that was queued is done, for all to see. Bounded by what the copies take."""
+        """Block until all that was queued is done, for all to see. The copies bound how long that takes."""
 
 
 class HostMover:
@@ -64,21 +64,21 @@ class HostMover:
         """`copy` is done when it returns."""
 
 
-class Port(NamedTuple):
+class PeerMemory(NamedTuple):
     """A member's memory as this process sees it."""
 
     words: memoryview  # ("Q") WORDS of them; writable if it is this rank's own
     staging: int  # address of STAGING bytes
 
 
-class Send(NamedTuple):
+class CopySend(NamedTuple):
     channel: int
     readers: tuple[int, ...]
     source: int  # address
     nbytes: int
 
 
-class Receive(NamedTuple):
+class CopyReceive(NamedTuple):
     owner: int
     channel: int
     to: int  # address
@@ -100,7 +100,7 @@ class Round(NamedTuple):
 
 
 def rounds(sends: Sequence[int], receives: Sequence[int], chunk: int, ahead: int) -> Iterator[Round]:
-    """In which order a member puts and gets the pieces of transfers of so many bytes.
+    """Yields the order in which a member puts and gets the pieces of transfers of so many bytes.
 
     It puts piece k + ahead before it gets piece k. With ahead < SLOTS nobody can stand still: whoever is in the
     earliest round finds the slot it puts into free, since its readers got what was there in a round before, and what it
@@ -127,7 +127,7 @@ class Copies:
     """
 
     me: int
-    ports: Sequence[Port]
+    ports: Sequence[PeerMemory]
     epoch: int
     mover: Mover
     stop: Callable[[], bool]
@@ -143,25 +143,25 @@ class Copies:
         All members call it. Returns OK, ABORTED or TIMED_OUT; blocks. My own part must not overlap `to[me]` in part.
         """
         others = [i for i in self._after_me() if sizes[i]]
-        sends = [Send(ALL, tuple(self._after_me()), source, sizes[self.me])]
+        sends = [CopySend(ALL, tuple(self._after_me()), source, sizes[self.me])]
         if source != to[self.me]:
             self.mover.copy(to[self.me], source, sizes[self.me])
-        return self._run(sends, [Receive(i, ALL, to[i], sizes[i]) for i in others], seconds)
+        return self._run(sends, [CopyReceive(i, ALL, to[i], sizes[i]) for i in others], seconds)
 
     def send(self, member: int, source: int, nbytes: int, seconds: float) -> int:
         """`nbytes` at address `source` to `member`, which calls `receive`. Blocks until it has them."""
-        return self._run([Send(1 + member, (member,), source, nbytes)], [], seconds)
+        return self._run([CopySend(1 + member, (member,), source, nbytes)], [], seconds)
 
     def receive(self, member: int, to: int, nbytes: int, seconds: float) -> int:
         """`nbytes` from `member`, which calls `send` with as many, to address `to`. Blocks."""
-        return self._run([], [Receive(member, 1 + self.me, to, nbytes)], seconds)
+        return self._run([], [CopyReceive(member, 1 + self.me, to, nbytes)], seconds)
 
     def _after_me(self) -> list[int]:
         """The others, each member beginning with the next, so that not all read from one at a time."""
         n = len(self.ports)
         return [(self.me + i) % n for i in range(1, n)]
 
-    def _run(self, sends: Sequence[Send], receives: Sequence[Receive], seconds: float) -> int:
+    def _run(self, sends: Sequence[CopySend], receives: Sequence[CopyReceive], seconds: float) -> int:
         deadline = time.monotonic() + seconds
         own, mover = self.ports[self.me], self.mover
         for puts, gets in rounds([s.nbytes for s in sends], [r.nbytes for r in receives], self.chunk, AHEAD):
@@ -209,7 +209,8 @@ class Copies:
         self.ports[self.me].words[word] = self.epoch << COUNTER | counter
 
     def _await(self, member: int, word: int, counter: int, deadline: float) -> int:
-        """Until that word of `member` is at `counter` in this epoch; at once if that is nothing to wait for."""
+        """Block until that word of `member` is at `counter` in this epoch; returns at once if there is nothing to wait
+        for."""
         words, low, high = self.ports[member].words, self.epoch << COUNTER | max(0, counter), self.epoch + 1 << COUNTER
         pause = 0.0
         while counter > 0 and not low <= words[word] < high:

@@ -12,8 +12,8 @@ for the GPU to be idle:
 - Host and device exchange words by copies on a stream for that alone, through pinned memory: an ordinary cudaMemcpy
   belongs to the legacy stream, in which the caller may have queued what waits for us.
 - Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does,
-  and is the monitor's work: the control thread, which gives signs of life, must not wait for the driver.
-- Queries of streams and events let the interpreter lock go (`driver`), so that one that has to wait holds up nobody.
+  and done by a thread that does nothing else: what begins meanwhile may need the monitor and the control thread to end.
+- What those two threads call lets the interpreter lock go (`driver`), so that a call that has to wait holds up nobody.
 - While a graph is captured anywhere in the process such calls are errors and would break the capture, unless the thread
   has said that it knows better; ours has (`relaxed`).
 
@@ -37,19 +37,27 @@ from cupy.cuda import runtime
 from triton.errors import TritonError
 
 from ftcomm.arrays import Staged
-from ftcomm.engines.gpu.driver import event_ended, relaxed, stream_ended, until
+from ftcomm.engines.gpu.driver import (
+    Context,
+    close_ipc,
+    destroy_stream,
+    event_ended,
+    make_stream,
+    stream_ended,
+    until,
+)
 from ftcomm.engines.gpu.pinned import Pinned
 from ftcomm.engines.gpu_kernel import copies
 from ftcomm.engines.gpu_kernel.arrays import stage_device
 from ftcomm.engines.gpu_kernel.blocks import programs, room
-from ftcomm.engines.gpu_kernel.device import Launch, Reached
+from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
 from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
-from ftcomm.transport.shm import ShmPeer
 
 log = logging.getLogger("ftcomm")
 
@@ -88,7 +96,7 @@ class _Words:
 
 
 class _Scratch(_Words):
-    """For launches whose only purpose is that the kernel is loaded."""
+    """Serves launches whose only purpose is to load the kernel."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
@@ -118,6 +126,7 @@ class CudaDevice:
         place, reason = staging_place(staging, visible_peers())
         if reason:
             log.warning("%s", reason)
+        self._context = Context(self._index)
         with self._on():
             self._lanes, self._export = self._allocate(segment, place)
             self._op, self._repair, self._copies = (self._stream() for _ in range(3))
@@ -134,6 +143,7 @@ class CudaDevice:
         self._peers: dict[str, _Peer] = {}  # by the nonce of the segment
         self._leaving: list[_Peer] = []
         self._uses = 0  # of memory of peers, see `using`
+        self._closing: threading.Thread | None = None
 
     def _allocate(self, segment: Segment, place: str) -> tuple[Shared, Export]:
         nonce = bytes.fromhex(segment.nonce)
@@ -159,8 +169,7 @@ class CudaDevice:
         return lanes, export
 
     def _stream(self) -> torch.cuda.Stream:
-        pointer = runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGHEST)
-        return torch.cuda.ExternalStream(pointer, device=self._device)
+        return torch.cuda.ExternalStream(make_stream(_HIGHEST), device=self._device)
 
     @contextlib.contextmanager
     def _brief_stream(self) -> Iterator[torch.cuda.Stream]:
@@ -171,18 +180,17 @@ class CudaDevice:
             yield stream
             stream.synchronize()
         finally:
-            runtime.streamDestroy(stream.cuda_stream)
+            destroy_stream(stream.cuda_stream)
 
     @contextlib.contextmanager
     def _on(self) -> Iterator[None]:
         """This rank's GPU is the current one of this thread, for PyTorch and for CuPy."""
-        with torch.cuda.device(self._index), relaxed():
-            runtime.setDevice(self._index)
+        with torch.cuda.device(self._index), self._context.current():
             yield
 
     # ---- peers --------------------------------------------------------------------------------------------------
 
-    def reach(self, peer: ShmPeer) -> Reached:
+    def reach(self, peer: Peer) -> Reached:
         with self._lock:
             known = self._peers.get(peer.nonce)
         if known is not None:
@@ -190,7 +198,7 @@ class CudaDevice:
         export = Export.unpack(peer.words[EXPORT_AT : EXPORT_AT + EXPORT_WORDS])
         if export.nonce.hex() != peer.nonce:
             raise TransportError(f"replica {peer.replica} has not said where its GPU memory is")
-        with self._on():
+        with self._context.current():
             shared = Shared.open(peer.pid, export)
             try:
                 staging, opened = open_staging(peer.pid, export, shared, self._index)
@@ -204,7 +212,7 @@ class CudaDevice:
                 self._leaving.append(mine)  # another thread was faster
         return first.reached
 
-    def leave(self, peer: ShmPeer) -> None:
+    def leave(self, peer: Peer) -> None:
         with self._lock:
             gone = self._peers.pop(peer.nonce, None)
             if gone is not None:
@@ -222,22 +230,28 @@ class CudaDevice:
                 self._uses -= 1
 
     def _sweep(self) -> None:
-        """Close what was left, if nothing of ours runs. Not with the lock, as closing may wait for the driver."""
+        """Close what was left, if nothing of ours runs, in a thread of its own. With a context that is current."""
         with self._lock:
             left, busy = list(self._leaving), self._uses > 0
-        if not left or busy or not self._idle():
+        if not left or busy or (self._closing is not None and self._closing.is_alive()) or not self._idle():
             return  # what begins from here on is in a view without them
         with self._lock:
-            gone = [peer for peer in self._leaving if any(peer is one for one in left)]
-            self._leaving = [peer for peer in self._leaving if all(peer is not one for one in gone)]
-        with self._on():
-            for peer in gone:
-                if peer.opened:
-                    runtime.ipcCloseMemHandle(peer.reached.staging)
-                peer.shared.close()
+            self._leaving = [peer for peer in self._leaving if all(peer is not one for one in left)]
+        self._closing = threading.Thread(target=self._shut, args=(left,), name="ftcomm-unmap", daemon=True)
+        self._closing.start()
+
+    def _shut(self, peers: Sequence[_Peer]) -> None:
+        try:
+            with self._context.current():
+                for peer in peers:
+                    if peer.opened:
+                        close_ipc(peer.reached.staging)
+                    peer.shared.close()
+        except RuntimeError as error:  # `check` finds out, if the context is lost
+            log.warning("memory of a rank that has left cannot be closed: %s", error)
 
     def _idle(self) -> bool:
-        """Nothing of ours runs."""
+        """Whether nothing of ours runs."""
         streams = (self._op, self._repair)
         return all(stream_ended(s.cuda_stream) for s in streams) and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
 
@@ -276,7 +290,7 @@ class CudaDevice:
             self._load_gate(self._scratch[False])
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def follow(self) -> None:
         if not self.capturing():
@@ -301,7 +315,7 @@ class CudaDevice:
             return self._repair
         return self._captures if self._captures is not None and self.capturing() else self._op
 
-    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
         stream = self._order(repair)
         tasks, ntasks = self._tasks(launch)
         scalars = (
@@ -327,7 +341,7 @@ class CudaDevice:
                     "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
                 ) from error
 
-    def _tasks(self, launch: Launch) -> tuple[int, int]:
+    def _tasks(self, launch: AllreduceLaunch) -> tuple[int, int]:
         if launch.tasks is None:
             return 0, launch.ntasks
         count = len(launch.tasks)
@@ -369,7 +383,7 @@ class CudaDevice:
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> copies.Copies:
         """What the caller has queued on its current stream before a call is copied; it returns when all is there."""
         ports = [
-            copies.Port(member.lanes[COPIES_AT : COPIES_AT + copies.WORDS], member.staging + _STAGING)
+            copies.PeerMemory(member.lanes[COPIES_AT : COPIES_AT + copies.WORDS], member.staging + _STAGING)
             for member in members
         ]
         if self._engines is None:
@@ -388,7 +402,7 @@ class CudaDevice:
         note, at = self._note, w.VIEW_WORDS * _UNIT
         for i, word in enumerate([*view, number, 0, 0]):  # NUMBER, BASE and LANES_DONE are the first three of `state`
             note.words[i] = word & _MASK
-        with self._on():
+        with self._context.current():
             stream, kind = self._copies.cuda_stream, runtime.memcpyHostToDevice
             runtime.memcpyAsync(self._words.view, note.address, at, kind, stream)
             runtime.memcpyAsync(self._words.state, note.address + at, 3 * _UNIT, kind, stream)
@@ -396,10 +410,10 @@ class CudaDevice:
 
     def check(self) -> None:
         try:
-            with self._on():
+            with self._context.current():
                 stream_ended(self._copies.cuda_stream)
-            if self._captures is None:
-                self._sweep()
+                if self._captures is None:
+                    self._sweep()
         except RuntimeError as error:  # of any kernel of this process; the context is lost
             raise _lost(error) from error
 
@@ -410,17 +424,17 @@ class CudaDevice:
                 replayed.record(torch.cuda.current_stream(self._index))
                 if not until(lambda: event_ended(replayed.cuda_event), seconds):
                     return False
-            self._sweep()
+                self._sweep()
         except RuntimeError as error:
             raise _lost(error) from error
         return True
 
     def settle(self, seconds: float) -> bool:
         try:
-            with self._on():
+            with self._context.current():
                 if not until(self._idle, seconds):
                     return False
-            self._sweep()
+                self._sweep()
         except RuntimeError as error:  # `check` says so to whoever can do something about it
             log.warning("the GPU cannot be used any more: %s", error)
             return False

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftcomm.arrays import Staged
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout
-from ftcomm.transport.shm import ShmPeer
 
 if TYPE_CHECKING:
     from ftcomm.engines.gpu_kernel.copies import Copies, Mover
@@ -34,7 +34,7 @@ class Reached(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class AllreduceLaunch:
     """One launch of `ftcomm.kernels.device.allreduce.allreduce`. The device adds ctl, state and view, which it owns."""
 
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
@@ -70,10 +70,10 @@ class Device(Protocol):
     def warm(self) -> None:
         """Compile and load what any op needs. Blocks, for seconds maybe; before the first op."""
 
-    def reach(self, peer: ShmPeer) -> Reached:
+    def reach(self, peer: Peer) -> Reached:
         """Make the memory of `peer` readable for kernels; the same answer if it is. Blocks. Raises `TransportError`."""
 
-    def leave(self, peer: ShmPeer) -> None:
+    def leave(self, peer: Peer) -> None:
         """No kernel reads it any more; idempotent."""
 
     def using(self, nonce: str) -> contextlib.AbstractContextManager[Reached | None]:
@@ -86,7 +86,7 @@ class Device(Protocol):
         """The memory of `x` as one flat array that kernels can work on. Raises `ArgumentError`."""
 
     def address(self, array: Any) -> int:
-        """Of the first element of a flat array."""
+        """Returns the address of the first element of a flat array."""
 
     def empty(self, array: Any) -> Any:
         """Memory like that of `array`, for a copy."""
@@ -97,7 +97,7 @@ class Device(Protocol):
     def follow(self) -> None:
         """The op stream waits for what the caller's current stream has queued so far."""
 
-    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
         """Queue the kernel; on the op stream with its gate behind it. Raises `FtcommError` if it cannot be launched."""
 
     def copy(self, source: Any, to: Any, *, repair: bool = False) -> None:
@@ -133,4 +133,4 @@ class Device(Protocol):
         """Wait until all that was launched has ended; False if it has not after `seconds`."""
 
     def close(self) -> None:
-        """Nothing will be launched any more. Memory that others may still read stays until the process ends."""
+        """Launch nothing from now on. Memory that others may still read stays until the process ends."""

@@ -12,7 +12,9 @@ from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.host import arithmetic
+from ftcomm.p2p.slots import Slots
 from ftcomm.settings import Settings
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
@@ -31,8 +33,7 @@ class KernelEngine:
         self._settings = settings
         self.segment, self.device = segment, device
         self.arithmetic = arithmetic.own()
-        self.slots = DeviceSlots(device, segment.nonce)
-        self.reach, self.leave, self.warm = device.reach, device.leave, device.warm
+        self.slots: Slots | None = DeviceSlots(device, segment.nonce)
 
     def exchange(self, events: Events) -> DeviceExchange:
         times = self._settings.timeouts
@@ -48,12 +49,21 @@ class KernelEngine:
         return self._exchange
 
     def all_reduce(
-        self, x: Any, op: str, *, atomic: bool, compression: str, max_sms: int | None
+        self, x: Any, op: str, atomic: bool, compression: str, max_sms: int | None
     ) -> tuple[KernelOperation, Finish | None]:
         staged = self.device.stage(x)
         most = self._settings.max_sms if max_sms is None else max_sms
         chunk = self.device.layout.chunk
         return KernelOperation(staged.flat, staged.dtype, op, chunk, atomic, compression, most), staged.finish
+
+    def warm(self) -> None:
+        self.device.warm()
+
+    def reach(self, peer: Peer) -> None:
+        self.device.reach(peer)
+
+    def leave(self, peer: Peer) -> None:
+        self.device.leave(peer)
 
     def may_move(self, call: str) -> None:
         name = self.device.layout.engine

@@ -12,48 +12,59 @@ What a view change does to them:
               is launched on the repair stream. Its gate has held the op stream all the while
 
 What is captured into a graph is launched when that is replayed: see `ftcomm.engines.gpu_kernel.graphs`.
+
+It consists of a core, which decides and launches (`ftcomm.engines.gpu_kernel.core`), and a thread that watches
+(`ftcomm.engines.gpu_kernel.monitor`).
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.inflight import Resumed
+from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.plan import GroupView
-from ftcomm.collective.resume import ProtocolError
-from ftcomm.collective.roster import pass_boundary
-from ftcomm.collective.watchdog import Stall
-from ftcomm.control.messages import Progress, Roster
+from ftcomm.collective.watchdog import Stall, Watchdog
+from ftcomm.control.messages import Progress
 from ftcomm.engines.gpu_kernel.copies import Copies
+from ftcomm.engines.gpu_kernel.core import DeviceCore
+from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.graphs import captured
-from ftcomm.engines.gpu_kernel.launch import account
 from ftcomm.engines.gpu_kernel.monitor import Monitor
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
-from ftcomm.kernels.device.words import (
-    BASE_OF,
-    CAPTURED,
-    OK,
-    OPEN,
-    RETURNED,
-    STARTED,
-    TIMED_OUT,
-)
-from ftcomm.own import own_process
+from ftcomm.kernels.device.words import OK, RETURNED, TIMED_OUT
+from ftcomm.process.own import own_process
 from ftcomm.transport.base import MirrorWriter, Peer
 
 _MOMENT = 0.1  # s; between two looks whether a drain has to end
 
 
-class DeviceExchange(Monitor):
-    """The collectives of one member of a group. Frozen until the first `resume`; ops submitted before wait for it.
+class DeviceExchange(GroupExchange[KernelOperation]):
+    """The collectives of a member whose ops a kernel runs. Arguments are those of
+    `ftcomm.collective.exchange.Exchange`, but that peers are reached by shared memory alone, and results are not
+    compared."""
 
-    Arguments and methods are those of `ftcomm.collective.exchange.Exchange`, but that peers are reached by shared
-    memory alone, and results are not compared.
-    """
+    def __init__(
+        self,
+        replica: int,
+        device: Device,
+        *,
+        deadline_floor: float,
+        deadline_ceiling: float,
+        give_up: float,
+        on_stall: Callable[[Stall], None],
+        on_failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.core = DeviceCore(replica, device, Watchdog(deadline_floor, deadline_ceiling, give_up))
+        super().__init__(self.core, threading.Condition(threading.Lock()))
+        self.monitor = Monitor(self.core, self._changed, on_stall=on_stall, on_failed=on_failed)
+        self._on_failed = on_failed
+        self._device = device
+        self._copies: Copies | None = None  # of the last epoch in which there were any
 
     # -- the caller's side: any thread -------------------------------------------------------------------------------
 
@@ -64,52 +75,44 @@ class DeviceExchange(Monitor):
         """
         own_process()
         self._raise_unheard()
-        if self._device.capturing():
+        if self.capturing:
             self._capture(op)
             return
+        core, monitor = self.core, self.monitor
         try:
-            with self._launching:
-                with self._mutex:
-                    if self._error is not None:
-                        op.finish(self._error)
+            with monitor.launching:
+                with self._changed:
+                    if core.error is not None:
+                        op.finish(core.error)
                         return
-                    if not self._flight.ops:
-                        self._watch.began = time.monotonic()
-                    self._flight.add(op)
-                    op.template = self._called
-                    self._called += 1
-                    view = self._view
-                    self._late = self._late or view is None
-                    late = self._late
-                    self._start_monitor()
-                    self._changed.notify_all()
+                    core.submit(op)
+                    view = core.view
+                    late = monitor.late = monitor.late or view is None
+                    monitor.start()
                 if view is not None and not late:
                     self._device.follow()
-                    self._launch(op, view)
+                    core.launch(op, view)
         except ArgumentError:
             raise
         except BaseException as error:  # an interrupt: nobody knows whether it was launched
-            self._fail(FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on"))
+            interrupted = FtcommError(f"the engine was interrupted by {error!r}; this rank cannot go on")
+            monitor.fail(interrupted, tell=True)
             raise
 
     def _capture(self, op: KernelOperation) -> None:
-        with self._launching:
-            with self._mutex:
-                if self._error is not None:
-                    op.finish(self._error)
+        core = self.core
+        with self.monitor.launching:
+            with self._changed:
+                if core.error is not None:
+                    op.finish(core.error)
                     return
-                view = self._view
-                if view is None:
-                    raise FtcommError("an op cannot be captured before this member is in a view of the group")
-                op.template = CAPTURED + len(self._captured)
-                self._captured.append(op)
-                self._start_monitor()
-                self._changed.notify_all()
+                view = core.capture(op)
+                self.monitor.start()
             self._device.follow()
-            self._launch(op, view)
+            core.launch(op, view)
 
     def _raise_unheard(self) -> None:
-        unheard, self._unheard = self._unheard, None
+        unheard, self.core.unheard = self.core.unheard, None
         if unheard is not None:
             raise unheard
 
@@ -120,207 +123,121 @@ class DeviceExchange(Monitor):
         self.wait(op)
 
     def wait(self, op: KernelOperation, timeout: float | None = None) -> bool:
-        """Until the caller may use the array of `op`; False if `timeout` seconds pass before. Any thread."""
         if op.done:
             return True
         own_process()
         in_graph = captured(op.template)
-        launched = self._launched.get(op.template)
-        if launched is not None and launched.mark is not None and (not in_graph or self._device.capturing()):
-            with self._mutex:
-                self._trusted.add(op.template)
+        launched = self.core.launched.get(op.template)
+        if launched is not None and launched.mark is not None and (not in_graph or self.capturing):
+            with self._changed:
+                self.core.trusted.add(op.template)
             self._device.release(launched.mark)
             return True
         return in_graph or op.wait(timeout)
+
+    @property
+    def capturing(self) -> bool:
+        return self._device.capturing()
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until nothing is in flight, replays included. Raises `CollectiveTimeout` after `timeout` seconds, and
         what an earlier op failed with whose caller did not wait for it; not the errors of others."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        self._flight.drain(self._mutex, timeout)
-        if self._captured:
-            self._draining = True
+        core = self.core
+        core.inflight.drain(self._changed, timeout)
+        if core.captured:
+            self.monitor.draining = True
             try:
                 while not self._device.drain(min(_MOMENT, max(0.0, end - time.monotonic()))):
                     if time.monotonic() > end:
                         raise CollectiveTimeout(
-                            f"a graph was still replaying op {self._ctl[RETURNED]} after {timeout:g}s"
+                            f"a graph was still replaying op {core.ctl[RETURNED]} after {timeout:g}s"
                         )
             finally:
-                self._draining = False
-            with self._mutex:
-                if self._error is None:
-                    self._collect()
-                    self._count()
+                self.monitor.draining = False
+            with self._changed:
+                if core.error is None:
+                    core.collect()
+                    core.count()
             self._raise_unheard()
-
-    @property
-    def view(self) -> GroupView:
-        """The last that was entered."""
-        assert self._view is not None
-        return self._view
 
     @property
     def give_up(self) -> float:
         """Seconds after which a wait for others is the end."""
-        return self._watch.give_up
+        return self.core.watch.give_up
 
     def copy(self, roster: Sequence[int], body: Callable[[Copies], int]) -> int | None:
         """Run `body` on the copy engines among the members, if they are the `roster`. The epoch in which it has ended
         well; None if it was not begun, or was broken off with that epoch. Blocks. Raises the engine's error."""
-        with self._mutex:
-            if self._error is not None:
-                raise self._error
-            view = self._view
-            if view is None or self._frozen or view.members != tuple(roster):
+        core, monitor = self.core, self.monitor
+        with self._changed:
+            if core.error is not None:
+                raise core.error
+            view = core.view
+            if view is None or core.frozen or view.members != tuple(roster):
                 return None
-            if self._copying:
+            if monitor.copying:
                 raise FtcommError(
                     "another thread is copying; call allgather(copy_engine=True) from one thread at a time"
                 )
             if self._copies is None or self._copies.epoch != view.epoch:
                 me = view.members.index(self.replica)
-                members = [self._reached.get(member, self._device.own) for member in view.members]
-                stop = lambda: self._frozen or self._error is not None  # noqa: E731
+                members = [core.reached.get(member, self._device.own) for member in view.members]
+                stop = lambda: core.frozen or core.error is not None  # noqa: E731
                 self._copies = self._device.copy_engines(me, members, view.epoch, stop)
-            self._copying = True
+            monitor.copying = True
             copies = self._copies
         try:
             status = body(copies)
         finally:
-            with self._mutex:
-                self._copying = False
+            with self._changed:
+                monitor.copying = False
                 self._changed.notify_all()
             self.nudge()
         if status == TIMED_OUT:
-            self._fail(
-                CollectiveTimeout(f"allgather(copy_engine=True) waited {self.give_up:g} s; did all make the same call?")
-            )
+            waited = f"allgather(copy_engine=True) waited {self.give_up:g} s; did all make the same call?"
+            monitor.fail(CollectiveTimeout(waited), tell=True)
         return view.epoch if status == OK else None
-
-    def common(self, *, reset: bool = False) -> Contributors | None:
-        """After `drain`: whose input is in every chunk that was reduced since the last reset; None if nothing was."""
-        flight = self._flight
-        common, flight.common = flight.common, None if reset else flight.common
-        return common
-
-    @property
-    def stood(self) -> float:
-        """Seconds that ops have stood still here, waiting for members that did not move, or were lost."""
-        return self._watch.stood
-
-    def waiting(self, seconds: float) -> Stall | None:
-        """On whom the op in flight waits, if it has made no progress for at least `seconds`. Disturbs nobody."""
-        return None if self._frozen else self._watch.waiting(seconds)
-
-    def roster(self, step: int) -> Roster:
-        """That from the boundary of `step` on. After the first view."""
-        with self._mutex:
-            return self._rosters.at(step)
-
-    def stand(self, step: int) -> None:
-        """A joiner begins as if it had passed the boundary of `step`."""
-        with self._mutex:
-            self._rosters.stand(step)
-
-    def pass_boundary(self, step: int, timeout: float) -> Roster:
-        """See `ftcomm.collective.roster.pass_boundary`."""
-        moves = lambda: not self._frozen or self._error is not None  # noqa: E731
-        return pass_boundary(self._rosters, self._changed, moves, step, timeout)
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
-        """Stop; `quiesced` is called, here or by the monitor, when nothing of ours runs. May be repeated."""
-        with self._mutex:
-            if not self._frozen:
-                self._since = time.monotonic()
-            self._frozen = True
-            self._repair = None  # its tasks are those of an epoch that is over
-            if self._error is None:
-                self._ctl[OPEN] = 0
-            now = self._quiet()
-            if not now:
-                self._quiesced.append(quiesced)
-                self._start_monitor()
-                self._changed.notify_all()
+        with self._changed:
+            if not self.core.frozen:
+                self.monitor.stops()
+            self.core.freeze()
+            now = self.monitor.when_quiet(quiesced)
         if now:
             quiesced()
         else:
             self.nudge()
 
     def nudge(self) -> None:
-        """Let the monitor look at once."""
-        self._nudged.set()
+        self.monitor.nudge()
 
     def progress(self) -> Progress:
-        """Where this member stands. Between `quiesced` and `resume`. Raises the engine's error if it has failed."""
-        with self._mutex:
-            if self._error is not None:
-                raise self._error
-            if self._view is None:
-                return Progress(returned=0, ops=(), fresh=True)
-            self._collect()
-            op = self._number()
-            if op is not None:
-                self._hear()
-                if op.error is None:
-                    own = self._device.own.lanes
-                    account(op, own, self._device.layout, self._view, self._ctl[BASE_OF])
-            return self._rosters.told(self._flight.progress(self._ctl[STARTED]))
+        with self._changed:
+            return self.core.progress()
 
     def admit(self, writer: MirrorWriter) -> None:
         """Refuse a member that has found no other way than a connection: kernels read shared memory alone."""
         writer.close()
 
     def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
-        """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members, this one too.
-
-        A defect in the members' accounts of themselves fails the engine with `ProtocolError`.
-        """
-        with self._mutex:
-            if not self._frozen or not self._quiet():
+        with self._changed:
+            core, monitor = self.core, self.monitor
+            if not core.frozen or not monitor.quiet():
                 raise RuntimeError("resume() before the engine has quiesced")
-            if self._error is not None:
+            if core.error is not None:
                 return Resumed(0, 0, 0)
-            self._replace(peers)
-            begun = self._number()
-            ops = tuple(self._flight.ops)
-            if self._view is None:
-                self._flight.number_from(progress)
-            resumed = Resumed(0, 0, 0)
-            failed: BaseException | None = None
-            try:
-                resumed = self._flight.resume(progress, view.contributors)
-                while self._flight.ops and not self._flight.ops[0].tasks:  # all members hold it, or it failed
-                    self._flight.return_first()
-            except ProtocolError as error:
-                failed = error
-            if not view.contributing:
-                failed = FtcommError("no contributing member is left; the state of the training is lost")
-            for op in ops:
-                if op.done:
-                    self._returned(op)
-            self._watch.disturbed(self._flight.issued)
-            self._forget()
-            self._view = view
-            self._rosters.agree(view, progress)
-            self._frozen = False
+            resumed, failed = core.enter(view, peers, progress)
             if failed is not None:
-                self._end(failed)
-            else:
-                self._enter(view)
-                if self._flight.ops and self._flight.ops[0] is begun:
-                    self._repair = begun
-                self._start_monitor()
-            self._changed.notify_all()
+                monitor.end(failed)
+            monitor.start()
         self.nudge()
         if failed is not None:
             self._on_failed(failed)
         return resumed
 
     def fail(self, error: BaseException) -> None:
-        """The end: every op in flight and every later one fails with `error`. The first error counts."""
-        with self._mutex:
-            self._end(error)
-        self.nudge()
+        self.monitor.fail(error, tell=False)

@@ -29,7 +29,7 @@ from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.engines.gpu_kernel.slots import place
 from ftcomm.errors import ArgumentError, LostError
 from ftcomm.kernels.dtypes import BYTES, CODES
-from ftcomm.messages.slots import Place
+from ftcomm.p2p.slots import DeviceMemory
 
 if TYPE_CHECKING:
     from ftcomm.calls import Calls
@@ -87,15 +87,17 @@ def detail_of(call: int) -> int:
 
 
 def _lost(group: Calls, exchange: DeviceExchange, roster: Sequence[int], epoch: int | None) -> list[int] | None:
-    """None if the copies of `epoch` are whole on all, else who of the roster is gone, if anybody. The same on all."""
+    """Agrees on the copies of `epoch`: None if they are complete on all, else the lost of the roster. The same on
+    all."""
     view = exchange.view
     told = np.array([epoch == view.epoch, *(member in view.members for member in roster)], np.uint8)
     group.allreduce(told, "min")
     return None if told[0] else [member for member, here in zip(roster, told[1:], strict=True) if not here]
 
 
-def memory(x: Any, name: str, kind: str) -> Place:
-    """Of a contiguous array, of any dtype, in memory of a device of `kind`, or pinned. Raises `ArgumentError`."""
+def memory(x: Any, name: str, kind: str) -> DeviceMemory:
+    """Returns where a contiguous array lies, of any dtype, in memory of a device of `kind`, or pinned. Raises
+    `ArgumentError`."""
     found = place(x, kind)
     if found is not None:
         return found

@@ -20,8 +20,8 @@ from ftcomm.engines.gpu.interpreter import interpreter, tl  # first: Triton is t
 
 # isort: split
 from ftcomm.arrays import Staged, stage
-from ftcomm.engines.gpu_kernel.copies import WORDS, Copies, HostMover, Mover, Port
-from ftcomm.engines.gpu_kernel.device import Launch, Reached
+from ftcomm.engines.gpu_kernel.copies import WORDS, Copies, HostMover, Mover, PeerMemory
+from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.kernels.device.allreduce import allreduce
@@ -36,8 +36,8 @@ from ftcomm.kernels.device.words import (
     STATE_WORDS,
     VIEW_WORDS,
 )
-from ftcomm.transport.segment import Segment
-from ftcomm.transport.shm import ShmPeer
+from ftcomm.transport.base import Peer
+from ftcomm.transport.segment import Layout, Segment
 
 _LOOK = 0.0005  # s; of the gate
 _BLOCK = 4096  # elements; a call of the interpreter costs the same for any number
@@ -45,11 +45,12 @@ _THREADS = 32
 
 
 def _int64(value: int) -> tl.tensor:
-    """Of 2**31 .. 2**32 - 1 the interpreter makes an int64 in 32 bits, and stores what lies behind it as well."""
+    """Returns an int64 that is stored as one: of 2**31 .. 2**32 - 1 the interpreter makes one in 32 bits, and stores
+    what lies behind it as well."""
     return tl.tensor(interpreter.TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
 
 
-class Graph:
+class InterpretedGraph:
     """What `torch.cuda.CUDAGraph` is on a GPU: the ops that were queued while it was captured."""
 
     def __init__(self, queue: Callable[[Sequence[Callable[[], None]]], None]) -> None:
@@ -61,8 +62,8 @@ class Graph:
         self._queue(self.work)
 
 
-def _reached(peer: ShmPeer) -> Reached:
-    return Reached(peer.address, peer.address + peer.layout.staging_at, peer.buffer.cast("Q"))
+def _reached(peer: Peer, layout: Layout) -> Reached:
+    return Reached(peer.address, peer.address + layout.staging_at, peer.buffer.cast("Q"))
 
 
 class InterpretDevice:
@@ -76,7 +77,7 @@ class InterpretDevice:
         self.own = Reached(segment.address, segment.address + segment.layout.staging_at, segment.buffer.cast("Q"))
         self._words = np.zeros(CTL_WORDS + STATE_WORDS + VIEW_WORDS, np.uint64)
         self._ctl, self._state, self._view = np.split(self._words, np.cumsum((CTL_WORDS, STATE_WORDS)))
-        self.ctl = memoryview(self._ctl)
+        self.ctl = self._ctl.data
         self._ops: deque[Callable[[], None]] = deque()
         self._repairs: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -86,23 +87,23 @@ class InterpretDevice:
         self._thread: threading.Thread | None = None
         self.copies_at = 2 * self.layout.lanes * self.layout.slots * self.layout.chunk
         self.copies_chunk = self.layout.chunk
-        self._peers: dict[str, ShmPeer] = {}  # by the nonce of the segment
+        self._peers: dict[str, Peer] = {}  # by the nonce of the segment
         self._graph = threading.local()  # `into`: the graph that a thread captures
 
     def warm(self) -> None:
-        """Nothing is compiled."""
+        """Do nothing: nothing is compiled."""
 
-    def reach(self, peer: ShmPeer) -> Reached:
-        return _reached(self._peers.setdefault(peer.nonce, peer))
+    def reach(self, peer: Peer) -> Reached:
+        return _reached(self._peers.setdefault(peer.nonce, peer), self.layout)
 
-    def leave(self, peer: ShmPeer) -> None:
+    def leave(self, peer: Peer) -> None:
         """The mapping goes with the last who uses it."""
         self._peers.pop(peer.nonce, None)
 
     @contextlib.contextmanager
     def using(self, nonce: str) -> Iterator[Reached | None]:
         peer = self._peers.get(nonce)
-        yield None if peer is None else _reached(peer)
+        yield None if peer is None else _reached(peer, self.layout)
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         return 1
@@ -122,9 +123,9 @@ class InterpretDevice:
         return np.empty_like(array)
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[Graph]:
+    def capture(self) -> Iterator[InterpretedGraph]:
         """What this thread queues within becomes the graph, and does not run."""
-        graph = self._graph.into = Graph(self._extend)
+        graph = self._graph.into = InterpretedGraph(self._extend)
         try:
             yield graph
         finally:
@@ -136,7 +137,7 @@ class InterpretDevice:
     def follow(self) -> None:
         """What the caller has written, it has written."""
 
-    def launch(self, launch: Launch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
         def run() -> None:
             tasks = None if launch.tasks is None else np.array(launch.tasks, np.int64)
             scalars = (
@@ -170,11 +171,11 @@ class InterpretDevice:
         """The caller waits for the op itself."""
 
     def release(self, mark: object) -> None:
-        """Nobody needs it."""
+        """Do nothing: a mark is nothing here."""
 
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> Copies:
         before = self.copies_at
-        ports = [Port(member.lanes[COPIES_AT : COPIES_AT + WORDS], member.staging + before) for member in members]
+        ports = [PeerMemory(member.lanes[COPIES_AT : COPIES_AT + WORDS], member.staging + before) for member in members]
         return Copies(me, ports, epoch, HostMover(), stop, self.copies_chunk)
 
     def mover(self) -> Mover:

@@ -1,4 +1,4 @@
-"""From an op to the launch that runs it, and from the words of its lanes back to what it has done: pure functions."""
+"""Computes the launch that runs an op, and from the words of its lanes what it has done: pure functions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 import triton.language as tl
 
-from ftcomm.collective.operation import Operation
+from ftcomm.collective.gate import Gate
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
 from ftcomm.engines.gpu_kernel.device import Reached
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
 from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
+from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout
 
 _UNROLLED = (2, 4, 8)  # sources for which the reduction is unrolled
-_ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.tuning, which is of the host's engine
+_ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.tuning, which is of the host's engine
 
 
-def constants(op: Operation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
+def constants(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
     """What the kernel is compiled for. A repair in another view takes those of the op's first launch: W changes the
     speed, never the result."""
     name, code = op.dtype, OPS.index(op.op)
@@ -47,7 +49,7 @@ _TRITON_NAMES = {
 }
 
 
-def task_words(op: Operation, view: GroupView) -> tuple[int, ...]:
+def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
     """What is left of `op`, as the kernel reads it."""
     index = {replica: i for i, replica in enumerate(view.members)}
     return tuple(
@@ -87,7 +89,7 @@ def lane_word(lane: int, word: int) -> int:
     return words.LANES_AT + lane * words.LINE + word
 
 
-def lanes_of(op: Operation, layout: Layout) -> int:
+def lanes_of(op: KernelOperation, layout: Layout) -> int:
     """How many lanes have tasks of it."""
     return max(1, min(layout.lanes, len(op.tasks)))
 
@@ -98,7 +100,7 @@ def counter(lanes: memoryview, lane: int, word: int, epoch: int) -> int:
     return value & (COUNTS - 1) if value >> COUNTER == epoch else -(value >> COUNTER > epoch)
 
 
-def account(op: Operation, own: memoryview, layout: Layout, view: GroupView, base: int) -> None:
+def account(op: KernelOperation, own: memoryview, layout: Layout, view: GroupView, base: int) -> None:
     """Write down which chunks are FINAL, of an op that was begun at `base` and is not returned. Repeatable."""
     lanes = lanes_of(op, layout)
     taken = [counter(own, lane, words.TAKEN, view.epoch) - base for lane in range(lanes)]
@@ -107,27 +109,38 @@ def account(op: Operation, own: memoryview, layout: Layout, view: GroupView, bas
             op.finals[task.chunk] = task.contributors or view.contributors
 
 
+class _Lanes(Peer):
+    """The words of the lanes of a member, for a gate to look at."""
+
+    address = 0  # no thread of a host sleeps on these words
+
+    def __init__(self, replica: int, words: memoryview) -> None:
+        super().__init__(replica)
+        self.words = words
+
+
 def missing(
-    op: Operation, own: memoryview, others: Mapping[int, memoryview], layout: Layout, epoch: int, base: int
+    op: KernelOperation, own: memoryview, others: Mapping[int, memoryview], layout: Layout, view: GroupView, base: int
 ) -> tuple[int, ...]:
     """The replicas whose words stand in the way of an op that runs."""
     lanes = lanes_of(op, layout)
+    peers = [_Lanes(replica, theirs) for replica, theirs in others.items()]
     late: set[int] = set()
 
-    def behind(lane: int, word: int, count: int) -> set[int]:
-        return {replica for replica, theirs in others.items() if 0 <= counter(theirs, lane, word, epoch) < base + count}
+    def waits(lane: int, word: int, count: int) -> None:
+        late.update(peer.replica for peer in Gate(view, lane_word(lane, word), peers).behind(base + count))
 
     for lane in range(lanes):
         posted, reduced, taken = (
-            counter(own, lane, word, epoch) - base for word in (words.POSTED, words.REDUCED, words.TAKEN)
+            counter(own, lane, word, view.epoch) - base for word in (words.POSTED, words.REDUCED, words.TAKEN)
         )
         if posted <= 0:
             continue  # no program has come to this lane
         steps = -(-(len(op.tasks) - lane) // lanes)
         if taken >= steps:
-            late |= behind(lane, words.TAKEN, taken)
+            waits(lane, words.TAKEN, taken)
         else:
-            late |= behind(lane, words.POSTED, max(0, taken) + 1)
+            waits(lane, words.POSTED, max(0, taken) + 1)
             if reduced > max(0, taken):
-                late |= behind(lane, words.REDUCED, reduced)
+                waits(lane, words.REDUCED, reduced)
     return tuple(sorted(late))

@@ -15,7 +15,7 @@ from ftcomm.transport.segment import Layout
 
 EXPORT_AT = 256  # index of the first of EXPORT_WORDS words in which a device says how to open its memory
 EXPORT_WORDS = 128
-COPIES_AT = EXPORT_AT + EXPORT_WORDS  # likewise of the copy-engine path
+COPIES_AT = EXPORT_AT + EXPORT_WORDS  # the same for the copy-engine path
 
 _MAGIC = 0x6674636F6D6D0100  # "ftcomm", layouts of devices from 0x100 on
 

@@ -31,6 +31,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from ftcomm.control.fork import apart, apart_memory
+from ftcomm.engines.gpu import driver
 from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED
 from ftcomm.engines.gpu_kernel.layout import EXPORT_WORDS
 from ftcomm.errors import TransportError
@@ -97,7 +98,7 @@ class Shared:
         apart_memory(memory, self._host)
         apart(self, lambda shared: (shared.fd,))
         runtime.hostRegister(self._host, self.size, PORTABLE_MAPPED)
-        self.address: int = runtime.pointerGetAttributes(self._host).devicePointer
+        self.address = driver.mapped_address(self._host)
 
     @classmethod
     def create(cls, size: int, nonce: bytes) -> Shared:
@@ -108,7 +109,7 @@ class Shared:
             memory = mmap.mmap(fd, size)
             memory[:16] = nonce
             return cls(memory, fd)
-        except (OSError, runtime.CUDARuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             os.close(fd)
             raise TransportError(
                 f"cannot reserve {size >> 10} KB of pinned host memory: {error}. Raise the limit of locked memory "
@@ -129,7 +130,7 @@ class Shared:
             if memory[:16] != export.nonce:
                 raise TransportError(f"{path} holds the words of another rank")
             return cls(memory, -1)
-        except (OSError, ValueError, runtime.CUDARuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise TransportError(f"cannot map and register {path}: {error}") from error
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ class Shared:
 
 
 class Staging(NamedTuple):
-    """Where the staging of a peer is for kernels of this process."""
+    """Tells where kernels of this process find the staging of a peer."""
 
     address: int
     opened: bool  # by CUDA IPC
@@ -158,8 +159,8 @@ def open_staging(pid: int, export: Export, shared: Shared, device: int) -> Stagi
         if pid == os.getpid():  # a handle cannot be opened where it was made
             _enable(device, export.device)
             return Staging(export.pointer, False)
-        return Staging(runtime.ipcOpenMemHandle(export.handle), True)
-    except runtime.CUDARuntimeError as error:
+        return Staging(driver.open_ipc(export.handle), True)
+    except RuntimeError as error:
         raise TransportError(
             f"the GPU memory of process {pid} cannot be opened here: {error}. If there is no peer access between the "
             "two GPUs (nvidia-smi topo -p2p r), or CUDA IPC is barred by the container (it takes one IPC namespace), "

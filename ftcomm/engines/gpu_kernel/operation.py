@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ftcomm.collective.compression import COMPRESSIONS, FP8
-from ftcomm.collective.operation import Operation, call_of
+from ftcomm.collective.operation import Operation, call_of, outline_of
+from ftcomm.collective.resume import Task
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.dtypes import unsupported
 
@@ -14,6 +15,7 @@ class KernelOperation(Operation):
     """`array` is any flat array of a device, which has checked it and keeps the copy for an atomic op; chunks are of
     `chunk` bytes of it. `max_sms`: programs that may run it at once; None: as many as pay."""
 
+    tasks: tuple[Task, ...]
     template = -1  # by which a device names its launch, see ftcomm.engines.gpu_kernel.graphs
 
     def __init__(
@@ -26,7 +28,7 @@ class KernelOperation(Operation):
         compression: str = COMPRESSIONS[0],
         max_sms: int | None = None,
     ) -> None:
-        _, itemsize, _ = call_of(dtype, op, compression)
+        call_of(dtype, op, compression)  # raises for what nobody can do
         if reason := unsupported(dtype, op):
             raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
         if compression == FP8:
@@ -36,4 +38,5 @@ class KernelOperation(Operation):
                 "all ranks"
             )
         self.max_sms = max_sms
-        self._begin(array, dtype, op, compression, chunk // itemsize, atomic)
+        self.atomic = atomic
+        self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk, True))

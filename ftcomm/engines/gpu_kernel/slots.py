@@ -2,7 +2,7 @@
 
 The slots are those that channels of pairs have in the staging of the copies (`ftcomm.engines.gpu_kernel.copies`), which
 a group does not use otherwise. They lie apart from the slots of the all-reduce, and have no words: what is in them is
-said on the connections of messages (`ftcomm.messages.slots`), which know nothing of epochs.
+said on the connections of messages (`ftcomm.p2p.slots`), which know nothing of epochs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ftcomm.engines.gpu_kernel.copies import SLOTS, SLOTS_IN_ALL
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.dtypes import BYTES, CODES
-from ftcomm.messages.slots import Place
+from ftcomm.p2p.slots import DeviceMemory
 
 
 class DeviceSlots:
-    """See `ftcomm.messages.slots.Slots`; `nonce` is that of this rank's segment."""
+    """See `ftcomm.p2p.slots.Slots`; `nonce` is that of this rank's segment."""
 
     count = SLOTS_IN_ALL - SLOTS
 
@@ -30,7 +30,7 @@ class DeviceSlots:
         self._engines = device.mover()
         self.chunk = device.copies_chunk
 
-    def place(self, x: Any) -> Place | None:
+    def place(self, x: Any) -> DeviceMemory | None:
         found = place(x, self._device.memory)
         if found is not None:
             if self._device.capturing():
@@ -65,8 +65,9 @@ class DeviceSlots:
         return self._device.copies_at + (SLOTS + slot) * self.chunk
 
 
-def place(x: Any, kind: str) -> Place | None:
-    """Of an array that is one run of bytes, as they are to be sent, in memory of a device of `kind`, or pinned."""
+def place(x: Any, kind: str) -> DeviceMemory | None:
+    """Returns where an array lies that is one run of bytes, as they are to be sent, in memory of a device of `kind`, or
+    pinned."""
     if isinstance(x, torch.Tensor):
         if x.layout is not torch.strided or x.is_quantized or x.is_conj() or x.is_neg() or not x.is_contiguous():
             return None
@@ -79,4 +80,4 @@ def place(x: Any, kind: str) -> Place | None:
         name, address, nbytes = str(x.dtype), x.ctypes.data, x.nbytes
     else:
         return None
-    return Place(address, nbytes, name if name in CODES else BYTES, x)
+    return DeviceMemory(address, nbytes, name if name in CODES else BYTES, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ftcomm.engines.gpu_reduce.reducer import DeviceReducer, Place
+from ftcomm.engines.gpu_reduce.reducer import DeviceReducer, ReduceDevice
 from ftcomm.engines.host import HostEngine
 from ftcomm.settings import Settings
 from ftcomm.transport.segment import HOST, Layout
@@ -16,11 +16,10 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-class ReduceEngine(HostEngine):
+def reduce_engine(settings: Settings, device: ReduceDevice) -> HostEngine:
     """Raises `TransportError` if the device cannot map the memory of this rank."""
-
-    def __init__(self, settings: Settings, place: Place) -> None:
-        reducer = DeviceReducer(place)
-        super().__init__(settings, LAYOUTS[settings.engine], reducer)
-        reducer.use([self.segment.buffer])
-        reducer.warm()
+    reducer = DeviceReducer(device)
+    engine = HostEngine.of_job(settings, LAYOUTS[settings.engine], reducer)
+    reducer.use([engine.segment.buffer])
+    reducer.warm()
+    return engine

@@ -1,4 +1,4 @@
-"""The `Place` of a reducer without a GPU: its kernels run in Triton's interpreter, on host memory. For tests."""
+"""A `ReduceDevice` without a GPU: its kernels run in Triton's interpreter, on host memory. For tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ftcomm.engines.gpu.interpreter import interpreter  # first: Triton is to in
 # isort: split
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.reduce import reduce_spans
-from ftcomm.kernels.spans import Span
+from ftcomm.kernels.spans import MemorySpan
 
 _one = threading.Lock()  # around a launch of one of several exchanges in a process; a launch waits for nobody
 
 
-class InterpretedPlace:
-    """See `ftcomm.engines.gpu_reduce.reducer.Place`. What is not mapped cannot be reached, as on a GPU."""
+class InterpretedReduceDevice:
+    """See `ftcomm.engines.gpu_reduce.reducer.ReduceDevice`. What is not mapped cannot be reached, as on a GPU."""
 
     kind = "interpreted"
     device = "cpu"
@@ -42,7 +42,7 @@ class InterpretedPlace:
         begin = int(self._scratch.ctypes.data)
         return begin, begin
 
-    def reduce(self, spans: list[Span], w: int, op: str, divisor: int | None) -> None:
+    def reduce(self, spans: list[MemorySpan], w: int, op: str, divisor: int | None) -> None:
         try:
             with _one:
                 reduce_spans(spans, w, op, divisor, self._sms)

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU that reduces memory of the host: see `ftcomm.engines.gpu_reduce.reducer`, whose `Place` it is.
+"""An NVIDIA GPU that reduces host memory: a `ReduceDevice`, see `ftcomm.engines.gpu_reduce.reducer`.
 
 Mapped memory is page-locked, and the GPU reads and writes it over PCIe or NVLink-C2C: each source crosses once, and so
 does the result. An array on the GPU comes and goes through pinned memory (`ftcomm.arrays`), which kernels reach, too.
@@ -17,18 +17,19 @@ import torch
 from cupy.cuda import runtime
 from triton.errors import TritonError
 
-from ftcomm.engines.gpu.driver import relaxed, until
+from ftcomm.engines.gpu.driver import event_ended, relaxed, until
 from ftcomm.engines.gpu.pinned import PORTABLE_MAPPED, Pinned
 from ftcomm.errors import FtcommError, TransportError
 from ftcomm.kernels.device.reduce import reduce_spans
-from ftcomm.kernels.spans import Span
+from ftcomm.kernels.spans import MemorySpan
 
 _PATIENCE = 60.0  # s that the kernels of others may hold up one of ours; the rank ends then
 _REACHABLE = (1, 2, 3)  # cudaMemoryTypeHost, Device, Managed
 
 
-class MappedPlace:
-    """On the current GPU of PyTorch, which stays that of this rank. Call `ftcomm.engines.gpu.probe.require_cuda` first.
+class CudaReduceDevice:
+    """Reduces on the current GPU of PyTorch, which stays that of this rank. Call
+    `ftcomm.engines.gpu.probe.require_cuda` first.
 
     `sms`: programs of a kernel, at most; None: as many as pay.
     """
@@ -77,13 +78,13 @@ class MappedPlace:
             pinned = Pinned(nbytes)
             return pinned.address, int(runtime.pointerGetAttributes(pinned.address).devicePointer)
 
-    def reduce(self, spans: list[Span], w: int, op: str, divisor: int | None) -> None:
+    def reduce(self, spans: list[MemorySpan], w: int, op: str, divisor: int | None) -> None:
         try:
             with self._on():
                 with torch.cuda.stream(self._stream):
                     reduce_spans(spans, w, op, divisor, self._sms)
                     self._done.record(self._stream)
-                ended = until(self._done.query, _PATIENCE)
+                ended = until(lambda: event_ended(self._done.cuda_event), _PATIENCE)
         except (RuntimeError, TritonError) as error:
             raise FtcommError(f"the GPU cannot reduce: {error}; restart this process") from error
         if not ended:

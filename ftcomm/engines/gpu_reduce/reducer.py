@@ -31,7 +31,7 @@ import numpy as np
 from ftcomm.kernels.dtypes import DTYPES, unsupported
 from ftcomm.kernels.host import arithmetic
 from ftcomm.kernels.host.reduce import Reducer, Reduction
-from ftcomm.kernels.spans import MOST_SOURCES, Span
+from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
 
 Array = Any
 
@@ -39,7 +39,7 @@ _APART = 256  # bytes; arrays in scratch memory begin at multiples of it
 _LEAST = 1 << 20  # bytes of scratch memory, so that it grows seldom
 
 
-class Place(Protocol):
+class ReduceDevice(Protocol):
     """A device, as far as it reduces. For the driving thread alone, but for `kind`."""
 
     kind: str  # equal on two devices: they give the same bits for the same inputs
@@ -57,16 +57,16 @@ class Place(Protocol):
     def scratch(self, nbytes: int) -> tuple[int, int]:
         """Memory that both reach, for good: its address for the host and that for kernels."""
 
-    def reduce(self, spans: list[Span], w: int, op: str, divisor: int | None) -> None:
+    def reduce(self, spans: list[MemorySpan], w: int, op: str, divisor: int | None) -> None:
         """See `ftcomm.kernels.device.reduce.reduce_spans`. Blocks until it has ended. Raises `FtcommError`."""
 
 
 class DeviceReducer(Reducer):
-    """The `Reducer` of an exchange that the host drives and the device of `place` reduces for."""
+    """The `Reducer` of an exchange that the host drives and for which `device` reduces."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, device: ReduceDevice) -> None:
         super().__init__()
-        self._place = place
+        self._device = device
         self._kernels: dict[tuple[str, str, int | None], Reduction] = {}
         self._wanted: dict[int, memoryview] = {}  # to be mapped, by address; replaced as a whole
         self._mapped: dict[int, memoryview] = {}
@@ -76,7 +76,7 @@ class DeviceReducer(Reducer):
     @property
     def arithmetic(self) -> str:
         own = arithmetic.own()  # the host's, as it reduces what no kernel has
-        return own and hashlib.sha256(f"{own} {self._place.kind}".encode()).hexdigest()[:16]
+        return own and hashlib.sha256(f"{own} {self._device.kind}".encode()).hexdigest()[:16]
 
     def use(self, buffers: Iterable[memoryview]) -> None:
         # To map and unmap may wait for what runs on the device, which is for the thread that drives. The segment of
@@ -113,27 +113,27 @@ class DeviceReducer(Reducer):
         held = _held(dtype, out)
         nbytes = count * DTYPES[held].itemsize
         where = [_begin(array) for array in (*sources, out)]
-        there = [self._place.reach(address, nbytes) for address in where]
+        there = [self._device.reach(address, nbytes) for address in where]
         copied = [i for i, address in enumerate(there) if not address]
         host = self._reserve(copied, nbytes, there) if copied else {}
         for i in copied:
             if i < w:
                 ctypes.memmove(host[i], where[i], nbytes)
-        device = self._place.device
-        spans = [Span(address, count, held, device) for address in there]
-        self._place.reduce(spans, w, op, divisor)
+        device = self._device.device
+        spans = [MemorySpan(address, count, held, device) for address in there]
+        self._device.reduce(spans, w, op, divisor)
         if w in host:
             ctypes.memmove(where[w], host[w], nbytes)
 
     def _map(self) -> None:
         wanted = self._wanted
         for address in self._mapped.keys() - wanted.keys():
-            self._place.unmap(address)
+            self._device.unmap(address)
         mapped = {address: buffer for address, buffer in self._mapped.items() if address in wanted}
         self._mapped = mapped  # what is mapped, should the next one fail
         for address, buffer in wanted.items():
             if address not in mapped:
-                self._place.map(address, buffer.nbytes)
+                self._device.map(address, buffer.nbytes)
                 mapped[address] = buffer
         self._mapped = wanted
 
@@ -142,7 +142,7 @@ class DeviceReducer(Reducer):
         apart = -(-nbytes // _APART) * _APART
         if self._room < len(which) * apart:
             self._room = max(_LEAST, len(which) * apart)
-            self._host, self._there = self._place.scratch(self._room)
+            self._host, self._there = self._device.scratch(self._room)
         for number, i in enumerate(which):
             there[i] = self._there + number * apart
         return {i: self._host + number * apart for number, i in enumerate(which)}

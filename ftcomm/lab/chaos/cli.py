@@ -6,60 +6,45 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ftcomm.errors import SettingsError
 from ftcomm.lab.chaos import report
 from ftcomm.lab.chaos.plan import HELD, KINDS, LOCAL
 from ftcomm.lab.chaos.run import Chaos, ChaosOptions, ChaosOutcome
 from ftcomm.launch.admin.client import AdminClient, find
 from ftcomm.launch.confirmation import confirm, yes_option
+from ftcomm.launch.option_types import Parsed, choices
 
 PLAIN_WIDTH = 140  # columns of a report that goes into a file
 UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Seconds, from `5s`, `10m`, `1.5h`, `200ms` or a plain number."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", str(value))
-        if match is None or float(match[1]) == 0:
-            self.fail(f"{value!r}: expected a time above 0, as in 5s, 10m or 1h", param, ctx)
-        return float(match[1]) * UNITS[match[2]]
+def parse_duration(text: str) -> float:
+    """Seconds, from `5s`, `10m`, `1.5h`, `200ms` or a plain number. Raises `SettingsError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
+    if match is None or float(match[1]) == 0:
+        raise SettingsError(f"{text!r}: expected a time above 0, as in 5s, 10m or 1h")
+    return float(match[1]) * UNITS[match[2]]
 
 
-class Kinds(click.ParamType):  # type: ignore[type-arg]
-    name = "kinds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        kinds = tuple(dict.fromkeys(str(value).split(",")))
-        wrong = [kind for kind in kinds if kind not in KINDS]
-        if wrong:
-            self.fail(f"{wrong[0]!r}: expected some of {','.join(KINDS)}", param, ctx)
-        return kinds
+DURATION = Parsed("duration", parse_duration)
 
 
 @click.command()
-@click.option("--every", type=Duration(), default="5s", show_default=True, metavar="TIME", help="From fault to fault.")
+@click.option("--every", type=DURATION, default="5s", show_default=True, metavar="TIME", help="From fault to fault.")
 @click.option(
     "--kinds",
-    type=Kinds(),
+    type=choices(*KINDS),
     default=",".join(LOCAL),
     show_default=True,
     metavar="K,K",
     help=f"Of {', '.join(KINDS)}; {', '.join(HELD)} needs -m ftcomm.lab.chaos.train, those after it --hosts netns.",
 )
-@click.option("--for", "duration", type=Duration(), default="1m", show_default=True, metavar="TIME", help="How long.")
+@click.option("--for", "duration", type=DURATION, default="1m", show_default=True, metavar="TIME", help="How long.")
 @click.option(
     "--faults", type=click.IntRange(1), metavar="N", help="End after N faults, if the time is not over before."
 )
@@ -73,9 +58,7 @@ class Kinds(click.ParamType):  # type: ignore[type-arg]
     metavar="SHARE",
     help="Share of faults that need not wait until the job is whole again. One contributing replica is always spared.",
 )
-@click.option(
-    "--hang-after", type=Duration(), metavar="TIME", help="Without a step.  [default: from the job's timeouts]"
-)
+@click.option("--hang-after", type=DURATION, metavar="TIME", help="Without a step.  [default: from the job's timeouts]")
 @yes_option
 @click.option("--report", "report_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw a timeline (needs matplotlib).")

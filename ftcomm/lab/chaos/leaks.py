@@ -45,7 +45,7 @@ class Slope:
 
 
 def look(pid: int, now: float) -> Sample | None:
-    """None if the process is gone."""
+    """Returns a sample of a process; None if it is gone."""
     proc = Path("/proc", str(pid))
     with contextlib.suppress(OSError, KeyError, ValueError):
         fds = sum(1 for _ in (proc / "fd").iterdir())
@@ -95,7 +95,7 @@ class Leaks:
                 self.ranks.setdefault(pid, []).append(sample)
 
     def slopes(self) -> dict[str, dict[str, Slope]]:
-        """Who -> what -> growth."""
+        """Returns the slope of each resource of the ranks and of the launcher."""
         who: Mapping[str, list[list[Sample]]] = {"ranks": list(self.ranks.values()), "launcher": [self.launcher]}
         return {name: {what: slope(histories, what) for what in LIMITS} for name, histories in who.items()}
 

@@ -17,7 +17,7 @@ REMOVES_NOBODY = (
     "roll-back",
     "hold",
     "cut-off",
-)  # who goes for one of these should not have
+)  # no replica should go for one of these
 
 COORDINATOR = -1  # as the other end of a cut
 

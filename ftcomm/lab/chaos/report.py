@@ -21,7 +21,7 @@ from ftcomm.lab.chaos.run import ChaosOutcome
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class FaultRow:
     """One kind of fault. Pairs are (p50, p99) in seconds; None where there is nothing to measure."""
 
     kind: str
@@ -46,13 +46,13 @@ def _pair(values: Sequence[float]) -> tuple[float, float] | None:
     return (percentile(values, 0.5), percentile(values, 0.99)) if values else None
 
 
-def rows(records: Sequence[FaultRecord]) -> list[Row]:
+def rows(records: Sequence[FaultRecord]) -> list[FaultRow]:
     found = []
     for kind in [*KINDS, "all"]:
         of = [record for record in records if kind in (record.fault.kind, "all")]
         if of:
             found.append(
-                Row(
+                FaultRow(
                     kind,
                     faults=len(of),
                     overlapped=sum(x.overlapped for x in of),

@@ -299,7 +299,7 @@ def _in_words(record: FaultRecord) -> str:
 
 
 def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Those of `kinds` that this kernel can do. Raises `FtcommError` if they cannot be done to that job."""
+    """Returns the `kinds` that this kernel can do. Raises `FtcommError` if they cannot be done to that job."""
     if len(status.replicas) < 2:
         raise FtcommError("the job has one replica, and nobody would be left; start it with --replicas 2 or more")
     if status.draining:
@@ -311,6 +311,11 @@ def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str],
         raise FtcommError(
             f"--kinds {','.join(cut)}: the replicas share this host's network, which cannot be cut; start the job as "
             "root with: ftcomm run --hosts netns ... (and without --rate and --delay)"
+        )
+    if cut and status.transport in ("auto", "shm"):
+        say(
+            "the replicas share memory, so what they reduce goes on while a network is cut; to cut that as well, start "
+            "the job with --transport tcp"
         )
     held = [kind for kind in kinds if kind in HELD]
     ranks = [pid for replica in status.replicas for pid in replica.pids.values()]

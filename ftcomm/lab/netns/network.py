@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ftcomm.errors import SettingsError
+from ftcomm.launch.hosts import HUB
 
 CLONE_NEWNET = 0x40000000  # <sched.h>; os.setns came with Python 3.12
 BRIDGE, CABLE = "hub", "eth0"  # the bridge, and the end of the cable in a replica's namespace
 HUB_ADDRESS = "10.77.0.1"
 PREFIX = 16
-HUB = -1  # the place of the hub; the others are numbers of hosts
 
 
 def address(replica: int) -> str:
@@ -39,10 +39,8 @@ def port(replica: int) -> str:
     return f"r{replica}"
 
 
-class Network:
+class LabNetwork:
     """A hub and `replicas` hosts. `hub` and `hosts` are descriptors of their namespaces."""
-
-    cut_by_kernel = True  # by links and tables of neighbours, see ftcomm.lab.chaos.network_faults
 
     def __init__(self, replicas: int) -> None:
         """Takes some 20 ms a host. Raises `SettingsError` if this user or kernel cannot do it."""
@@ -64,6 +62,10 @@ class Network:
 
     def address(self, place: int) -> str:
         return HUB_ADDRESS if place == HUB else address(place)
+
+    def path(self, place: int) -> str:
+        """Returns where another process of this user can open the namespace of `place`."""
+        return f"/proc/{os.getpid()}/fd/{self.hub if place == HUB else self.hosts[place]}"
 
     @contextlib.contextmanager
     def inside(self, place: int) -> Iterator[None]:

@@ -45,7 +45,7 @@ Place = Annotated[int, Meta(ge=0, le=1 << 16)]
 Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkConditions(msgspec.Struct, frozen=True):
     """What happens to packets from one place to another. Seconds, and bytes of an IP packet."""
 
     delay: Seconds = 0.0
@@ -56,7 +56,7 @@ class Link(msgspec.Struct, frozen=True):
     up: bool = True
 
 
-class Port(msgspec.Struct, frozen=True):
+class PortConditions(msgspec.Struct, frozen=True):
     """How fast a place takes packets: bits a second, 0 for no limit; seconds that a packet waits for its turn."""
 
     rate: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -66,8 +66,8 @@ class Port(msgspec.Struct, frozen=True):
 class Change(msgspec.Struct, frozen=True):
     """`links`: (sender, receiver, what it is from now on), by the places' numbers; `ports`: (receiver, the same)."""
 
-    links: list[tuple[Place, Place, Link]] = []
-    ports: list[tuple[Place, Port]] = []
+    links: list[tuple[Place, Place, LinkConditions]] = []
+    ports: list[tuple[Place, PortConditions]] = []
 
 
 class Counts(msgspec.Struct):
@@ -91,8 +91,8 @@ class Relay:
         self._fds = list(ports)
         self._places = {socket.inet_aton(address): place for place, address in enumerate(ports.values())}
         count = len(self._fds)
-        self._links = [[Link() for _ in range(count)] for _ in range(count)]
-        self._ports = [Port() for _ in range(count)]
+        self._links = [[LinkConditions() for _ in range(count)] for _ in range(count)]
+        self._ports = [PortConditions() for _ in range(count)]
         self._free = [0.0] * count  # when the port has sent what it has
         # For each way of its own: how packets of both ways follow each other is a matter of who computes when.
         self._random = [[random.Random(f"{seed} {a} {b}") for b in range(count)] for a in range(count)]

@@ -29,8 +29,8 @@ import msgspec
 
 from ftcomm.errors import SettingsError
 from ftcomm.lab.netns import network
-from ftcomm.lab.netns.network import HUB
-from ftcomm.lab.netns.relay import Change, Counts, Link, Port
+from ftcomm.lab.netns.relay import Change, Counts, LinkConditions, PortConditions
+from ftcomm.launch.hosts import HUB
 
 MTU = 9000
 ANSWER = 10.0  # s for the relay to answer; it takes a millisecond
@@ -45,18 +45,16 @@ CLONE_NEWNS = 0x00020000  # <sched.h>
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # <sys/mount.h>
 
 
-Links = dict[tuple[int, int], Link]  # (sender, receiver)
+Links = dict[tuple[int, int], LinkConditions]  # (sender, receiver)
 
 
-class SlowNetwork(network.Network):
+class SlowNetwork(network.LabNetwork):
     """Hosts whose packets a process of ours carries; see `relay`. Goes away with the process that has made it.
 
     rate: bits a second, of what each host sends and of what it receives. None: no limit.
     delay: seconds from one to another, one way; a round trip takes two.
     loss: share of packets, drawn with `seed`.
     """
-
-    cut_by_kernel = False
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class SlowNetwork(network.Network):
         """Raises `SettingsError` if this user or kernel cannot do it."""
         self.places = (HUB, *range(hosts))
         self._rate, self._mtu, self._seed = rate, mtu, seed
-        self._links = {(a, b): Link(delay, loss) for a in self.places for b in self.places}
+        self._links = {(a, b): LinkConditions(delay, loss) for a in self.places for b in self.places}
         self._relay: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._counts = Counts()
@@ -84,8 +82,8 @@ class SlowNetwork(network.Network):
         self.close()
 
     def change(self, senders: Collection[int], receivers: Collection[int], **fields: Any) -> Links:
-        """Set fields of `Link` from now on, for what each of `senders` sends to each of `receivers`; returns what these
-        links were before, for `restore`."""
+        """Set fields of `LinkConditions` from now on, for what each of `senders` sends to each of `receivers`; returns
+        what these links were before, for `restore`."""
         before = {(a, b): self._links[a, b] for a in senders for b in receivers if a != b}
         self.restore({pair: msgspec.structs.replace(link, **fields) for pair, link in before.items()})
         return before
@@ -98,11 +96,15 @@ class SlowNetwork(network.Network):
         """Another rate of what `place` sends and receives; None: the one that it had at first."""
         rate = rate or self._rate
         self._shape(place, rate)
-        self._tell(Change(ports=[(place + 1, Port(rate or 0.0))]))
+        self._tell(Change(ports=[(place + 1, PortConditions(rate or 0.0))]))
 
     def counts(self) -> Counts:
         """What the relay has done so far, or had when it was last asked before the end."""
         return self._counts if self._control is None else self._tell(Change())
+
+    def path(self, place: int) -> str:
+        """Returns "" for the hub: cables of the relay are not cut by links and tables of neighbours."""
+        return "" if place == HUB else super().path(place)
 
     def close(self) -> None:
         """The relay ends; the hosts go when the last process in them does. Idempotent."""
@@ -133,7 +135,7 @@ class SlowNetwork(network.Network):
             for fd in devices:
                 os.close(fd)
         # A port is as fast as a host sends; what meets there from several waits.
-        ports = [(place + 1, Port(self._rate or 0.0)) for place in self.places]
+        ports = [(place + 1, PortConditions(self._rate or 0.0)) for place in self.places]
         self._tell(Change([(a + 1, b + 1, link) for (a, b), link in self._links.items()], ports))
 
     def _shape(self, place: int, rate: float | None) -> None:

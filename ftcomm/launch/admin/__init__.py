@@ -1,1 +1,1 @@
-"""The admin socket of a running job, by which `ftcomm status`, `restart` and `chaos` speak to its launcher."""
+"""The admin socket of a running job. `ftcomm status`, `restart` and `chaos` use it to speak to the launcher."""

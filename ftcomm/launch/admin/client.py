@@ -1,4 +1,4 @@
-"""A running job from another process: find it, ask it, follow its events."""
+"""The client of a running job in another process: it finds the job, asks it, and follows its events."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.rundir import base_dir, short
 
-PATIENCE = 20.0  # s for an answer
+PATIENCE = 20.0  # s to wait for an answer
 
 
 class JobEnded(FtcommError):
-    """The job is over, or its launcher was killed: nobody answers any more."""
+    """The job is over, or its launcher was killed, so that no answer comes."""
 
 
 def running() -> dict[str, Path]:
-    """Run -> its socket, of all running jobs of this user. Raises `SettingsError`."""
+    """Returns run -> socket for all running jobs of this user. Raises `SettingsError`."""
     found = {}
     for path in sorted(base_dir().glob(f"*/{protocol.SOCKET}")):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(PATIENCE)
             with short(path) as address:
-                probe.connect(address)  # of a launcher that was killed: refused
+                probe.connect(address)  # refused if the launcher was killed
             found[path.parent.name] = path
     return found
 
 
 def find(job: str | None) -> Path:
-    """The socket of the run whose name begins with `job`, or of the only one. Raises `SettingsError` that lists all."""
+    """Returns the socket of the run whose name begins with `job`, or of the only one. Raises `SettingsError` that lists
+    all."""
     jobs = running()
     if not jobs:
         raise SettingsError("no job of yours is running here; start one with: ftcomm run --replicas 4 SCRIPT")
@@ -55,7 +56,7 @@ class AdminClient:
     """A connection to a job; a context manager. For one thread. Every wait ends after `PATIENCE`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `JobEnded`."""
+        """Connects. Raises `JobEnded`."""
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(PATIENCE)
@@ -75,8 +76,8 @@ class AdminClient:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def ask(self, request: protocol.Request) -> protocol.AnyAnswer:
-        """Send and wait for the answer. Raises `FtcommError` with the reason of a refusal, `JobEnded`."""
+    def ask(self, request: protocol.AdminRequest) -> protocol.AnyAnswer:
+        """Send a request and block for the answer. Raises `FtcommError` with the reason of a refusal, `JobEnded`."""
         try:
             self._socket.sendall(protocol.encode(request))
             while (line := self._take_line()) is None:
@@ -88,12 +89,12 @@ class AdminClient:
             raise JobEnded(f"the job has ended ({error.strerror or error})") from None
         except msgspec.DecodeError as error:
             raise FtcommError(f"the job's answer is none of this version of ftcomm: {error}") from None
-        if isinstance(answer, protocol.Refused):
+        if isinstance(answer, protocol.Rejected):
             raise FtcommError(answer.reason)
         return answer
 
     def status(self) -> protocol.Status:
-        """Raises `FtcommError`, `JobEnded`."""
+        """Returns the status of the job. Raises `FtcommError`, `JobEnded`."""
         answer = self.ask(protocol.GetStatus())
         assert isinstance(answer, protocol.Status)
         return answer
@@ -113,7 +114,7 @@ class AdminClient:
                 self._read()
             except OSError as error:
                 raise JobEnded(f"the job has ended ({error.strerror or error})") from None
-            if left <= 0:  # more may come without end; what is here now is for the next call
+            if left <= 0:  # more may come without end; the rest is for the next call
                 return
 
     def _take_line(self) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What a running `Launcher` answers to the requests on its socket."""
+"""The answers of a running `Launcher` to the requests on its socket."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftcomm.errors import FtcommError
 from ftcomm.launch.admin import protocol
+from ftcomm.launch.hosts import HUB
 
 if TYPE_CHECKING:
     from ftcomm.launch.replica_processes import ReplicaProcesses
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def answer(launcher: Launcher, request: protocol.AnyRequest) -> protocol.AnyAnswer:
-    """Raises `FtcommError` for what cannot be done."""
+    """Returns the answer to a request. Raises `FtcommError` if the request cannot be met."""
     if isinstance(request, protocol.GetStatus):
         return status(launcher)
     if isinstance(request, protocol.RestartCoordinator):
@@ -25,7 +26,7 @@ def answer(launcher: Launcher, request: protocol.AnyRequest) -> protocol.AnyAnsw
         launcher.drain()
     else:
         raise FtcommError(f"{type(request).__name__} is not for the launcher")
-    return protocol.Done()
+    return protocol.Acknowledged()
 
 
 def status(launcher: Launcher) -> protocol.Status:
@@ -44,7 +45,7 @@ def status(launcher: Launcher) -> protocol.Status:
         op_timeout=options.timeouts.op,
         replicas=[_replica(launcher, replica) for replica in launcher.replicas],
         last=launcher.last_said,
-        network=_path(launcher.network.hub) if launcher.network is not None and launcher.network.cut_by_kernel else "",
+        network="" if launcher.network is None else launcher.network.path(HUB),
     )
 
 
@@ -56,18 +57,13 @@ def _replica(launcher: Launcher, replica: ReplicaProcesses) -> protocol.ReplicaS
         state=replica.state.value,
         starts=replica.starts,
         pids={str(rank): pid for (_, rank), pid in replica.pids().items()},
-        # The newest view may still hold its last life.
+        # The newest view may still have its last life.
         member=replica.joined and any(member["replica"] == number for member in members),
         contributes=replica.contributed and number in launcher.contributing(),
         step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
         host=replica.host,
-        network="" if launcher.network is None else _path(launcher.network.hosts[replica.place]),
+        network="" if launcher.network is None else launcher.network.path(replica.place),
         effective=launcher.effective.get(number),
         joining=replica.joining,
         reason=replica.reason,
     )
-
-
-def _path(fd: int) -> str:
-    """The path at which another process of this user can open a descriptor of ours."""
-    return f"/proc/{os.getpid()}/fd/{fd}"

@@ -1,4 +1,4 @@
-"""The launcher's side of its socket: reads requests, answers them, hands events to who subscribed."""
+"""The launcher's side of its socket: it reads requests, answers them, and sends events to subscribers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ftcomm.launch.admin import protocol
 from ftcomm.launch.rundir import short
 
 MOST = 32  # connections at once
-BEHIND = 8 << 20  # bytes that a subscriber may be behind before it is cut off
-CLOSING = 5.0  # s for one that takes no answers
+BEHIND = 8 << 20  # bytes by which a subscriber may lag before it is cut off
+CLOSING = 5.0  # s to close a connection that takes no answers
 
 Handler = Callable[[protocol.AnyRequest], protocol.AnyAnswer]
 
 
 class AdminServer:
-    """Lives on one event loop. `handle` answers every request but `GetEvents`; an `FtcommError` of it is a refusal."""
+    """The server, on one event loop. `handle` answers every request but `GetEvents`; an `FtcommError` of it is a
+    refusal."""
 
     def __init__(self, path: Path, handle: Handler) -> None:
         self.path = path
@@ -33,7 +34,7 @@ class AdminServer:
         self._subscribers: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> None:
-        """Raises `OSError`."""
+        """Open the socket. Raises `OSError`."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with short(self.path) as address:
@@ -44,7 +45,7 @@ class AdminServer:
             raise
 
     async def close(self) -> None:
-        """No connection is left afterwards; idempotent."""
+        """Close the socket and all connections; idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -56,7 +57,8 @@ class AdminServer:
                 await asyncio.wait_for(writer.wait_closed(), CLOSING)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Send `event` to all subscribers. One that reads too slowly is cut off, since nobody may wait for it."""
+        """Send `event` to all subscribers. One that reads too slowly is cut off, since the launcher must not wait for
+        it."""
         if not self._subscribers:
             return
         line = protocol.encode(protocol.Happened(event))
@@ -70,7 +72,7 @@ class AdminServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._writers) >= MOST:
             writer.write(
-                protocol.encode(protocol.Refused(f"{MOST} connections to this job are open; close one of them"))
+                protocol.encode(protocol.Rejected(f"{MOST} connections to this job are open; close one of them"))
             )
             writer.close()
             return
@@ -80,9 +82,9 @@ class AdminServer:
                 writer.write(protocol.encode(self._answer(line, writer)))
                 await writer.drain()
         except _TooLong:
-            writer.write(protocol.encode(protocol.Refused(f"the line is longer than {protocol.MAX_REQUEST} bytes")))
+            writer.write(protocol.encode(protocol.Rejected(f"the line is longer than {protocol.MAX_REQUEST} bytes")))
         except OSError:
-            pass  # it went away
+            pass  # the client has gone
         finally:
             self._writers.discard(writer)
             self._subscribers.discard(writer)
@@ -92,14 +94,14 @@ class AdminServer:
         try:
             request = protocol.decode_request(line)
         except msgspec.DecodeError as error:
-            return protocol.Refused(f"not a request: {error}")
+            return protocol.Rejected(f"not a request: {error}")
         if isinstance(request, protocol.GetEvents):
             self._subscribers.add(writer)
-            return protocol.Done()
+            return protocol.Acknowledged()
         try:
             return self._handle(request)
         except FtcommError as error:
-            return protocol.Refused(str(error))
+            return protocol.Rejected(str(error))
 
 
 class _TooLong(Exception):
@@ -107,7 +109,7 @@ class _TooLong(Exception):
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes | None:
-    """None at the end; a last line without an end was cut short, so it is not taken for a request."""
+    """Reads a line; None at the end. A last line without an end was cut short, so it is no request."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError:

@@ -1,12 +1,12 @@
-"""The agents of this process, one for each rail, whom they know, and what moves them on.
+"""The NIXL agents of this process, one for each rail, the peers they know, and what moves them on.
 
-Nothing happens in NIXL unless somebody calls it: neither here, nor at a peer that a put goes to. Whoever drives a
-stream calls `poll` while it waits; a thread does so otherwise, ever more rarely, since what is left to be moved then is
-the rest of what others have put or are told. Idle, it looks twenty times a second.
+NIXL makes progress only when it is called, here and at the peer that a put goes to. The driver of a stream calls `poll`
+while it waits. Otherwise a thread does so, ever more rarely, since only the rest of what others have put or told is
+left to be moved then. When idle it looks twenty times a second.
 
-A put is announced to the reader when it has ended, if the connection that it belongs to is open still. If that has
-closed, at the end of its epoch, its source is used again, and a put that goes on (its target may be stopped) brings
-what nobody announces.
+A put is announced to the reader when it has ended, if its connection is still open. If that has closed, at the end of
+its epoch, the source of the put is used again, and a put that goes on (its target may be stopped) brings bytes that are
+never announced.
 """
 
 from __future__ import annotations
@@ -31,51 +31,64 @@ from ftcomm.transport.segment import SIZE
 
 log = logging.getLogger("ftcomm.transport")
 
-PATIENCE = 120.0  # seconds; the driver of an op complains much earlier, and the control plane removes who is silent
+PATIENCE = 120.0  # s; a driver complains much earlier, and the control plane removes the silent
 _BUSY = 0.002  # seconds after the last progress during which the thread yields and looks again
 _AWAKE = 0.05  # ... during which it sleeps as short as it can
 _SHORT, _LONG = 50e-6, 0.05  # its sleeps; the long one in an idle group
 _DRIVEN = 0.01  # seconds for which it leaves the polling to the driver that has just polled
-_LINGER = 5.0  # seconds for which a peer stays known that no connection needs
+_LINGER = 5.0  # s for which a peer without a connection stays known
 _PARTING = 2.0  # seconds at the end for what is under way
 
 
-class Channel(Protocol):
-    """Who gets the frames of one channel. Called with the lock of the endpoint."""
+class FrameReceiver(Protocol):
+    """The receiver of the frames of one channel. Called with the lock of the endpoint."""
 
     def arrive(self, frame: frames.Frame) -> None:
-        """Raises `ValueError` for what cannot be."""
+        """Take a frame. Raises `ValueError` for an impossible one."""
 
     def broken(self, reason: str) -> None:
-        """Called without the lock."""
+        """Learn that the channel is broken. Called without the lock."""
+
+    def end(self) -> None:
+        """End the connection: both sides hear of it. Called without the lock."""
 
 
-class Endpoint:
-    """Use `ftcomm.transport.nixl.context.Nixl`. All methods from any thread; none waits, but for `close`.
+class NixlEndpoint:
+    """The agents; use `ftcomm.transport.nixl.context.Nixl`. All methods from any thread; only `close` waits.
 
-    `devices` are those of each rail, as UCX_NET_DEVICES; "" leaves the choice to UCX. Methods that begin with `_` want
-    the lock, and so do `tell`, `settled` and what is called of `puts`.
+    `devices` are those of each rail, as in UCX_NET_DEVICES; "" leaves the choice to UCX. `on_doubt` is called in the
+    thread, see `doubt`. Methods that begin with `_` need the lock, and so do `tell`, `settled` and the methods of
+    `puts`.
     """
 
-    def __init__(self, name: str, devices: Sequence[str] = ("",), patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        name: str,
+        devices: Sequence[str] = ("",),
+        on_doubt: Callable[[NixlEndpoint], None] = lambda endpoint: None,
+    ) -> None:
         self.library = library.load()
         self.devices = tuple(devices)
         self.network = network.here()
         incarnation = secrets.token_hex(8)
         self.names = tuple(f"{name}.{incarnation}.{rail}" for rail in range(len(devices)))
         self._agents = [self.library.agent(*pair, self.network) for pair in zip(self.names, devices, strict=True)]
-        self.lock = threading.Lock()  # every call of an agent, and what follows from it; never held across a wait
-        self.puts = Puts(self.library, self._agents, patience)
+        self.lock = threading.Lock()  # guards every call of an agent; never held during a wait
+        self.puts = Puts(self.library, self._agents, PATIENCE)
         self._mirrors = MirrorMemories(SIZE, self.puts.register, self.puts.deregister)
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, FrameReceiver] = {}
         self._remotes: dict[int, Remote] = {}  # by the token of the mirror
         self._spoiled: set[int] = set()  # tokens of mirrors that a put may still write to
-        self.greeting = mmap.mmap(-1, mmap.PAGESIZE)  # what is put to show that puts get through
+        self.greeting = mmap.mmap(-1, mmap.PAGESIZE)  # a put of it shows that puts get through
         self._active = time.monotonic()  # when something last moved
-        self._driven = 0.0  # when somebody but the thread last looked
+        self._driven = 0.0  # when a driver last looked
         self._looked = 0.0  # when `_look_around` was last called
         self._said: set[str] = set()
+        self._on_doubt = on_doubt
+        self._doubted = float("-inf")  # when it was last doubted that it hears
+        self._doubts = False
         self._closed = False
+        self.retired = ""  # why nothing goes by it any more, see `retire`
         self._kick = threading.Event()
         self._dozes = False
         self._thread = threading.Thread(target=self._run, name="ftcomm-nixl", daemon=True)
@@ -85,22 +98,30 @@ class Endpoint:
     # -- what moves it -----------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Move on what can be; True if a frame has come or a put has ended. Errors are told to those they concern."""
+        """Make progress. True if a frame has come or a put has ended. Errors go to the owners of what has failed."""
         self._driven = time.monotonic()
         return self._poll_once()
 
     def rest(self, seconds: float) -> None:
-        """Who drives looks again after so many: the thread may leave it to him."""
+        """Let the thread rest: the driver looks again after `seconds`."""
         self._driven = time.monotonic() + seconds
 
     def kick(self) -> None:
-        """Something is under way: let the thread look at once, and often, unless somebody drives."""
+        """Note that something is under way: the thread looks at once, and often, unless a driver does."""
         self._active = now = time.monotonic()
         if self._dozes and now - self._driven > _DRIVEN:
             self._kick.set()
 
+    def doubt(self, seconds: float) -> None:
+        """Note that somebody has waited in vain for `seconds` to hear something: the thread calls `on_doubt`, now and
+        whenever the wait has lasted twice as long. Does not block."""
+        now = time.monotonic()
+        if now - self._doubted >= seconds / 2:
+            self._doubted, self._doubts = now, True
+            self._kick.set()
+
     def close(self) -> None:
-        """Let what is under way end, for two seconds at most; idempotent."""
+        """Wait for what is under way, at most two seconds, and close; idempotent."""
         end = time.monotonic() + _PARTING
         parting = Sender()
         with self.lock:
@@ -116,8 +137,23 @@ class Endpoint:
         self._thread.join(_PARTING)
         fork.part(self)
 
+    def retire(self, reason: str) -> None:
+        """End all connections that go by it, and begin no other. What is under way may end."""
+        with self.lock:
+            self.retired = reason
+            ends: list[FrameReceiver | Sender] = [*self._channels.values()]
+            ends += [sender for remote in self._remotes.values() for sender in remote.senders]
+            for remote in self._remotes.values():
+                remote.problem = remote.problem or reason
+            self.puts.registrations.forget_all()
+        for end in ends:
+            end.end()
+
     def _run(self) -> None:
-        while not self._closed:
+        while not self._closed and not (self.retired and self._is_left()):
+            if self._doubts:
+                self._doubts = False
+                self._on_doubt(self)
             driven = time.monotonic() - self._driven < _DRIVEN
             if not driven:
                 self._poll_once()
@@ -150,6 +186,11 @@ class Endpoint:
             call(reason)
         return moved
 
+    def _is_left(self) -> bool:
+        """Whether nobody needs it any more."""
+        with self.lock:
+            return not (self._channels or self._remotes or self.puts.flying)
+
     def _take(self, calls: list[tuple[Callable[[str], None], str]]) -> bool:
         came = False
         for agent in self._agents:
@@ -168,7 +209,7 @@ class Endpoint:
     def _arrive(self, name: str, frame: frames.Frame, calls: list[tuple[Callable[[str], None], str]]) -> None:
         channel = self._channels.get(frame.channel)
         if channel is None:
-            return  # of an epoch that is over
+            return  # a frame of an epoch that is over
         try:
             channel.arrive(frame)
         except ValueError as error:
@@ -177,7 +218,7 @@ class Endpoint:
             calls.append((channel.broken, str(error)))
 
     def _look_around(self, now: float) -> None:
-        """Once a second: what UCX has said, and peers that nobody needs any more."""
+        """Look once a second at what UCX has said, and for peers that are no longer needed."""
         paths, troubles = self.library.said()
         for path in paths:
             text = f"{path.where}: {path} (link speed: {library.speed(path) or 'unknown'})"
@@ -187,13 +228,13 @@ class Endpoint:
         for trouble in troubles:
             log.debug("UCX: %s", trouble)
         for remote in list(self._remotes.values()):
-            if not remote.users and now - remote.since > _LINGER:
+            if not remote.senders and now - remote.since > _LINGER:
                 self._forget(remote)
 
     # -- what is put -------------------------------------------------------------------------------------------------
 
     def tell(self, remote: Remote, message: bytes) -> None:
-        """A notification. Raises `ConnectionError`."""
+        """Send a notification. Raises `ConnectionError`."""
         try:
             self._agents[0].send_notif(remote.names[0], message)
         except self.library.errors as error:
@@ -201,19 +242,22 @@ class Endpoint:
             raise ConnectionError(f"NIXL cannot notify: {remote.problem}") from None
 
     def settled(self, remote: Remote) -> bool:
-        """True if nothing is under way of a sender that is closed. Raises `ConnectionError`."""
+        """Whether nothing is under way of a sender that is closed. Raises `ConnectionError`."""
         return (not self.puts.flying and not remote.problem) or self.puts.settled(remote)
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
     def know(self, token: int, address: int, agents: Sequence[tuple[str, bytes]]) -> Remote | None:
-        """The writer's side: a peer with a mirror. To be given back by `leave`. None if a put may still write there.
+        """Learn a peer with a mirror, on the writer's side; `enter` is to be called within seconds. None if a put may
+        still write there, or this endpoint is retired.
 
-        Raises `TransportError` for what no agent can be.
+        Raises `TransportError` if these cannot be agents.
         """
         agents = agents[: len(self._agents)]
         names = tuple(name for name, _ in agents)
         with self.lock:
+            if self.retired:
+                return None
             remote = self._remotes.get(token)
             if remote is None and token not in self._spoiled:
                 for earlier in list(self._remotes.values()):
@@ -232,19 +276,26 @@ class Endpoint:
                 remote = self._remotes[token] = Remote(names, token, address)
             if remote is None or remote.problem:
                 return None
-            remote.users += 1
+            remote.since = time.monotonic()
             return remote
 
+    def enter(self, remote: Remote, sender: Sender) -> None:
+        """Note that the connection of `sender` is open; `leave` ends that. Raises `ConnectionError`."""
+        with self.lock:
+            if remote.problem or self._remotes.get(remote.token) is not remote:
+                raise ConnectionError(remote.problem or "its reader was forgotten meanwhile")
+            remote.senders.add(sender)
+
     def leave(self, remote: Remote, sender: Sender) -> None:
-        """The connection of `sender` is closed; what it has under way is not announced any more."""
+        """Close the connection of `sender`: what it has under way is not announced any more."""
         with self.lock:
             if not sender.closed:
                 sender.closed = True
-                remote.users -= 1
+                remote.senders.discard(sender)
                 remote.since = time.monotonic()
 
     def use_mirror(self, nonce: str) -> MirrorMemory:
-        """The reader's side: the mirror for the segment with that nonce. Raises `TransportError`."""
+        """Returns the mirror for the segment with that nonce, on the reader's side. Raises `TransportError`."""
         with self.lock:
             return self._mirrors.use(nonce)
 
@@ -257,7 +308,7 @@ class Endpoint:
             self._mirrors.renew(nonce, mirror)
             self._mirrors.leave(mirror)
 
-    def open_channel(self, channel: Channel) -> int:
+    def open_channel(self, channel: FrameReceiver) -> int:
         with self.lock:
             number = secrets.randbits(63)
             self._channels[number] = channel
@@ -268,11 +319,16 @@ class Endpoint:
             self._channels.pop(number, None)
 
     def metadata(self, mirror: MirrorMemory) -> tuple[tuple[str, bytes], ...]:
-        """Of each rail: its name, how to reach it, and the key to the mirror."""
+        """Returns the name of each rail, how to reach it, and the key to the mirror."""
         with self.lock:
             pairs = zip(self._agents, mirror.handles, strict=True)
             blobs = [agent.get_partial_agent_metadata(handle, True, ["UCX"]) for agent, handle in pairs]
         return tuple(zip(self.names, blobs, strict=True))
+
+    def contacts(self) -> list[bytes]:
+        """Returns for each rail what another agent has to know to tell it something."""
+        with self.lock:
+            return [agent.get_agent_metadata() for agent in self._agents]
 
     def _forget(self, remote: Remote) -> None:
         del self._remotes[remote.token]

@@ -1,8 +1,8 @@
-"""What a notification carries: frames, each of which tells a word, and the order in which frames count.
+"""The frames that a notification carries. Each tells a word; their numbers give the order in which they count.
 
-Small payloads travel in their frames: that is one message where a put is a put and a message. Notifications may come in
-any order, so frames are numbered, and one that comes early waits for those before it. What comes must be a frame that
-can be; the mirror has been written by then, which nobody but its writer can.
+A small payload travels in its frame: that is one message, where a put needs two. Notifications may come in any order,
+so a frame that comes early waits for those before it. Every frame is checked; only its writer can have written the
+mirror.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ftcomm.transport.segment import PUBLISHED, TAKEN
 _HEAD = struct.Struct("<IIQQIIIQQQQ")
 _MAGIC = 0x66746E32
 WORDS = PUBLISHED
-GREETING = 0  # no word: the first frame of a channel, which shows that puts and notifications get through
+GREETING = 0  # no word: the first frame of a channel shows that puts and notifications get through
 
 INLINE = 4096  # bytes of a payload that travels in its frame
 MOST = 2 * (INLINE + _HEAD.size)  # bytes of a notification
-EARLY = 64  # frames that may wait for one before them: a stream has at most 3 for each slot
+EARLY = 64  # frames that may wait for an earlier one; a stream has at most 3 for each slot
 
 
 class Frame(NamedTuple):
     word: int
-    channel: int  # of which epoch and connection it is
-    number: int  # of the frame in its channel
-    start: int  # of the payload, in its region
+    channel: int  # stands for an epoch and a connection
+    number: int  # counts the frames of the channel
+    start: int  # the payload's offset in its region
     nbytes: int
     follows: int  # 1: the payload is in the frame; 0: it has been put
     value: int
@@ -48,12 +48,12 @@ def pack(
     belongs: tuple[int, int, int],
     payload: bytes = b"",
 ) -> bytes:
-    """The fields of a `Frame`, which need not be made for it."""
+    """Packs the fields of a `Frame`, without making one."""
     return _HEAD.pack(_MAGIC, word, channel, number, start, nbytes, follows, value, *belongs) + payload
 
 
 def unpack(message: bytes) -> list[Frame]:
-    """The frames of a notification, at least one. Raises `ValueError` for what is none."""
+    """Unpacks the frames of a notification, at least one. Raises `ValueError` if there is none."""
     frames = []
     at = 0
     while at < len(message) or not at:
@@ -81,14 +81,14 @@ def check(frame: Frame, seen: int, epoch: int) -> None:
 
 
 class InOrder:
-    """The frames of one channel: they come in any order, and count in that of their numbers."""
+    """Orders the frames of one channel by their numbers."""
 
     def __init__(self) -> None:
         self._next = 0
-        self._here: dict[int, Frame] = {}  # those that wait, by number
+        self._here: dict[int, Frame] = {}  # waiting frames, by number
 
     def arrive(self, frame: Frame) -> list[Frame]:
-        """The frames that count now, in order. Raises `ValueError` for one that came before or is too early."""
+        """Returns the frames that count now, in order. Raises `ValueError` for one that came before or is too early."""
         if frame.number == self._next and not self._here:  # nearly all of them
             self._next += 1
             return [frame]

@@ -1,9 +1,13 @@
-"""What two ranks tell each other before the first put, over the connection that the reader has dialled.
+"""The handshake of two ranks before the first put, over the connection that the reader has dialled.
 
-    reader                                             writer
-    where and what its mirror is, its agents   --->    takes them in
-                                               <---    what it is itself; or why it cannot
-                                               <===    a put and a notification, by NIXL: the way there works
+    reader                                            writer
+    place and kind of its mirror, its agents   --->   takes them in
+                                               <---   its own kind; or why it cannot
+                                               <===   a put and a notification, by NIXL: the path works
+
+If that does not come soon, or the connection ends, the reader asks itself whether it hears anything by NIXL (`hearing`)
+and dials again, in `doubt`: then the writer asks itself, too. Who finds that it does not ends its connections and has
+new agents from then on.
 
 Members that cannot work together are told so here, on both sides, with the values of both.
 """
@@ -24,17 +28,18 @@ from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
 
-VERSION = 4  # of this exchange and of the frames
+VERSION = 5  # version of this exchange and of the frames
+SOON = 1.0  # s for the first put; after them both sides ask themselves whether they hear
 PATIENCE = 10.0  # seconds for all of it, from when the other side has begun to speak
-HELD = 120.0  # seconds that may take, if its kernel answers: its process may hold its interpreter, or be stopped
-_LOOK = 0.5  # seconds between two looks whether it does
+HELD = 120.0  # s until it speaks, if its kernel answers: it may hold its interpreter, or be stopped
+_LOOK = 0.5  # s between two checks that the kernel answers
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Word = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """What both must have alike, and what only explains."""
+class Compatibility(msgspec.Struct, frozen=True):
+    """What both sides must have in common, and what only explains a difference."""
 
     version: _Count
     slots: _Count
@@ -43,30 +48,35 @@ class Kind(msgspec.Struct, frozen=True):
     devices: t.Name = ""
 
 
-class Wanted(msgspec.Struct, frozen=True, tag="wanted"):
-    """From the reader."""
+class ReaderRequest(msgspec.Struct, frozen=True, tag="wanted"):
+    """The reader asks for puts into its mirror."""
 
-    kind: Kind
-    token: _Word  # of the mirror
+    kind: Compatibility
+    token: _Word  # names the mirror
     address: _Word
     nbytes: _Count
-    channel: _Word  # chosen at random: notifications that do not name it are of something else
+    channel: _Word  # random; notifications with another channel do not count
     agents: Annotated[tuple[tuple[t.Name, _Blob], ...], Meta(min_length=1, max_length=16)]  # (name, metadata) of rails
+    doubt: bool = False  # nothing came by the last connection
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """From the writer. With `fresh` it may have puts under way into that mirror: come again with another one."""
+class WriterAnswer(msgspec.Struct, frozen=True, tag="answer"):
+    """The writer answers. With `fresh` it may have puts under way into that mirror: come again with another one."""
 
-    kind: Kind
+    kind: Compatibility
     fresh: bool = False
     problem: Annotated[str, Meta(max_length=2000)] = ""
 
 
-_FRAMES: Framing[Wanted | Answer] = Framing(Wanted | Answer, 1 << 20)
+_FRAMES: Framing[ReaderRequest | WriterAnswer] = Framing(ReaderRequest | WriterAnswer, 1 << 20)
 
 
-def differ(here: Kind, there: Kind, who: str) -> str:
-    """Why the two cannot work together, "" if they can."""
+class NothingCame(ConnectionError):
+    """The first put did not come soon, or the connection ended before: another connection may get through."""
+
+
+def differ(here: Compatibility, there: Compatibility, who: str) -> str:
+    """Returns why the two cannot work together; "" if they can."""
     names = {"version": "version of the NIXL transport", "slots": "slots (S)", "chunk": "bytes of a chunk (C)"}
     wrong = [
         f"{text} {getattr(there, name)} there, {getattr(here, name)} here"
@@ -78,14 +88,14 @@ def differ(here: Kind, there: Kind, who: str) -> str:
     return f"{who} differs: {'; '.join(wrong)}; install one version of ftcomm everywhere"
 
 
-def send(sock: Connection, message: Wanted | Answer) -> None:
-    """Raises `OSError`."""
+def send(sock: Connection, message: ReaderRequest | WriterAnswer) -> None:
+    """Send a message. Raises `OSError`."""
     sock.settimeout(PATIENCE)
     sock.sendall(_FRAMES.frame(message))
 
 
-def receive(sock: Connection) -> Wanted | Answer:
-    """Raises `OSError`, also when it takes too long, and for what is no message."""
+def receive(sock: Connection) -> ReaderRequest | WriterAnswer:
+    """Receive a message. Raises `OSError`, also when it takes too long, and for anything else than a message."""
     _begun(sock)
     deadline = time.monotonic() + PATIENCE
 
@@ -97,6 +107,13 @@ def receive(sock: Connection) -> Wanted | Answer:
         return _FRAMES.read(some)
     except msgspec.DecodeError as error:
         raise ConnectionError(f"no message of the NIXL transport: {printable(str(error))}") from None
+
+
+def ended(sock: Connection) -> bool:
+    """Whether the other side, which says no more, has ended the connection."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def refused(problem: str) -> TransportError:

@@ -1,12 +1,12 @@
-"""The NIXL library: which flavour is installed, its agents, its errors as ours, and what UCX says of itself.
+"""The NIXL library: which flavour is installed, its agents, its errors as ours, and the log of UCX.
 
 NIXL moves memory by UCX, which chooses among what it finds: InfiniBand and RoCE, EFA, TCP, the memory of another
-process of the host. What it has chosen it tells its log alone, at the level "info": the lanes of each connection, and
-with UCX_PROTO_INFO for each kind of operation a table of what does it. The lanes by themselves mislead: puts within a
-host go by CMA, which is among the lanes for messages. So that log goes to a file in memory, from which `said` takes it,
-unless the user has set UCX_LOG_LEVEL or UCX_LOG_FILE.
+process of the host. Only its log tells the choice, at the level "info": the lanes of each connection and, with
+UCX_PROTO_INFO, a table for each kind of operation. The lanes alone mislead: puts within a host go by CMA, which is
+listed as a lane for messages. So that log goes to a file in memory, from which `said` takes it, unless the user has set
+UCX_LOG_LEVEL or UCX_LOG_FILE.
 
-Which transports UCX gets, and why, says `ftcomm.transport.nixl.network`.
+`ftcomm.transport.nixl.network` says which transports UCX gets, and why.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any
 from ftcomm.control.wire import no_ports
 from ftcomm.errors import TransportError
 from ftcomm.transport.nixl.network import MEND as TRUST
-from ftcomm.transport.nixl.network import Network, listeners
+from ftcomm.transport.nixl.network import UcxNetwork, listeners
 
 log = logging.getLogger("ftcomm.transport")
 
-_FLAVOURS = ("nixl", "nixl_cu13", "nixl_cu12")  # the first dispatches to what is installed of the others
+_FLAVOURS = ("nixl", "nixl_cu13", "nixl_cu12")  # the first loads one of the others
 MEND = "Install it with `pip install 'ftcomm[rdma]'` (`ftcomm[cuda12]`, `ftcomm[cuda13]`), or set FTCOMM_TRANSPORT=tcp."
 
 _LANES = re.compile(r"UCX\s+INFO\s+.*?(\S+ cfg#\d+) +(.*)$")
 _TABLE = re.compile(r"\]\s+\|\s*(.*?)\s*\|$")
 _OF = re.compile(r".*?(\S+ cfg#\d+)$")
 _PUTS = re.compile(r"remote memory write by ucp_put\S* from (\S+) memory")
-_ALL_ABOVE = re.compile(r"\d+\.\.inf")  # of a table the last line, for what is large
+_ALL_ABOVE = re.compile(r"\d+\.\.inf")  # the last line of a table, for large sizes
 _VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
 _TROUBLE = re.compile(r"UCX\s+(?:WARN|ERROR|FATAL)\s+(.*)$")
-_ABSENT = re.compile(r"transports? .* (?:is|are) not available")  # of those that we have named, not all exist anywhere
+_ABSENT = re.compile(r"transports? .* (?:is|are) not available")  # no host has all that are named here
 
 
 class NixlMissing(TransportError):
@@ -51,17 +51,17 @@ class NixlMissing(TransportError):
 
 @dataclasses.dataclass(frozen=True)
 class UcxPath:
-    """What UCX has chosen between two agents."""
+    """The path that UCX has chosen between two agents."""
 
     where: str  # "intra-node", "inter-node", "self"
-    lanes: tuple[tuple[str, str], ...]  # (what for, transport/device ...)
+    lanes: tuple[tuple[str, str], ...]  # (purpose, transport/device ...)
 
     def __str__(self) -> str:
         return ", ".join(f"{what} by {by}" for what, by in self.lanes)
 
 
-class Library:
-    """Use `load`. `errors` are the exceptions that its calls raise, which have no base of their own."""
+class NixlLibrary:
+    """The loaded library; use `load`. `errors` are the exceptions that its calls raise, which have no common base."""
 
     def __init__(self) -> None:
         self.name, api = self._find()
@@ -76,9 +76,9 @@ class Library:
         self.ucx = "unknown"
         self._paths = UcxPaths()
 
-    def agent(self, name: str, devices: str, network: Network) -> Any:
-        """A new agent that goes through UCX. `devices` as UCX_NET_DEVICES, or "" for what that or UCX itself says.
-        Raises `TransportError`, also if UCX opens ports that `network` does not allow."""
+    def agent(self, name: str, devices: str, network: UcxNetwork) -> Any:
+        """Makes an agent that goes through UCX. `devices` is as in UCX_NET_DEVICES, or "" to leave the choice to that
+        or to UCX. Raises `TransportError`, also if UCX opens ports that `network` does not allow."""
         before = listeners()
         with socket.socket() as sock:
             try:
@@ -110,7 +110,8 @@ class Library:
         return agent
 
     def said(self) -> tuple[list[UcxPath], list[str]]:
-        """What UCX has logged since the last call: paths that it has chosen, and its warnings and errors."""
+        """Returns what UCX has logged since the last call: the paths that it has chosen, and its warnings and
+        errors."""
         paths, troubles = [], []
         for line in _log.lines():
             if found := _VERSION.search(line):
@@ -144,15 +145,15 @@ class Library:
 
 
 class UcxPaths:
-    """What UCX says of its connections, line by line."""
+    """Reads what UCX says of its connections, line by line."""
 
     def __init__(self) -> None:
         self._messages: dict[str, str] = {}  # connection -> the lane of short messages
-        self._connection = ""  # that the table is of
-        self._memory = ""  # that the table tells of puts from; "": it is of something else
+        self._connection = ""  # the connection of the table
+        self._memory = ""  # the source of the puts in the table; "": it is about something else
 
     def read(self, line: str) -> UcxPath | None:
-        """The path of large puts and of messages, once this line has completed it."""
+        """Returns the path of large puts and of messages, once this line has completed it."""
         table = _TABLE.search(line)
         if table is None:
             if found := _LANES.search(line):
@@ -173,7 +174,7 @@ class UcxPaths:
 
 
 def speed(path: UcxPath) -> str:
-    """What the devices of a path can carry, as the kernel tells it; "" if it does not."""
+    """Returns the rate of the devices of a path, as the kernel tells it; "" if it does not."""
     said = {}
     for _, by in path.lanes:
         for lane in by.split():
@@ -185,7 +186,8 @@ def speed(path: UcxPath) -> str:
 
 
 def link_rate(device: str, root: Path = Path("/sys/class")) -> str:
-    """The rate of an RDMA device (its first port) or of a network interface; "" if the kernel does not know it."""
+    """Returns the rate of an RDMA device (its first port) or of a network interface; "" if the kernel does not know
+    it."""
     for file, form in (
         (root / "infiniband" / device / "ports" / "1" / "rate", "{}"),  # 100 Gb/sec (4X EDR)
         (root / "net" / device / "speed", "{} Mb/s"),
@@ -200,12 +202,12 @@ def link_rate(device: str, root: Path = Path("/sys/class")) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """`nixlRemoteDisconnectError` says NIXL_ERR_REMOTE_DISCONNECT; other errors say what they say."""
+    """Describes an error: `nixlRemoteDisconnectError` as NIXL_ERR_REMOTE_DISCONNECT, other errors by their text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class _Log:
-    """What UCX logs, in memory that it opens as a file when it is loaded."""
+    """The log of UCX, in memory that UCX opens as a file when it is loaded."""
 
     def __init__(self) -> None:
         self._environment = threading.Lock()  # there is one
@@ -217,8 +219,8 @@ class _Log:
 
     @contextlib.contextmanager
     def capturing(self, variables: Mapping[str, str] = {}) -> Iterator[None]:
-        """UCX, loaded in here, logs to our file, and finds these `variables`, unless the user has set them. It reads
-        the environment when it is loaded; children must not."""
+        """Make UCX, if it is loaded in this context, log to our file and find these `variables`, unless the user has
+        set them. It reads the environment when it is loaded; children must not see them."""
         with self._environment:
             yield from self._set(variables)
 
@@ -229,7 +231,7 @@ class _Log:
                 self._fd = os.memfd_create("ftcomm-ucx-log", os.MFD_CLOEXEC)
             ours |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": f"/proc/self/fd/{self._fd}", "UCX_PROTO_INFO": "y"}
         if "NIXL_LOG_LEVEL" not in os.environ:
-            ours["NIXL_LOG_LEVEL"] = "FATAL"  # what it logs at a lost peer comes to us as an exception, too
+            ours["NIXL_LOG_LEVEL"] = "FATAL"  # a lost peer is also an exception
         os.environ.update(ours)
         try:
             yield
@@ -252,7 +254,7 @@ class _Log:
 
 
 def _flusher() -> Callable[[], object]:
-    """UCX keeps what it logs in a buffer until that is full, or this function of its library is called."""
+    """Returns the function of UCX that flushes its log, which it otherwise buffers."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/libucs-" in line or "/libucs.so" in line}
     for path in paths:
@@ -264,13 +266,13 @@ def _flusher() -> Callable[[], object]:
 
 _log = _Log()
 _loading = threading.Lock()
-_library: Library | None = None
+_library: NixlLibrary | None = None
 
 
-def load() -> Library:
-    """The library, loaded once in a process (0.15 s). Any thread. Raises `NixlMissing`."""
+def load() -> NixlLibrary:
+    """Loads the library, once in a process (0.15 s). Any thread. Raises `NixlMissing`."""
     global _library
     with _loading:
         if _library is None:
-            _library = Library()
+            _library = NixlLibrary()
         return _library

@@ -1,21 +1,19 @@
 """Memory that NIXL may touch: what is registered and for how long, and the mirrors that others write into.
 
-A registration costs from half a millisecond up, so it is kept for as long as the memory lives, up to a number of bytes,
-and whoever has a put under way holds a lease on it. The segments of this process are such memory, and memory of a GPU
-is, which stays where it is for as long as its array lives. So are the arrays of callers: one of NumPy's that is known
-stays where it is, too. A put to a peer that was stopped may read its source for hours, long after the op has returned
-and the caller has let go of its array: so whoever has a put under way holds the array as well. What it then reads is
-whatever the caller has written since, which nobody announces.
+A registration costs half a millisecond or more. So it is kept for as long as the memory lives, up to a number of bytes,
+and a put under way holds a lease on it. The segments of this process are such memory. So is memory of a GPU, which
+stays in its place for as long as its array lives, and so is a NumPy array of a caller. A put to a peer that was stopped
+may read its source for hours, long after the op has returned and the caller has dropped the array, so the put holds the
+array as well. It then reads what the caller has written since, and that is never announced.
 
-Registrations may overlap: an array, and a part of it that is reduced by itself. NIXL looks for the registration that
-begins last before an address, finds the wrong one of two that overlap, and says NOT_FOUND. It keeps those of different
-devices apart, and UCX ignores the number of the device of host memory: so every registration of host memory gets a
-number of its own.
+Registrations may overlap: an array, and a part of it that is reduced by itself. NIXL takes the registration that begins
+last before an address, finds the wrong one of two that overlap, and says NOT_FOUND. It keeps those of different devices
+apart, and UCX ignores the device number of host memory: so every registration of host memory gets a number of its own.
 
-A mirror is written by one incarnation of one rank, and its addresses are never used again for anything else: a put that
-was under way when its writer was stopped may end at any time, hours later, and not every transport of UCX asks whether
-that memory is still registered (TCP and CMA do not). So a mirror that is given up keeps its addresses, and gives back
-only what lies behind them. Addresses cost nothing.
+One incarnation of one rank writes a mirror, and the addresses of the mirror are never used for anything else. A put
+that was under way when its writer was stopped may end hours later, and not every transport of UCX checks whether that
+memory is still registered (TCP and CMA do not). So a mirror that is given up keeps its addresses, which cost nothing,
+and returns only the memory behind them: once at the end, and what late puts write when the next mirror is given up.
 """
 
 from __future__ import annotations
@@ -34,26 +32,27 @@ import numpy as np
 DRAM, VRAM = "DRAM", "VRAM"
 KEPT = 256 << 20  # bytes that stay registered without a lease
 
-_quarantine: list[object] = []  # for ever
+_quarantine: list[object] = []  # kept for ever
+_retired: list[mmap.mmap] = []  # mirrors; kept for ever
 
 
 def keep(memory: object) -> None:
-    """For as long as this process lives: something that nobody can stop may still use it."""
+    """Keep memory for as long as this process lives, since something that cannot be stopped may still use it."""
     _quarantine.append(memory)
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    """Private, as shared ones are not given back by what gives back pages."""
+    """Makes private pages; pages that are shared could not be given back."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def address_of(buffer: Any) -> int:
-    """Of memory that can be written."""
+    """Returns the address of memory that can be written."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class Source(NamedTuple):
-    """What is put, out of `extent` bytes from `base` on that may be registered for as long as `owner` lives."""
+    """The source of a put. `extent` bytes from `base` on may be registered for as long as `owner` lives."""
 
     owner: Any
     base: int
@@ -65,19 +64,20 @@ class Source(NamedTuple):
 
 
 def source_of(payload: Any) -> Source:
-    """Of memory of ours, an array of NumPy, or one of a GPU. Raises `ValueError` for one that is not contiguous."""
+    """Returns the source in memory of ours, a NumPy array, or an array on a GPU. Raises `ValueError` for one that is
+    not contiguous."""
     if isinstance(payload, memoryview):
         exporter: Any = payload.obj
         owner = exporter
         while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
-            owner = owner.base  # a view of it ends with the op, and is made anew for the next
+            owner = owner.base  # a view ends with the op, its base does not
         extent = memoryview(exporter).nbytes
         return Source(owner, address_of(exporter), extent, address_of(payload), len(payload))
     interface = payload.__cuda_array_interface__
     if interface.get("strides") is not None:
         raise ValueError("an array of a GPU with gaps, expected a contiguous one")
     (address, _), nbytes = interface["data"], int(payload.nbytes)
-    device = payload.device  # CuPy says `id`, torch `index`
+    device = payload.device  # CuPy has `id`, torch `index`
     return Source(
         payload, address, nbytes, address, nbytes, VRAM, int(getattr(device, "id", None) or device.index or 0)
     )
@@ -85,8 +85,8 @@ def source_of(payload: Any) -> Source:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """Memory that is registered, with each rail. `leases` are the puts under way that need it. `device` is a number of
-    its own where this is host memory, see above."""
+    """Memory that is registered with each rail. `leases` counts the puts under way that need it. Host memory has a
+    `device` number of its own, see above."""
 
     address: int
     nbytes: int
@@ -97,7 +97,7 @@ class Region:
 
 
 class Registrations:
-    """What this process has registered. Guarded by the lock of the endpoint, but for `_gone`.
+    """All memory that this process has registered. Guarded by the lock of the endpoint, except `_gone`.
 
     `register(address, nbytes, kind, device)` returns what `deregister` gets; `on_forgotten(region)` is called before.
     """
@@ -112,12 +112,12 @@ class Registrations:
         self._register, self._deregister, self._on_forgotten = register, deregister, on_forgotten
         self._kept = kept
         self._regions: OrderedDict[tuple[int, int], Region] = OrderedDict()  # the least recently used first
-        self._number = 0  # of the last registration of host memory; mirrors have 0
-        self._gone: deque[Region] = deque()  # whose owner is gone: told by finalizers, in whatever thread they run
+        self._number = 0  # the device number of the last host memory; mirrors have 0
+        self._gone: deque[Region] = deque()  # regions without an owner; finalizers add them in any thread
 
     def lease(self, owner: Any, address: int, nbytes: int, kind: str = DRAM, device: int = 0) -> Region:
-        """The region of `owner`, which is registered from `address` on for so many bytes, if it is not yet. To be given
-        back by `release`. Memory whose owner dies is forgotten: the same addresses may then be other memory."""
+        """Returns the region of `owner`, registered from `address` on for `nbytes`; `release` gives it back. Memory
+        whose owner dies is forgotten, since other memory may then have its addresses."""
         self._bury()
         key = (id(owner), address)
         region = self._regions.get(key)
@@ -140,7 +140,7 @@ class Registrations:
         return region
 
     def renew(self, region: Region) -> bool:
-        """Another lease on it, if it is registered still; what `lease` gives, for a fraction of the time."""
+        """Takes another lease on a region that is still registered; much faster than `lease`."""
         if self._gone:
             self._bury()
         if not region.handles:
@@ -156,7 +156,7 @@ class Registrations:
             self._bury()
 
     def forget_all(self) -> None:
-        """Whatever no put needs is registered anew when it is needed again."""
+        """Forget all registrations that no put needs."""
         self._gone.extend(region for region in self._regions.values() if not region.leases)
         self._bury()
 
@@ -187,7 +187,7 @@ class Registrations:
 
 
 class MirrorMemory:
-    """Where one incarnation of a rank writes what it publishes. `token` names it between the two."""
+    """The memory into which one incarnation of a rank writes what it publishes. `token` names it between the two."""
 
     def __init__(self, nbytes: int, register: Callable[[int, int, str, int], list[Any]]) -> None:
         self.token = secrets.randbits(63)
@@ -200,18 +200,19 @@ class MirrorMemory:
         self.users = 0
 
     def retire(self, deregister: Callable[[list[Any]], None]) -> None:
-        """Nobody reads it any more. Its addresses stay taken, see above."""
+        """Retire the mirror, which is not read any more. Its addresses stay taken, see above."""
         deregister(self.handles)
         self.handles = []
-        keep(self.memory)
-        self.memory.madvise(mmap.MADV_DONTNEED)
+        _retired.append(self.memory)
+        for memory in _retired:  # earlier ones, too: a put that ended late has made 2 MB or more of them resident again
+            memory.madvise(mmap.MADV_DONTNEED)
 
 
 class MirrorMemories:
-    """The mirror of each incarnation that this process reads, by the nonce of its segment. Guarded as above.
+    """The mirrors of all incarnations that this process reads, by the nonce of their segments. Guarded as above.
 
-    It serves in all epochs of the two, one after the other: who enters an epoch has stopped to read in the one before,
-    and tells so before anybody puts something of the new one.
+    A mirror serves in all epochs of the two, one after the other: a reader that enters an epoch has stopped to read in
+    the one before, and tells so before anything of the new one is put.
     """
 
     def __init__(
@@ -237,6 +238,6 @@ class MirrorMemories:
             mirror.retire(self._deregister)
 
     def renew(self, nonce: str, mirror: MirrorMemory) -> None:
-        """A put into it may be under way of which nobody knows: the next `use` gets another one."""
+        """Replace a mirror into which an unknown put may be under way: the next `use` gets another one."""
         if self._mirrors.get(nonce) is mirror:
             del self._mirrors[nonce]

@@ -1,17 +1,17 @@
 """A peer reached by NIXL: what it publishes is put into a mirror of its segment.
 
     writer                                              reader
-    its driver: store a word, then                      whoever polls: at a notification raise the word in the mirror
+    its driver: store a word, then                      the thread that polls: at a notification raise the word
     put what this reader needs of the chunk ===(RDMA)=> into the staging of the mirror;
-    when that has ended a notification      ----------> with what a frame over TCP says
+    when that has ended, a notification     ----------> with the content of a frame over TCP
 
-The words lie in memory of the reader's own, new in every epoch; no put goes there. Only the staging is written from
-afar. It serves as long as the two processes know each other: what is put in an epoch is put after all have stopped to
-read in the one before, and after what the writer had under way has ended (`Endpoint.settled`). If that cannot be known,
-because a put has failed, the reader is asked for another mirror.
+The words lie in the reader's own memory, new in every epoch; no put goes there. Only the staging is written from afar.
+It serves as long as the two processes know each other: all have stopped to read in an epoch, and what the writer had
+under way has ended (`NixlEndpoint.settled`), before anything is put in the next. If that cannot be known, because a put
+has failed, the reader is asked for another mirror.
 
-A reader dials the writer's listening port, one connection for each direction of a pair and epoch. Nothing but the
-handshake goes through it (`handshake`): it is there to end. A process that dies tells nobody by NIXL.
+A reader dials the writer's listening port, with one connection for each direction of a pair and epoch. Only the
+handshake goes through it (`handshake`); after that it serves by its end, since NIXL does not tell that a process dies.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ import time
 
 from ftcomm.control.sealed import Connection
 from ftcomm.errors import TransportError
-from ftcomm.kernels.epochs import COUNTER, COUNTS
+from ftcomm.kernels.epochs import COUNTER
 from ftcomm.sync.futex import wake
-from ftcomm.transport.base import Lost, Peer
+from ftcomm.transport.base import Lost, Peer, raise_word
 from ftcomm.transport.nixl import frames, handshake
-from ftcomm.transport.nixl.agent import Endpoint
+from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.memory import MirrorMemory
 from ftcomm.transport.nixl.network import MEND
-from ftcomm.transport.segment import CHUNK, DETAIL, FINGERPRINT, HEADER, POSTED, SLOTS, TAKEN, descriptor
+from ftcomm.transport.segment import CHUNK, HEADER, SLOTS
 
 _GLANCE = 200e-6  # seconds between looks for a greeting
 
 
-def kind_of(endpoint: Endpoint | None) -> handshake.Kind:
-    """What this process says of its NIXL; None before it is loaded."""
+def kind_of(endpoint: NixlEndpoint | None) -> handshake.Compatibility:
+    """Returns what this process says of its NIXL; None before it is loaded."""
     if endpoint is None:
-        return handshake.Kind(handshake.VERSION, SLOTS, CHUNK)
+        return handshake.Compatibility(handshake.VERSION, SLOTS, CHUNK)
     devices = " ".join(filter(None, endpoint.devices)) or os.environ.get("UCX_NET_DEVICES", "all")
     said = f"{devices}, by {endpoint.network.name}"
-    return handshake.Kind(handshake.VERSION, SLOTS, CHUNK, endpoint.library.version, said[:256])
+    return handshake.Compatibility(handshake.VERSION, SLOTS, CHUNK, endpoint.library.version, said[:256])
 
 
 class NixlMirror(Peer):
-    """The mirror of the segment of `replica` in `epoch`. `on_lost` is called once if its process or the way to it ends
-    before `quiet` or `close`."""
+    """The mirror of the segment of `replica` in `epoch`. `on_lost` is called once if the process, or the path to it,
+    ends before `quiet` or `close`."""
 
     transport = "nixl"
 
     def __init__(
-        self, endpoint: Endpoint, mirror: MirrorMemory, replica: int, epoch: int, sock: Connection, on_lost: Lost
+        self, endpoint: NixlEndpoint, mirror: MirrorMemory, replica: int, epoch: int, sock: Connection, on_lost: Lost
     ) -> None:
         super().__init__(replica)
         self.endpoint, self.mirror = endpoint, mirror
@@ -69,16 +69,19 @@ class NixlMirror(Peer):
             self.words[word] = epoch << COUNTER
         self.channel = endpoint.open_channel(self)
 
-    def meet(self) -> bool:
-        """Tell the writer what is here, and wait for its first put. False if it wants another mirror."""
+    def meet(self, doubt: bool) -> bool:
+        """Tell the writer what is here, and wait for its first put. False if it wants another mirror.
+
+        `doubt`: the writer shall ask itself whether it hears. Else `handshake.NothingCame` is raised soon.
+        """
         endpoint, sock, mirror = self.endpoint, self._sock, self.mirror
         here = kind_of(endpoint)
-        wanted = handshake.Wanted(
-            here, mirror.token, mirror.address, mirror.nbytes, self.channel, endpoint.metadata(mirror)
+        wanted = handshake.ReaderRequest(
+            here, mirror.token, mirror.address, mirror.nbytes, self.channel, endpoint.metadata(mirror), doubt
         )
         handshake.send(sock, wanted)
         answer = handshake.receive(sock)
-        if not isinstance(answer, handshake.Answer):
+        if not isinstance(answer, handshake.WriterAnswer):
             raise ConnectionError("what a reader says, expected an answer to it")
         if answer.problem:
             raise handshake.refused(answer.problem)
@@ -88,11 +91,17 @@ class NixlMirror(Peer):
         if answer.fresh:
             endpoint.close_channel(self.channel)
             return False
-        deadline = time.monotonic() + handshake.PATIENCE
-        while not self._met:
-            if not endpoint.poll():
-                time.sleep(_GLANCE)
-            if time.monotonic() > deadline:
+        begun = time.monotonic()
+        while True:
+            moved = endpoint.poll()
+            if endpoint.retired or handshake.ended(sock):
+                raise handshake.NothingCame(endpoint.retired or "closed by the other side before it has put anything")
+            if self._met:
+                break
+            waited = time.monotonic() - begun
+            if waited > handshake.SOON and not doubt:
+                raise handshake.NothingCame(f"nothing was put within {waited:.1f} s")
+            if waited > handshake.PATIENCE:
                 there = answer.kind
                 raise TransportError(
                     f"nothing that replica {self.replica} puts gets here within {handshake.PATIENCE:g} s, though it "
@@ -100,12 +109,14 @@ class NixlMirror(Peer):
                     f"{here.nixl} on {here.devices}. Let UCX_NET_DEVICES on both sides name the network that they "
                     f"share, open its ports, and look at `ftcomm doctor`. {MEND}"
                 )
+            if not moved:
+                time.sleep(_GLANCE)
         sock.settimeout(None)
         threading.Thread(target=self._watch, name=f"ftcomm-from-{self.replica}", daemon=True).start()
         return True
 
     def serves(self, epoch: int) -> bool:
-        return False  # puts are not in order: what belongs to an epoch is told by its connection
+        return False  # puts have no order, so each epoch needs its own connection
 
     def quiet(self) -> None:
         self._quiet = True
@@ -117,11 +128,18 @@ class NixlMirror(Peer):
         if not closed:
             self.endpoint.close_channel(self.channel)
             self.endpoint.leave_mirror(self.mirror)
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+            self.end()  # and so the thread, which closes it
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def overdue(self, seconds: float) -> None:
+        if seconds >= handshake.SOON:
+            self.endpoint.doubt(seconds)
 
     def drive(self, driven: bool = True) -> None:
-        """The driver polls from now on, and does not sleep on words."""
+        """Let the driver poll from now on, without sleeping on words."""
         self._driven = driven
 
     def arrive(self, frame: frames.Frame) -> None:
@@ -137,27 +155,21 @@ class NixlMirror(Peer):
             self._on_lost(self.replica, self._epoch, f"connection for data: {reason}")
 
     def _apply(self, frame: frames.Frame) -> None:
-        """Every field is checked: a wrong one must not reach beyond the chunk that it names."""
+        """Apply a frame. Every field is checked: a wrong one must not reach beyond the chunk that it names."""
         word, value = frame.word, frame.value
         frames.check(frame, self.words[word] if word in frames.WORDS else 0, self._epoch)
         base = self.place(word, frame.start, frame.nbytes)
         if frame.payload:
             self.buffer[base : base + frame.nbytes] = frame.payload
-        at = descriptor(((value & (COUNTS - 1)) - 1) % SLOTS)
-        number, call, detail = frame.belongs
-        if word == POSTED:
-            self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
-        elif word == TAKEN:
-            self.words[at + FINGERPRINT] = number
-        self.words[word] = value
+        raise_word(self.words, word, value, frame.belongs)
         if not self._driven:
             wake(self.address + 8 * word)
 
     def _watch(self) -> None:
-        """The thread: until the connection ends."""
+        """Run the thread, until the connection ends."""
         with self._sock:
             try:
                 reason = "closed by the other side" if not self._sock.recv(1) else "bytes where none were expected"
             except OSError as error:
                 reason = str(error)
-        self.broken(reason)
+        self.broken(self.endpoint.retired or reason)

@@ -1,9 +1,10 @@
-"""UCX may use no transport that opens ports, unless the network is trusted; what it opens all the same is told.
+"""Chooses the transports that UCX may use: none that opens ports, unless the network is trusted. Ports that it opens in
+spite of that are reported.
 
-UCX asks nobody for anything: who reaches a port of its TCP transport writes any memory of the process, registered or
-not. So it gets that transport only where the network is declared trusted (`FTCOMM_TRUSTED_NETWORK=1`). Else it gets
-RDMA, whose keys the hardware checks, or, where there is none, shared memory among the processes of one user, which
-needs no port. Who names transports by `UCX_TLS` gets these, unless they open ports.
+UCX does not authenticate: a process that reaches a port of its TCP transport can write any memory of this process,
+registered or not. So UCX gets that transport only where the network is declared trusted (`FTCOMM_TRUSTED_NETWORK=1`).
+Otherwise it gets RDMA, whose keys the hardware checks, or, without RDMA, shared memory among the processes of one user,
+which needs no port. A user who names transports in `UCX_TLS` gets these, unless they open ports.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from pathlib import Path
 
 TRUSTED = "FTCOMM_TRUSTED_NETWORK"
 
-# Of shared memory only what others of the group cannot open, as they can System V's.
+# Of shared memory only the kind that others of the group cannot open; System V's they can.
 _HOST = "posix,cma,self"
 _RDMA = f"rc,ud,dc,srd,{_HOST},cuda"
-# Without it UCX does not use POSIX shared memory where the end of a peer has to be an error.
+# Without this UCX uses no POSIX shared memory where the end of a peer must be an error.
 _ENDS = {"UCX_POSIX_ERROR_HANDLING": "y"}
 
 MEND = (
@@ -32,32 +33,32 @@ MEND = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
-    """What UCX may use. `ucx` are variables that it is loaded with."""
+class UcxNetwork:
+    """The transports that UCX may use. It is loaded with the variables `ucx`."""
 
     name: str
     ucx: Mapping[str, str] = dataclasses.field(default_factory=dict)
     between_hosts: bool = True
-    ports: bool = False  # it may open some
+    ports: bool = False  # it may open ports
 
 
-def choose(env: Mapping[str, str], rdma: bool) -> Network:
-    """The network for what is set in `env`, and with (`rdma`) a device for RDMA or without."""
+def choose(env: Mapping[str, str], rdma: bool) -> UcxNetwork:
+    """Returns the network for the variables in `env`, with (`rdma`) or without a device for RDMA."""
     if env.get(TRUSTED) == "1":
-        return Network(f"any that UCX finds ({TRUSTED}=1)", ports=True)
+        return UcxNetwork(f"any that UCX finds ({TRUSTED}=1)", ports=True)
     if "UCX_TLS" in env:
-        return Network(f"UCX_TLS={env['UCX_TLS']}")
+        return UcxNetwork(f"UCX_TLS={env['UCX_TLS']}")
     tls, name = (_RDMA, "RDMA and memory of this host") if rdma else (_HOST, "memory of this host alone")
-    return Network(name, {"UCX_TLS": tls, **_ENDS}, between_hosts=rdma)
+    return UcxNetwork(name, {"UCX_TLS": tls, **_ENDS}, between_hosts=rdma)
 
 
-def here() -> Network:
-    """The network of this process."""
+def here() -> UcxNetwork:
+    """Returns the network of this process."""
     return choose(os.environ, bool(rdma_devices()))
 
 
 def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """The names of RDMA devices that have a port which is up."""
+    """Returns the names of the RDMA devices with a port that is up."""
     up = []
     for state in sorted(root.glob("*/ports/*/state")):
         with contextlib.suppress(OSError):

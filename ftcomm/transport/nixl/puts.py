@@ -1,16 +1,16 @@
-"""Puts: prepared once and posted again and again, followed to their end, and what is left of those that have failed.
+"""Puts are prepared once and posted many times. They are followed to their end, also those that have failed.
 
-What it costs, within a host by CMA: a put of 512 KB 50 us where it lies in the cache and 100 from where it does not; to
-prepare one 17 us, and to post it again 5. So puts are kept ready by place.
+Costs within a host, by CMA: a put of 512 KB takes 50 us from the cache and 100 from beyond; to prepare one takes 17 us,
+and to post it again 5. So puts are kept ready by place.
 
-Who has put is told when it has ended, and announces it then (`ftcomm.transport.nixl.writer`). NIXL can put and
-notify in one call, which costs 30 us more than the put; a notification of its own costs 7, and speaks for several puts.
+The sender is told when its put has ended, and then announces it (`ftcomm.transport.nixl.writer`). NIXL can put and
+notify in one call, which costs 30 us more than the put; a separate notification costs 7, and serves for several puts.
 
-NIXL has no deadline. A put that makes no progress for `patience` seconds counts as failed, as one does that ends with
-an error: then nobody knows what it has written or will write, and that mirror is not written to again.
+NIXL has no deadline. A put without progress for `patience` seconds counts as failed, like one that ends with an error:
+then it is unknown what it has written or will write, and that mirror is not written to again.
 
-A put that cannot even be prepared, though its target is known, is the fault of this process: nothing has left it. Then
-everything is registered anew, and if that does not help, `CannotSend` says that it is this rank that is in trouble.
+If a put to a known target cannot be prepared, the fault is in this process: nothing has left it. Then everything is
+registered anew, and if that does not help, `CannotSend` says that this rank is in trouble.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ from typing import Any
 
 from ftcomm.errors import TransportError
 from ftcomm.transport.base import CannotSend
-from ftcomm.transport.nixl.library import Library, describe
+from ftcomm.transport.nixl.library import NixlLibrary, describe
 from ftcomm.transport.nixl.memory import DRAM, Region, Registrations, address_of, keep, source_of
 from ftcomm.transport.nixl.window import Window
 from ftcomm.transport.segment import STAGED
 
 log = logging.getLogger("ftcomm.transport")
 
-_PREPARED = 2048  # places from and to which puts to a peer are kept ready: 1 GB in puts of a chunk each
+_PREPARED = 2048  # puts to a peer that are kept ready: 1 GB in puts of a chunk
 
 Place = tuple[int, int, int, int]  # rail, address here, address there, bytes
 
 
 class Sender:
-    """Whose puts are under way. `closed` is set and read with the lock of the endpoint."""
+    """A writer whose puts are under way. `closed` is set and read with the lock of the endpoint."""
 
     closed = False
 
     def ended(self, frame: Any) -> None:
-        """The put that was posted with `frame` has ended, and not at once. Called with the lock, and not if it is
+        """Learn that the put posted with `frame` has ended, not at once. Called with the lock, and not if the sender is
         closed. Raises `ConnectionError`."""
 
     def broken(self, reason: str) -> None:
-        """Called without the lock."""
+        """Learn that a put has failed. Called without the lock."""
+
+    def end(self) -> None:
+        """End the connection: the other side hears of it. Called without the lock."""
 
 
 @dataclasses.dataclass(eq=False)
 class Put:
-    """One transfer, prepared once and posted again and again."""
+    """One transfer, which is prepared once and posted many times."""
 
     handle: Any
     remote: Remote
@@ -72,30 +75,31 @@ class Remote:
         self.windows = [Window(STAGED // len(names)) for _ in names]
         self.idle: OrderedDict[Place, list[Put]] = OrderedDict()  # the least recently used first
         self.failed: list[Put] = []
-        self.users = 0
+        self.senders: set[Sender] = set()  # senders with open connections
         self.since = time.monotonic()  # when the last of them left
-        self.problem = ""  # why nothing can be put any more
+        self.problem = ""  # why no more puts are possible
 
 
 class Puts:
-    """Those of one endpoint, whose lock all methods want."""
+    """The puts of one endpoint. All methods need its lock."""
 
-    def __init__(self, library: Library, agents: Sequence[Any], patience: float) -> None:
+    def __init__(self, library: NixlLibrary, agents: Sequence[Any], patience: float) -> None:
         self._errors, self._agents, self.patience = library.errors, agents, patience
         self.registrations = Registrations(self.register, self.deregister, self._forget_region)
         self.flying: list[Put] = []
-        self._remotes: set[Remote] = set()  # that have puts kept ready
+        self._remotes: set[Remote] = set()  # peers with puts kept ready
 
     def post(self, remote: Remote, rail: int, payload: Any, offset: int, sender: Sender, frame: Any = None) -> bool:
-        """Put `payload`, a memoryview or an array of a GPU, to `offset` in the mirror. True if that has ended at once;
-        else `sender` is told when it has, of `frame`. `payload` must stay as it is until then. Raises `ConnectionError`
-        if the peer cannot be reached any more, `CannotSend` if this process can put nothing, whoever the peer is."""
+        """Put `payload`, a memoryview or an array on a GPU, to `offset` in the mirror. True if the put has ended at
+        once; otherwise `sender` is told of `frame` when it has. `payload` must stay as it is until then. Raises
+        `ConnectionError` if the peer cannot be reached any more, `CannotSend` if this process cannot put anything to
+        any peer."""
         put = self._ready(remote, rail, payload, offset)
         remote.windows[rail].open(put.place[3])
         try:
             state = self._agents[rail].transfer(put.handle)
         except self._errors as error:
-            remote.failed.append(put)  # whatever it has begun
+            remote.failed.append(put)  # whatever it has written
             remote.problem = describe(error)
             raise ConnectionError(f"NIXL cannot put: {remote.problem}") from None
         if state == "DONE":
@@ -106,8 +110,8 @@ class Puts:
         return False
 
     def follow(self, calls: list[tuple[Callable[[str], None], str]]) -> bool:
-        """Look at what is under way; True if something has ended. `calls` are added to: what to call without the lock,
-        with which reason."""
+        """Look at the puts under way; True if one has ended. Adds to `calls` what to call without the lock, and the
+        reason for it."""
         flying, self.flying = self.flying, []
         for put in flying:
             sender, frame = put.sender, put.frame
@@ -131,18 +135,18 @@ class Puts:
         return len(self.flying) < len(flying)
 
     def settled(self, remote: Remote) -> bool:
-        """True if nothing is under way of a sender that is closed. Raises `ConnectionError`."""
+        """Whether nothing is under way of a sender that is closed. Raises `ConnectionError`."""
         if remote.problem:
             raise ConnectionError(remote.problem)
         return not any(put.remote is remote and put.sender is not None and put.sender.closed for put in self.flying)
 
     def forget(self, remote: Remote) -> bool:
-        """Nothing is put there any more. False if something may still be under way."""
+        """Forget a peer, to which nothing is put any more. False if a put may still be under way."""
         left = [put for put in self.flying if put.remote is remote] + remote.failed
         ended = []
         for put in left:
             if self._reads(put):
-                keep(put.payload)  # until its target wakes up or dies, of which nobody will know; registered as long
+                keep(put.payload)  # until its target wakes up or dies, which cannot be known
             else:
                 ended.append(put)
         self.flying = [put for put in self.flying if put.remote is not remote]
@@ -165,11 +169,11 @@ class Puts:
 
     def deregister(self, handles: list[Any]) -> None:
         for agent, handle in zip(self._agents, handles, strict=True):
-            with contextlib.suppress(*self._errors):  # nobody needs it any more, whatever NIXL thinks of it
+            with contextlib.suppress(*self._errors):  # an error does not matter here
                 agent.deregister_memory(handle)
 
     def _ready(self, remote: Remote, rail: int, payload: Any, offset: int) -> Put:
-        """A put of `payload`, with a lease on where it lies: one that has served before, or a new one."""
+        """Returns a put of `payload`, kept ready or new, with a lease on its memory."""
         if isinstance(payload, memoryview):
             place = rail, address_of(payload), remote.address + offset, len(payload)
             idle = remote.idle.get(place)
@@ -182,7 +186,7 @@ class Puts:
         except self._errors as error:
             self._check_known(remote, rail, error)
             log.warning("NIXL cannot prepare a put: %s; registering memory anew", describe(error))
-        except TransportError as error:  # says what memory cannot be registered
+        except TransportError as error:  # this memory cannot be registered
             raise CannotSend(str(error)) from None
         self.registrations.forget_all()
         failures: tuple[type[Exception], ...] = (TransportError, *self._errors)
@@ -206,14 +210,15 @@ class Puts:
         return Put(handle, remote, region, place, payload)
 
     def _check_known(self, remote: Remote, rail: int, error: BaseException) -> None:
-        """NIXL itself forgets an agent to which a put was cut off, for another mirror of it, say. Raises
-        `ConnectionError` if `error` came of that."""
+        """Raise `ConnectionError` if `error` arose because NIXL has forgotten the agent, as it does when a put to
+        another mirror of that agent was cut off, say."""
         if not self._agents[rail].check_remote_metadata(remote.names[rail]):
             remote.problem = describe(error)
             raise ConnectionError(f"NIXL cannot put: {remote.problem}: agent {remote.names[rail]} was cut off")
 
     def _look_at(self, put: Put) -> str | None:
-        """None: under way; "": done, and free for another; else why it has failed."""
+        """Returns None if the put is under way, "" if it is done and free for another, and otherwise why it has
+        failed."""
         nbytes = put.place[3]
         waited = time.monotonic() - put.since
         try:
@@ -228,7 +233,7 @@ class Puts:
         return f"a put of {nbytes} bytes is at {state} after {waited:.1f} s"
 
     def _reads(self, put: Put) -> bool:
-        """Whether it may still read its source."""
+        """Whether the put may still read its source."""
         try:
             return bool(self._agents[put.place[0]].check_xfer_state(put.handle) == "PROC")
         except self._errors:
@@ -243,11 +248,11 @@ class Puts:
         self._remotes.add(remote)
         idle.setdefault(put.place, []).append(put)
         idle.move_to_end(put.place)
-        if len(idle) > _PREPARED:  # sizes that a training does not repeat
+        if len(idle) > _PREPARED:  # sizes that do not repeat
             self._release(idle.popitem(last=False)[1])
 
     def _forget_region(self, region: Region) -> None:
-        """Transfers that were prepared for it name a registration that will be gone."""
+        """Forget the transfers that were prepared for a region, since its registration will be gone."""
         for remote in self._remotes:
             for place, puts in list(remote.idle.items()):
                 self._release([put for put in puts if put.region is region])
@@ -257,5 +262,5 @@ class Puts:
 
     def _release(self, puts: Iterable[Put]) -> None:
         for put in puts:
-            with contextlib.suppress(*self._errors):  # one that is under way is cancelled, if that is possible
+            with contextlib.suppress(*self._errors):  # a put under way is cancelled, if possible
                 put.handle.release()

@@ -1,8 +1,8 @@
-"""How many bytes are on their way to a peer, and by which of its connections (rails) a payload goes.
+"""Limits the bytes on their way to a peer, and chooses the connection (rail) for each piece of a payload.
 
 A rail is one UCX worker on one set of devices. Each has a window of its own, so that one slow rail takes less of the
-work and does not hold up the others; frames are put in order at the other end. That is how DQPLB spreads the transfers
-of torchcomms over queue pairs (papers: "Collective Communication for 100k+ GPUs").
+work and does not hold up the others; frames are put in order at the other end. DQPLB of torchcomms spreads its
+transfers over queue pairs in this way (papers: "Collective Communication for 100k+ GPUs").
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-LEAST = 64 << 10  # bytes of a piece: below, a put costs more than it saves
-ALIGN = 64  # a cache line; pieces begin at multiples
+LEAST = 64 << 10  # bytes of the smallest piece worth a put
+ALIGN = 64  # bytes of a cache line; pieces begin at multiples
 
 
 class Window:
@@ -36,7 +36,7 @@ class Window:
 
 
 def cut(nbytes: int, rails: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the pieces in which a payload goes by up to so many rails: as equal as cache lines allow."""
+    """Returns (offset, bytes) of the pieces of a payload for up to `rails` rails, as equal as cache lines allow."""
     pieces = max(1, min(rails, nbytes // LEAST))
     if pieces == 1:
         return [(0, nbytes)]
@@ -46,7 +46,8 @@ def cut(nbytes: int, rails: int) -> list[tuple[int, int]]:
 
 
 def spread(pieces: Sequence[tuple[int, int]], windows: Sequence[Window]) -> list[int] | None:
-    """A rail for each piece, the emptiest that has room; None if one finds none, and then nothing may be sent."""
+    """Returns a rail for each piece, the emptiest with room. None if a piece finds none, and then nothing may be
+    sent."""
     planned = [window.bytes for window in windows]
     rails = []
     for _, nbytes in pieces:

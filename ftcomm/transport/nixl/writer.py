@@ -1,33 +1,35 @@
-"""The writer's side of a connection by NIXL: what goes to one reader, in which puts, and when it is announced.
+"""The writer's side of a connection by NIXL: which frames go to one reader, in which puts, and when they are announced.
 
-Frames wait in a queue until a put is worth it, or the driver has nothing else to do: chunks that lie side by side are
-one put, and frames that come to be announced together one notification. They are announced in their order.
+Frames wait in a queue until a put is worth its cost, or the driver has nothing else to do. Chunks that lie side by side
+are one put, and frames that are announced together are one notification. Frames are announced in their order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import socket
 from collections import deque
 
 from ftcomm.control.sealed import Connection
 from ftcomm.transport.base import Belongs, Lost, MirrorWriter
 from ftcomm.transport.nixl import frames
-from ftcomm.transport.nixl.agent import Endpoint
+from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.memory import address_of
 from ftcomm.transport.nixl.puts import Remote, Sender
 from ftcomm.transport.nixl.window import cut, spread
 from ftcomm.transport.segment import CHUNK, HEADER, POSTED, STAGED
 
-_AT_ONCE = 2 * CHUNK  # bytes that are put at once; what is less waits for what comes next, or until the driver waits
+_AT_ONCE = 2 * CHUNK  # bytes that are put at once; fewer wait for more, or for an idle driver
 
-_Left = tuple[int, int, int, memoryview, tuple[int, int, int]]  # word, value, start, payload, what belongs to the word
-_FULL = (1 << 64) - 2  # what an eventfd holds when it has no room
+_Left = tuple[int, int, int, memoryview, tuple[int, int, int]]  # word, value, start, payload, `Belongs`
+_FULL = (1 << 64) - 2  # the value of an eventfd without room
 
 
 class _Begun:
-    """Frames whose puts are posted, and `left` of these not ended; they are announced after those before them. `word`
-    and `value` are those of the first."""
+    """Frames whose puts are posted; `left` of the puts have not ended. They are announced after all earlier frames.
+    `word` and `value` are those of the first."""
 
     __slots__ = ("left", "message", "value", "word")
 
@@ -36,13 +38,14 @@ class _Begun:
 
 
 class NixlMirrorWriter(MirrorWriter, Sender):
-    """Serves one reader in one epoch. `on_lost` is called if a put fails after the send that began it."""
+    """Writes to one reader in one epoch. `on_lost` is called if a put fails after the send that began it. Raises
+    `ConnectionError` if its endpoint is retired."""
 
     life = ""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: NixlEndpoint,
         remote: Remote,
         channel: int,
         sock: Connection,
@@ -53,15 +56,20 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         self.replica, self.epoch = replica, epoch
         self._endpoint, self._remote, self._channel = endpoint, remote, channel
         self._sock, self._on_lost = sock, on_lost
-        self._queue: deque[_Left] = deque()  # not begun
-        self._begun: deque[_Begun] = deque()  # not announced; guarded by the lock of the endpoint
-        self._number = 0  # of the next frame
-        self._held = 0  # bytes in the queue that a put is for
+        self._queue: deque[_Left] = deque()  # frames not begun
+        self._begun: deque[_Begun] = deque()  # frames not announced; guarded by the lock of the endpoint
+        self._number = 0  # the number of the next frame
+        self._held = 0  # bytes in the queue for puts
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         os.eventfd_write(self._fd, _FULL)
+        try:
+            endpoint.enter(remote, self)
+        except ConnectionError:
+            os.close(self._fd)
+            raise
 
     def greet(self) -> None:
-        """The first frame, announced when something has been put by every rail. Raises `ConnectionError`."""
+        """Send the first frame, which is announced when each rail has put something. Raises `ConnectionError`."""
         endpoint, remote = self._endpoint, self._remote
         with endpoint.lock:
             greeting = frames.pack(frames.GREETING, self._channel, self._number, 0, 0, 0, 0, (0, 0, 0))
@@ -73,8 +81,8 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         endpoint.kick()
 
     def send(self, word: int, value: int, start: int, payload: memoryview, belongs: Belongs) -> None:
-        """See `MirrorWriter`. Small frames go together in one notification. `payload` stays as it is until it is
-        `told`, or the reader has taken the task."""
+        """Send one frame, as in `MirrorWriter`. Small frames share a notification. `payload` must stay as it is until
+        `told`, or until the reader has taken the task."""
         self._queue.append((word, value, start, payload, belongs))
         if len(payload) > frames.INLINE:
             self._held += len(payload)
@@ -82,7 +90,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
                 self.flush()
 
     def relay(self, member: int, word: int, value: int, belongs: Belongs) -> None:
-        """Nothing: readers by NIXL are connected to all members."""
+        """Do nothing, since readers by NIXL are connected to all members."""
 
     def flush(self) -> bool:
         endpoint, remote, queue = self._endpoint, self._remote, self._queue
@@ -101,7 +109,8 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         return not queue
 
     def told(self, word: int, value: int) -> bool:
-        """True if all frames for this value of the word, or a lower one, were announced: what they put lies there."""
+        """Whether all frames for this value of the word, or a lower one, were announced: their payloads have
+        arrived."""
         if not self._queue and not self._begun:
             return True
         with self._endpoint.lock:
@@ -113,11 +122,11 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         return epoch == self.epoch
 
     def turn(self) -> bool:
-        """End the epoch: False, as the connection ends with it."""
+        """End the epoch. False, since the connection ends with it."""
         return False
 
     def fileno(self) -> int:
-        """A descriptor that never is ready to be written to: nobody is told when there is room."""
+        """Returns a descriptor that is never ready for writing, since NIXL does not tell when there is room."""
         return self._fd
 
     def ended(self, frame: _Begun) -> None:
@@ -127,6 +136,10 @@ class NixlMirrorWriter(MirrorWriter, Sender):
     def broken(self, reason: str) -> None:
         self._on_lost(self.replica, self.epoch, f"connection for data: {reason}")
 
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._queue.clear()
         if not self.closed:
@@ -135,8 +148,8 @@ class NixlMirrorWriter(MirrorWriter, Sender):
             os.close(self._fd)
 
     def _post(self, queue: deque[_Left]) -> bool:
-        """The first frame of the queue leaves it, and those after it that the same put brings. With the lock. False if
-        no rail has room."""
+        """Take the first frame off the queue, with those that the same put carries. With the lock. False if no rail has
+        room."""
         word, value, start, payload, belongs = queue[0]
         channel, windows = self._channel, self._remote.windows
         nbytes = len(payload)
@@ -166,7 +179,7 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         return True
 
     def _adjacent(self, queue: deque[_Left]) -> int:
-        """How many of the first frames lie side by side, here and in the mirror."""
+        """Returns how many of the first frames lie side by side, here and in the mirror."""
         word, value, start, payload, _ = queue[0]
         count = 1
         for word_next, value_next, start_next, next_payload, _ in itertools.islice(queue, 1, None):
@@ -189,12 +202,12 @@ class NixlMirrorWriter(MirrorWriter, Sender):
         return begun
 
     def _put(self, begun: _Begun, rail: int, payload: memoryview, offset: int) -> None:
-        begun.left += 1  # first: what cannot be put must never be announced, by whatever ends before this is closed
+        begun.left += 1  # before the put: if that fails, the frame must never be announced
         if self._endpoint.puts.post(self._remote, rail, payload, offset, self, begun):
             begun.left -= 1
 
     def _announce(self) -> None:
-        """What has ended, in order, with as few notifications as it fits into. With the lock."""
+        """Announce what has ended, in order, with as few notifications as possible. With the lock."""
         begun, message = self._begun, b""
         while begun and not begun[0].left:
             more = begun.popleft().message

@@ -6,15 +6,15 @@ import struct
 
 from ftcomm.transport.segment import PUBLISHED
 
-# Magic, word, its value; of the payload: where in its region, bytes; what belongs to the word: to POSTED the number,
-# the call and the detail of the op, to TAKEN the fingerprint of the result and two zeros.
+# Magic, word, its value; the payload's offset in its region, and its bytes; `Belongs`: for POSTED the number, the call
+# and the detail of the op, for TAKEN the fingerprint of the result and two zeros.
 HEAD = struct.Struct("<IIQIIQQQ")
 MAGIC = 0x66746332
 WORDS = frozenset(PUBLISHED)
-MEMBER = 16  # the bits of a word from here on: 1 + the member that it is of; 0: the writer itself
+MEMBER = 16  # the bits from here on: 1 + the member that the word belongs to; 0: the writer
 WORD = (1 << MEMBER) - 1
 
 
 def of_member(member: int, word: int) -> int:
-    """What a frame says instead of `word` when it relays what another member has published."""
+    """Returns what a frame says instead of `word` when it relays what another member has published."""
     return (member + 1) << MEMBER | word

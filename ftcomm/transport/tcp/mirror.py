@@ -1,36 +1,33 @@
 """A peer reached by TCP: what it publishes is pushed into a mirror of its segment.
 
-    writer                                    reader
-    its driver: store a word, then            receive the header, the payload into the mirror, then raise the word
-    send a frame to each attached reader ---> in the mirror, and wake the driver if another thread has done that
+    writer                                         reader
+    its driver: store a word, then                 receive the header, the payload into the mirror, then raise the word
+    send a frame to each attached reader   --->    in the mirror; another thread that has done so wakes the driver
 
-A frame is a header and a payload: the bytes that this reader needs of the chunk that the word announces (its shard, or
-all of it, or none). The reader dials the writer's listening port, one connection for each direction of a pair.
+A frame is a header and a payload. The payload is what this reader needs of the chunk that the word announces: its
+slice, all of it, or nothing. The reader dials the writer's listening port; a pair has one connection for each
+direction.
 
-A connection, and its mirror, serves as long as both live and are members, in epoch after epoch. What keeps the old out
-of the new is the order of its bytes, in which a mirror is what the segment itself is to who maps it:
+A connection and its mirror serve in epoch after epoch, as long as both processes live and are members. The order of
+their bytes keeps an old epoch out of a new one:
 
-    in the old epoch    frames are left in the writer's queue, in the sockets, and one of them is half sent
-    the writer enters   it drops what it has not begun to send, and ends the frame that it has begun, since what follows
-                        could not be found else; then come frames of the new epoch
+    in the old epoch    frames are left in the writer's queue and in the sockets, and one of them is half sent
+    the writer enters   it drops what it has not begun to send and completes the frame that it has begun, since the next
+                        header could not be found otherwise; then it sends frames of the new epoch
     the reader enters   it raises the words of the mirror to the epoch; frames of an earlier one raise nothing any more
 
-Whatever of the old epoch comes late lies in the mirror before any frame of the new one does, and only such a frame
-makes a slot worth reading. If the writer is first, its first frame raises all words before anything is put into a slot:
-the reader has stopped for that epoch, or the writer would not have entered it, and who was left behind sees that one
-has gone on. A life that was expelled has its connections closed; the next one of that number dials its own.
+All bytes of the old epoch reach the mirror before any frame of the new one, and only such a frame makes a slot worth
+reading. If the writer enters first, its first frame raises all words before any payload of it reaches a slot: the
+reader has stopped for that epoch, or the writer would not have entered it, and a reader that was left behind sees that
+the writer has gone on. A life that is expelled has its connections closed; the next life of that number dials its own.
 
-No flow control is needed: a writer does not reuse a slot before all members have taken it, so the mirror always has
-room, and whoever receives never waits for anything but the network. Nor does a writer: what a socket has no room for is
-left in a queue, whose payloads stay where they are, since their slots are not used again before they were taken.
+No flow control is needed. A writer reuses no slot before all members have taken it, so the mirror always has room, and
+a receiver waits only for the network. A writer does not wait either: what a socket has no room for is left in a queue,
+whose payloads stay where they are, in slots that were not taken yet.
 
-Where all peers are reached like this the driver receives by itself (`ftcomm.transport.tcp.poller`), and the thread of a
-peer sleeps until the connection ends: two threads that hand the interpreter lock to each other for every frame move
-64 MB between two processes on two cores in 28 ms, one alone in 22.
-
-Measured on two EPYC cores (`ftcomm bench wire --sizes 64M`): two ranks reach 89 to 147% of plain sockets, four ranks 67
-to 81%, two on one core 50 to 73%. Half of the processor time goes into `sendmsg` and `recvmsg_into`, a third into the
-interpreter. Larger or more tasks, and sending from the array what two members sum, gained nothing.
+If all peers are reached like this, the driver receives by itself (`ftcomm.transport.tcp.poller`), and the thread of a
+peer sleeps until the connection ends. Two threads that hand the interpreter lock to each other for every frame move 64
+MB between two processes on two cores in 28 ms, one alone in 22.
 """
 
 from __future__ import annotations
@@ -45,25 +42,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftcomm.control.dropped import drop
+from ftcomm.control.failed_dials import start
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.control.wire import for_bulk
 from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
 from ftcomm.sync.doorbell import Doorbell
 from ftcomm.sync.futex import wake
-from ftcomm.transport.base import Belongs, Lost, Peer
+from ftcomm.transport.base import Belongs, Lost, Peer, raise_word
 from ftcomm.transport.segment import (
-    DETAIL,
-    FINGERPRINT,
     HEADER,
     POSTED,
     PUBLISHED,
-    SLOTS,
     TAKEN,
-    descriptor,
 )
 from ftcomm.transport.tcp import frames
 
-_INBOX = 4096  # bytes that are received at once where no large payload is under way: the frames of small ops
+_INBOX = 4096  # bytes received at once when no large payload is under way
 _NOTHING = memoryview(b"")
 _PAUSE = 0.2  # s between attempts to dial
 
@@ -75,8 +69,8 @@ def _nobody() -> Connection:
 class TcpMirror(Peer):
     """The mirror of the segment of `replica` from `epoch` on, filled from `sock` (connected and past its handshake).
 
-    Without `sock` nobody is dialled before `want` or `open` is called. Until then, and from then on, others tell what
-    this member has posted and taken: `relayed` gets their frames, and `heard` keeps the words.
+    Without `sock` nothing is dialled before `want` or `open`. From the beginning other members relay what this peer has
+    posted and taken: `relayed` gets their frames, and `heard` keeps the words.
 
     `on_lost(replica, epoch, reason)` is called once, by the thread that receives, if the connection ends or brings what
     no segment can hold. Between `quiet` and `enter` the call is put off until `enter`; after `close` there is none.
@@ -86,68 +80,76 @@ class TcpMirror(Peer):
 
     def __init__(self, replica: int, epoch: int, sock: Connection | None, on_lost: Lost) -> None:
         super().__init__(replica)
-        self._epoch = epoch  # that this member is in, or about to enter
-        self._newest = 0  # that the words are of; that of the writer, if it is ahead
+        self._epoch = epoch  # the epoch that this member is in, or about to enter
+        self._newest = 0  # the epoch of the words; that of the writer, if it is ahead
         self._sock: Any = None
         self._on_lost = on_lost
         self._quiet = self._closed = False
-        self._untold = ""  # why it has ended, if that was no news
-        # Nobody receives before `drive` says who does: frames may tell of `others`, which are not there before.
+        self._untold = ""  # why the connection has ended, if that was no news
+        # No thread receives before `drive`: frames may tell of `others`, which are not there before.
         self._driven = True
         self._bell: Doorbell | None = None  # wakes the thread
         self._map(mmap.mmap(-1, self.nbytes))
-        self._hearsay = memoryview(bytearray(HEADER)).cast("Q") if sock is None else None
-        self._hearing = threading.Lock()  # guards it and what follows; never held across a wait
-        self._heard_epoch = 0  # that it is of
-        self._others: Mapping[int, Peer] = {}  # to whom what this one relays is given
+        self._relayed = memoryview(bytearray(HEADER)).cast("Q") if sock is None else None
+        self._hearing = threading.Lock()  # guards it and what follows; never held during a wait
+        self._heard_epoch = 0  # the epoch of `heard`
+        self._others: Mapping[int, Peer] = {}  # the peers that get what this one relays
         self.dial: Callable[[], Connection] = _nobody  # for `want`
         self._dialling = False
-        self._failed: tuple[int, OSError | None] = 0, None  # attempts to dial, and why the last one did
+        self._failed: tuple[int, OSError | RuntimeError | None] = 0, None  # attempts to dial, and why the last one did
         self._answered = threading.Event()
         self._begin_epoch(epoch)
-        self._taking = threading.Lock()  # by who receives; never held across a wait. It guards what follows
+        self._taking = threading.Lock()  # held to receive, never during a wait; guards what follows
         self.ended = False
         self._inbox = memoryview(bytearray(_INBOX))
-        self._begin = self._end = 0  # of what lies in it
-        self._frame: tuple[int, ...] = ()  # the one whose payload is under way
-        self._missing = _NOTHING  # of that payload: where in the mirror
+        self._begin = self._end = 0  # the bytes of the inbox in use
+        self._frame: tuple[int, ...] = ()  # the frame whose payload is under way
+        self._missing = _NOTHING  # the rest of that payload in the mirror
         if sock is not None:
             self.open(sock)
 
     @property
     def heard(self) -> memoryview:
-        return self.words if self._hearsay is None else self._hearsay
+        return self.words if self._relayed is None else self._relayed
 
     @property
     def is_open(self) -> bool:
         return self._sock is not None
 
     def open(self, sock: Connection) -> None:
-        """The connection is there. Any thread, once."""
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for_bulk(sock)
-        with self._taking:
-            closed = self._closed
-            if not closed:
-                self._sock = sock
+        """Take the connection, and begin to receive, or to wait for its end. Any thread, once. The connection is closed
+        if this raises, as it does where no thread or descriptor is left."""
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for_bulk(sock)
+            with self._taking:
+                closed = self._closed
+                if not closed:
+                    self._bell = self._start()
+                    self._sock = sock
+        except BaseException:
+            sock.close()
+            raise
         if closed:
             sock.close()
-            return
-        self._answered.set()
-        self._start()
+        else:
+            self._answered.set()
 
-    def _start(self) -> None:
-        """Begin to receive, or to wait for the end of the connection."""
-        self._bell = bell = Doorbell()
-        threading.Thread(target=self._attend, args=(bell,), name=f"ftcomm-from-{self.replica}", daemon=True).start()
+    def _start(self) -> Doorbell | None:
+        """Start the thread that receives, or waits for the end of the connection. It waits for the lock, which is held.
+        Returns what wakes it."""
+        bell = Doorbell()
+        name = f"ftcomm-from-{self.replica}"
+        threading.Thread(target=self._attend, args=(bell,), name=name, daemon=True).start()
+        return bell
 
-    def want(self, opened: Callable[[], None] = lambda: None) -> None:
-        """`dial` in a thread until somebody answers or this one is closed, then call `opened`. Does not block; once is
-        enough. That nobody answers is no loss: the control plane dials the same port, and what takes too long is a
-        stall."""
+    def want(self, opened: Callable[[], None] = lambda: None) -> bool:
+        """Dial in a thread until the peer answers or this one is closed, then call `opened`. Does not block; later
+        calls do nothing. A peer that does not answer is no loss: the control plane dials the same port, and what takes
+        too long is a stall. False: no thread can be had for it now."""
         if self._dialling or self.is_open:
-            return
+            return True
         self._dialling = True
 
         def run() -> None:
@@ -155,11 +157,15 @@ class TcpMirror(Peer):
                 try:
                     self.open(self.dial())
                     opened()
-                except OSError as error:
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
                     self._failed = self._failed[0] + 1, error.with_traceback(None)  # which would keep this frame
                     time.sleep(_PAUSE)
 
-        threading.Thread(target=run, name=f"ftcomm-dial-{self.replica}", daemon=True).start()
+        lacks = start(threading.Thread(target=run, name=f"ftcomm-dial-{self.replica}", daemon=True))
+        if lacks:
+            self._dialling = False
+            self._failed = self._failed[0] + 1, lacks
+        return lacks is None
 
     def open_now(self) -> None:
         before, _ = self._failed
@@ -175,7 +181,7 @@ class TcpMirror(Peer):
         self._others = others
 
     def relayed(self, word: int, value: int, belongs: Belongs) -> None:
-        heard = self._hearsay
+        heard = self._relayed
         if heard is None or word not in (POSTED, TAKEN):
             return
         with self._hearing:
@@ -185,12 +191,7 @@ class TcpMirror(Peer):
                 heard[POSTED] = heard[TAKEN] = epoch << COUNTER
             if value <= heard[word]:
                 return
-            at = descriptor(((value & (COUNTS - 1)) - 1) % SLOTS)
-            if word == POSTED:
-                heard[at], heard[at + 1], heard[at + DETAIL] = belongs
-            else:
-                heard[at + FINGERPRINT] = belongs[0]
-            heard[word] = value
+            raise_word(heard, word, value, belongs)
 
     def serves(self, epoch: int) -> bool:
         return not self.ended
@@ -207,7 +208,7 @@ class TcpMirror(Peer):
         self._quiet = True
 
     def close(self) -> None:
-        self._others = {}  # this one is among them: a reference cycle
+        self._others = {}  # this peer is among them: a reference cycle
         with self._taking:
             self._quiet = self._closed = True
         if self._sock is not None:
@@ -215,8 +216,8 @@ class TcpMirror(Peer):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes the socket
 
     def drive(self, driven: bool = True) -> None:
-        """If `driven`, the driver calls `pump` from now on, and the thread only waits for the end of the connection;
-        otherwise the thread receives."""
+        """Let the driver receive by `pump` from now on, while the thread waits for the end of the connection; or, not
+        `driven`, let the thread receive."""
         if driven != self._driven:
             self._driven = driven
             self._ring()
@@ -225,16 +226,15 @@ class TcpMirror(Peer):
         return -1 if self.ended or self._sock is None else int(self._sock.fileno())
 
     def pump(self) -> bool:
-        """Take in what has come, at most one large payload; True if a word was raised. Does not block. Any thread."""
         return self._taking.acquire(blocking=False) and self._pump()
 
     def _ring(self) -> None:
-        """Let the thread look, if there is one."""
+        """Wake the thread, if there is one."""
         if self._bell is not None:
             self._bell.ring()
 
     def _attend(self, bell: Doorbell) -> None:
-        """The thread: receive until somebody drives, then wait for the end of the connection, and find it."""
+        """Run the thread: receive until a driver does, then wait for the end of the connection."""
         while True:
             poll = select.poll()
             poll.register(bell, select.POLLIN)
@@ -251,7 +251,7 @@ class TcpMirror(Peer):
                 self._pump()
 
     def _pump(self) -> bool:
-        """With the lock, which it releases."""
+        """Receive what is there. Called with the lock, which it releases."""
         try:
             return not self.ended and self._sock is not None and self._take_all_in()
         except BlockingIOError:
@@ -259,7 +259,7 @@ class TcpMirror(Peer):
         except (OSError, ValueError) as error:
             self.ended = True
             self._sock.close()
-            self._ring()  # a descriptor that is closed wakes nobody who sleeps on it
+            self._ring()  # a descriptor that is closed wakes no sleeper
             why, senseless = str(error), isinstance(error, ValueError)  # not the error, which would keep this frame
             quiet, epoch = self._quiet, self._epoch
             self._untold = why if quiet else ""
@@ -272,7 +272,7 @@ class TcpMirror(Peer):
         return True
 
     def _take_all_in(self) -> bool:
-        """Like `_take_in`, but leaves nothing that was received already: no poll would tell of it."""
+        """Like `_take_in`, but leaves nothing that was received already, of which no poll would tell."""
         raised = self._take_in()
         with contextlib.suppress(BlockingIOError):
             while pending(self._sock):
@@ -280,12 +280,13 @@ class TcpMirror(Peer):
         return raised
 
     def _take_in(self) -> bool:
-        """Raises BlockingIOError when nothing more has come, OSError or ValueError when nothing more will."""
+        """Receive once. Raises BlockingIOError when nothing more has come, OSError or ValueError when nothing more
+        will."""
         raised = False
         while True:
             if self._missing and raised:
                 return True
-            if self._missing:  # and all of the inbox is in its place, so there is room for what follows
+            if self._missing:  # the inbox is empty, so it has room for what follows
                 received = self._received(self._sock.recvmsg_into([self._missing, self._inbox])[0])
                 self._begin, self._end = 0, max(0, received - len(self._missing))
                 self._missing = self._missing[received:]
@@ -312,8 +313,8 @@ class TcpMirror(Peer):
         return nbytes
 
     def _open(self) -> None:
-        """One header. Every field is checked: a wrong one must not reach beyond the chunk that it names. What belongs
-        to an epoch that is over is put where it would have been, as nobody reads there now, but raises no word."""
+        """Read one header. Every field is checked: a wrong one must not reach beyond the chunk that it names. A payload
+        of an earlier epoch goes to its place, where no reader looks now, but raises no word."""
         self._frame = frame = frames.HEAD.unpack_from(self._inbox, self._begin)
         magic, word, value, start, nbytes, *_ = frame
         epoch, count = value >> COUNTER, value & (COUNTS - 1)
@@ -346,29 +347,25 @@ class TcpMirror(Peer):
             self._missing = there[len(here) :]
 
     def _begin_epoch(self, epoch: int) -> None:
-        """All words are of this epoch at least, before anything of it is put into a slot. With the lock."""
-        if self._hearsay is not None and epoch > self._heard_epoch:
+        """Raise all words to this epoch, before any payload of it reaches a slot. With the lock."""
+        if self._relayed is not None and epoch > self._heard_epoch:
             with self._hearing:
                 if epoch > self._heard_epoch:
                     self._heard_epoch = epoch
-                    self._hearsay[POSTED] = self._hearsay[TAKEN] = epoch << COUNTER
+                    self._relayed[POSTED] = self._relayed[TAKEN] = epoch << COUNTER
         if epoch > self._newest:
             self._newest = epoch
             for word in PUBLISHED:
                 self.words[word] = epoch << COUNTER
 
     def _raise(self) -> None:
-        """The payload is there: raise the word that announces it."""
+        """Raise the word of a payload that is complete."""
         _, word, value, _, _, number, call, detail = self._frame
+        belongs = number, call, detail
         if value >> COUNTER < self._newest or word >> frames.MEMBER:
             return
-        if self._hearsay is not None:
-            self.relayed(word, value, (number, call, detail))
-        at = descriptor(((value & (COUNTS - 1)) - 1) % SLOTS)
-        if word == POSTED:
-            self.words[at], self.words[at + 1], self.words[at + DETAIL] = number, call, detail
-        elif word == TAKEN:
-            self.words[at + FINGERPRINT] = number
-        self.words[word] = value
+        if self._relayed is not None:
+            self.relayed(word, value, belongs)
+        raise_word(self.words, word, value, belongs)
         if not self._driven:
             wake(self.address + 8 * word)

@@ -1,8 +1,8 @@
 """The TCP connections of one stream, served by the thread that drives it.
 
-One thread receives, sends and sleeps, so that nothing is handed from thread to thread for every frame. It sleeps in
-`poll`, on all connections at once and on a doorbell, which other threads ring when they have news for it, and so do the
-members that share memory with this one.
+One thread receives, sends and sleeps, so that no frame is handed from thread to thread. It sleeps in `poll` on all
+connections at once and on a doorbell. Other threads ring that when they have news, and so do the members that share
+memory with this one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ftcomm.transport.base import MirrorWriter, Poller
 from ftcomm.transport.tcp.mirror import TcpMirror
 
 _ROUNDS = 4  # looks before a sleep, with a yield after each
-_AWHILE = 10  # sleeps in which nothing has come; then the next may be longer
-_LONG = 5 * MAX_SLEEP  # seconds of those. Frames, room and interrupts end them, too, so only a look may be late
-_PATIENCE = 0.002  # seconds; the longest sleep where some peers only wake who sleeps on their words
+_AWHILE = 10  # idle sleeps; after them a sleep may be longer
+_LONG = 5 * MAX_SLEEP  # s of those. Frames, room and interrupts end them, so only a look may be late
+_PATIENCE = 0.002  # s; the longest sleep if some peers wake only sleepers on their words
 
 
 class TcpPoller(Poller):
-    """Receives from `peers`, which may be none, and sleeps at `waiter`."""
+    """Receives from `peers`, which may be empty, and sleeps at `waiter`."""
 
     def __init__(self, peers: Sequence[TcpMirror], waiter: Waiter) -> None:
         self.peers = peers
@@ -31,12 +31,12 @@ class TcpPoller(Poller):
         self._poll = select.poll()
         self._by_fd: dict[int, TcpMirror] = {}
         self._to_come = [peer for peer in self.peers if not peer.is_open]
-        self._idle = 0  # sleeps since something has come
+        self._idle = 0  # sleeps since the last frame
         for peer in self.peers:
             self._listen(peer)
 
     def wait(self, clogged: Iterable[MirrorWriter], look: Callable[[], bool] | None = None) -> bool:
-        """See `Poller`. A sleep lasts `MAX_SLEEP` seconds at most, `_LONG` when nothing has come for long."""
+        """Wait, as `Poller` says. A sleep lasts `MAX_SLEEP` seconds at most, `_LONG` after many idle ones."""
         self._idle = 0 if self._wait(clogged, look) else self._idle + 1
         return not self._idle
 
@@ -45,7 +45,7 @@ class TcpPoller(Poller):
         for peer in [peer for peer in self._to_come if peer.is_open]:
             self._to_come.remove(peer)
             self._listen(peer)
-        noticed = look is None and not self._to_come  # whatever may come, without a look
+        noticed = look is None and not self._to_come  # all that may come rings, without a look
         patience = _LONG if noticed and self._idle >= _AWHILE else MAX_SLEEP
         for _ in range(1 if self._idle else _ROUNDS):
             if self._pump(fd for fd, _ in poll.poll(0)):
@@ -75,13 +75,13 @@ class TcpPoller(Poller):
             self._poll.register(peer, select.POLLIN)
 
     def _pump(self, ready: Iterable[int]) -> bool:
-        """Take in what has come on these; True if a word was raised."""
+        """Take in what has come on these descriptors; True if a word was raised."""
         came = False
         for fd in ready:
             peer = self._by_fd.get(fd)
             if peer is not None:
                 came |= peer.pump()
-                if peer.ended:  # the thread that saw it end may have been quicker
+                if peer.ended:  # its thread may have seen the end first
                     self._poll.unregister(fd)
                     del self._by_fd[fd]
         return came

@@ -1,4 +1,4 @@
-"""The writer of a mirror over TCP: pushes what this member publishes to one that reads it through a connection."""
+"""The writer of a mirror over TCP pushes what this member publishes to one reader."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ftcomm.transport.segment import POSTED, SLOTS, STAGED
 from ftcomm.transport.tcp import frames
 
 _GATHER = 16  # buffers that one call sends
-_AT_ONCE = 32 << 10  # bytes of a payload that is not held back, to go with the next frames in one call
+_AT_ONCE = 32 << 10  # bytes of a payload that is sent at once, not gathered with the next frames
 _NOTHING = memoryview(b"")
 
-_Left = tuple[memoryview, int, int, bool]  # bytes to send, of which word and value, whether they end their frame
+_Left = tuple[memoryview, int, int, bool]  # bytes to send, their word and value, whether they end their frame
 
 
 class TcpMirrorWriter(MirrorWriter):
-    """Serves the member that has dialled `sock`, which is past its handshake."""
+    """Writes to the member that has dialled `sock`, which is past its handshake."""
 
     def __init__(self, sock: Connection, replica: int, epoch: int, life: str = "") -> None:
         sock.setblocking(False)
@@ -31,8 +31,8 @@ class TcpMirrorWriter(MirrorWriter):
         self.epoch = epoch
         self._sock = sock
         self._queue: deque[_Left] = deque()
-        self._begun = False  # to send the frame that the first of these is of
-        # Bytes sent of what lies in each slot, by where they begin. A sum takes the place of what it was made of.
+        self._begun = False  # whether the first frame of `_left` has begun to go out
+        # Bytes sent of each slot, by their start. A sum takes the place of its inputs.
         self._staged: list[dict[int, int]] = [{} for _ in range(SLOTS)]
         self._under_way = 0  # their sum
 
@@ -77,10 +77,10 @@ class TcpMirrorWriter(MirrorWriter):
         return epoch >= self.epoch
 
     def turn(self) -> bool:
-        """End the epoch: True, as the connection goes on in the next one.
+        """End the epoch. True, since the connection goes on in the next one.
 
         A frame that has begun is completed, with the bytes that its payload has now: they may lie in an array which is
-        the caller's again. No other one is sent. What the kernels still carry of the epoch is counted no more.
+        the caller's again. No other frame is sent. What the kernels still carry of the epoch no longer counts.
         """
         rest: list[_Left] = []
         while self._begun and not (rest and rest[-1][3]):
@@ -99,7 +99,7 @@ class TcpMirrorWriter(MirrorWriter):
         self._sock.close()
 
     def _count(self, word: int, value: int, start: int, nbytes: int) -> None:
-        """What the reader may not have taken yet never exceeds the slots: a slot is not used again before that."""
+        """Count bytes under way. They never exceed the slots, since a slot is not used again before it was taken."""
         slot = self._staged[((value & (COUNTS - 1)) - 1) % SLOTS]
         if word == POSTED and slot:
             self._under_way -= sum(slot.values())

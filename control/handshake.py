@@ -1,0 +1,376 @@
+"""The handshake that opens every connection of ftcomm, as steps that know no socket; `wire` carries them out.
+
+    client                                         server
+      ... TLS, if the job has certificates (ftcomm.control.tls) ...
+      Opening(version, purpose, fields, nonce,  ---->
+              job, to)
+                                                <----   Challenge(version, nonce, refused)
+      HMAC(token, both nonces, opening), filler ---->
+                                                <----   Accepted(HMAC(token, both nonces), refused, filler)
+      ... records with a MAC in both directions (ftcomm.control.sealed) ...
+
+The filler is longer than a packet. A path that silently loses long packets (a tunnel, jumbo frames on one side) would
+work until there are data to move; with the filler the handshake fails there, and says why.
+
+Both sides prove that they hold the job's token, and neither sends it. Each contributes a nonce, so that a recorded
+handshake proves nothing later. A nonce has exactly 16 bytes, so that no part of what is signed can be taken for another
+one. With TLS the hash of the server's certificate is signed as well, so that the signature is of no use on another
+connection. Both derive the key of the connection from the same parts, and never send it.
+
+The opening names the job, since two jobs may have one token, and the process that the client wants, since an address
+may be out of date and another process listen there. A refusal for one of these reasons is signed, by a process that
+listens where the client has dialled. It proves that the wanted process has ended only if the sender has the very port
+of that process, in the same network namespace of the same kernel. A client that was led to another process, by an
+attacker or by an address that two hosts have, learns nothing about the wanted one. All other refusals come without a
+proof, since an attacker on the path could send them.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. Nothing from an unauthenticated peer may be longer
+than `MAX_HANDSHAKE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import ipaddress
+import secrets
+import ssl
+from collections.abc import Callable, Generator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ftcomm.control.decode import decode_with
+from ftcomm.control.dropped import Kind, printable
+from ftcomm.control.liveness import ports
+from ftcomm.control.sealed import Keys
+from ftcomm.control.tls import NoTls, Session, Tls, is_hello
+from ftcomm.control.views import Address
+
+VERSION = 6
+MAX_HANDSHAKE = 4096  # bytes
+NONCE = 16  # bytes
+FILLER = 3600  # bytes
+LONGEST_FIELD = 700  # characters of a text in an opening; of four bytes each they leave room for the rest
+
+Fields = dict[str, "str | int"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Credentials:
+    """The proof that a process belongs to a job. It is the same for all of them except the certificate."""
+
+    token: str = dataclasses.field(repr=False)
+    job: str = ""  # the name of the job; a token may serve several jobs
+    tls: Tls | None = dataclasses.field(default=None, repr=False)
+
+
+class HandshakeError(ConnectionError):
+    """The other side refused, or is not what it should be; the message says which, and the mend.
+
+    `kind` is what a server counts it as when it drops the connection.
+    """
+
+    def __init__(self, text: str, kind: Kind = "handshake") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class HungUp(HandshakeError):
+    """The other side has closed the connection during the handshake: its kernel lives, and more is not known."""
+
+
+class Unspoken(HungUp):
+    """The other side closed before it had said anything, as a client does that only tests whether a port is open."""
+
+
+class Refused(HandshakeError):
+    """A server that holds the token refuses, so that trying again is of no use. Any other refusal may be forged, or
+    come from a process that will be replaced."""
+
+
+class Elsewhere(HandshakeError):
+    """A process that holds the token has the very port of the wanted one. So the wanted one has ended: it would still
+    hold the port."""
+
+
+class BadFields(HandshakeError):
+    """The fields of an opening are not those that its purpose needs."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "fields")
+
+
+Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+Mac = Annotated[bytes, Meta(max_length=32)]
+Filler = Annotated[bytes, Meta(max_length=FILLER)]
+Word = Annotated[str, Meta(max_length=256)]
+
+
+class Spoken(msgspec.Struct, frozen=True):
+    """The common part of the first frame of either side, in every version. It is looked at before the rest."""
+
+    version: int
+
+
+class Opening(Spoken, frozen=True):
+    purpose: Word
+    fields: Annotated[dict[Word, Annotated[str, Meta(max_length=LONGEST_FIELD)] | int], Meta(max_length=16)]
+    nonce: Nonce
+    job: Word = ""
+    to: Word = ""  # the nonce of the wanted process; "": any process that listens there
+    ports: Word = ""  # `Address.ports` of the wanted process
+    at: Word = ""  # the address that the client has dialled
+
+
+class Challenge(Spoken, frozen=True):
+    nonce: Nonce
+    refused: str = ""
+
+
+class Proof(msgspec.Struct, frozen=True):
+    mac: Mac
+    filler: Filler = b""
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    mac: Mac
+    refused: str = ""
+    filler: Filler = b""
+    elsewhere: bool = False  # refused, since another process is wanted
+
+
+def number(fields: Mapping[str, Any], name: str, least: int = 0, most: int = (1 << 31) - 1) -> int:
+    """Returns the number in field `name` of an opening, from `least` to `most`. Raises `BadFields`."""
+    value = fields.get(name)
+    if not isinstance(value, int) or not least <= value <= most:
+        raise BadFields(f"its field {name!r} is {value!r}, expected a number from {least} to {most}")
+    return value
+
+
+def text(fields: Mapping[str, Any], name: str) -> str:
+    """Returns the text in field `name` of an opening. Raises `BadFields`."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise BadFields(f"its field {name!r} is {value!r}, expected a text")
+    return value
+
+
+# The handshake is a generator. It yields bytes to send, or None to be given the next frame; if none comes, a
+# TimeoutError with the longest packet in bytes is thrown into it.
+Steps = Generator["bytes | None", bytes, Any]
+# The same on a connection: it yields bytes to send, or how many to receive next.
+Wired = Generator["bytes | int", bytes, Any]
+
+_encode = msgspec.msgpack.encode
+_decoders = {kind: msgspec.msgpack.Decoder(kind) for kind in (Spoken, Opening, Challenge, Proof, Accepted)}
+
+
+def _decode(data: bytes, kind: type[Any]) -> Any:
+    try:
+        return decode_with(_decoders[kind], data)
+    except msgspec.DecodeError as error:
+        raise HandshakeError(f"the other side does not speak ftcomm ({error}); is the port right?") from None
+
+
+def _mac(token: str, use: bytes, *parts: bytes) -> bytes:
+    """The MAC over `parts` for one `use`: "client", "server", "session", "refused" or "elsewhere". None of these begins
+    with another one."""
+    return hmac.digest(token.encode(), use + b"".join(parts), "sha256")
+
+
+_ELSEWHERE = "another process listens there now than the one of that address"
+_LED_ASTRAY = "this is another process than the one of that address, which may live"
+_BAD_TOKEN = "wrong token; give every process of the job the same FTCOMM_TOKEN as its coordinator"
+
+
+def client_steps(
+    credentials: Credentials,
+    purpose: str,
+    fields: dict[str, str | int],
+    to: Address | None = None,
+    binding: bytes = b"",
+    at: str = "",
+) -> Steps:
+    """Returns the `Keys`. `binding` is what only the two ends of a connection within TLS share; `at` is the address
+    that the connection leads to (`place`)."""
+    token = credentials.token
+    whom = ("", "") if to is None else (to.nonce, to.ports)
+    opening = _encode(Opening(VERSION, purpose, fields, secrets.token_bytes(NONCE), credentials.job, *whom, at))
+    yield opening
+    raw = yield None
+    if (other := _decode(raw, Spoken).version) != VERSION:
+        raise HandshakeError(_version_text(other), "version")
+    challenge = _decode(raw, Challenge)
+    if challenge.refused:
+        raise HandshakeError(printable(challenge.refused))
+    signed = challenge.nonce, binding, opening
+    yield _encode(Proof(_mac(token, b"client", *signed), bytes(FILLER)))
+    try:
+        raw = yield None
+    except TimeoutError as late:
+        raise HandshakeError(
+            f"it answers short messages, and not one of {FILLER} bytes in time. Unless that host is very busy, long "
+            f"packets get lost on the way; those from here carry {late.args[0]} bytes. Set the MTU of all hosts to "
+            "what the network carries, as in: ip link set eth0 mtu 1400"
+        ) from None
+    accepted = _decode(raw, Accepted)
+    if accepted.refused:
+        use, kind = (b"elsewhere", Elsewhere) if accepted.elsewhere else (b"refused", Refused)
+        proved = hmac.compare_digest(accepted.mac, _mac(token, use, *signed, accepted.refused.encode()))
+        raise (kind if proved else HandshakeError)(printable(accepted.refused))
+    if not hmac.compare_digest(accepted.mac, _mac(token, b"server", *signed)):
+        raise HandshakeError("the server does not hold this job's token; is the address that of another job?", "token")
+    return Keys(_mac(token, b"session", *signed), client=True)
+
+
+def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"", at: str = "") -> Steps:
+    """Returns the peer's `Opening` and the `Keys`. `name` is the nonce in the address of this process, `at` the address
+    at which the connection has come in (`place`)."""
+    token = credentials.token
+    raw = yield None
+    if (other := _decode(raw, Spoken).version) != VERSION:
+        refused = _version_text(other)
+        yield _encode(Challenge(VERSION, bytes(NONCE), refused))
+        raise HandshakeError(refused, "version")
+    opening = _decode(raw, Opening)
+    nonce = secrets.token_bytes(NONCE)
+    yield _encode(Challenge(VERSION, nonce))
+    proof = _decode((yield None), Proof)
+    signed = nonce, binding, raw
+    if not hmac.compare_digest(proof.mac, _mac(token, b"client", *signed)):
+        yield _encode(Accepted(b"", _BAD_TOKEN))
+        raise HandshakeError(_BAD_TOKEN, "token")
+    here = at != "" and opening.at == at  # otherwise the client has dialled another address
+    if opening.to not in ("", name):
+        if here and opening.ports == ports():
+            mac = _mac(token, b"elsewhere", *signed, _ELSEWHERE.encode())
+            yield _encode(Accepted(mac, _ELSEWHERE, elsewhere=True))
+            raise HandshakeError("it wants another process, which has listened here before", "target")
+        yield _encode(Accepted(b"", _LED_ASTRAY))
+        raise HandshakeError(f"it wants another process, and has dialled {opening.at}, which leads to {at}", "target")
+    if opening.job != credentials.job:
+        refused = (
+            f"it is of the job {opening.job!r}, expected {credentials.job!r}; set FTCOMM_JOB to the same on all of a "
+            "job, and let jobs have tokens of their own"
+        )
+        yield _encode(Accepted(_mac(token, b"refused", *signed, refused.encode()) if here else b"", refused))
+        raise HandshakeError(refused, "job")
+    yield _encode(Accepted(_mac(token, b"server", *signed), filler=bytes(FILLER)))
+    return opening, Keys(_mac(token, b"session", *signed), client=False)
+
+
+def place(address: Callable[[], Any]) -> str:
+    """Returns what `getpeername` or `getsockname` says, in the same form at both ends of a connection; "" if
+    nothing."""
+    try:
+        name, port = address()[:2]
+        host = ipaddress.ip_address(name.partition("%")[0])
+    except (OSError, ValueError):  # reset by now, or not a network connection
+        return ""
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return f"{mapped or host} {port}"
+
+
+def client(
+    credentials: Credentials, purpose: str, fields: dict[str, str | int], to: Address | None = None, at: str = ""
+) -> Wired:
+    """Returns the `Keys`, and the TLS of the connection, or None. `at` is the `place` that it leads to."""
+    if credentials.tls is None:
+        return (yield from _framed(client_steps(credentials, purpose, fields, to, at=at))), None
+    session = credentials.tls.client()
+    try:
+        yield from session.handshake()
+    except NoTls:
+        raise HandshakeError(f"the other side does not speak TLS, this one does; {_BOTH}", "tls") from None
+    except ssl.SSLCertVerificationError as error:
+        raise HandshakeError(f"the server's certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
+    except ssl.SSLError as error:
+        raise HandshakeError(f"TLS: {error.reason}", "tls") from None
+    return (yield from _framed(client_steps(credentials, purpose, fields, to, session.binding, at), session)), session
+
+
+def server(credentials: Credentials, name: str = "", at: str = "") -> Wired:
+    """Returns the peer's `Opening`, the `Keys`, and the TLS of the connection, or None. `at` is the `place` at which it
+    has come in."""
+    first = yield _LENGTH
+    if is_hello(first) and credentials.tls is None:
+        # Closing with unread bytes would reset the connection, and take the answer back.
+        yield int.from_bytes(first[3:] + (yield 1), "big")
+        yield _refusal("TLS is not spoken here")
+        raise HandshakeError(f"it speaks TLS, and this process does not; {_BOTH}", "tls")
+    if not is_hello(first) and credentials.tls is not None:
+        yield _length(first, MAX_HANDSHAKE)
+        yield _refusal("only TLS is spoken here")
+        raise HandshakeError(f"it does not speak TLS, and this process does; {_BOTH}", "tls")
+    if credentials.tls is None:
+        return *(yield from _framed(server_steps(credentials, name, at=at), first=first)), None
+    session = credentials.tls.server()
+    try:
+        yield from session.handshake(first)
+    except NoTls:
+        raise HandshakeError(f"it does not speak TLS; {_BOTH}", "tls") from None
+    except ssl.SSLCertVerificationError as error:
+        raise HandshakeError(f"its certificate is not good: {error.verify_message}; {_VALID}", "tls") from None
+    except ssl.SSLError as error:
+        raise HandshakeError(f"TLS: {error.reason}", "tls") from None
+    return *(yield from _framed(server_steps(credentials, name, session.binding, at), session)), session
+
+
+def _refusal(why: str) -> bytes:
+    return _frame(_encode(Challenge(VERSION, bytes(NONCE), f"{why}; {_BOTH}")))
+
+
+_BOTH = "set FTCOMM_TLS_CERT and FTCOMM_TLS_KEY on all processes of the job, or on none"
+_VALID = "FTCOMM_TLS_CA on all processes has to name who has signed all certificates, which have to be valid now"
+_LENGTH = 4  # bytes
+
+
+def _framed(steps: Steps, session: Session | None = None, first: bytes = b"") -> Wired:
+    """Runs `steps` in frames, within TLS if there is a session. `first` are bytes that were received already."""
+    plain = first
+    received: bytes | None = None
+    while True:
+        try:
+            data = steps.send(received) if received is not None else next(steps)
+        except StopIteration as stop:
+            return stop.value
+        received = None
+        if data is not None:
+            yield _frame(data) if session is None else session.encrypt(_frame(data))
+            continue
+        wanted = _LENGTH
+        while received is None:
+            while len(plain) < wanted:
+                try:
+                    plain += (yield wanted - len(plain)) if session is None else (yield from _decrypted(session))
+                except TimeoutError as late:
+                    steps.throw(late)  # the steps know the error to raise
+                    raise
+            length = _length(plain[:_LENGTH], MAX_HANDSHAKE)
+            wanted = _LENGTH + length
+            if len(plain) >= wanted:
+                received, plain = plain[_LENGTH:wanted], plain[wanted:]
+
+
+def _decrypted(session: Session) -> Generator[int, bytes, bytes]:
+    try:
+        return (yield from session.decrypt())
+    except ValueError as error:  # an alert: a client of TLS 1.3 hears late of a bad certificate
+        raise HandshakeError(f"the other side has ended it by {error}; {_VALID}", "tls") from None
+
+
+def _frame(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH, "big") + data
+
+
+def _version_text(other: int) -> str:
+    return f"protocol version {other}, expected {VERSION}; install the same ftcomm on every host of the job"
+
+
+def _length(header: bytes, limit: int) -> int:
+    length = int.from_bytes(header, "big")
+    if length > limit:
+        raise HandshakeError(f"a frame of {length} bytes, at most {limit} are allowed here; is the port right?")
+    return length

@@ -1,0 +1,154 @@
+"""A knock at the port of a process of the job finds out whether it lives, and whether it is still the same one.
+
+A kernel takes a connection whether or not the process that listens runs, and whichever process listens: the wanted one
+may have ended, and a stranger may have its port by now. So only a handshake that names the wanted process, and is
+answered with the job's token, proves that it lives. The outcomes:
+
+    answered      that process has proved its identity
+    mute          a kernel has taken the connection, and no word came: the process may hold its interpreter, or be
+                  stopped. It may also be gone, so this counts as a sign of life for a while only
+    ended         the kernel of this host says so, of the process, or of a port that nothing else can be in front of;
+                  or another process of the job has proved to have that very port
+    refused       another host refuses: the process may have ended, or something in between may refuse
+    unreachable   no kernel answers, or a process that is not of the job does; neither proves anything
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+from collections.abc import Set
+from typing import Any
+
+from ftcomm.control import handshake, wire
+from ftcomm.control.links import connected
+from ftcomm.control.liveness import is_ending, ports, processes, unanswered
+from ftcomm.control.suspicion import Life, Outcome, Probe
+from ftcomm.control.views import Address
+
+KERNEL = 1.0  # s for the kernel there to answer
+
+
+class Knock:
+    """One connection to the process at `there`. It is kept until the process has answered, so that a process that is
+    held up for long does not find a thousand of them. It belongs to an event loop, and begins at once."""
+
+    def __init__(
+        self, there: Address, credentials: handshake.Credentials, purpose: str, fields: handshake.Fields
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._there = there
+        self._found: asyncio.Future[Outcome] = loop.create_future()
+        self._taken: asyncio.Future[None] = loop.create_future()
+        self._sock: socket.socket | None = None
+        self._pidfd = -1
+        self._task = loop.create_task(self._say(credentials, purpose, fields))
+        if there.processes == processes():  # the kernel of this host tells its end
+            try:
+                self._pidfd = os.pidfd_open(there.pid)
+                loop.add_reader(self._pidfd, self._tell, "ended")
+            except OSError as error:
+                if isinstance(error, ProcessLookupError):
+                    self._tell("ended")
+
+    async def outcome(self, patience: float) -> Outcome:
+        """Wait for the outcome, for `patience` seconds from when a kernel has taken the connection. May be called
+        again."""
+        if is_ending(self._there):
+            self._tell("ended")
+        either: set[asyncio.Future[Any]] = {self._found, self._taken}
+        if not self._found.done():  # a wait would take a turn of the loop in any case
+            await asyncio.wait(either, timeout=KERNEL, return_when=asyncio.FIRST_COMPLETED)
+        if not self._found.done():
+            await asyncio.wait({self._found}, timeout=patience if self._taken.done() else 0.0)
+        if self._found.done():
+            return self._found.result()
+        seconds = None if self._sock is None else unanswered(self._sock)
+        return "unreachable" if seconds is None or seconds > KERNEL else "mute"
+
+    @property
+    def over(self) -> bool:
+        """Whether the outcome is final."""
+        return self._found.done()
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._unwatch()
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._unwatch()
+        if not self._found.done():
+            failed = outcome in ("refused", "unreachable")  # the process may have begun to end
+            self._found.set_result("ended" if failed and is_ending(self._there) else outcome)
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    async def _say(self, credentials: handshake.Credentials, purpose: str, fields: handshake.Fields) -> None:
+        there = self._there
+        try:
+            self._sock = await connected((there.host, there.port), KERNEL)
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            self._tell(("ended" if _alone(there) else "refused") if refused else "unreachable")
+            return
+        try:
+            ask_often(self._sock)
+            self._taken.set_result(None)
+            steps = handshake.client(credentials, purpose, fields, there, handshake.place(self._sock.getpeername))
+            await wire.handshake(self._sock, steps, wire.KERNEL, on_mute=lambda: None)
+            self._tell("answered")
+        except handshake.Elsewhere:
+            self._tell("ended")
+        except OSError:
+            self._tell("unreachable")
+        finally:
+            self._sock.close()
+
+
+class Knocks:
+    """Knocks at many processes, at most one at a time for each question.
+
+    A mute process is asked by the knock that is under way, and by no second one: a knock that is given up keeps its
+    place in the backlog of the process, and a full backlog would look like a host that is gone.
+    """
+
+    def __init__(self, credentials: handshake.Credentials) -> None:
+        self._credentials = credentials
+        self._knocks: dict[Probe, Knock] = {}
+
+    async def outcome(self, probe: Probe, purpose: str, fields: handshake.Fields, patience: float) -> Outcome:
+        """Knock for `probe`, or ask the knock that is under way. See `Knock.outcome`."""
+        question = dataclasses.replace(probe, call=False)
+        knock = self._knocks.get(question)
+        if knock is None or knock.over:
+            knock = self._knocks[question] = Knock(probe.address, self._credentials, purpose, fields)
+        outcome = await knock.outcome(patience)
+        if outcome != "mute" and self._knocks.get(question) is knock:
+            del self._knocks[question]
+            knock.close()
+        return outcome
+
+    def only(self, lives: Set[Life]) -> None:
+        """Give up all knocks that are about other lives."""
+        for question in [question for question in self._knocks if question.life not in lives]:
+            self._knocks.pop(question).close()
+
+
+def ask_often(sock: socket.socket) -> None:
+    """Let the own kernel ask the one at the other end, and not the process, once a second whether the connection
+    stands."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+
+
+def _alone(there: Address) -> bool:
+    """Whether the port is on this host, with no network and no firewall in between."""
+    local = there.host == "::1" or there.host.startswith("127.")
+    return local and there.ports == ports()

@@ -1,0 +1,254 @@
+"""Which process to probe when, and what follows from the outcome. Pure. `ftcomm.control.knock` lists the outcomes.
+
+    search     a member is not heard: probe the port of its leader again and again until it is heard
+    accused    another process has proof that this one has ended. The proof holds, also without its sender, unless the
+               accused answers
+    severed    a connection for data with this process has ended: does it live?
+    witness    another host refuses this process. Something in between, such as a firewall or a proxy that restarts,
+               would refuse for all behind it: does any other host take a connection?
+    again      another host does: is the first process still refused? Then it has ended, as far as can be known here
+
+A refusal counts only for a port that has taken a connection from here before, or that refuses for as long as an op may
+take: a firewall between two hosts that need each other would be noticed by then. A mute process counts as alive for the
+same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from ftcomm.control.views import Address, Member
+
+Outcome = Literal["answered", "mute", "ended", "refused", "unreachable"]
+Life = tuple[int, str]  # (replica, incarnation)
+
+PAUSE = 1.0  # s between two probes of the same process; less in the beginning
+WITNESSES = 4  # how many hosts are probed when another one refuses
+
+
+class Why(enum.Enum):
+    SEARCH = "search"
+    ACCUSED = "accused"
+    SEVERED = "severed"
+    WITNESS = "witness"
+    AGAIN = "again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Knock at `address`, and report the outcome by `probed`. The probe is about rank `shard` of that life.
+
+    With `call`, if it answers and that replica is not connecting yet, tell it there where this coordinator is: it may
+    still hold a connection to an earlier one.
+    """
+
+    why: Why
+    life: Life
+    shard: int
+    address: Address
+    call: bool = False
+
+
+class Conclusion(enum.Enum):
+    NOTHING = "nothing"
+    LIVES = "lives"
+    REFUSED = "refused"  # and the refusal counts
+    GONE = "gone"  # as far as can be known here, which is no proof
+    ENDED = "ended"  # with a proof
+
+
+class Accusation(NamedTuple):
+    """A proof that a life has ended. With `own` it cannot go on, by its own word or that of its launcher."""
+
+    life: Life
+    shard: int
+    by: int
+    why: str
+    own: bool = False
+    refuted: bool = False  # the accused has answered
+
+
+@dataclasses.dataclass
+class _Search:
+    begun: float
+    last: float
+    probing: bool = True
+    mute: float | None = None  # since when the port has been mute
+    refused: float | None = None  # since when it has refused without a break
+    found: Outcome | None = None  # the last outcome
+
+
+@dataclasses.dataclass
+class _Refusal:
+    address: Address
+    last: float
+    why: str
+
+
+class Suspicions:
+    """All processes in doubt. Not thread-safe. An op may take `patience` seconds; a repeated report holds for `fresh`
+    seconds."""
+
+    def __init__(self, patience: float, fresh: float) -> None:
+        self._patience, self._fresh = patience, fresh
+        self._searches: dict[Life, _Search] = {}
+        self._took: set[Life] = set()  # their ports have taken a connection from here
+        self._refusals: dict[tuple[Life, int], _Refusal] = {}
+        self._accused: dict[tuple[Life, int], Accusation] = {}
+        self._asked: dict[tuple[Life, int], float] = {}  # the accused that are being probed, and since when
+        self._severed: set[tuple[Life, int]] = set()  # those being probed since a connection to them has ended
+
+    # -- search ----------------------------------------------------------------------------------------------------
+
+    def search(self, member: Member, away: bool, now: float) -> list[Probe]:
+        """Returns the probe of a member that is not heard, if one is due. `away`: the member has no connection."""
+        life = member.replica, member.incarnation
+        search = self._searches.get(life)
+        if search is None:
+            search = self._searches[life] = _Search(now, now)
+        elif search.probing or now - search.last < min(PAUSE, search.last - search.begun):
+            return []
+        search.last, search.probing = now, True
+        # After `PAUSE` it will not connect by itself.
+        return [Probe(Why.SEARCH, life, 0, member.ranks[0], away and now - search.begun >= PAUSE)]
+
+    def heard(self, life: Life) -> None:
+        """Note that a process speaks."""
+        search = self._searches.get(life)
+        if search is not None and not search.probing:
+            del self._searches[life]
+        self._refusals.pop((life, 0), None)
+
+    def may_live(self, life: Life, now: float) -> bool:
+        """Whether the port of a process leaves it possible that it lives: it answers, is mute for no longer than
+        `patience`, or was not probed yet since it fell silent."""
+        search = self._searches.get(life)
+        if search is None or search.found is None or search.found == "answered":
+            return True
+        return search.found == "mute" and now - (search.mute or now) <= self._patience
+
+    def took(self, life: Life) -> bool:
+        """Whether the port of a process has taken a connection from here, so that a refusal counts."""
+        return life in self._took
+
+    @property
+    def searched(self) -> set[Life]:
+        return set(self._searches)
+
+    # -- accusations -------------------------------------------------------------------------------------------------
+
+    def accuse(self, accusation: Accusation) -> bool:
+        """Whether the accusation is new. The word of a life about itself counts more than that of others."""
+        key = accusation.life, accusation.shard
+        known = self._accused.get(key)
+        if known is not None and known.own >= accusation.own:
+            return False
+        self._accused[key] = accusation
+        return True
+
+    def accusations(self) -> list[Accusation]:
+        """The accusations whose accused is not being probed."""
+        return [accusation for key, accusation in self._accused.items() if key not in self._asked]
+
+    def asked(self, now: float) -> set[int]:
+        """Returns the replicas of the accused that are being probed. No probe takes longer than an op."""
+        return {life[0] for (life, _), since in self._asked.items() if now - since <= self._patience}
+
+    def ask(self, accusation: Accusation, address: Address, now: float) -> Probe:
+        self._asked[accusation.life, accusation.shard] = now
+        return Probe(Why.ACCUSED, accusation.life, accusation.shard, address)
+
+    def drop(self, accusation: Accusation) -> None:
+        self._accused.pop((accusation.life, accusation.shard), None)
+
+    # -- connections for data ----------------------------------------------------------------------------------------
+
+    def sever(self, life: Life, shard: int, address: Address) -> list[Probe]:
+        """Note that another process has lost its connection to a rank; returns the probe of that rank."""
+        if (life, shard) in self._severed:
+            return []
+        self._severed.add((life, shard))
+        return [Probe(Why.SEVERED, life, shard, address)]
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def refused(
+        self, life: Life, shard: int, address: Address, why: str, hosts: Iterable[Address], now: float
+    ) -> list[Probe]:
+        """Note that the host at `address` refuses a rank. `hosts` are ranks of other hosts, one each, to serve as
+        witnesses."""
+        self._refusals[life, shard] = _Refusal(address, now, why)
+        return [Probe(Why.WITNESS, life, shard, there) for there in list(hosts)[:WITNESSES]]
+
+    def why(self, probe: Probe) -> str:
+        """Returns what is said of the process that a probe is about."""
+        refusal = self._refusals.get((probe.life, probe.shard))
+        return "its process has ended" if refusal is None else refusal.why
+
+    def refusals(self, now: float) -> dict[Life, str]:
+        """Returns the lives that a host refuses, and why each is said to be lost."""
+        return {life: x.why for (life, _), x in self._refusals.items() if now - x.last <= self._fresh}
+
+    # -- what is found -----------------------------------------------------------------------------------------------
+
+    def probed(self, probe: Probe, outcome: Outcome, now: float) -> Conclusion | Accusation | Probe:
+        """Returns what follows from the `outcome` of a probe: a conclusion, an accusation to decide on, or the next
+        probe."""
+        key = probe.life, probe.shard
+        if probe.why is Why.SEARCH:
+            return self._searched(probe.life, outcome, now)
+        if probe.why is Why.ACCUSED:
+            self._asked.pop(key, None)
+            accusation = self._accused.get(key)
+            return Conclusion.NOTHING if accusation is None else accusation._replace(refuted=outcome == "answered")
+        if probe.why is Why.SEVERED:
+            self._severed.discard(key)
+            return Conclusion.LIVES if outcome == "answered" else Conclusion.NOTHING
+        refusal = self._refusals.get(key)
+        if refusal is None:
+            return Conclusion.NOTHING
+        if probe.why is Why.WITNESS:
+            taken = outcome in ("answered", "mute")
+            return dataclasses.replace(probe, why=Why.AGAIN, address=refusal.address) if taken else Conclusion.NOTHING
+        return {"ended": Conclusion.ENDED, "refused": Conclusion.GONE}.get(outcome, Conclusion.NOTHING)
+
+    def _searched(self, life: Life, outcome: Outcome, now: float) -> Conclusion:
+        if outcome in ("answered", "mute"):
+            self._took.add(life)
+        if outcome != "refused":
+            self._refusals.pop((life, 0), None)
+        search = self._searches.get(life)
+        if search is None:
+            return Conclusion.LIVES if outcome == "answered" else Conclusion.NOTHING
+        search.probing, search.found = False, outcome
+        if outcome != "refused":
+            search.refused = None
+        if outcome == "answered":
+            search.mute = None
+            return Conclusion.LIVES
+        if outcome == "mute":
+            search.mute = now if search.mute is None else search.mute
+            return Conclusion.LIVES if now - search.mute <= self._patience else Conclusion.NOTHING
+        if outcome == "refused":
+            search.refused = now if search.refused is None else search.refused
+            means = life in self._took or now - search.refused >= self._patience
+            return Conclusion.REFUSED if means else Conclusion.NOTHING
+        return Conclusion.ENDED if outcome == "ended" else Conclusion.NOTHING
+
+    # -- who is known ------------------------------------------------------------------------------------------------
+
+    def forget(self, life: Life) -> None:
+        self._searches.pop(life, None)
+        self._took.discard(life)
+
+    def keep(self, lives: set[Life]) -> None:
+        """Forget all others."""
+        self._searches = {life: search for life, search in self._searches.items() if life in lives}
+        self._took &= lives
+        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key[0] in lives}
+        self._accused = {key: accusation for key, accusation in self._accused.items() if key[0] in lives}
+        self._asked = {key: since for key, since in self._asked.items() if key[0] in lives}
+        self._severed = {key for key in self._severed if key[0] in lives}

@@ -1,0 +1,317 @@
+"""The exchange of a member whose ops a kernel runs, as a state machine: what the words of its device say, and what is
+written to them. `ftcomm.collective.core` is that of a member whose ops the host runs. Ops and views are accounted for
+in `ftcomm.collective.member` for both, and what both do has one name:
+
+    submit   an op is called                          launch    hand it to the device, which runs it
+    capture  one is put into a graph                  relaunch  hand over what is left of one that was broken off
+    freeze   a view change: launches end or hold      progress  returns where this member stands, for the others
+    enter    a new epoch, with what all have told     collect   return what the device has returned
+    fail     the end                                  blocked   nothing has moved since the last look: who is to blame
+                                                      abandon   the end of every op in flight, too
+
+It has no thread and waits for nothing. `ftcomm.engines.gpu_kernel.monitor` looks at it from time to time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ftcomm.collective.member import Entered, GroupMember
+from ftcomm.collective.operation import mismatch
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import REDUCE, ProtocolError
+from ftcomm.collective.watchdog import Stall, Watchdog
+from ftcomm.control.messages import Progress
+from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
+from ftcomm.engines.gpu_kernel.gather import detail_of
+from ftcomm.engines.gpu_kernel.graphs import Running, captured, replay_of
+from ftcomm.engines.gpu_kernel.launch import account, constants, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
+from ftcomm.errors import FtcommError
+from ftcomm.kernels.device.words import (
+    BASE_OF,
+    BEGUN,
+    CALLED,
+    CAPTURED,
+    CLOSED,
+    FINISHED,
+    HEARD,
+    LANES_AT,
+    LINE,
+    MISMATCHED,
+    OPEN,
+    POSTED,
+    REDUCED,
+    RETURNED,
+    SEEN,
+    STARTED,
+    TAKEN,
+    TEMPLATE,
+)
+from ftcomm.kernels.epochs import COUNTER
+from ftcomm.transport.base import Peer
+
+_ALL = 1 << 62  # as RETURNED: more than any op
+_UNSIGNED = (1 << 64) - 1
+
+
+class _Launched(NamedTuple):
+    """What a repair needs of the first launch of an op."""
+
+    constants: dict[str, Any]
+    kept: Any  # a copy of the input, of an atomic op; else None
+    mark: Any
+
+
+class DeviceCore(GroupMember[KernelOperation]):
+    """All calls are made with the mutex of the exchange held, but `launch` and `relaunch`, one at a time each."""
+
+    def __init__(self, replica: int, device: Device, watch: Watchdog) -> None:
+        super().__init__(replica, watch)
+        self.device = device
+        self.ctl = device.ctl
+        self.called = 0  # ops; the template of the next
+        self.launched: dict[int, _Launched] = {}  # by template
+        self.captured: list[KernelOperation] = []  # by template - CAPTURED
+        self.trusted: set[int] = set()  # templates of ops whose callers have gone on, while only their streams wait
+        self.unheard: FtcommError | None = None  # the error of an op for which nobody waits
+        self.reached: dict[int, Reached] = {}
+        self.repair: KernelOperation | None = None  # to be launched again
+        self.dead = False  # a kernel has failed, and with it all that ran
+        self._replay: KernelOperation | None = None  # one that was broken off, first in flight until it has returned
+        self._mark: tuple[Any, ...] = ()  # what had moved at the last look
+
+    @property
+    def still(self) -> bool:
+        """Whether no launch touches memory; it stays so while OPEN is 0."""
+        return self.dead or self.ctl[BEGUN] == self.ctl[FINISHED]
+
+    def running(self) -> Running | None:
+        """The op that has begun and not returned.
+
+        A launch writes STARTED behind what it says of itself, and after the one before it has written RETURNED. So what
+        is read between the two is of one launch, if RETURNED has not come to it.
+        """
+        ctl = self.ctl
+        started = ctl[STARTED]
+        running = Running(started - 1, ctl[TEMPLATE], ctl[BASE_OF])
+        return running if ctl[RETURNED] < started else None
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def submit(self, op: KernelOperation) -> None:
+        """Add an op, to be launched. Raises `ArgumentError` if there are too many."""
+        if not self.inflight.ops:
+            self.watch.began = self.watch.clock()
+        self.inflight.add(op)
+        op.template = self.called
+        self.called += 1
+
+    def capture(self, op: KernelOperation) -> GroupView:
+        """Add an op of a graph, to be launched into that, in the view that is returned."""
+        if self.view is None:
+            raise FtcommError("an op cannot be captured before this member is in a view of the group")
+        op.template = CAPTURED + len(self.captured)
+        self.captured.append(op)
+        return self.view
+
+    def launch(self, op: KernelOperation, view: GroupView) -> None:
+        """Launch the kernel of `op`. Raises `FtcommError`."""
+        device = self.device
+        kept = None
+        if op.atomic and len(op.finals) > 1:
+            kept = device.empty(op.array)
+            device.copy(op.array, kept)
+        compiled = constants(op, device.address(op.array), device.layout, view)
+        chunks = len(op.finals)
+        programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.max_sms)
+        self.launched[op.template] = _Launched(compiled, kept, None)  # before it can return
+        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, 0, chunks, None, programs, compiled))
+        if not device.blocking:
+            self.launched[op.template] = _Launched(compiled, kept, device.mark())
+
+    def relaunch(self, op: KernelOperation) -> None:
+        """Launch what is left of an op that was broken off, in the epoch that was entered. Raises `FtcommError`."""
+        device, view = self.device, self.view
+        launched = self.launched.get(op.template)
+        assert view is not None
+        if launched is None:
+            return
+        for task in op.tasks:
+            if launched.kept is not None and task.holder == REDUCE and op.finals[task.chunk] is not None:
+                start = task.chunk * op.elements
+                stop = min(op.count, start + op.elements)
+                device.copy(launched.kept[start:stop], op.array[start:stop], repair=True)
+                op.finals[task.chunk] = None  # for the stream, which does all in order, it is INPUT from here on
+        tasks = task_words(op, view)
+        programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.max_sms)
+        repair = AllreduceLaunch(
+            op.array, op.count, op.call, op.template, view.epoch, len(tasks), tasks, programs, launched.constants
+        )
+        device.launch(repair, repair=True)
+
+    def collect(self) -> None:
+        """Return what the device has returned."""
+        flight, view = self.inflight, self.view
+        self._hear()
+        while view is not None and flight.ops and self._has_returned(flight.ops[0]):
+            op = flight.ops[0]
+            self._hear()
+            if op.error is None:
+                for task in op.tasks:
+                    op.finals[task.chunk] = task.contributors or view.contributors
+            if op is not self._replay:
+                self.watch.returns(op)
+            self._returned(op)  # before anybody is told: who calls next then hears of its error
+            flight.return_first()
+        self._forget()
+
+    def count(self) -> None:
+        """Count the replays that have returned, all in this view. Nothing runs, and what has returned is collected."""
+        flight, returned = self.inflight, self.ctl[RETURNED]
+        if flight.returned < returned and self.view is not None:
+            flight.narrow(self.view.contributors)
+        flight.returned = returned
+
+    def blocked(self) -> Stall | None:
+        """Returns the stall, when it is due to be reported, of an op that has not moved since the last look. Raises
+        `FtcommError` when it is time to give up."""
+        running, view = self.running(), self.view
+        lanes, layout = self.device.own.lanes, self.device.layout
+        mark = (self.ctl[BEGUN], self.ctl[RETURNED], bytes(lanes[LANES_AT : LANES_AT + layout.lanes * LINE]))
+        moved, self._mark = mark != self._mark, mark
+        op = None
+        if running is not None:
+            op = self._op(running.template)
+            if op is None and captured(running.template):
+                op = self.captured[running.template - CAPTURED]
+        if running is None or op is None or view is None or moved:
+            self.watch.wait = None
+            return None
+        op.number = running.number
+        others = {replica: reached.lanes for replica, reached in self.reached.items()}
+        who = missing(op, lanes, others, layout, view, running.base)
+        return self.stalled(op, who) if who else None
+
+    # -- views ---------------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.repair = None  # its tasks are those of an epoch that is over
+        if self.error is None:
+            self.ctl[OPEN] = 0
+
+    def progress(self) -> Progress:
+        """Returns where this member stands, frozen and still. Raises the error with which it has failed."""
+        if self.view is not None and self.error is None:
+            self.collect()
+            op = self.number()
+            if op is not None:
+                self._hear()
+                if op.error is None:
+                    account(op, self.device.own.lanes, self.device.layout, self.view, self.ctl[BASE_OF])
+        return self.account(self.ctl[STARTED])
+
+    def number(self) -> KernelOperation | None:
+        """Number what is in flight, while nothing runs. Returns the op that has begun and not returned, which is the
+        first, a replay, too."""
+        flight, running = self.inflight, self.running()
+        if running is not None and captured(running.template) and self._replay is None:
+            self._replay = replay_of(self.captured[running.template - CAPTURED], self.device.layout.chunk)
+            flight.ops.appendleft(self._replay)
+        self.count()
+        for number, op in enumerate(flight.ops, flight.returned):
+            op.number = number
+        flight.issued = flight.returned + len(flight.ops)
+        return None if running is None else flight.ops[0]
+
+    def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Entered:
+        """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members."""
+        flight, device = self.inflight, self.device
+        self.replace_peers(peers, device.leave)
+        self.reached = {replica: device.reach(peer) for replica, peer in peers.items()}
+        begun = self.number()
+        ops = tuple(flight.ops)
+        resumed, failed = self.go_on(view, progress)
+        try:
+            while failed is None and flight.ops and not flight.ops[0].tasks:  # all members hold it, or it failed
+                flight.return_first()
+        except ProtocolError as error:
+            failed = error
+        for op in ops:
+            if op.done:
+                self._returned(op)
+        self._forget()
+        if failed is None:
+            self._open(view)
+            if flight.ops and flight.ops[0] is begun:
+                self.repair = begun
+        return Entered(resumed, failed)
+
+    def _open(self, view: GroupView) -> None:
+        """Our words first: who was left behind in another epoch has to see that we left it before any byte changes."""
+        own = self.device.own
+        for lane in range(self.device.layout.lanes):
+            for word in (POSTED, REDUCED, TAKEN):
+                own.lanes[lane_word(lane, word)] = view.epoch << COUNTER
+        returned = self.inflight.returned
+        self.device.enter(view_words(view, {**self.reached, self.replica: own}), returned)
+        self.ctl[RETURNED] = returned
+        self.ctl[OPEN] = view.epoch
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> bool:
+        first = super().fail(error)
+        if first:
+            self.repair = None
+            self.ctl[OPEN] = CLOSED & _UNSIGNED
+            self.ctl[RETURNED] = self.ctl[HEARD] = _ALL
+        return first
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.launched.clear()
+        self.captured.clear()
+
+    # -- what the words say --------------------------------------------------------------------------------------------
+
+    def _op(self, template: int) -> KernelOperation | None:
+        """The op in flight of that launch; None of a replay that was not broken off."""
+        return next((op for op in self.inflight.ops if op.template == template), None)
+
+    def _has_returned(self, op: KernelOperation) -> bool:
+        return op.number < self.ctl[RETURNED] if op is self._replay else op.template < self.ctl[CALLED]
+
+    def _returned(self, op: KernelOperation) -> None:
+        """Note that an op is no longer in flight. Its error is for the thread that waits for it, or else for the next
+        caller."""
+        if isinstance(op.error, FtcommError) and (op is self._replay or op.template in self.trusted):
+            self.unheard = op.error
+        if op is self._replay:
+            self._replay = None
+
+    def _hear(self) -> None:
+        """Whether the members have made different calls; the device goes on when we have read them. The error of a
+        replay has no op to wait in, and is heard when that has returned: it may yet be broken off."""
+        ctl, view = self.ctl, self.view
+        mismatched = ctl[MISMATCHED]
+        if view is None or mismatched <= ctl[HEARD]:
+            return
+        op = self._op(ctl[TEMPLATE])
+        if op is None and ctl[RETURNED] < mismatched:
+            return
+        calls = [(member, ctl[SEEN + 2 * i], ctl[SEEN + 2 * i + 1]) for i, member in enumerate(view.members)]
+        error = mismatch((member, number, call, detail_of(call)) for member, number, call in calls)
+        if op is None:
+            self.unheard = error
+        else:
+            op.error = error
+        ctl[HEARD] = mismatched
+
+    def _forget(self) -> None:
+        first = next((op.template for op in self.inflight.ops if op is not self._replay), self.called)
+        self.trusted = {template for template in self.trusted if template >= first}
+        for template in [template for template in self.launched if template < first]:
+            del self.launched[template]

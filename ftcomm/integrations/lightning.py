@@ -1,0 +1,264 @@
+"""Lightning on replicas that may die and come back.
+
+    from ftcomm.integrations.lightning import ReplicaStrategy
+
+    trainer = Trainer(strategy=ReplicaStrategy(), devices=1, ...)     # in place of strategy="ddp", devices=4
+
+    ftcomm run --replicas 4 train.py
+
+Each optimizer step is a step of ftcomm's step loop. What Lightning takes for the world is one replica (see
+`ftcomm.integrations.replica`), so its own barriers, broadcasts and gathers cannot fail because another one is lost.
+These things go between replicas:
+
+    gradients                        DistributedDataParallel over the group of all replicas
+    `self.log(..., sync_dist=True)`  the mean, or the sum, over those that contribute
+    decisions of callbacks           those that Lightning reduces, such as that of EarlyStopping
+
+Each replica trains on its share of the samples of an epoch, as a rank does with DDP; while it is away, its share is
+left out. A replica that comes back goes on at the position of the others. Each validates on the whole set. The lowest
+that contributes writes checkpoints and logs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero
+from torch.nn.parallel import DistributedDataParallel
+
+from ftcomm.errors import ArgumentError
+from ftcomm.integrations.replica import StepExchange, across, join
+from ftcomm.training import StepLoop
+from ftcomm.training.rng import Rng
+
+
+class ReplicaEnvironment(ClusterEnvironment):  # type: ignore[misc]
+    """The world that Lightning sees: one process, which something else has started."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return 1
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the world stays one replica."""
+
+    def global_rank(self) -> int:
+        return 0
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing, see `set_world_size`."""
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
+    """`DDPStrategy` between replicas of one rank, with the same options.
+
+    Automatic optimization with one optimizer, and map-style data sets. Raises `ArgumentError` for others.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cluster_environment=ReplicaEnvironment(), **options)
+        self._exchange: StepExchange | None = None
+        self._loop: StepLoop | None = None
+        self._stepping = False  # a step has begun whose update is not made
+
+    # -- the world of Lightning ----------------------------------------------------------------------------------------
+
+    def setup_distributed(self) -> None:
+        self._exchange = StepExchange(join(self._timeout))
+        self._set_place()
+        if self._exchange.joined_late:
+            _read_no_checkpoint(self.lightning_module.trainer)
+
+    def _set_place(self) -> None:
+        rank_zero.rank_zero_only.rank = fabric_rank_zero.rank_zero_only.rank = self.exchange.place
+
+    @property
+    def exchange(self) -> StepExchange:
+        assert self._exchange is not None, "Lightning sets up the environment first"
+        return self._exchange
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the replica that writes checkpoints and logs."""
+        return self._exchange is not None and self._exchange.place == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this replica: its index on this host tells which."""
+        devices = self.parallel_devices
+        assert devices
+        device: torch.device = devices[self.local_rank % len(devices)]
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The share of this replica of the samples to train on; all of those to validate on."""
+        group = self.exchange.group
+        if not self.lightning_module.trainer.training:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": group.replicas, "rank": group.replica}
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            model, device_ids=self.determine_ddp_device_ids(), process_group=across(), **self._ddp_kwargs
+        )
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas that contribute, where Lightning names no group."""
+        if not isinstance(tensor, torch.Tensor) or group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in ("mean", "avg", "sum"):
+            raise ArgumentError(f"reduce_op={reduce_op!r}; replicas reduce to the mean or the sum.")
+        values = tensor.detach().double().reshape(-1).tolist()
+        reduced = self.exchange.sums(values) if name == "sum" else self.exchange.means(values)
+        dtype = tensor.dtype if name == "sum" or tensor.is_floating_point() else torch.float32
+        return torch.tensor(reduced, dtype=dtype, device=tensor.device).reshape(tensor.shape)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide to stop if any that contributes does. What all have to agree on, as the best checkpoint, each decides
+        by itself: metrics are equal, and a replica that comes back may not ask."""
+        return decision if all else bool(self.exchange.largest([float(decision)])[0])
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Come to the first step of the loop: that of a checkpoint, or of the job."""
+        trainer = self.lightning_module.trainer
+        _check(trainer, self)
+        if trainer.enable_validation:  # its first use asks all for the length of the data
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        state: dict[str, Any] = {"model": self.lightning_module, "optimizer": self.optimizers[0]}
+        for i, config in enumerate(trainer.lr_scheduler_configs):
+            state[f"scheduler {i}"] = config.scheduler
+        state["rng"] = Rng(int(os.environ.get("PL_GLOBAL_SEED", "0")), self.exchange.group)
+        before = trainer.global_step
+        self._loop = StepLoop(state, self.exchange.group, vote=False, start=before, initial_state="lowest")
+        step = self._begin()
+        if step is not None and step != before:
+            _move(trainer, step)
+
+    def _begin(self) -> int | None:
+        assert self._loop is not None
+        step = self.exchange.begin(self._loop, None)
+        self._set_place()
+        self._stepping = step is not None
+        return step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin the step to which the batch belongs. Lightning ends the epoch at StopIteration: this replica leaves."""
+        if not self._stepping and self._begin() is None:
+            fit = self.lightning_module.trainer.fit_loop
+            fit.min_epochs = fit.epoch_loop.min_steps = None
+            self.lightning_module.trainer.should_stop = True
+            raise StopIteration
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._stepping = False
+        return output
+
+    def on_train_end(self) -> None:
+        """End the step loop."""
+        if self._loop is not None:
+            if self.exchange.stepping:
+                assert self.exchange.begin(self._loop, self._loop.step + 1) is None
+            self._loop.close()
+            self._loop = None
+
+
+def _check(trainer: Trainer, strategy: ReplicaStrategy) -> None:
+    """Refuse what would go past the step loop."""
+    module = trainer.lightning_module
+    if len(strategy.optimizers) != 1 or not module.automatic_optimization:
+        raise ArgumentError(
+            f"{type(module).__name__} has {len(strategy.optimizers)} optimizers, and automatic_optimization="
+            f"{module.automatic_optimization}; replicas need one optimizer, which Lightning steps."
+        )
+    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+        raise ArgumentError(
+            'the loss scaler of precision "16-mixed" has a state, which replicas do not share; use bf16.'
+        )
+    if trainer.reload_dataloaders_every_n_epochs or any(isinstance(each, Timer) for each in trainer.callbacks):
+        raise ArgumentError("reload_dataloaders_every_n_epochs, max_time and Timer: replicas would not do it together.")
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        if getattr(loader, "batch_sampler", None) is None:
+            raise ArgumentError(
+                f"a {type(loader).__name__} without a batch sampler: a replica that comes back could not find its "
+                "place in the data. Give a DataLoader of a map-style data set."
+            )
+
+
+def _read_no_checkpoint(trainer: Trainer) -> None:
+    """Let a replica that joins a running job start from nothing: the others have all of a checkpoint, and newer."""
+    trainer._checkpoint_connector.resume_start = lambda *_, **__: None
+
+
+def _move(trainer: Trainer, step: int) -> None:
+    """Put the loops of Lightning, which are about to begin, to `step` of the job."""
+    fit, batches_a_step = trainer.fit_loop, trainer.accumulate_grad_batches
+    loop = fit.epoch_loop
+    epoch, done = divmod(step, math.ceil(trainer.num_training_batches / batches_a_step))
+    batches = done * batches_a_step
+    for tracker in (fit.epoch_progress.current, fit.epoch_progress.total):
+        _set(tracker, epoch)
+    _set(loop.automatic_optimization.optim_progress.optimizer.step.total, step)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step - (batches > 0)  # which it counts up as it begins again
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        sampler = loader.batch_sampler
+        sampler.sampler = _Rest(sampler.sampler, batches * sampler.batch_size)
+        sampler.sampler.set_epoch(epoch)
+    iter(trainer.fit_loop._data_fetcher)  # which has fetched the first batches of the first epoch
+    if batches:
+        _set(loop.batch_progress.current, batches)
+        loop.restarting = True  # or it sets its progress to 0
+
+
+def _set(tracker: Any, count: int) -> None:
+    for name in vars(tracker):
+        setattr(tracker, name, count)
+
+
+class _Rest:
+    """A sampler without its first `skip` samples, the first time."""
+
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self._sampler, self._skip = sampler, skip
+
+    def __iter__(self) -> Iterator[int]:
+        skip, self._skip = self._skip, 0
+        return itertools.islice(iter(self._sampler), skip, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)

@@ -1,0 +1,165 @@
+"""A replica as a world of its own, for libraries that know a world of ranks and its collectives.
+
+The world of torch, which a trainer sees, is this replica alone. So whatever the library gathers, broadcasts or waits
+for stays within the replica, and cannot fail because another one is lost. Between replicas there are only the gradients
+of DDP and the few values of `StepExchange`: reductions, which a loss does not end.
+
+                      the library's world          between replicas
+    rank, world size  0 of 1                       where the replica is in the roster, which changes at boundaries
+    collectives       gloo or NCCL, of one rank    all-reduce of gradients, losses and decisions
+    main process      -                            the lowest replica that contributes
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ftcomm.errors import InitError
+from ftcomm.torch import meeting, replicas
+from ftcomm.torch.create import Dimension
+
+if TYPE_CHECKING:
+    from ftcomm.group import Group
+    from ftcomm.training import StepLoop
+
+log = logging.getLogger("ftcomm")
+
+_across: dist.ProcessGroup | None = None  # the group of all replicas, with which DDP averages
+
+
+def join(timeout: timedelta = default_pg_timeout) -> Group:
+    """Join the job as a replica of one rank, and make the world of torch that of this replica alone; idempotent.
+
+    Works under `ftcomm run`, torchrun, and wherever `dist.init_process_group("ftcomm")` does; call it instead of that,
+    before the library looks at the environment. Blocks like `ftcomm.init`. Raises `InitError` if the process has a
+    process group already, or the replica several ranks.
+    """
+    global _across
+    if _across is not None and dist.is_initialized():
+        return meeting.joined()
+    if dist.is_initialized():
+        raise InitError(
+            "this process has a process group already, and the world of a trainer has to be one replica. Leave out "
+            "dist.init_process_group, and make no TrainingArguments, Accelerator or Trainer of another kind before."
+        )
+    if meeting.in_job():
+        group = meeting.joined()
+    else:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        group = meeting.join_by_store(store, rank, size, timeout)
+    if group.shards > 1:
+        raise InitError(
+            f"replica {group.replica} has {group.shards} ranks; trainers of other libraries are replicas of one rank. "
+            "Leave out --ranks-per-replica, or train with ftcomm.training (docs/training.md)."
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _across = dist.new_group([0], timeout, backend="ftcomm", pg_options=Dimension.ACROSS, group_desc="replicas")
+    return group
+
+
+def across() -> dist.ProcessGroup:
+    """Returns the process group of all replicas, for `DistributedDataParallel(process_group=...)`."""
+    assert _across is not None, "call join before"
+    return _across
+
+
+class StepExchange:
+    """The values that replicas of a training tell each other besides gradients. Not thread-safe.
+
+    Every replica of the job makes the same calls in the same order. Before its first step, and after its last, a
+    replica is alone: a call returns what it has given.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.loop: StepLoop | None = None
+        self._contributed: frozenset[int] = frozenset()  # in the step before this one
+        self.newcomers: frozenset[int] = frozenset()  # those that contribute from this step on
+        self.joined_late = group.internals.outside
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def begin(self, loop: StepLoop, total: int | None) -> int | None:
+        """Begin the next step of `loop`: see `StepLoop.begin`."""
+        self.loop = None
+        step = loop.begin(total)
+        if step is None:
+            return None
+        self.loop = loop
+        now = frozenset(self.group.contributors)
+        self.newcomers = now - self._contributed if self._contributed else frozenset()
+        self._contributed = now
+        return step
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is under way, in which the others answer."""
+        return self.loop is not None
+
+    @property
+    def contributes(self) -> bool:
+        return self.group.replica in self._contributed
+
+    @property
+    def place(self) -> int:
+        """Says which number this replica has among those that contribute, and a higher one if it does not: 0 writes
+        checkpoints and logs."""
+        group = self.group
+        contributors = self._contributed or frozenset(() if self.joined_late else group.contributors)
+        if group.replica in contributors:
+            return sorted(contributors).index(group.replica)
+        return len(contributors) + 1 + group.replica
+
+    @property
+    def waits_for_state(self) -> bool:
+        """Whether a replica catches up in this step; the same on all."""
+        return len(self.group.roster) > len(self._contributed)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Returns the sum of each value over the replicas that contribute. Those that catch up get it, and give
+        nothing."""
+        return self._reduce(values, "sum")
+
+    def means(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, "avg")
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, "max")
+
+    def _reduce(self, values: Sequence[float], op: str) -> list[float]:
+        if not self.stepping or not values:
+            return list(values)
+        array = np.array(values, np.float64)
+        self.group.allreduce(array, op)
+        return [float(value) for value in array]
+
+    def mean_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `metrics` with the mean of each number over the replicas that contribute; the same on all."""
+        names = sorted(name for name, value in metrics.items() if isinstance(value, (int, float, np.number)))
+        means = dict(zip(names, self.means([float(metrics[name]) for name in names]), strict=True))
+        return {name: means.get(name, value) for name, value in metrics.items()}
+
+    def told(self, fields: Mapping[str, Any], *, of_old: bool) -> dict[str, Any]:
+        """Returns the plain `fields` of the lowest replica that contributes; `of_old`: of those that contributed before
+        this step. A loss meanwhile is survived while another is left."""
+        group = self.group
+        text = json.dumps(fields, default=float).encode()
+        (length,) = self.largest([len(text)])
+        buffer = torch.frombuffer(bytearray(text[: int(length)].ljust(int(length))), dtype=torch.uint8)
+        able = [replica for replica in group.contributors if not of_old or replica not in self.newcomers]
+        root = group.roster.index(min(able or group.contributors))
+        replicas.Replicas(group).broadcast_state(buffer, root)
+        said: dict[str, Any] = json.loads(bytes(buffer.numpy()))
+        return said

@@ -1,0 +1,108 @@
+"""The parts of a group that other parts of ftcomm use, and a user does not.
+
+Subgroups and static groups need the connections of this rank, training needs its place in the step loop, torch both,
+and experiments the exchange. All of them find it in the `internals` of a `Group`; names with an underscore are private
+to the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ftcomm.control import messages as m
+from ftcomm.errors import TransportError
+from ftcomm.process.own import own_process
+
+if TYPE_CHECKING:
+    from ftcomm.control import handshake
+    from ftcomm.control.agent import Agent
+    from ftcomm.control.sealed import Channel
+    from ftcomm.control.views import View
+    from ftcomm.transport.router import ConnectionRouter, Handler
+
+
+class OpenLoop(Protocol):
+    """A step loop, as a group knows it."""
+
+    followed: bool  # another one has begun before this one was at its end
+
+    def close(self) -> None: ...
+
+
+class Internals:
+    """The inside of one group, as `Group.internals`.
+
+    port, router: where this rank listens, and what deals the connections out to its communicators.
+    exchange: runs its ops; what kind it is depends on the engine.
+    op_timeout: seconds until an op that stands still fails by itself.
+    may_call: raises if no op can be called any more.
+    when: the stamp of a call that this thread makes now, and the lag; see `Operation`.
+    stood: seconds that ops of this rank have stood still, waiting for members that did not move, or were lost.
+    catching_up: whether this replica has joined a running job, and has not caught up yet.
+    outside: whether it has joined a running job, and has not passed its first boundary yet.
+    lag: boundaries passed beyond the training steps: of repeated steps, of pauses, and at the end of a step loop.
+    loop: how many step loops the script of this rank has entered.
+    step_loop: the one that the script is in, if it is in one.
+    on_step_error: takes an error for which the step loop, if there is one that can, discards the step.
+    intra_replica_exchanges: how often the ranks of this replica have begun to meet in a step loop.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        port: int,
+        router: ConnectionRouter,
+        exchange: Any,
+        op_timeout: float,
+        *,
+        view: Callable[[], View],
+        may_call: Callable[[], None],
+        when: Callable[[], tuple[int, int]],
+        stood: Callable[[], float],
+    ) -> None:
+        self._agent, self._view = agent, view
+        self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
+        self.may_call, self.when, self.stood = may_call, when, stood
+        self.catching_up = self.outside = False
+        self.lag = self.loop = self.intra_replica_exchanges = 0
+        self.step_loop: OpenLoop | None = None
+        self.on_step_error: Callable[[Exception], None] | None = None
+
+    def serve(self, purpose: str, handler: Handler) -> None:
+        """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""
+        self._agent.serve(purpose, handler)
+
+    def dial(self, replica: int, purpose: str, fields: handshake.Fields) -> Channel:
+        """Returns an authenticated blocking connection to this rank of another replica, which hands it to the handler
+        of `purpose`. Waits for as long as an op may for a process whose kernel answers. Raises `TransportError`."""
+        try:
+            return self._agent.dial(replica, purpose, fields)
+        except OSError as error:
+            raise TransportError(f"replica {replica} cannot be reached for {purpose!r}: {error}") from error
+
+    def dial_rank(self, replica: int, shard: int, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
+        """Returns an authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
+        view = self._view()
+        member = view.member(replica)
+        if member is None or shard >= len(member.ranks):
+            raise ConnectionError(f"the view of epoch {view.epoch} has no rank {shard} of replica {replica}")
+        return self._agent.dial_address(member.ranks[shard], purpose, fields, timeout)
+
+    @property
+    def loop_of_job(self) -> int:
+        """The step loop that the others are in, as a replica that joins them was told last."""
+        return self._agent.loop_of_job
+
+    @property
+    def behind(self) -> bool:
+        """Whether the script of this rank has still to come to the step loop that the job is in. Only that of a replica
+        that joins has."""
+        return self.outside and self.loop < self.loop_of_job
+
+    def caught_up(self, step: int) -> None:
+        """Note that this rank holds the state as of `step`: its replica may contribute from one of the next boundaries
+        on."""
+        own_process()
+        self.catching_up = False
+        self._agent.tell(m.CaughtUp(step))

@@ -1,0 +1,41 @@
+"""What torchrun sets for each rank, as `ftcomm run` sets it: scripts and trainers that ask the environment who they
+are, and whether there is a launcher, find the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ftcomm.launch.options import RunOptions
+from ftcomm.settings import split_endpoint
+
+# Of a launcher around this one, which its ranks must not take for theirs. What is set below replaces the rest.
+OUTER = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_RESTART_COUNT")
+
+
+def of_job(options: RunOptions, job: str, store: str) -> dict[str, str]:
+    """What all ranks have alike. `store`: host:port of torch's store."""
+    host, port = split_endpoint(store, "FTCOMM_STORE")
+    size = str(options.replicas * options.ranks_per_replica)
+    return {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so nobody else serves one at that address
+    }
+
+
+def of_rank(place: int, restarts: int) -> Mapping[str, str]:
+    """What is its own. `place`: its index among all ranks of the job. `restarts`: of its replica up to now."""
+    return {
+        "RANK": str(place),
+        "LOCAL_RANK": str(place),
+        "ROLE_RANK": str(place),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+    }

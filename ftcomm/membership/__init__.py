@@ -1,0 +1,1 @@
+"""The sources of views for communicators that are not the group of the job."""

@@ -1,0 +1,344 @@
+"""Views that are those of a job, restricted to some replicas: one member as a state machine, events in, actions out.
+
+    view of the job  epoch 7: 0 1 2 3    the group of 0, 1 and 3 runs in  epoch 7: 0 1   3
+    1 is lost        epoch 8: 0   2 3                                     epoch 8: 0     3
+    1 comes back     epoch 9: 0 1 2 3                                     epoch 9: 0 1   3
+
+These views need no decision: they are in order and equal on all members without a message. To enter one, a member
+stops, and asks the others of that view for their accounts:
+
+    member i                                    member j
+      Freeze, quiesced
+      AskMember(epoch)                 --->     asked: kept until j has stopped for that epoch, or a later one
+                                       <---     TellCaller(SubgroupProgress(epoch, segment, progress))
+      told by all: ReachMember, reached: Resume
+      AskMember(epoch, entered)        --->     asked: j may leave, as far as i is concerned
+
+A member that closes the group waits until the others have entered what it has entered. A later caller gets `Left`, and
+leaves it out of that view. What it has returned is FINAL everywhere, so the others need nothing more from it; ops that
+it has not called cannot be completed.
+
+To make the group is the same again: a first view, in which no op was called. So a loss while a group is being made is a
+loss like others, and a replica that comes back makes it as in its first life, and goes on in its numbering.
+
+A thread drives this in `ftcomm.subgroup`, virtual time in `ftcomm.simulation.subgroup`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ftcomm.control import field_types as t
+from ftcomm.control.actions import Freeze, Resume
+from ftcomm.control.messages import Progress
+from ftcomm.control.timeouts import REPORT, Timeouts
+from ftcomm.control.views import Address, Member, View
+from ftcomm.transport.router import ENTERED, Incoming
+
+_PAUSE = 0.02  # s before a silent member is asked again
+
+
+class SubgroupProgress(msgspec.Struct, frozen=True, tag=True):
+    """The account of a member: where it stands before `epoch`, and where its segment is."""
+
+    epoch: t.Epoch
+    address: Address
+    progress: Progress
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """The member has closed the group, after it had returned so many ops."""
+
+    returned: Annotated[int, Meta(ge=0, le=1 << 53)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AskMember:
+    """Call a member for its account before the epoch of `view`, or (`entered`) to say that this member runs in it;
+    answer with `told`, `left` or `unanswered`. `there` is the nonce of its segment, if known, else empty."""
+
+    view: View
+    member: Member
+    there: str
+    entered: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class TellCaller:
+    """Give the caller this account, or (None) close its connection: it hears of a newer view, too."""
+
+    call: Incoming
+    account: SubgroupProgress | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReachMember:
+    """Reach the segment at `address` of a member of `view`; answer with `reached`, or `unreachable`."""
+
+    view: View
+    member: Member
+    address: Address
+    severed: bool  # it has lost its connection to this member, which may look whole here
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportStall:
+    """Report that these members hold up the change to `epoch` for longer than they may."""
+
+    epoch: int
+    missing: tuple[int, ...]
+
+
+Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall
+
+
+class DerivedMembership:
+    """The membership of one member. Not thread-safe. Every method but the first returns actions in order. `here` is the
+    segment of this member, and `among` are all replicas that may ever be members."""
+
+    def __init__(self, replica: int, among: Collection[int], here: Address, timeouts: Timeouts) -> None:
+        self.replica, self.among = replica, frozenset(among)
+        self.epoch = 0  # the epoch that the exchange runs in
+        self.view: View | None = None  # the job's newest view, restricted; entered, or about to be
+        self._here, self._timeouts = here, timeouts
+        self._account: SubgroupProgress | None = None  # for the newest epoch for which the exchange has stopped
+        self._calls: dict[int, Incoming] = {}  # calls of members that are ahead
+        self._known: dict[int, tuple[str, str]] = {}  # replica -> its life, and the nonce of its segment
+        self._accounts: dict[int, SubgroupProgress] = {}  # those of the others, for the epoch of `view`
+        self._reaching: set[int] = set()  # members whose segments are to be reached
+        self._reached: set[int] = set()  # members whose segments are reached
+        self._entered_by: set[int] = set()  # members that have said that they run in `view`
+        self._gone: set[str] = set()  # lives of members that have closed the group
+        self._retries: dict[int, float] = {}  # replica -> when it is asked or reached again
+        self._asking: set[int] = set()  # members whose answer for the epoch of `view` is to come
+        self._begun = self._said = 0.0  # when the wait for others began, and was last reported
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def entered(self, view: View) -> list[Action]:
+        """Note that a view of the job is in force."""
+        if self.view is not None and view.epoch <= self.view.epoch:
+            return []
+        self.view = self._restricted(view)
+        self._accounts, self._reaching, self._reached, self._retries = {}, set(), set(), {}
+        self._entered_by, self._asking = set(), set()
+        return [Freeze(self.view)]
+
+    def quiesced(self, epoch: int, progress: Progress, now: float) -> list[Action]:
+        """Note that the exchange stands still and holds `progress`; `epoch` is the one of the `Freeze` that this
+        answers."""
+        if self.view is None or epoch != self.view.epoch or self._told(epoch):
+            return []
+        self._account = account = SubgroupProgress(epoch, self._here, progress)
+        due = [call for call in self._calls.values() if call.epoch <= epoch]
+        self._calls = {member: call for member, call in self._calls.items() if call.epoch > epoch}
+        self._begun = self._said = now
+        asks = [self._ask(member) for member in self._others()]
+        return [*(_answer(call, account) for call in due), *asks, *self._go_on(now)]
+
+    def accepts(self, call: Incoming) -> bool:
+        """Whether a call is for this group. A member that has closed it may have made the next group of its name, while
+        this one lasts here, whose staging the next one must not take for its own."""
+        return call.there in ("", self._here.nonce) and self._is_ours(call.member, call.life, call.nonce)
+
+    def asked(self, call: Incoming) -> list[Action]:
+        """Take a call, which was accepted, for the account of this member."""
+        account = self._account
+        if call.what == ENTERED and self.is_current(call.epoch):
+            self._entered_by.add(call.member)
+        if account is not None and call.epoch <= account.epoch:
+            return [_answer(call, account)]
+        before = self._calls.get(call.member)
+        self._calls[call.member] = call
+        return [] if before is None else [TellCaller(before, None)]
+
+    def told(self, epoch: int, replica: int, account: SubgroupProgress, now: float) -> list[Action]:
+        """Take the answer of a member that was asked for `epoch`."""
+        self._answered(epoch, replica)
+        if not self.wants(epoch) or replica in self._accounts:
+            return []
+        assert self.view is not None
+        member = self.view.member(replica)
+        assert member is not None
+        if account.epoch != epoch or not self._is_ours(replica, member.incarnation, account.address.nonce):
+            return self.unanswered(epoch, replica, now)
+        self._accounts[replica] = account
+        return self._go_on(now)
+
+    def left(self, epoch: int, replica: int, now: float) -> list[Action]:
+        """Note that a member that was asked for `epoch` has closed the group."""
+        self._answered(epoch, replica)
+        if not self.is_current(epoch):
+            return []
+        assert self.view is not None
+        member = self.view.member(replica)
+        if member is not None:
+            self._gone.add(member.incarnation)
+            self.view = self._restricted(self.view)
+        return self._go_on(now) if self.wants(epoch) else []
+
+    def unanswered(self, epoch: int, replica: int, now: float) -> list[Action]:
+        """Note that a member has not answered: it is not there yet, or gone, which the next view will tell."""
+        self._answered(epoch, replica)
+        if self.is_current(epoch):
+            self._retries[replica] = now + (_PAUSE if self.wants(epoch) else self._timeouts.beat)
+        return []
+
+    def reached(self, epoch: int, replica: int, now: float) -> list[Action]:
+        if not self.wants(epoch) or replica not in self._accounts:
+            return []
+        self._reached.add(replica)
+        self._begun = self._said = now
+        return self._go_on(now)
+
+    def unreachable(self, epoch: int, replica: int, now: float) -> list[Action]:
+        """Ask a member again whose segment cannot be reached, since it may have closed the group. There is no complaint
+        about it: the control plane dials the same port."""
+        if self.wants(epoch):
+            self._accounts.pop(replica, None)
+            self._reaching.discard(replica)
+            self._retries[replica] = now + self._timeouts.beat
+        return []
+
+    def resumed(self, epoch: int) -> list[Action]:
+        """Note that the exchange runs in `epoch`."""
+        self.epoch = epoch
+        return [self._ask(member) for member in self._others()] if self.is_current(epoch) else []
+
+    def ask(self, replicas: Collection[int]) -> list[Action]:
+        """Ask members for which an op stands still in the view that was entered whether they have closed the group.
+        Each has one question at a time, since the answer of a stopped process may take as long as the stall."""
+        if self.view is None or self.epoch != self.view.epoch:
+            return []
+        busy = self._asking | self._retries.keys()
+        return [self._ask(m) for m in self._others() if m.replica in replicas and m.replica not in busy]
+
+    def is_needed(self) -> bool:
+        """Whether others still have to enter the view that was entered here. A member that was in no view of the group
+        yet is needed, too: others may be about to ask for its account, and cannot name its segment, so they would get
+        that of its next group of this name. Until it is in a view it cannot say so, for which they wait."""
+        if self.view is None or 0 < self.epoch != self.view.epoch:
+            return False
+        return any(not self.epoch or member.replica not in self._entered_by for member in self._others())
+
+    def due(self) -> float:
+        """The time at which `tick` has something to do next."""
+        times = [*self._retries.values(), *([self._overdue()] if self.missing() else [])]
+        return min(times, default=float("inf"))
+
+    def tick(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for replica in [replica for replica, when in self._retries.items() if when <= now]:
+            del self._retries[replica]
+            assert self.view is not None
+            member = self.view.member(replica)
+            actions += [] if member is None else [self._ask(member)]
+        if (missing := self.missing()) and now >= self._overdue():
+            self._said = now
+            assert self.view is not None
+            actions.append(ReportStall(self.view.epoch, missing))
+        return actions
+
+    def missing(self) -> tuple[int, ...]:
+        """Returns the members whose account, or whose segment, is still to come."""
+        if self.view is None or self.epoch == self.view.epoch or not self._told(self.view.epoch):
+            return ()
+        others = [member.replica for member in self._others()]
+        silent = tuple(replica for replica in others if replica not in self._accounts)
+        return silent or tuple(replica for replica in others if replica not in self._reached)
+
+    def segments(self) -> tuple[str, ...]:
+        """Returns the nonces of the segments in this group, as far as they are known."""
+        return (self._here.nonce, *(nonce for _, nonce in self._known.values()))
+
+    def close(self) -> list[Action]:
+        """End the group: no caller gets an account any more."""
+        calls, self._calls = self._calls, {}
+        self._retries = {}
+        return [TellCaller(call, None) for call in calls.values()]
+
+    # -- what follows ------------------------------------------------------------------------------------------------
+
+    def _restricted(self, view: View) -> View:
+        members = (m for m in view.members if m.replica in self.among and m.incarnation not in self._gone)
+        return msgspec.structs.replace(view, members=tuple(members))
+
+    def _others(self) -> list[Member]:
+        assert self.view is not None
+        return [member for member in self.view.members if member.replica != self.replica]
+
+    def _told(self, epoch: int) -> bool:
+        """Whether this member has stopped for `epoch`."""
+        return self._account is not None and self._account.epoch == epoch
+
+    def wants(self, epoch: int) -> bool:
+        """Whether the view of `epoch` is to be entered, and was not. Any thread."""
+        return self.is_current(epoch) and epoch != self.epoch
+
+    def is_current(self, epoch: int) -> bool:
+        """Whether the view of `epoch` is the newest. Any thread."""
+        return self.view is not None and self.view.epoch == epoch
+
+    def _is_ours(self, member: int, life: str, nonce: str) -> bool:
+        """Whether a member speaks for this group: it keeps the same segment here for life."""
+        known = self._known.get(member)
+        if known is None or known[0] != life:
+            self._known[member] = known = (life, nonce)
+        return known[1] == nonce
+
+    def _answered(self, epoch: int, replica: int) -> None:
+        if self.is_current(epoch):
+            self._asking.discard(replica)
+
+    def _ask(self, member: Member) -> AskMember:
+        assert self.view is not None
+        life, nonce = self._known.get(member.replica, ("", ""))
+        there = nonce if life == member.incarnation else ""
+        self._asking.add(member.replica)
+        return AskMember(self.view, member, there, entered=self.epoch == self.view.epoch)
+
+    def _reach(self, member: Member) -> ReachMember:
+        assert self.view is not None
+        account = self._accounts[member.replica]
+        return ReachMember(self.view, member, account.address, self.replica in account.progress.severed)
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Go on after a member has told, or was reached."""
+        assert self.view is not None
+        assert self._account is not None
+        others = self._others()
+        if not all(member.replica in self._accounts for member in others):
+            return []
+        reach = [self._reach(member) for member in others if member.replica not in self._reaching]
+        if reach:
+            self._begun = self._said = now
+            self._reaching |= self._accounts.keys()
+            return list(reach)
+        if not all(member.replica in self._reached for member in others):
+            return []
+        accounts = {**self._accounts, self.replica: self._account}
+        nobody = not self.view.contributing
+        members = tuple(
+            Member(m.replica, m.incarnation, (accounts[m.replica].address,), m.contributing or nobody)
+            for m in self.view.members
+        )
+        view = msgspec.structs.replace(self.view, members=members)
+        return [Resume(view, {replica: account.progress for replica, account in accounts.items()})]
+
+    def _overdue(self) -> float:
+        """Returns when a stall is reported next. After a loss all hear of the view at once. Otherwise a member waits
+        for the scripts of others. When the group is made, or this member has just come, that has no limit."""
+        if not self.epoch:
+            return float("inf")
+        assert self.view is not None
+        patience = self._timeouts.op if self.view.proposal else self._timeouts.op_floor
+        return max(self._said + REPORT, self._begun + patience)
+
+
+def _answer(call: Incoming, account: SubgroupProgress) -> TellCaller:
+    return TellCaller(call, account if call.epoch == account.epoch else None)

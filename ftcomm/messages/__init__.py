@@ -1,1 +1,0 @@
-"""Arrays from one rank to another: send and recv."""

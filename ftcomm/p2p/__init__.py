@@ -1,0 +1,1 @@
+"""Sends arrays from one rank to another: send and recv."""

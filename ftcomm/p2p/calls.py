@@ -1,0 +1,252 @@
+"""Sends arrays from one member to another: `send` and `recv` by rank and tag, the same on every kind of group.
+
+`ftcomm.p2p.progress` has the protocol of the two, and `ftcomm.p2p.matching` says which message a receive gets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ftcomm.arrays.flat import Flat, to_read, to_write
+from ftcomm.control.sealed import Connection
+from ftcomm.control.views import View
+from ftcomm.errors import ArgumentError, CollectiveTimeout, fresh
+from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.p2p.protocol import EAGER, MessageRequest, RecvRequest, SendRequest
+from ftcomm.p2p.slots import DeviceMemory, Slots
+from ftcomm.process.own import looked, own_process
+from ftcomm.transport.router import Incoming
+
+
+class MessageWork:
+    """A send or a receive that was started. Methods may be called from any thread."""
+
+    def __init__(
+        self, message: MessageRequest, array: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]
+    ) -> None:
+        self._message, self._roster = message, roster
+        self._finish = finish
+        self._lock = threading.Lock()
+        self.array = array  # `x`; after `wait` of a receive, a new array if `x` is immutable
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._message.ended.is_set()
+
+    @property
+    def source(self) -> int | None:
+        """The rank from which the array comes. None while that is open, and for a send."""
+        found = getattr(self._message, "found", None)
+        return None if found is None else self._roster.index(found)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Block until the array is received, or was sent and may be changed. Returns the rank it came from, or None for
+        a send.
+
+        Raises what the message failed with, or `CollectiveTimeout` after `timeout` seconds. The message then goes on,
+        until the timeout that was given with the call. Any thread.
+        """
+        message = self._message
+        if not message.ended.is_set():
+            own_process()
+        if not message.ended.wait(timeout):
+            raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
+        if message.error is not None:
+            raise fresh(message.error)
+        if self._finish is not None:
+            with self._lock:
+                if self._finish is not None:
+                    self.array = self._finish()
+                    self._finish = None
+        return self.source
+
+
+class JobProgressEngine(ProgressEngine):
+    """The messages of a rank in a job. The job's views say which members are lost or have come back. Peers are
+    replicas.
+
+    `dial(replica, life, epoch)` connects to the same rank of another replica, from this one's life in the view of that
+    epoch, and may raise `OSError`.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        shard: int,
+        dial: Callable[[int, str, int], Connection],
+        slots: Slots | None = None,
+    ) -> None:
+        super().__init__(f"replica {replica} rank {shard}", self._dial_replica, lambda peer: f"replica {peer}", slots)
+        self._replica, self._to_replica = replica, dial
+        self._lives: dict[int, str] = {}  # the lives of the members of the newest view
+        self._epoch = 0  # the epoch of that view
+        self._gone: dict[str, int] = {}  # lives of former members -> epoch of the view without them
+
+    def forget(self) -> None:
+        super().forget()
+        self._to_replica = _nobody
+
+    def enter(self, view: View) -> None:
+        """Note that `view` is in force."""
+        lives = {member.replica: member.incarnation for member in view.members}
+        for replica, life in self._lives.items():
+            if lives.get(replica) != life:
+                self._gone[life] = view.epoch
+                self.lose(replica, f"it is not in the view of epoch {view.epoch}")
+        self._lives, self._epoch = lives, view.epoch
+        for replica in lives:
+            self.found(replica)
+
+    def incoming(self, call: Incoming) -> None:
+        """Take a connection from another replica. It may be ahead, in a view that this rank has not entered. It may be
+        a joiner that one view has left out and a later one has, in the same life."""
+        if call.epoch < self._gone.get(call.life, 0):
+            call.sock.close()  # its messages belong to no view still to come
+        else:
+            self.accept(call.sock, call.member, call.nonce)
+
+    def _dial_replica(self, replica: int) -> Connection:
+        return self._to_replica(replica, self._lives[self._replica], self._epoch)
+
+
+class Messages:
+    """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
+
+    roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
+    _me: int  # the number of this member
+    _p2p: ProgressEngine
+
+    @property
+    def rank(self) -> int:
+        """The place of this member in `roster`, from 0; changes only at step boundaries."""
+        return self.roster.index(self._me)
+
+    @property
+    def world_size(self) -> int:
+        """The number of members in `roster`; changes only at step boundaries."""
+        return len(self.roster)
+
+    def _may_call(self) -> None:
+        """Raises in a forked child, before anything is locked, and if no call is possible any more."""
+        if not looked[0]:
+            own_process()
+
+    def _patience(self) -> float:
+        """The seconds until a message without a timeout of its own fails."""
+        raise NotImplementedError
+
+    def send(
+        self,
+        x: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+        copy_engine: bool = False,
+    ) -> Any:
+        """Send the array `x`, of any shape and dtype, to rank `dst`, which receives as many elements of the same dtype.
+
+        copy_engine: leave it to the copy engines of a GPU, with FTCOMM_ENGINE=gpu-kernel, if `x` is a contiguous torch
+            tensor of more than 64 KB in GPU memory or in pinned memory. Otherwise it goes through memory of the host,
+            which takes no multiprocessor either. The receiver need not say the same.
+        timeout: seconds for the whole message; None: the op timeout.
+
+        Blocks until `x` may be changed, and returns None. With `async_op` it returns a `MessageWork` at once, and `x`
+        must not be changed until that has ended. Messages up to 64 KB are sent ahead, up to a megabyte that was not
+        received yet; a larger one waits until it is asked for. Messages to one rank with one tag arrive in the order of
+        the calls. Any thread. Raises `ArgumentError`, `LostError`, `CollectiveTimeout`, and `MismatchError` if the
+        receiver expects another array.
+        """
+        target = self._peer(dst, "send to")
+        place = self._place(x, copy_engine)
+        flat = to_read(x) if place is None else None
+        message = SendRequest(target, *self._outline(flat, tag, timeout, place))
+        self._p2p.send(message)
+        sending = MessageWork(message, x, None, self.roster)
+        return sending if async_op else sending.wait()
+
+    def recv(
+        self,
+        x: Any,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+        copy_engine: bool = False,
+    ) -> Any:
+        """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `copy_engine` and `timeout`
+        as in `send`.
+
+        Blocks, and returns the rank it came from. With `async_op` it returns a `MessageWork` at once, and `x` must not
+        be touched until that has ended. An immutable array (JAX) needs `async_op`: `MessageWork.array` is the new one.
+        Any thread. Raises `ArgumentError`, `LostError` if the rank is lost before it has sent, `MismatchError` if it
+        has sent another number of elements or another dtype (that message is gone then), and `CollectiveTimeout`.
+        """
+        source = None if src is None else self._peer(src, "receive from")
+        place = self._place(x, copy_engine)
+        flat = to_write(x) if place is None else None
+        if flat is not None and flat.anew and not async_op:
+            raise ArgumentError(
+                f"recv into a {type(x).__name__}, which is immutable; pass async_op=True, and take the new array from "
+                "`array` of what it returns, after wait()"
+            )
+        message = RecvRequest(source, *self._outline(flat, tag, timeout, place))
+        finish = flat.finish if flat is not None else self._landing(message, x)
+        self._p2p.receive(message)
+        sending = MessageWork(message, x, finish, self.roster)
+        return sending if async_op else sending.wait()
+
+    def _place(self, x: Any, copy_engine: bool) -> DeviceMemory | None:
+        """Returns the place of `x` if copy engines are to move it."""
+        place = self._p2p.slots.place(x) if copy_engine and self._p2p.slots is not None else None
+        return place if place is not None and place.nbytes > EAGER else None
+
+    def _landing(self, message: RecvRequest, x: Any) -> Callable[[], Any]:
+        """Returns what copies into `x` the bytes that have come to the host."""
+        slots, place = self._p2p.slots, message.place
+        assert slots is not None
+        assert place is not None
+
+        def finish() -> Any:
+            if message.landed is not None:
+                host = np.frombuffer(message.landed, np.uint8)
+                slots.move(place.address, host.ctypes.data, host.nbytes)
+            return x
+
+        return finish
+
+    def _peer(self, rank: int, what: str) -> int:
+        self._may_call()
+        own = self.rank
+        if not isinstance(rank, int) or not 0 <= rank < len(self.roster) or rank == own:
+            raise ArgumentError(
+                f"cannot {what} rank {rank!r}; expected one of 0 to {len(self.roster) - 1}, and not {own}, which is "
+                "this one"
+            )
+        return self.roster[rank]
+
+    def _outline(
+        self, flat: Flat | None, tag: int, timeout: float | None, place: DeviceMemory | None
+    ) -> tuple[int, str, memoryview, float, DeviceMemory | None]:
+        """Returns the outline of a message; either `flat` or `place` says where its array is."""
+        if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
+            raise ArgumentError(f"a tag of {tag!r}; expected an integer of 64 bits")
+        seconds = self._patience() if timeout is None else timeout
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"timeout={timeout}; expected a positive number of seconds")
+        deadline = time.monotonic() + seconds
+        if flat is not None:
+            return tag, flat.dtype, flat.flat.data, deadline, None
+        assert place is not None
+        return tag, place.dtype, memoryview(b""), deadline, place
+
+
+def _nobody(replica: int, life: str, epoch: int) -> Connection:
+    raise ConnectionError("the group is closed")

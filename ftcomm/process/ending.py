@@ -1,0 +1,116 @@
+"""A training that was given up is not a training that is done: this tells how the script of this process ends.
+
+    it comes to its last line            its outermost frame has returned: well
+    an exception ends it                 Python keeps that for debuggers: not well
+    sys.exit, exit, quit                 by the status that these were given
+    raise SystemExit, or a sys.exit      its outermost frame has not returned; with which code Python tells nobody. Well
+    imported before `init`               if its last step loop has come to its end, else not
+
+So of the last kind two are told wrongly: a script that fails behind its whole training, and one that ends well without
+a step loop, or by a `break` out of it. Under `ftcomm run` neither is: there all of that kind say that they have ended
+well, and the launcher, which sees the code, corrects that at once (`Coordinator.exited`). Elsewhere `sys.exit(main())`
+in place of `raise SystemExit(main())` is enough, or `ftcomm.shutdown()` where the work is done.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from ftcomm.errors import TooLateError
+
+_UNTOLD = object()
+_status: object = _UNTOLD  # that the main thread has called sys.exit, exit or quit with, since the last step boundary
+_complete = False  # the last step loop has come to its end
+_outermost: FrameType | None = None  # of the main thread: the script
+
+
+def watch() -> None:
+    """Let `failure` know, from now on, the status of `sys.exit`, `exit` and `quit`, of which Python tells nobody else,
+    and a script that ends by a `TooLateError` says so in one line. Idempotent."""
+    global _outermost
+    if hasattr(sys.exit, "of_ftcomm"):
+        return
+    _outermost = _bottom()
+    sys.exit = _noted(sys.exit)
+    for name in ("exit", "quit"):  # of `site`, which python -S leaves out
+        if hasattr(builtins, name):
+            setattr(builtins, name, _noted(getattr(builtins, name)))
+    sys.excepthook = functools.partial(_say, sys.excepthook)
+
+
+def _noted(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """`leave` as before, but the status that the main thread gives it is known to `failure`."""
+
+    def exit_with(*args: Any, **named: Any) -> NoReturn:
+        global _status
+        if threading.current_thread() is threading.main_thread():
+            _status = next(iter((*args, *named.values())), None)  # `exit` and `quit` take it as code=
+        leave(*args, **named)
+
+    functools.update_wrapper(exit_with, leave)
+    exit_with.of_ftcomm = True  # type: ignore[attr-defined]
+    return exit_with
+
+
+def _say(
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Print an error of a script. One that comes when the job is over has made no mistake, so it gets no traceback."""
+    if isinstance(error, TooLateError):
+        print(f"ftcomm: {error}", file=sys.stderr)
+    else:
+        before(kind, error, trace)
+
+
+def goes_on() -> None:
+    """The script takes another step: an exit that it has asked for was caught."""
+    global _status, _complete
+    _status, _complete = _UNTOLD, False
+
+
+def complete() -> None:
+    """A step loop has come to its end."""
+    global _complete
+    _complete = True
+
+
+def over() -> bool:
+    """Has the outermost frame of the script ended? Then Python is on its way out."""
+    return _outermost is not None and _bottom() is not _outermost
+
+
+def failure() -> str:
+    """Why the script, which is ending now, has not ended well; empty if it has, as far as this can be known."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        return f"its script failed with {type(error).__name__}"
+    if _outermost is None or _status in (None, 0) or _last_instruction(_outermost).startswith("RETURN_"):
+        return ""
+    if _status is not _UNTOLD:
+        return f"its script exited with code {_status if isinstance(_status, int) else 1}"
+    if _complete or "FTCOMM_RUN" in os.environ or not over():
+        return ""
+    return "its script raised SystemExit before the end of a step loop"
+
+
+def _last_instruction(frame: FrameType) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _bottom() -> FrameType | None:
+    """The outermost frame of the main thread as it is now."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,16 @@
+"""A forked child of a process that takes part in a job may make no calls."""
+
+from __future__ import annotations
+
+from ftcomm.control import fork
+from ftcomm.errors import FtcommError
+
+looked = fork.looked  # calls look at its first byte themselves, before they call `own_process`
+
+
+def own_process() -> None:
+    """Raises `FtcommError` in a forked child of a process that takes part."""
+    if not looked[0]:
+        if fork.is_child():
+            raise FtcommError(fork.refusal())
+        looked[0] = fork.wiped

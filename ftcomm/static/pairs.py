@@ -1,0 +1,347 @@
+"""A connection between each two members of a static group: how they meet, and how they hear of each other's end.
+
+    rank j                                rank i < j
+      dial, MemberHello(who, where)  --->
+                                     <--- MemberHello(who, where)   now both know where the other's segment is
+      ...                                 ...                       nothing is said while all goes well
+      Left(returned)                 --->                           I am done, after so many ops
+      MemberFailed(lost, why)        --->                           I cannot go on
+      (the connection ends)          --->                           I am dead
+
+Each says one thing and hangs up. Who hangs up with something unread takes back what he has said, but only from one who
+has ended too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from ftcomm.collective.core import nothing
+from ftcomm.control import field_types as t
+from ftcomm.control import handshake
+from ftcomm.control.dropped import drop, printable
+from ftcomm.control.fork import apart
+from ftcomm.control.framing import Framing, receive_while
+from ftcomm.control.sealed import Connection, pending
+from ftcomm.control.views import Address
+from ftcomm.errors import ArgumentError, TransportError
+from ftcomm.membership.derived import Left
+from ftcomm.static.endpoint import Dial
+from ftcomm.sync.sched import request_short_slice
+from ftcomm.transport.router import LINK, PURPOSE, Incoming
+
+MAX_FRAME = 1 << 14  # bytes
+_PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
+_LOOK = 0.002  # s between two looks while `settle` has something to wait for
+
+Why = Annotated[str, Meta(max_length=4096)]
+
+
+class MemberHello(msgspec.Struct, frozen=True, tag=True):
+    """`members` is a digest of who belongs to the group, in which order."""
+
+    members: t.Hex
+    address: Address
+
+
+class MemberFailed(msgspec.Struct, frozen=True, tag=True):
+    """The member has given up, because of the loss of the rank `lost`, or (-1) for a reason of its own."""
+
+    lost: Annotated[int, Meta(ge=-1, le=1 << 16)]
+    why: Why
+
+
+Said = MemberHello | Left | MemberFailed
+
+FRAMES: Framing[Said] = Framing(Said, MAX_FRAME)
+
+
+class PeerInfo(NamedTuple):
+    """A member as the others know it before they have met: what errors call it, and how it is reached."""
+
+    name: str
+    dial: Dial
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+class Met(NamedTuple):
+    member: int
+    sock: Connection  # blocking
+    address: Address
+
+
+Arrivals = queue.SimpleQueue["Incoming | Met | Exception"]
+
+
+def meet(
+    group: str, me: int, infos: Sequence[PeerInfo], hello: MemberHello, events: Arrivals, deadline: float
+) -> dict[int, Met]:
+    """Blocks until every member has come. `deadline` is one of `time.monotonic`; whoever owns incoming connections
+    puts them into `events`.
+
+    Raises `TransportError`, which names who did not come, and `ArgumentError` if members disagree on who they are.
+    """
+    meeting = _Meeting(group, me, infos, hello, events, deadline)
+    for member in range(me):
+        meeting.start(meeting.dial, member)
+    met: dict[int, Met] = {}
+    try:
+        while len(met) < len(infos) - 1:
+            try:
+                event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TransportError(meeting.absent(met)) from None
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Incoming):
+                if me < event.member < len(infos):
+                    meeting.start(meeting.greet, event.member, event.sock)
+                else:
+                    drop("fields", f"a connection to group {group!r} from a member {event.member}")
+                    event.sock.close()
+                continue
+            if event.member in met:  # it has called again, and means the newer one
+                met[event.member].sock.close()
+            met[event.member] = event
+    except BaseException as error:
+        gone = FRAMES.frame(MemberFailed(-1, printable(str(error), 1000)))
+        for there in met.values():
+            with contextlib.suppress(OSError), there.sock:
+                there.sock.sendall(gone, socket.MSG_DONTWAIT)
+        raise
+    finally:
+        meeting.over.set()
+    return met
+
+
+def discard(events: Arrivals) -> None:
+    """What has come too late is closed."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            event = events.get_nowait()
+            if not isinstance(event, Exception):
+                event.sock.close()
+
+
+class _Meeting:
+    """Attempts to meet, each in a thread that ends by the deadline, or soon after `over`."""
+
+    def __init__(
+        self, group: str, me: int, infos: Sequence[PeerInfo], hello: MemberHello, events: Arrivals, deadline: float
+    ) -> None:
+        self._group, self._me, self._infos, self._hello = group, me, infos, hello
+        self._events, self._deadline = events, deadline
+        self._begun = time.monotonic()
+        self._news: dict[int, str] = {}  # why the last attempt to meet a member has failed
+        self.over = threading.Event()
+
+    def start(self, work: Callable[..., object], member: int, *how: object) -> None:
+        name = f"ftcomm-meet-{member}"
+        threading.Thread(target=work, args=(member, *how), name=name, daemon=True).start()
+
+    def absent(self, met: Mapping[int, Met]) -> str:
+        """What there is to say at the deadline."""
+        missing = [member for member in range(len(self._infos)) if member != self._me and member not in met]
+        who = "; ".join(
+            f"{self._infos[m].name} did not come ({self._news.get(m, 'it has not called')})" for m in missing
+        )
+        return (
+            f"group {self._group!r}: {who}. {self._infos[self._me].name} has waited for "
+            f"{time.monotonic() - self._begun:.1f} s. Do all members run, and do they make this group?"
+        )
+
+    def dial(self, member: int) -> None:
+        info = self._infos[member]
+        fields: handshake.Fields = {"group": self._group, "what": LINK, "member": self._me}
+        pause = _PAUSE
+        while not self.over.is_set() and (left := self._deadline - time.monotonic()) > 0:
+            self._news.setdefault(member, "it has not answered")
+            try:
+                sock = info.dial(PURPOSE, fields, left)
+            except handshake.Refused as error:
+                self._events.put(TransportError(f"group {self._group!r}: {info.name} refuses: {error}"))
+                return
+            except OSError as error:
+                self._news[member] = f"it cannot be reached: {error}"
+            else:
+                self._news[member] = "it listens, but has not made this group"
+                if self.greet(member, sock):
+                    return
+            self.over.wait(pause)
+            pause = min(2 * pause, 0.5)
+
+    def greet(self, member: int, sock: Connection) -> bool:
+        """Tell each other who we are; False if it came to nothing, and may be tried again."""
+        try:
+            sock.sendall(FRAMES.frame(self._hello))
+            said = FRAMES.read(receive_while(sock, self._goes_on))
+            sock.settimeout(None)
+            if not isinstance(said, MemberHello):
+                raise ConnectionError(said.why if isinstance(said, MemberFailed) else "it has closed the group")
+        except TimeoutError:  # the meeting is over, and what is known of the member stands
+            sock.close()
+            return False
+        except (OSError, msgspec.DecodeError) as error:
+            self._news[member] = f"its connection has failed: {error}"
+            sock.close()
+            return False
+        if said.members == self._hello.members:
+            self._events.put(Met(member, sock, said.address))
+        else:
+            sock.close()
+            other = f"{self._infos[member].name} makes it of other members, or in another order"
+            self._events.put(ArgumentError(f"group {self._group!r}: {other}; pass the same members to all"))
+        return True
+
+    def _goes_on(self) -> bool:
+        return not self.over.is_set() and time.monotonic() <= self._deadline
+
+
+# -- staying in touch ------------------------------------------------------------------------------------------------
+
+
+class Pairs:
+    """A thread that hears what the other members say, and how they end.
+
+    `on_said(member, said)` is called for `Left` and `MemberFailed`, `on_end(member, why)` if a connection ends
+    without either; both in this thread. While `settle(looked)` returns True it is called again, a few hundred times a
+    second; what had come at the moment `looked` is heard by then.
+    `on_start` is the first and `on_stop` the last thing that the thread does, which lives as long as the member does.
+    `on_broken(error)` is called if it cannot go on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_said: Callable[[int, Said], None],
+        on_end: Callable[[int, str], None],
+        settle: Callable[[float], bool],
+        on_start: Callable[[], object],
+        on_stop: Callable[[], object],
+        on_broken: Callable[[Exception], object],
+    ) -> None:
+        self._on_said, self._on_end, self._settle = on_said, on_end, settle
+        self._on_start, self._on_stop, self._on_broken = on_start, on_stop, on_broken
+        self._selector = apart(selectors.DefaultSelector())
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._selector.register(self._near, selectors.EVENT_READ)
+        self._socks: dict[int, Connection] = {}
+        self._heard: dict[int, bytearray] = {}  # of a frame that is not whole yet
+        self._parted: set[int] = set()  # have said that they end
+        self._lock = threading.Lock()  # guards what follows; never held across a wait
+        self._new: dict[int, Connection] = {}
+        self._last: bytes | None = None  # what we say when we end
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"ftcomm-pairs-{name}", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def add(self, socks: Mapping[int, Connection]) -> None:
+        """The connections to all other members. Once."""
+        with self._lock:
+            self._new = dict(socks)
+        self.wake()
+
+    def end(self, last: Said) -> None:
+        """Say `last` to all, and end; the first `last` counts. Does not block."""
+        with self._lock:
+            if self._last is None:
+                self._last = FRAMES.frame(last)
+        self.wake()
+
+    def join(self) -> None:
+        """Block until it is said. Called after `end`."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """`settle` may have something to wait for."""
+        with contextlib.suppress(OSError):  # full, so it is awake, or closed, as the thread has ended
+            self._far.send(b"\0", socket.MSG_DONTWAIT)
+
+    def _run(self) -> None:
+        request_short_slice()
+        try:
+            self._on_start()
+            self._ready.set()
+            self._hear_all()
+        except Exception as error:
+            drop("internal", f"the connections of a group: {error!r}", error=error)
+            self._on_broken(error)
+        finally:
+            self._ready.set()
+            for sock in (*self._socks.values(), *self._new.values(), self._near, self._far):
+                sock.close()
+            self._selector.close()
+            self._on_stop()
+            self._on_said = self._on_end = self._on_start = self._on_stop = self._on_broken = nothing
+            self._settle = bool  # they know who made this one, which may know it
+
+    def _hear_all(self) -> None:
+        wait: float | None = 0.0
+        while True:
+            with self._lock:
+                new, self._new = self._new, {}
+                last = self._last
+            for member, sock in new.items():
+                sock.setblocking(False)
+                self._socks[member] = sock
+                self._heard[member] = bytearray()
+                self._selector.register(sock, selectors.EVENT_READ, member)
+            if last is not None:
+                for sock in self._socks.values():
+                    with contextlib.suppress(OSError):
+                        sock.sendall(last)
+                return
+            looked = time.monotonic()
+            for key, _ in self._selector.select(wait):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._near.recv(4096)
+                else:
+                    self._receive(key.data)
+            wait = _LOOK if self._settle(looked) else None
+
+    def _receive(self, member: int) -> None:
+        heard, sock = self._heard[member], self._socks[member]
+        try:
+            data = sock.recv(MAX_FRAME)
+            heard += data
+            while pending(sock):
+                heard += sock.recv(MAX_FRAME)
+            while (said := FRAMES.cut(heard)) is not None:
+                if member not in self._parted:
+                    self._parted.add(member)  # nothing but an end is ever said here
+                    self._on_said(member, said)
+        except BlockingIOError:
+            return
+        except msgspec.DecodeError as error:
+            drop("message", f"from rank {member} of a group: {error}")
+            self._close(member, "it has said what cannot be")
+        except OSError as error:
+            self._close(member, f"its connection has failed: {error}")
+        else:
+            if not data:
+                self._close(member, "its connection was closed")
+
+    def _close(self, member: int, why: str) -> None:
+        sock = self._socks.pop(member)
+        self._selector.unregister(sock)
+        sock.close()
+        if member not in self._parted:
+            self._parted.add(member)
+            self._on_end(member, why)

@@ -1,0 +1,191 @@
+"""Hands each incoming connection to the communicator that it is for: a rank listens at one port for all of them.
+
+member j                                               member i
+  dial("communicator", group, what, member, ...)  -->  listener -> ConnectionRouter -> the communicator of that name
+                                                                         \\-> waits until that is made here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from ftcomm.control import handshake
+from ftcomm.control.dropped import drop
+from ftcomm.control.sealed import Channel
+from ftcomm.control.views import View
+from ftcomm.errors import ArgumentError, TransportError
+
+Handler = Callable[[Channel, handshake.Fields], None]
+
+PURPOSE = "communicator"  # every connection between members of a communicator has this purpose
+ALL = "*"  # the name of the group of all
+LINK = "link"  # the first connection of a static group; it may come before the group
+ASK = "ask"  # the first connection of a subgroup, which follows the views of a job
+ENTERED = "entered"  # the same, from a member that runs in a view
+EARLY = (LINK, ASK)
+P2P = "p2p"  # send and recv
+MAX_RETIRED = 1 << 16  # segments of closed groups that are remembered
+MAX_PARKED = 256  # connections that wait for their group; the oldest goes first
+
+
+class Server(Protocol):
+    """A listener: an `Endpoint`, or the control thread of a rank in a job."""
+
+    def serve(self, purpose: str, handler: Handler) -> None: ...
+
+
+class Incoming(NamedTuple):
+    """A connection for `what` from `member` of the group `group`. `life` tells that group from earlier ones of its
+    name. `epoch` is that of a group with several. `nonce` names the caller's segment, and `there` ours, if the caller
+    knows it."""
+
+    group: str
+    what: str
+    member: int
+    life: str
+    sock: Channel
+    epoch: int = 0
+    nonce: str = ""
+    there: str = ""
+
+
+class Receiver(Protocol):
+    def take(self, call: Incoming) -> bool:
+        """Own the connection from now on. False if it is not for this group, but maybe for the next one of its name.
+        Any thread; does not block."""
+        ...
+
+    def entered(self, view: View) -> None:
+        """Note that `view` is in force in a job. Does not block."""
+        ...
+
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """Returns the op that has made no progress for at least `seconds`, and the replicas that have to move, in a
+        job."""
+        ...
+
+
+class ConnectionRouter:
+    """Deals incoming connections out to the groups of this rank. Thread-safe; no method blocks.
+
+    A connection that comes before its group is parked, so that a member may call one that is slower.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._lock = threading.Lock()
+        self._receivers: dict[str, Receiver] = {}
+        self._parked: deque[Incoming] = deque()
+        self._closed = False
+        self._retired: dict[str, bytes] = {}  # nonce of a segment in a closed group -> the answer to its callers
+        self.newest: View | None = None  # in a job: the view that `entered` has told the groups
+        server.serve(PURPOSE, self._incoming)
+
+    def open(self, name: str, receiver: Receiver) -> None:
+        """Give `receiver` all connections for the group `name`. Raises `ArgumentError` if there is one already."""
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"the endpoint of group {name!r} was closed; make a new one")
+            if name in self._receivers:
+                raise ArgumentError(
+                    f"this rank has a group {name!r} already; close that one first, or choose another name"
+                )
+            self._receivers[name] = receiver
+            waiting = [call for call in self._parked if call.group == name]
+            self._parked = deque(call for call in self._parked if call.group != name)
+        for call in waiting:
+            self._deal(call)
+
+    def forget(self, name: str, receiver: Receiver) -> None:
+        """Give `receiver` no more connections; idempotent."""
+        with self._lock:
+            if self._receivers.get(name) is receiver:
+                del self._receivers[name]
+
+    def retire(self, segments: Iterable[str], last: bytes) -> None:
+        """Remember that a group was closed which had the segments with these nonces, of this member and of others:
+        every caller of it, earlier or later, is answered `last`. A caller may not know this member's segment yet, and
+        be late: then its own tells that it does not mean the next group of that name."""
+        with self._lock:
+            for nonce in segments:
+                self._retired[nonce] = last
+                if len(self._retired) > MAX_RETIRED:
+                    del self._retired[next(iter(self._retired))]
+            waiting = [call for call in self._parked if self._last_word(call) is not None]
+            self._parked = deque(call for call in self._parked if self._last_word(call) is None)
+        for call in waiting:
+            self._deal(call)
+
+    def _last_word(self, call: Incoming) -> bytes | None:
+        """Returns the answer of the closed group that a call is for; None if there is none. With the lock."""
+        if call.what not in (ASK, ENTERED):
+            return None
+        return self._retired.get(call.there) or self._retired.get(call.nonce)
+
+    def entered(self, view: View) -> None:
+        """Tell all groups that `view` is in force."""
+        with self._lock:
+            self.newest = view
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.entered(view)
+
+    def waiting(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
+        """Returns the answer of the first group that waits."""
+        with self._lock:
+            receivers = list(self._receivers.values())
+        waits = (receiver.waiting(seconds) for receiver in receivers)
+        return next((wait for wait in waits if wait is not None), None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            parked, self._parked = self._parked, deque()
+        for call in parked:
+            call.sock.close()
+
+    def _incoming(self, sock: Channel, fields: handshake.Fields) -> None:
+        group, what = handshake.text(fields, "group"), handshake.text(fields, "what")
+        life = handshake.text(fields, "life") if what != LINK else ""
+        epoch = handshake.number(fields, "epoch") if "epoch" in fields else 0
+        nonce = handshake.text(fields, "nonce") if "nonce" in fields else ""
+        there = handshake.text(fields, "there") if "there" in fields else ""
+        self._deal(Incoming(group, what, handshake.number(fields, "member"), life, sock, epoch, nonce, there))
+
+    def _deal(self, call: Incoming) -> None:
+        refused: Receiver | None = None
+        while True:
+            with self._lock:
+                last = self._last_word(call)
+                receiver = self._receivers.get(call.group)
+                if last is not None or receiver is None or receiver is refused:
+                    gone = self._park(call) if last is None and call.what in EARLY else [call]
+                    break
+            if receiver.take(call):
+                return
+            refused = receiver
+        for lost in gone:
+            with contextlib.suppress(OSError), lost.sock as sock:
+                if last is not None:
+                    sock.sendall(last)
+
+    def _park(self, call: Incoming) -> list[Incoming]:
+        """Park a connection. Returns those to close: callers that have hung up, and the oldest if there are too many.
+        With the lock."""
+        if self._closed:
+            return [call]
+        poll = select.poll()
+        for parked in self._parked:
+            poll.register(parked.sock, select.POLLRDHUP)
+        hung_up = {fd for fd, _ in poll.poll(0)}
+        gone = [parked for parked in self._parked if parked.sock.fileno() in hung_up]
+        self._parked = deque(parked for parked in self._parked if parked.sock.fileno() not in hung_up)
+        if len(self._parked) >= MAX_PARKED:
+            gone.append(self._parked.popleft())
+            drop("crowded", f"the oldest of {MAX_PARKED} connections for groups that nobody has made here")
+        self._parked.append(call)
+        return gone

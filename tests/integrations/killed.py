@@ -1,0 +1,37 @@
+"""A script whose replica is killed inside of a backward when the test asks for it: killed.py FOLDER SCRIPT ARGS...
+
+The first parameter of a model gets its gradient last, so when the rank dies other gradients of its step are reduced.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    asked = Path(sys.argv[1]) / f"kill-{os.environ['FTCOMM_REPLICA']}"
+    sys.argv = sys.argv[2:]
+    made = DistributedDataParallel.__init__
+
+    def die(grad: torch.Tensor) -> None:
+        if asked.exists():
+            asked.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        next(p for p in self.parameters() if p.requires_grad).register_hook(die)
+
+    DistributedDataParallel.__init__ = make
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+main()

@@ -1,0 +1,103 @@
+"""What `tests.kernels.compiled` compiles: each kernel with the types and constants with which it is launched.
+
+A kernel more is a case more. Constants come from where launches take them, so that what is looked at is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
+from ftcomm.kernels.device.launch import plan
+from ftcomm.kernels.device.reduce import reduce_kernel
+from ftcomm.kernels.dtypes import OPS
+from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
+
+_LARGE = 1 << 28  # elements: as many as any tile wants
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # of the compiler, among a launch's constants
+
+
+class KernelCase(NamedTuple):
+    kernel: str
+    name: str
+    function: Any
+    types: Mapping[str, Any]  # of arguments, as Triton writes them, or a tuple of such
+    constants: Mapping[str, Any]  # arguments that are compiled in, and options of the compiler
+    loops: int = 0  # main loops that there are at least
+    unfenced: int | None = None  # main loops that may lie before all fences; None: no matter
+    twice: int = 0  # main loops that lie behind two at least
+    signals: int = 0  # releases at system scope that there are at least
+    waits: int = 0  # fences or acquiring loads likewise
+
+    @property
+    def portable(self) -> bool:
+        return not self.signals and not self.waits
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.constants.items() if name in _OPTIONS}
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        return {name: value for name, value in self.constants.items() if name not in _OPTIONS}
+
+
+def cases() -> Iterator[KernelCase]:
+    yield from _reductions()
+    yield _gate()
+    yield from _allreduces()
+
+
+# ---- arrays -------------------------------------------------------------------------------------------------------
+
+
+def _constants(dtype: str, w: int, op: str) -> dict[str, Any]:
+    """Of a launch for large arrays that begin at multiples of 16 bytes."""
+    return plan([MemorySpan(0, _LARGE, dtype, "cuda:0")], w, op, sms=1).constants()
+
+
+def _reductions() -> Iterator[KernelCase]:
+    """Of one source: a copy."""
+    chosen = [(w, "bfloat16", "sum") for w in (1, 2, 4, 8, 3)] + [(w, "float32", "sum") for w in (2, 4, 8, 3)]
+    chosen += [(4, "float16", "avg"), (4, "float32", "max"), (2, "float64", "avg"), (4, "int64", "avg")]
+    chosen += [(4, "int8", "sum"), (8, "int8", "avg"), (2, "int32", "product"), (1, "uint8", "max")]
+    for w, dtype, op in chosen:
+        constants = _constants(dtype, w, op)
+        types = {
+            "sources": ("i64",) * (constants["W"] or MOST_SOURCES),
+            "rows": "i64",
+            "w": "i32",
+            "out": "i64",
+            "n": "i64",
+            "divisor": "i32",
+        }
+        name = f"{w if constants['W'] else 'any'} {dtype} {op}"
+        yield KernelCase("reduce", name, reduce_kernel, types, constants, loops=1)
+
+
+# ---- the all-reduce -----------------------------------------------------------------------------------------------
+
+
+def _gate() -> KernelCase:
+    constants = {"num_warps": 1, "enable_fp_fusion": False, "THREADS": 32}
+    return KernelCase("gate", "", gate, dict.fromkeys(("ctl", "state"), "i64"), constants, waits=1)
+
+
+def _allreduces() -> Iterator[KernelCase]:
+    scalars = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call", "template", "only", "deadline_ns")
+    launch = {"ALIGNED": True, "LANES": 64, "CHUNK": 256 << 10, "ONE_SHOT": 64 << 10}
+    for w, T, op in ((2, tl.bfloat16, "sum"), (4, tl.bfloat16, "sum"), (8, tl.bfloat16, "avg"), (0, tl.float32, "sum")):
+        constants = compiled_for({**launch, "T": T, "OP": OPS.index(op), "W": w})
+        # Posting reads what is the caller's; a holder's chunk and the posted inputs lie behind one wait, the reduced
+        # shards behind two.
+        yield KernelCase(
+            *("allreduce", f"{w or 'any'} {T} {op}", allreduce, dict.fromkeys(scalars, "i64"), constants),
+            loops=4,
+            unfenced=1,
+            twice=1,
+            signals=4,  # POSTED, REDUCED, TAKEN, RETURNED
+            waits=2,
+        )

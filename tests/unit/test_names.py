@@ -1,0 +1,201 @@
+"""Names and docstrings that a stranger can read: one name for one thing, words of the field, main clauses."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("ftcomm", "control", "kernels", "bench")
+FILES = {
+    str(file.relative_to(ROOT)): ast.parse(file.read_text())
+    for folder in PRODUCT
+    for file in sorted((ROOT / folder).rglob("*.py"))
+}
+
+# Words that only their author knew. Each thing has the name that NCCL, MPI, raft or the kernel's documents give to it.
+_GONE = """
+    beast beside doze express givers hearsay insides keeper likeness lobby neighbours parcel parcels poke pulse reckon
+    seat seats switchboard urgent wound yardstick
+"""
+GONE = frozenset(_GONE.split())
+# How a docstring does not begin: it says what something is or does, not of what, by whom or when, and of what it speaks
+# before it says "it".
+_NO_MAIN_CLAUSE = """
+    After Again Also Among As At Before Beside Between Both By For From Here If In Into It Its Likewise Mostly Nobody
+    None Not Nothing Now Of On Once Only Over Same Since Still Such Than That Their Then There They Those Through To
+    Under Until Upon When Where While Who Whoever Whom Whose With Within Without
+"""
+NO_MAIN_CLAUSE = frozenset(_NO_MAIN_CLAUSE.split())
+# How a comment does not begin: with somebody whom only its author knows.
+NO_NOUN = frozenset(("likewise", "nobody", "somebody", "who", "whoever", "whom", "whose"))
+OF_NAMED_TUPLES = frozenset(("_asdict", "_fields", "_make", "_replace"))
+
+folders = pytest.mark.parametrize("folder", PRODUCT)
+
+
+def identifiers(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """All names that `module` gives to something."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def words(name: str) -> list[str]:
+    """`sendRTS`, `send_rts` and `SendRts` are two words each."""
+    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).lower())
+
+
+def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            said = ast.get_docstring(node)
+            if said:
+                yield getattr(node, "lineno", 1), said
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    found = defaultdict(list)
+    for file, module in FILES.items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{file}:{node.lineno}")
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert not twice, "each name means one thing: choose another"
+
+
+@folders
+def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {name}"
+        for file, module in FILES.items()
+        if file.startswith(f"{folder}/")
+        for line, name in [*identifiers(module), *((1, part) for part in Path(file).with_suffix("").parts)]
+        if GONE.intersection(words(name))
+    ]
+    assert not found, "use the word of the field, see docs/glossary.md"
+
+
+@folders
+def test_docstrings_begin_with_a_main_clause(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {said.splitlines()[0]}"
+        for file, module in FILES.items()
+        if file.startswith(f"{folder}/")
+        for line, said in docstrings(module)
+        if said.split()[0].strip(",.:;`") in NO_MAIN_CLAUSE
+    ]
+    assert not found, "say what it is or does first: a noun or a verb"
+
+
+def comments(file: str) -> Iterator[tuple[int, str]]:
+    """The comments of `file`, the lines of one as one."""
+    below = -1
+    for token in tokenize.generate_tokens(io.StringIO((ROOT / file).read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            alone = not token.line[:column].strip()
+            if not (alone and line == below):
+                yield line, token.string.lstrip("#! ")
+            below = line + 1 if alone else -1
+
+
+@folders
+def test_comments_begin_with_what_they_speak_of(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {said}"
+        for file in FILES
+        if file.startswith(f"{folder}/")
+        for line, said in comments(file)
+        if said and said.split()[0].lower().strip(",.:;`") in NO_NOUN
+    ]
+    assert not found, "name it: a member, a replica, a process, a reader"
+
+
+def root_of(node: ast.expr) -> str | None:
+    """`x` of `x.y(...)[i].z`."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def imported_of_others(module: ast.Module) -> set[str]:
+    """Names that `module` imports from what is not ours."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names if "ftcomm" not in alias.name}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("ftcomm"):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def made_by_others(function: ast.FunctionDef | ast.AsyncFunctionDef, theirs: set[str]) -> set[str]:
+    """Names that in `function` are of a class of `theirs`: arguments that say so, and what a call of it returns."""
+    found = {
+        arg.arg
+        for arg in ast.walk(function.args)
+        if isinstance(arg, ast.arg) and arg.annotation is not None and root_of(arg.annotation) in theirs
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and root_of(node.value) in theirs:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def names_within(module: ast.Module) -> set[str]:
+    """Names that classes and functions of `module` define, so that their own module may use them."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_itself(node):
+            found.add(node.attr)
+    return found
+
+
+def of_itself(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def reaches_inside(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Accesses to `x._name`, where `x` is neither `self` nor of this module, nor of a library that is not ours."""
+    own = names_within(module) | OF_NAMED_TUPLES
+
+    def within(node: ast.AST, theirs: set[str]) -> Iterator[tuple[int, str]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            theirs = theirs | made_by_others(node, theirs)
+        elif (
+            isinstance(node, ast.Attribute)
+            and re.match("_[a-zA-Z]", node.attr)
+            and node.attr not in own
+            and not of_itself(node)
+            and root_of(node.value) not in theirs
+        ):
+            yield node.lineno, node.attr
+        for child in ast.iter_child_nodes(node):
+            yield from within(child, theirs)
+
+    yield from within(module, imported_of_others(module))
+
+
+def test_nobody_reaches_inside_the_class_of_another_module() -> None:
+    found = [
+        f"{file}:{line}: {attribute}" for file, module in FILES.items() for line, attribute in reaches_inside(module)
+    ]
+    assert not found, "give it a name without an underscore where it belongs, or pass what is needed"
