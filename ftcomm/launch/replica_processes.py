@@ -70,7 +70,7 @@ class ReplicaProcesses:
         self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
         # What no later life of it has made good, by contributing:
         self.failed_at_end = False  # it did all of its training, and failed then
-        self.exited_with_error = False  # it contributed, and ended by an exit code
+        self.failed_by_itself = False  # it contributed, and ended by an error or a crash, not by a signal from outside
         self.timer: asyncio.TimerHandle | None = None  # of the next start, while waiting
         self._options = options
         self._environment = environment

@@ -37,6 +37,7 @@ from ftcomm.launch.torch_store import TorchStore
 from ftcomm.settings.credentials import from_env
 
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
+CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}  # that a process causes itself
 
 TERM_TO_KILL = 5.0  # s between SIGTERM and SIGKILL
 REMOVED_TO_TERM = 5.0  # s in which a removed replica may end by itself: it is told, and most can hear
@@ -325,7 +326,8 @@ class Launcher:
         what = f"{who} {how}"
         replica.reason = how + (f" ({replica.removed})" if replica.removed else "")
         replica.failed_at_end |= replica.trained
-        replica.exited_with_error |= replica.contributed and (code > 0 or untold) and not replica.removed
+        failed = untold or code > 0 or -code in CRASHES
+        replica.failed_by_itself |= replica.contributed and failed and not replica.removed
         if self._draining or self._lost or self._killed:
             self._unclean |= not replica.asked_to_end
             replica.state = State.STOPPED
@@ -450,10 +452,11 @@ class Launcher:
         """Whether a replica that was not back when the others had finished has failed, and was not only late.
 
         A step loop tells when all of its steps are done, so those that did them have what the late one missed. Of a
-        script without one nobody knows that: an error that it ended with may be the reason why there was no more to do.
+        script without one nobody knows that: an error or a crash of its own may be the reason why there was no more to
+        do. A signal from outside, such as SIGKILL, is none of its own.
         """
         complete = any(other.trained for other in self._replicas)
-        return replica.failed_at_end or (replica.exited_with_error and not complete)
+        return replica.failed_at_end or (replica.failed_by_itself and not complete)
 
     def _end_outsider(self, replica: ReplicaProcesses) -> None:
         if not replica.asked_to_end:
@@ -476,7 +479,7 @@ class Launcher:
         """The exit code of `ftcomm run`: 0 if the training is complete and no replica was given up.
 
         How a replica died does not matter where a step loop says that the training is complete, nor who was not back
-        in time then. Without a step loop an exit with an error fails the job, see `_has_failed`.
+        in time then. Without a step loop an error or a crash fails the job, see `_has_failed`.
         """
         if self._killed:
             return KILLED
@@ -558,7 +561,7 @@ class Launcher:
                     replica.joined, replica.joining = True, ""
                 if contributing.get(replica.number):
                     replica.contributed, replica.reason = True, ""
-                    replica.failed_at_end = replica.exited_with_error = False
+                    replica.failed_at_end = replica.failed_by_itself = False
         for replica in self._replicas:
             if replica.number == event.get("replica"):
                 self._of_replica(replica, kind, str(event.get("reason", "")))

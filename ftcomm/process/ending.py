@@ -3,20 +3,26 @@
     it comes to its last line            its outermost frame has returned: well
     an exception ends it                 Python keeps that for debuggers: not well
     sys.exit, exit, quit                 by the status that these were given
-    raise SystemExit, or a sys.exit      its outermost frame has not returned; with which code Python tells nobody. Well
-    imported before `init`               if its last step loop has come to its end, else not
+    raise SystemExit                     Python keeps it for nobody, but flushes stdout and stderr while it is on its
+                                         way out of a script: by the code of the one that is alive then
+    the same under python -m or -c;      its outermost frame has not returned; with which code nobody can know. Well if
+    a sys.exit imported before `init`    its last step loop has come to its end, else not
+    (before Python 3.12)
 
 So of the last kind two are told wrongly: a script that fails behind its whole training, and one that ends well without
 a step loop, or by a `break` out of it. Under `ftcomm run` neither is: there all of that kind say that they have ended
 well, and the launcher, which sees the code, corrects that at once (`Coordinator.exited`). Elsewhere `sys.exit(main())`
-in place of `raise SystemExit(main())` is enough, or `ftcomm.shutdown()` where the work is done.
+in place of `raise SystemExit(main())` is enough, or `ftcomm.shutdown()` where the work is done. `os._exit` says
+nothing at all, whatever its code: that is a death.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
+import gc
 import os
 import sys
 import threading
@@ -27,14 +33,14 @@ from typing import Any, NoReturn
 from ftcomm.errors import TooLateError
 
 _UNTOLD = object()
-_status: object = _UNTOLD  # that the main thread has called sys.exit, exit or quit with, since the last step boundary
+_status: object = _UNTOLD  # that the main thread exits with, if known; of an exit that was caught, until the next step
 _complete = False  # the last step loop has come to its end
 _outermost: FrameType | None = None  # of the main thread: the script
 
 
 def watch() -> None:
-    """Let `failure` know, from now on, the status of `sys.exit`, `exit` and `quit`, of which Python tells nobody else,
-    and a script that ends by a `TooLateError` says so in one line. Idempotent."""
+    """Let `failure` know, from now on, the status of `sys.exit`, `exit`, `quit` and `raise SystemExit`, of which Python
+    tells nobody else, and a script that ends by a `TooLateError` says so in one line. Idempotent."""
     global _outermost
     if hasattr(sys.exit, "of_ftcomm"):
         return
@@ -43,6 +49,9 @@ def watch() -> None:
     for name in ("exit", "quit"):  # of `site`, which python -S leaves out
         if hasattr(builtins, name):
             setattr(builtins, name, _noted(getattr(builtins, name)))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream of the user's own may refuse, or be None
+            stream.flush = _looking(stream, stream.flush)  # type: ignore[method-assign]
     sys.excepthook = functools.partial(_say, sys.excepthook)
 
 
@@ -58,6 +67,23 @@ def _noted(leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     functools.update_wrapper(exit_with, leave)
     exit_with.of_ftcomm = True  # type: ignore[attr-defined]
     return exit_with
+
+
+def _looking(stream: object, flush: Callable[[], None]) -> Callable[[], None]:
+    """`flush` of `stream` as before, but when the interpreter itself calls it, the script is over: then once it looks
+    for the `SystemExit` that ended it."""
+
+    def look_and_flush() -> None:
+        global _status
+        if sys._getframe().f_back is None:
+            with contextlib.suppress(AttributeError):
+                del stream.flush  # type: ignore[attr-defined]
+            codes = {repr(x.code): x.code for x in gc.get_objects() if issubclass(type(x), SystemExit)}
+            if len(codes) == 1:  # else the script has kept one that it had caught
+                [_status] = codes.values()
+        flush()
+
+    return look_and_flush
 
 
 def _say(

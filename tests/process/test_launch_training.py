@@ -446,8 +446,9 @@ def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest
 DEATHS = {
     "os._exit": "os._exit(3)",
     "sys.exit": "sys.exit(3)",
-    "SystemExit": "raise SystemExit(3)",  # of which the process itself cannot know that it is an error
+    "SystemExit": "raise SystemExit(3)",  # of which a process of the tests, which run it by `exec`, cannot know
     "exception": "raise ValueError('bad batch')",
+    "crash": "signal.signal(signal.SIGSEGV, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGSEGV)",
     "signal": "os.kill(os.getpid(), signal.SIGKILL)",
 }
 
@@ -475,10 +476,12 @@ while not os.path.exists("go"):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("exception", run.FAILED), ("sys.exit", run.FAILED), ("signal", run.FINISHED)]
+    ("how", "code"),
+    [("exception", run.FAILED), ("sys.exit", run.FAILED), ("crash", run.FAILED), ("signal", run.FINISHED)],
 )
 def test_without_a_step_loop_an_error_fails_the_job_though_the_others_finish(here: Path, how: str, code: int) -> None:
-    """Nobody says that the others have done all that there was to do, so the error may not be passed over."""
+    """Nobody says that the others have done all that there was to do, so the error may not be passed over. A signal
+    from outside is none."""
     job = Job(here, WITHOUT_STEP_LOOP.format(death=DEATHS[how]), backoff=100.0, backoff_limit=100.0)
 
     async def plan() -> None:
@@ -512,7 +515,8 @@ def test_who_is_killed_after_its_training_is_not_restarted(here: Path) -> None:
 
 @pytest.mark.parametrize("how", ["sys.exit(1)", "raise SystemExit(1)"])
 def test_who_gives_up_in_the_middle_is_restarted(here: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python tells nobody: at exit it looks as if the script had ended well."""
+    """Of a `raise SystemExit` a process of the tests cannot know, which run it by `exec`: it says that it has ended
+    well, and the launcher corrects that."""
     monkeypatch.setattr(coordinator, "LINGER", DEADLINE)
     script = TRAIN + f"    if replica == 1 and first_life and step == 5:\n        {how}\n" + UNTIL_BACK
     job = Job(here, script + "print('end', step)", "300")
