@@ -6,7 +6,7 @@ format of `torch.distributed.checkpoint`, from a copy in host memory and by a th
     checkpoints/
         .step-00000300.5f3a.../      being written, or left by a replica that has died
         step-00000200/               complete, all of it on the disk
-            rank-0/                  for each rank of a replica: __0_0.distcp, .metadata, skeleton, checksums
+            rank-0/                  for each rank of a replica: __0_0.distcp, .metadata, skeleton, index
             rank-1/
 
 A rename gives a checkpoint its name when everything is in it, and takes the name away before anything is removed. So
@@ -14,7 +14,8 @@ what has the name is complete, whichever process dies when. Later changes on the
 the skeleton and of each tensor, made from memory), and refused. The folder must be the same for all replicas that may
 write or read it.
 
-Reading runs no code from it (`ftcomm.training.metadata`); but a writer to the folder decides what is trained on.
+Nothing that is read is unpickled (`ftcomm.training.checkpoint_index`); but a writer to the folder decides what is
+trained on.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ import torch.distributed.checkpoint as dcp
 
 from ftcomm.control.failed_dials import start
 from ftcomm.errors import ArgumentError, FtcommError, StateError
+from ftcomm.training.checkpoint_index import Index, fill, find
 from ftcomm.training.entries import as_entry
-from ftcomm.training.metadata import Reader
 from ftcomm.training.state import SAME_SCRIPT, FlatState, allocate, first_difference, flatten, load, names
 
 if TYPE_CHECKING:
@@ -254,15 +255,17 @@ def complete(folder: Path) -> list[int]:
 
 
 def write(path: Path, flat: FlatState) -> None:
-    """Writes the part of one rank. `.metadata` comes last, by a rename. Raises `OSError`, `FtcommError`."""
+    """Writes the part of one rank. Its index comes last, by a rename. Raises `OSError`, `FtcommError`."""
     path.mkdir(parents=True, exist_ok=True)
     _write_file(path / "skeleton", flat.skeleton)
-    _write_file(path / "checksums", msgspec.json.encode(_Checksums.of(flat)))
     tensors = dict(zip(names(flat.skeleton), flat.tensors, strict=True))
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True)
+        metadata = dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True)
     except dcp.api.CheckpointException as error:  # not a subclass of `Exception`
         raise FtcommError(_causes(error)) from error
+    index = Index(zlib.crc32(flat.skeleton), find(path, list(tensors), flat.views(), metadata))
+    _write_file(path / ".index", msgspec.json.encode(index))
+    (path / ".index").rename(path / "index")
     _sync(path)
 
 
@@ -270,26 +273,22 @@ def read(path: Path) -> FlatState:
     """Reads what `write` has written. Raises `StateError` if it cannot be read, or is not what was written."""
     skeleton = path / "skeleton"
     try:
+        index = _index(path / "index")
         data = skeleton.read_bytes()
-        written = _checksums(path)
-        if written is not None and zlib.crc32(data) != written.skeleton:
+        if zlib.crc32(data) != index.skeleton:
             raise ValueError(f"{skeleton} has changed since it was written: its checksum is another one")
         flat = _allocated(skeleton, data)
-        tensors = dict(zip(names(data), flat.tensors, strict=True))
-        dcp.load(tensors, storage_reader=Reader(path, tensors), no_dist=True)
-        if written is not None:
-            changed = [
-                name for name, one, other in zip(tensors, _crcs(flat), written.tensors, strict=True) if one != other
-            ]
-            if changed:
-                raise ValueError(
-                    f"{len(changed)} of {len(tensors)} tensors in its .distcp files have changed since they were "
-                    f"written, {', '.join(changed[:3])}: their checksums are others"
-                )
-    except (OSError, ValueError, dcp.api.CheckpointException) as error:
-        why = _causes(error) if isinstance(error, dcp.api.CheckpointException) else error
-        raise StateError(f"{path} cannot be read: {why}; take it away, and an older one will be used") from error
+        fill(path, names(data), flat.views(), index.tensors)
+    except (OSError, ValueError) as error:
+        raise StateError(f"{path} cannot be read: {error}; take it away, and an older one will be used") from error
     return flat
+
+
+def _index(file: Path) -> Index:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Index)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def _allocated(skeleton: Path, data: bytes) -> FlatState:
@@ -297,33 +296,6 @@ def _allocated(skeleton: Path, data: bytes) -> FlatState:
         return allocate(data)
     except StateError as error:
         raise ValueError(f"{skeleton} is of no use: {error.__cause__ or error}") from error
-
-
-class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The CRC-32 of the skeleton and of the bytes of each tensor, in the order of the tensors."""
-
-    skeleton: int
-    tensors: list[int]
-
-    @classmethod
-    def of(cls, flat: FlatState) -> _Checksums:
-        return cls(zlib.crc32(flat.skeleton), _crcs(flat))
-
-
-def _crcs(flat: FlatState) -> list[int]:
-    return [zlib.crc32(view) for view in flat.views()]
-
-
-def _checksums(path: Path) -> _Checksums | None:
-    """Reads the checksums; None for an old checkpoint without them. Raises `OSError`, `ValueError`."""
-    file = path / "checksums"
-    if not file.exists():
-        log.warning("%s has no checksums, so nobody knows whether it is still what was written", path)
-        return None
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=_Checksums)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def _causes(error: dcp.api.CheckpointException) -> str:
@@ -343,7 +315,7 @@ def _first(error: BaseException) -> BaseException:
 
 def finish(folder: Path, step: int, unnamed: Path, ranks: int) -> bool:
     """Give `unnamed` its name if the parts of all ranks are there. Each rank tries, and the last one succeeds."""
-    if any(not (unnamed / f"rank-{rank}" / ".metadata").exists() for rank in range(ranks)):
+    if any(not (unnamed / f"rank-{rank}" / "index").exists() for rank in range(ranks)):
         return False
     try:
         _sync(unnamed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import shutil
 import struct
 import threading
 import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ftcomm.errors import FtcommError, StateError
 from ftcomm.training.checkpoint import Checkpoints, complete, finish, prune, read, write
+from ftcomm.training.entries import as_entry
 from ftcomm.training.state import FlatState, flatten
 
 from ..process.job import Job
@@ -153,25 +155,67 @@ def test_a_damaged_skeleton_is_named(tmp_path: Path, checked: bool) -> None:
     write(path, flat())
     flip(path / "skeleton", 0)
     if not checked:
-        (path / "checksums").unlink()
+        change_index(path, lambda index: index.update(skeleton=zlib.crc32((path / "skeleton").read_bytes())))
     with pytest.raises(StateError, match=r"rank-0/skeleton (has changed|is of no use).* take it away") as raised:
         read(path)
     assert "same script" not in str(raised.value)
 
 
-def test_damaged_checksums_are_named(tmp_path: Path) -> None:
+def change_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((path / "index").read_bytes())
+    change(index)
+    (path / "index").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda index: index["tensors"][1].update(file="../rank-1/__0_0.distcp"), "leads out of the folder, to '../"),
+        (lambda index: index["tensors"].pop(), "its index has 1 tensors, its skeleton 2"),
+        (lambda index: index["tensors"][0].update(offset=1 << 40), "1 of 2 tensors .* have changed"),
+        (lambda index: index["tensors"][0].update(offset=-1), "rank-0/index is damaged: .*`int` >= 0"),
+        (lambda index: index["tensors"].reverse(), "2 of 2 tensors .* have changed"),
+        (lambda index: index["tensors"][0].pop("crc"), "rank-0/index is damaged: .*missing required field `crc`"),
+    ],
+)
+def test_an_index_is_checked(tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
     path = tmp_path / "rank-0"
     write(path, flat())
-    (path / "checksums").write_bytes(b'{"skeleton": 1')
-    with pytest.raises(StateError, match="rank-0/checksums is damaged"):
+    shutil.copytree(path, tmp_path / "rank-1")
+    change_index(path, change)
+    with pytest.raises(StateError, match=f"cannot be read: .*{said}"):
         read(path)
 
 
-def test_one_without_checksums_is_from_before_they_were_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rubbish", [b"", b"x", b"{}", b'{"skeleton": 1', bytes(1000)])
+def test_a_damaged_index_is_named(tmp_path: Path, rubbish: bytes) -> None:
     path = tmp_path / "rank-0"
-    write(path, flat(3.0))
-    (path / "checksums").unlink()
-    assert any(torch.equal(tensor, torch.full((3, 2), 3.0)) for tensor in read(path).tensors)
+    write(path, flat())
+    (path / "index").write_bytes(rubbish)
+    with pytest.raises(StateError, match=r"rank-0/index is damaged: .*take it away"):
+        read(path)
+
+
+def test_every_dtype_and_shape_is_found(tmp_path: Path) -> None:
+    written = flatten(
+        {
+            name: as_entry(name, value)
+            for name, value in {
+                "strided": torch.arange(12.0).reshape(3, 4).t(),
+                "part": torch.arange(100)[7:9],
+                "half": torch.arange(3, dtype=torch.bfloat16),
+                "scalar": torch.tensor(7.5),
+                "none": torch.empty(0, 3),
+                "true": torch.tensor([True, False]),
+                "complex": torch.tensor([1 + 2j]),
+                "array": np.arange(5, dtype=np.uint16),
+            }.items()
+        }
+    ).on_host()
+    write(tmp_path / "rank-0", written)
+    found = read(tmp_path / "rank-0")
+    assert len(found.tensors) == 8
+    assert all(torch.equal(one, other) for one, other in zip(found.tensors, written.tensors, strict=True))
 
 
 def test_what_has_no_name_of_a_step_is_none(tmp_path: Path) -> None:
@@ -239,7 +283,7 @@ def test_what_can_never_be_completed_is_taken_away_and_nothing_that_may_be(tmp_p
         part.mkdir(parents=True)
     group: Any = Alone(replica=0, shard=1, shards=2)
     Checkpoints(tmp_path, {"model": torch.nn.Linear(2, 3)}, group=group).close(6)
-    assert (tmp_path / ".step-00000006.life/rank-1/.metadata").exists()
+    assert (tmp_path / ".step-00000006.life/rank-1/index").exists()
     assert not never.parent.exists(), "it keeps the space"
     assert mine.exists()
     assert foreign.exists()
@@ -306,75 +350,19 @@ class Trap:
         return os.mkdir, (str(self._trap),)
 
 
-def lead_out(metadata: Metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.relative_path = f"../rank-0/{info.relative_path}"
-
-
-def another_shape(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["model.weight"].size = torch.Size([2, 3])
-
-
-def no_tensor(metadata: Metadata) -> None:
-    """torch unpickles what stands where its bytes are."""
-    metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
-
-
-def missing(metadata: Metadata) -> None:
-    del metadata.state_dict_metadata["model.weight"]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lead_out, "leads out of the folder, to '../rank-0/__0_0.distcp'"),
-        (another_shape, r"model.weight is torch.float32 \[2, 3\] there, torch.float32 \[3, 2\] here"),
-        (no_tensor, "names .*BytesStorageMetadata"),
-        (missing, "no tensor model.weight"),
-    ],
-)
-def test_metadata_must_be_of_what_is_awaited(tmp_path: Path, change: Callable[[Metadata], None], said: str) -> None:
-    path = tmp_path / "rank-0"
-    write(path, flat())
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StateError, match=said):
-        read(path)
-
-
-def test_nothing_is_run_that_lies_in_a_checkpoint(tmp_path: Path) -> None:
-    """torch's own reader does run it."""
+def test_nothing_of_a_checkpoint_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own reader does that."""
     path, trap = tmp_path / "rank-0", tmp_path / "trap"
-    write(path, flat())
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.planner_data = Trap(trap)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StateError, match=r"names (posix|nt)\.mkdir, which is no part of a checkpoint"):
-        read(path)
+    write(path, flat(3.0))
+    (path / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, None)
+    assert any(torch.equal(tensor, torch.full((3, 2), 3.0)) for tensor in read(path).tensors)
+    monkeypatch.undo()
     assert not trap.exists()
-    dcp.FileSystemReader(path).read_metadata()
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load({}, checkpoint_id=path)
     assert trap.exists()
-
-
-@pytest.mark.parametrize("whom", ["pathlib\nPosixPath", "torch.serialization\n_get_layout"])
-def test_nothing_but_what_is_read_is_changed(tmp_path: Path, whom: str) -> None:
-    """A pickle may give attributes to a class, too: another `name`, by which it is seen where a path leads."""
-    path = tmp_path / "rank-0"
-    write(path, flat())
-    (path / ".metadata").write_bytes(f"\x80\x02c{whom}\nN}}U\x04nameU\x01xs\x86b.".encode("latin-1"))
-    with pytest.raises(StateError, match="which is no part of it"):
-        read(path)
-    assert (tmp_path / "y").name == "y"
-
-
-@pytest.mark.parametrize("rubbish", [b"", b"x", pickle.dumps({}), pickle.dumps(Metadata({}))[:-1], bytes(1000)])
-def test_metadata_that_are_none(tmp_path: Path, rubbish: bytes) -> None:
-    path = tmp_path / "rank-0"
-    write(path, flat())
-    (path / ".metadata").write_bytes(rubbish)
-    with pytest.raises(StateError, match=r"cannot be read: .* take it away"):
-        read(path)
 
 
 def test_a_checkpoint_for_which_no_thread_can_be_had_is_written_at_once(
