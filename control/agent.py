@@ -26,13 +26,14 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.engine import Engine, Unreachable
 from ftcomm.control.failed_dials import cause_of, shortage, start
 from ftcomm.control.knock import Knock
-from ftcomm.control.links import Link, Listener, event_loop, hand_over, serve_messages
-from ftcomm.control.liveness import processes, state_of, unanswered
+from ftcomm.control.links import Link, Listener, ask, event_loop, hand_over, serve_messages
+from ftcomm.control.liveness import lived, processes, state_of, unanswered
 from ftcomm.control.member import Phase
 from ftcomm.control.peers import Peers
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.unstarted import HOPELESS
 from ftcomm.control.views import Address, View
 from ftcomm.control.witness import PURPOSE, Charge, Witness
 
@@ -391,11 +392,35 @@ class Agent:
             on_down=lambda error: self._up_lost(what, error),
             on_mute=lambda: self._up_mute(what),
         )
+        self._spawn(self._ask())
         while True:
             await asyncio.sleep(self._timeouts.beat)
             self._look()
             self._do(self._node.tick, time.monotonic())
             self.engine.nudge()
+
+    async def _ask(self) -> None:
+        """Ask the coordinator once a heartbeat timeout, until this rank is in a view, whether it waits in vain: for a
+        leader, or for another replica, that cannot start. The leader tells a rank that has a connection to it."""
+        leads = self._node.leader is not None
+        if not leads:
+            await asyncio.sleep(self._timeouts.heartbeat)  # most leaders come in that time
+        while self._up is not None and not self._knows_job:
+            if leads or not self._up.is_up:
+                await self._ask_once()
+            await asyncio.sleep(self._timeouts.heartbeat)
+
+    async def _ask_once(self) -> None:
+        fields: handshake.Fields = {"replica": self.replica, "lived": min(int(1e3 * lived()), handshake.MOST)}
+        with contextlib.suppress(OSError):
+            answer = await ask(self._coordinator, self._credentials, HOPELESS, fields)
+            if isinstance(answer, m.Expelled) and not self._knows_job:
+                self._do(self._node.from_up, answer)
+
+    @property
+    def _knows_job(self) -> bool:
+        """Whether this rank has heard of a view, which only a leader that has started tells it."""
+        return self._known.done() or self._node.machine.view is not None
 
     def _look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""

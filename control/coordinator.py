@@ -27,7 +27,7 @@ again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 
 from ftcomm.control import messages as m
 from ftcomm.control.admission import MESSAGE, Room, other_job, too_large
@@ -41,6 +41,7 @@ from ftcomm.control.reconfiguration import Proposal, contributing, given_up, wan
 from ftcomm.control.severed import SeveredPairs
 from ftcomm.control.suspicion import Accusation, Conclusion, Life, Outcome, Probe, Suspicions, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
+from ftcomm.control.unstarted import UnstartedRanks
 from ftcomm.control.views import Address, Member, View
 
 Conn = int  # a connection of a leader, numbered by the runtime
@@ -153,6 +154,7 @@ class Coordinator:
         self.leaving: set[int] = set()
         self.draining = False
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the last life that was refused, and why
+        self._unstarted = UnstartedRanks(replicas)
         self._blame = Blame(timeouts.patience, timeouts.grace, timeouts.ceiling)
         self._suspicions = Suspicions(timeouts.op, FRESH)
         self._severed = SeveredPairs(timeouts.patience, timeouts.op)
@@ -568,19 +570,34 @@ class Coordinator:
         actions.append(Log("joined", {"replica": replica}))
         return [*actions, *self._register(conn, join), *self._reach(join, now)]
 
-    def _refuse(self, replica: int, incarnation: str, reason: str) -> list[Action]:
-        """Log once why a life is refused, since it may try again twice a second."""
+    def _refuse(self, replica: int, incarnation: str, reason: str, *, hopeless: bool = False) -> list[Action]:
+        """Log once why a life is refused, since it may try again twice a second. `hopeless`: the job cannot begin."""
         refusal = incarnation, reason
         if self._refusals.get(replica) == refusal:
             return []
         self._refusals[replica] = refusal
-        return [Log("refused", {"replica": replica, "reason": reason})]
+        return [Log("refused", {"replica": replica, "reason": reason, **({"hopeless": True} if hopeless else {})})]
 
-    def unstarted(self, replica: int, reason: str, conns: Collection[Conn]) -> list[Action]:
-        """Note that a rank of a replica cannot start. `conns` have named the replica: those that have not joined yet
-        wait for that rank."""
-        tell = [Send(conn, m.Expelled(reason)) for conn in conns if conn not in self.links]
-        return [*self._refuse(replica, "", reason), *tell, *self._tell_forming()]
+    def unstarted(
+        self, replica: int, reason: str, lasting: bool, conns: Mapping[Conn, int], now: float
+    ) -> list[Action]:
+        """Note that a rank of a replica cannot start; `lasting`: nor if it is started again. `conns` are all leaders
+        with the replicas that they have named; those that have not joined yet may wait for that rank."""
+        if self._conn(replica) is not None:  # all its ranks are here: another process has its number, too
+            return self._refuse(replica, "", reason)
+        word = self._unstarted.said(replica, reason, lasting, now)
+        hopeless = lasting and self.view is None and replica < self.expected
+        refused = self._refuse(replica, "", word.reason, hopeless=hopeless)
+        expelled = m.Expelled(word.reason)
+        waiting = [x for x, named in conns.items() if x not in self.links and (hopeless or named == replica)]
+        told: list[Action] = [Send(conn, expelled) for conn in waiting]
+        return [*refused, *told, *(self._turn_away(expelled) if hopeless else self._tell_forming())]
+
+    def asked(self, conn: Conn, replica: int, lived: float, now: float) -> list[Action]:
+        """Tell a process of a replica, which is in no view and has run for `lived` seconds, whether it waits for a rank
+        that cannot start."""
+        reason = self._unstarted.why(replica, now - lived, self.view is None)
+        return [*([Send(conn, m.Expelled(reason))] if reason else []), Close(conn)]
 
     def _is_taken(self, replica: int, incarnation: str, now: float) -> bool:
         """Whether another life of the replica answers, or is a member that may answer. A second life is then no proof
@@ -619,6 +636,7 @@ class Coordinator:
         member = Member(replica, join.incarnation, join.ranks, contributing=False)
         self.joiners.add(member, ready=join.ready or self.view is None)
         self._refusals.pop(replica, None)
+        self._unstarted.started(replica)
         if self.view is None:
             return self._form()
         if join.leaving:

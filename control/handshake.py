@@ -48,10 +48,11 @@ from ftcomm.control.sealed import Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
-VERSION = 6
+VERSION = 7
 MAX_HANDSHAKE = 4096  # bytes
 NONCE = 16  # bytes
 FILLER = 3600  # bytes
+MOST = (1 << 31) - 1  # of a number in an opening
 LONGEST_FIELD = 700  # characters of a text in an opening; of four bytes each they leave room for the rest
 
 Fields = dict[str, "str | int"]
@@ -141,7 +142,7 @@ class Accepted(msgspec.Struct, frozen=True):
     elsewhere: bool = False  # refused, since another process is wanted
 
 
-def number(fields: Mapping[str, Any], name: str, least: int = 0, most: int = (1 << 31) - 1) -> int:
+def number(fields: Mapping[str, Any], name: str, least: int = 0, most: int = MOST) -> int:
     """Returns the number in field `name` of an opening, from `least` to `most`. Raises `BadFields`."""
     value = fields.get(name)
     if not isinstance(value, int) or not least <= value <= most:

@@ -188,6 +188,24 @@ class Link:
         self._on_open()
 
 
+async def ask(
+    address: tuple[str, int], credentials: handshake.Credentials, purpose: str, fields: handshake.Fields
+) -> m.AnyMessage | None:
+    """Returns the answer to a connection of `purpose`; None if there is none within `HANDSHAKE_TIMEOUT`. Raises
+    `OSError` if there is no connection."""
+    sock = await connected(address, HANDSHAKE_TIMEOUT)
+    try:
+        steps = handshake.client(credentials, purpose, fields, at=handshake.place(sock.getpeername))
+        done = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
+    except BaseException:
+        sock.close()
+        raise
+    answers: list[m.AnyMessage] = []
+    with contextlib.suppress(asyncio.TimeoutError):
+        await wait_for(HANDSHAKE_TIMEOUT, serve_messages(Channel(sock, *done), answers.append, lambda writer: None))
+    return answers[-1] if answers else None
+
+
 async def connected(address: tuple[str, int], timeout: float) -> socket.socket:
     """Returns a connected socket, before its handshake. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET

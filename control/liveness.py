@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import struct
+import time
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -61,6 +62,12 @@ def state(pid: int) -> str:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     return ""
+
+
+def lived() -> float:
+    """Returns for how many seconds this process has run, also those in which it was stopped."""
+    started = int(Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def is_ending(there: Address) -> bool:

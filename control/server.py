@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.control import coordinator as c
-from ftcomm.control import handshake, wire
+from ftcomm.control import handshake, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.knock import KERNEL, Knocks
@@ -24,13 +24,14 @@ from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.unstarted import HOPELESS, UNSTARTED
 from ftcomm.control.views import View
+from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
 
-UNSTARTED = "unstarted"  # what a connection is for by which a process says why it cannot start
 RETRY = 1.0  # s between two attempts to store a view that could not be written
 
 
@@ -206,16 +207,18 @@ class CoordinatorServer:
     async def _peer(self, channel: Channel, opening: handshake.Opening) -> None:
         if opening.purpose == UNSTARTED and self._machine is not None:
             replica, reason = handshake.number(opening.fields, "replica"), handshake.text(opening.fields, "reason")
+            lasting = handshake.number(opening.fields, "lasting", most=1)
+            self._do(self._machine.unstarted(replica, reason, bool(lasting), self._here, time.monotonic()))
             channel.close()
-            conns = [conn for conn, named in self._here.items() if named == replica]
-            self._do(self._machine.unstarted(replica, reason, conns))
+            return
+        if opening.purpose == HOPELESS and self._machine is not None:
+            await self._answer(channel, opening.fields)
             return
         if opening.purpose != "leader" or self._machine is None:
             drop("purpose", f"a connection for {opening.purpose!r}, which a coordinator does not serve")
             channel.close()
             return
-        self._conns += 1
-        conn = self._conns
+        conn = self._next()
         self._here[conn] = opening.fields.get("replica")
 
         def ready(writer: wire.Writer) -> None:
@@ -232,6 +235,27 @@ class CoordinatorServer:
             self._here.pop(conn, None)
         if self._machine is not None:
             self._do(self._machine.disconnected(conn, time.monotonic()))
+
+    def _next(self) -> c.Conn:
+        self._conns += 1
+        return self._conns
+
+    async def _answer(self, channel: Channel, fields: handshake.Fields) -> None:
+        """Tell a process that waits to get into a view whether it waits in vain."""
+        replica, lived = handshake.number(fields, "replica"), handshake.number(fields, "lived")
+        conn = self._next()
+
+        def ready(writer: wire.Writer) -> None:
+            self._writers[conn] = writer
+            if self._machine is not None:
+                self._do(self._machine.asked(conn, replica, lived / 1e3, time.monotonic()))
+
+        try:
+            await wait_for(links.HANDSHAKE_TIMEOUT, serve_messages(channel, lambda message: None, ready))
+        except asyncio.TimeoutError:
+            drop("handshake", f"a process of replica {replica} that has asked, and does not hang up")
+        finally:
+            self._writers.pop(conn, None)
 
     async def _tick(self) -> None:
         while True:

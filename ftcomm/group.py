@@ -152,7 +152,7 @@ class Group(Calls):
         try:
             runs = self._agent.register(self.settings.init_timeout)
         except JoinError as error:
-            self.close()
+            self.close(failure=str(error))
             raise self._not_joined(error) from None
         if runs:
             self.ready()

@@ -397,7 +397,8 @@ class Launcher:
             self._report.emit("failed", replica=replica.number, reason=str(error))
             self._check_over()
 
-    def _job_lost(self, lost: JobLost) -> None:
+    def _job_lost(self, lost: JobLost, grace: float = 0.0) -> None:
+        """End all replicas, after `grace` seconds in which those that are told of it may end by themselves."""
         if self._lost:
             return
         self._lost = True
@@ -405,7 +406,10 @@ class Launcher:
         for replica in self._replicas:
             if replica.state is State.WAITING:
                 self._cancel_start(replica, State.FAILED)
-        self._end_all()
+        if grace:
+            self._timers.append(self._loop.call_later(grace, self._end_all))
+        else:
+            self._end_all()
 
     def _cancel_start(self, replica: ReplicaProcesses, state: State) -> None:
         if replica.timer is not None:
@@ -574,6 +578,9 @@ class Launcher:
             self._report.log(text)
         if kind in ("failed", "ended") and not (self._draining or self._over.done() or self._has_trained()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
+        if event.get("hopeless") and not self._draining:
+            asked = 2 * self.options.timeouts.heartbeat  # by then all ranks that have started have asked
+            self._job_lost(JobLost("it cannot begin, and a restart would not help"), grace=asked)
 
     def _of_replica(self, replica: ReplicaProcesses, kind: str, reason: str) -> None:
         if kind == "finished":

@@ -1,5 +1,4 @@
-"""A process that cannot start tells its job why, so that nobody waits in vain: the other ranks of its replica end with
-the reason, and the other replicas log for whom they wait."""
+"""A process that cannot start tells its job why, so that nobody waits in vain (`ftcomm.control.unstarted`)."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ import os
 from collections.abc import Mapping
 
 from ftcomm.control import wire
-from ftcomm.control.handshake import LONGEST_FIELD
-from ftcomm.control.server import UNSTARTED
-from ftcomm.errors import FtcommError
+from ftcomm.control.handshake import LONGEST_FIELD, Fields
+from ftcomm.control.unstarted import UNSTARTED
+from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.settings import Settings, credentials, split_endpoint
 
 TELL = 2.0  # s that the end of the process waits for a coordinator to take the reason
@@ -28,4 +27,8 @@ def tell(why: Exception, settings: Settings | None, env: Mapping[str, str] | Non
             replica, shard = int(env["FTCOMM_REPLICA"]), int(env.get("FTCOMM_RANK") or 0)
         coordinator = split_endpoint(endpoint, "FTCOMM_COORDINATOR")
         reason = f"rank {shard} of replica {replica} cannot start: {why}"[:LONGEST_FIELD]
-        wire.connect(coordinator, mine, UNSTARTED, {"replica": replica, "reason": reason}, TELL).close()
+        # What is set stays as wrong when the process is started again; anything else may be mended by that.
+        fields: Fields = {"replica": replica, "reason": reason, "lasting": int(isinstance(why, SettingsError))}
+        with contextlib.closing(wire.connect(coordinator, mine, UNSTARTED, fields, TELL)) as channel:
+            channel.settimeout(TELL)
+            channel.recv(1)  # nothing: the coordinator hangs up when it has taken the reason

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,34 @@ def test_missing_replicas_are_named(tmp_path: Path) -> None:
             )
     finally:
         job.__exit__(None, None, None)
+
+
+def _refuse_as_leader(settings: Settings, arguments: dict[str, Any]) -> None:
+    """Rank 0 of replica 1 has a wrong setting, and finds that when all others run."""
+    marks = Path(arguments["marks"])
+    (marks / f"runs-{settings.replica}-{settings.shard}").touch()
+    if (settings.replica, settings.shard) != (1, 0):
+        return
+    while len(list(marks.glob("runs-*"))) < 4:
+        time.sleep(0.01)
+    names = {"COORDINATOR": settings.coordinator, "TOKEN": settings.token, "TRANSPORT": "bogus", "REPLICA": "1"}
+    for name, value in (*names.items(), ("REPLICAS", "2"), ("RANK", "0")):
+        os.environ[f"FTCOMM_{name}"] = value
+    ftcomm.init()
+
+
+def test_all_are_told_of_a_leader_that_cannot_start(tmp_path: Path) -> None:
+    """Also the other rank of its replica, which knows the coordinator only by its address."""
+    with Job(tmp_path, replicas=2, ranks=2, heartbeat_timeout=3.0, prepare=_refuse_as_leader, body=calls) as job:
+        for replica in (0, 1):
+            assert job.join(replica) == [1, 1]
+        ends = {(replica, rank): note for replica, rank, note in job.notes()}
+    wrong = "rank 0 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'"
+    assert ends.pop((1, 0))["type"] == "SettingsError"
+    assert len(ends) == 3
+    for end in ends.values():
+        assert end["type"] == "InitError"
+        assert wrong in end["text"]
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

@@ -290,6 +290,26 @@ def test_too_few_left_end_the_job(here: Path) -> None:
     assert any("the job failed: restarts are switched off" in text for text in job.said)
 
 
+def test_a_wrong_setting_of_one_rank_ends_a_job_that_has_not_begun(here: Path) -> None:
+    """With its words on all replicas, and at once: a restart would not mend it, nor would the others begin without."""
+    script = """
+        import os
+        if (os.environ["FTCOMM_REPLICA"], os.environ["FTCOMM_RANK"]) == ("1", "0"):
+            os.environ["FTCOMM_TRANSPORT"] = "bogus"
+        import ftcomm
+        ftcomm.init()
+        """
+    job = Job(here, script, replicas=2, ranks_per_replica=2, backoff=1000.0)
+    assert job.run() == run.FAILED
+    assert job.starts() == [1, 1]
+    wrong = "rank 0 of replica 1 cannot start: FTCOMM_TRANSPORT='bogus'; expected one of"
+    assert any(
+        f"InitError: replica 0 rank {rank} could not join the job" in line and wrong in line
+        for _, rank, line in job.lines
+    ), job.lines
+    assert any("the job failed: it cannot begin" in text for text in job.said)
+
+
 def test_with_all_dead_at_once_the_job_is_lost(here: Path) -> None:
     job = Job(here, "import sys\nsys.exit(5)", backoff=30.0)
     assert job.run() == run.FAILED
