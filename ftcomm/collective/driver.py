@@ -86,12 +86,18 @@ class Driver:
     def drive(self, until: Operation | None) -> None:
         """Drive the core. The worker (None) does so until nothing is in flight. A calling thread enqueues `until`,
         drives until it is done, unless another thread drives already, and then lets go or hands over to the worker."""
+        self._drive(until, lambda: False)
+
+    def _drive(self, until: Operation | None, relieved: Callable[[], bool]) -> None:
+        """`drive`, until another thread has `relieved` this one."""
         try:
             if until is not None and not self.admit(until):
                 return
             run = self._context.run
             pause = run(self.begin, until)
             while pause is not ENDED or not self.leave(until):
+                if relieved():
+                    return
                 if pause is PARKED:
                     self._park()
                 pause = run(self.go, until)
@@ -121,8 +127,24 @@ class Driver:
         return drive
 
     def kick(self) -> None:
-        """Let the worker drive, in place of the calling thread, if there is a thread to be had."""
-        self.worker.kick(self.drive)
+        """Let the worker drive, in place of the calling thread. If no thread can be had, this one drives until one can.
+
+        Meanwhile an op of another group may wait for what this thread would do next, and the others take that for the
+        stall of one who is well. So before they do, this rank gives itself up.
+        """
+        if self.worker.kick(self.drive):
+            ran, watch = RunningTime(), self._member.watch
+            ran.at(watch.clock())
+
+            def relieved() -> bool:
+                lacks = self.worker.kick(self.drive)
+                if lacks and ran.at(watch.clock()) > watch.give_up / 4:
+                    self.fail(
+                        FtcommError(f"an op in the background stands still for want of a thread: {lacks}"), tell=True
+                    )
+                return lacks is None
+
+            self._drive(None, relieved)
 
     def _break_off(self, driver: object, error: BaseException) -> None:
         """Note that the thread of `driver` was stopped by `error`: the end, if it was the one that drives.

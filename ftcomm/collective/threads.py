@@ -27,8 +27,8 @@ class Worker:
         self.thread: threading.Thread | None = None
         self._kicks: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def kick(self, drive: Callable[[None], None]) -> None:
-        """Let the thread call `drive`, which is the same every time. If no thread can be had now, call it here."""
+    def kick(self, drive: Callable[[None], None]) -> RuntimeError | None:
+        """Let the thread call `drive`, which is the same every time. Returns the error if no thread can be had now."""
         if self.thread is None:
             thread = threading.Thread(target=self._serve, args=(drive,), name=self._name, daemon=True)
             lacks = start(thread)
@@ -36,10 +36,10 @@ class Worker:
                 if not self._warned:
                     log.warning("%s: an op in the background runs where it was called: %s", self._name, lacks)
                 self._warned = True
-                drive(None)
-                return
+                return lacks
             self.thread = thread
         self._kicks.put(True)
+        return None
 
     def end(self) -> None:
         """Let the thread end when it has done what it was kicked for. May be repeated."""

@@ -139,8 +139,9 @@ class VirtualThreads(Threads, Worker):
     def worker(self, name: str) -> Worker:
         return self
 
-    def kick(self, drive: Callable[[None], None]) -> None:
+    def kick(self, drive: Callable[[None], None]) -> RuntimeError | None:
         self._exchange.drive(None)
+        return None
 
     def end(self) -> None:
         """Do nothing any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -805,9 +806,8 @@ def test_an_interrupt_at_any_line_leaves_no_engine_that_waits_for_a_driver() -> 
         assert line > 4
 
 
-def test_an_op_in_the_background_runs_where_it_is_called_if_no_thread_can_be_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextlib.contextmanager
+def short_of_threads() -> Iterator[None]:
     begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
@@ -815,14 +815,18 @@ def test_an_op_in_the_background_runs_where_it_is_called_if_no_thread_can_be_had
             raise RuntimeError("can't start new thread")
         begin(thread)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
+
+
+def test_an_op_in_the_background_runs_where_it_is_called_if_no_thread_can_be_had() -> None:
     with Rig(range(2)) as rig:
         failures = [hear(rig.members[m]) for m in range(2)]
         rig.view(range(2))
         exchanges = [rig.members[m].exchange for m in range(2)]
         for short in (True, False):
-            with monkeypatch.context() as patch:
-                if short:
-                    patch.setattr(threading.Thread, "start", start)
+            with short_of_threads() if short else contextlib.nullcontext():
                 ops = [ones(), ones()]
                 callers = [Caller.start(exchange.submit, op) for exchange, op in zip(exchanges, ops, strict=True)]
                 for caller in callers:
@@ -832,6 +836,41 @@ def test_an_op_in_the_background_runs_where_it_is_called_if_no_thread_can_be_had
                 exchange.wait(op)
                 assert (op.error, op.array.tolist()) == (None, [2.0] * 4)
         assert failures == [[], []]
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_who_has_no_thread_for_an_op_while_another_group_waits_for_it_does_not_stand_for_ever(soon: bool) -> None:
+    """Member 0 calls in the background in one group and then in the other, member 1 in the other one first. Soon there
+    is a thread again; or there is none, and member 0 gives itself up."""
+    with Rig(range(2)) as one, Rig(range(2)) as background:
+        failures = hear(background.members[0], DEADLINE if soon else 1.0)
+        for rig in (one, background):
+            rig.view(range(2))
+        first, second = ([rig.members[m].exchange for m in range(2)] for rig in (background, one))
+        ops = [ones() for _ in range(4)]
+
+        def calls() -> None:
+            first[0].submit(ops[0])
+            second[0].run(ops[1])
+
+        with short_of_threads():
+            caller = Caller.start(calls)
+            other = Caller.start(second[1].run, ops[2])
+            while not (ops[0].number == 0 and ops[2].number == 0):
+                other.thread.join(0.001)
+            if not soon:
+                caller.join()
+        other.join()
+        if soon:
+            first[1].run(ops[3])
+            caller.join()
+            first[0].wait(ops[0])
+            assert [op.error for op in ops] == [None] * 4
+            assert failures == []
+        else:
+            assert re.search("for want of a thread: can't start new thread.* raise its limits", str(ops[0].error))
+            assert failures == [ops[0].error]
+            assert ops[1].error is None
 
 
 def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
