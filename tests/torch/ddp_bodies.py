@@ -81,6 +81,30 @@ def train(way: str) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
+def raises_in_backward() -> tuple[list[str], float]:
+    """What a backward says that an error of the model breaks off, and the next two; and the gradient when the model is
+    wrapped again."""
+    model = Branches()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.004)
+
+    def fail(*_: object) -> None:
+        raise ValueError("of the model")
+
+    said = []
+    handle = model.into.register_full_backward_hook(fail)
+    for _ in range(3):
+        try:
+            ddp(torch.ones(4, 8), 0).sum().backward()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error).split(".")[0])
+        handle.remove()
+    del ddp
+    ddp = DistributedDataParallel(model)
+    model.zero_grad()
+    ddp(torch.ones(4, 8), 0)[:, 0].sum().backward()
+    return said, float(model.out.bias.grad[0])
+
+
 def beside_gloo(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """All ways of using DDP, by gloo and by us."""
     torch.set_num_threads(1)
@@ -88,10 +112,12 @@ def beside_gloo(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
     dist.init_process_group("gloo", init_method=where, rank=group.replica, world_size=len(group.members))
     for way in WAYS:
         notes.write(kind="digest", by="gloo", way=way, digest=train(way))
+    notes.write(kind="raised", said=raises_in_backward())
     dist.destroy_process_group()
     dist.init_process_group("ftcomm")
     for way in WAYS:
         notes.write(kind="digest", by="ftcomm", way=way, digest=train(way))
+    notes.write(kind="raised", said=raises_in_backward())
     dist.barrier()
 
 

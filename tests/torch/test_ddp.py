@@ -27,6 +27,9 @@ def test_bits_are_those_of_gloo_in_every_way_of_using_ddp(tmp_path: Path) -> Non
     assert set(digests) == set(bodies.WAYS)
     assert {way: len(of_all) for way, of_all in digests.items()} == dict.fromkeys(bodies.WAYS, 1)
     assert len(set.union(*digests.values())) > 3, "ways that differ have the same result"
+    unfinished = "Expected to have finished reduction in the prior iteration before starting a new one"
+    raised = [note["said"] for _, _, note in job.notes() if note["kind"] == "raised"]
+    assert raised == [[["of the model", unfinished, unfinished], 4.0]] * 4
 
 
 @pytest.mark.parametrize(("victim", "wire"), [(0, None), (2, None), (1, "fp8")])
