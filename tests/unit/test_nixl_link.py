@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import mmap
+import os
 import socket
 import threading
 import time
@@ -745,6 +746,34 @@ def test_a_shortage_while_a_process_asks_itself_ends_no_thread(
         endpoint._doubted = float("-inf")
         endpoint.doubt(hello.SOON)
         until(lambda n=times: len(asked) == n, "it does not ask itself")  # type: ignore[misc]
+
+
+def test_an_endpoint_that_gets_no_thread_leaves_no_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Nixl("short", ("lo",))
+    begin = threading.Thread.start
+
+    def short(thread: threading.Thread) -> None:
+        if thread.name == "ftcomm-nixl":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = []
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", short)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match=r"can't start new thread.*raise its limits"):
+                    made.endpoint()
+                before.append(held())
+    finally:
+        gc.enable()
+    assert before == before[:1] * 3, "descriptors of UCX"
+    made.endpoint()
+    made.close()
 
 
 def test_who_hears_waits_on(fresh_link: tuple[Link, dict[Nixl, set[int]]]) -> None:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from ftcomm.control import fork
 from ftcomm.control.dropped import drop
+from ftcomm.control.failed_dials import start
 from ftcomm.errors import TransportError
 from ftcomm.transport.nixl import frames, library, network
 from ftcomm.transport.nixl.memory import MirrorMemories, MirrorMemory
@@ -93,7 +94,11 @@ class NixlEndpoint:
         self._dozes = False
         self._thread = threading.Thread(target=self._run, name="ftcomm-nixl", daemon=True)
         fork.take_part(self, f"NIXL agent {name}")  # children share its sockets
-        self._thread.start()
+        lacks = start(self._thread)
+        if lacks:
+            fork.part(self)
+            self._agents.clear()  # UCX holds memory and sockets for each, for as long as somebody knows it
+            raise lacks
 
     # -- what moves it -----------------------------------------------------------------------------------------------
 
