@@ -480,6 +480,8 @@ class Group(Calls):
     def _ended(self, error: FtcommError) -> None:
         for subgroup in self._subgroups:
             subgroup.fail(error)
+        if self.internals.on_ended is not None:
+            self.internals.on_ended(error)
 
     def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
         """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftcomm.control import messages as m
-from ftcomm.errors import TransportError
+from ftcomm.errors import FtcommError, TransportError
 from ftcomm.process.own import own_process
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class Internals:
     loop: how many step loops the script of this rank has entered.
     step_loop: the one that the script is in, if it is in one.
     on_step_error: takes an error for which the step loop, if there is one that can, discards the step.
+    on_ended: takes the error with which this rank is out of the job. In the control thread, so it must not block.
+    repeats: whether a rank may repeat a step by itself; not where the others of its replica would wait for it in groups
+        of another backend.
     intra_replica_exchanges: how often the ranks of this replica have begun to meet in a step loop.
     """
 
@@ -64,10 +67,13 @@ class Internals:
         self._agent, self._view = agent, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stood = may_call, when, stood
+        agent.serve("inside", lambda channel, fields: channel.close())  # until the script comes to such an exchange
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None
         self.on_step_error: Callable[[Exception], None] | None = None
+        self.on_ended: Callable[[FtcommError], None] | None = None
+        self.repeats = True
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand every incoming connection of `purpose` to `handler(channel, fields)`, in a thread of its own."""

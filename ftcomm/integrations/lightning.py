@@ -37,7 +37,8 @@ from lightning.pytorch.utilities import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 from ftcomm.errors import ArgumentError
-from ftcomm.integrations.replica import StepExchange, across, join
+from ftcomm.integrations.replica import StepExchange, join
+from ftcomm.torch.own_world import across
 from ftcomm.training import StepLoop
 from ftcomm.training.rng import Rng
 

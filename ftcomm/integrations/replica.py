@@ -20,20 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ftcomm.errors import InitError
-from ftcomm.torch import meeting, replicas
-from ftcomm.torch.create import Dimension
+from ftcomm.torch import replicas
+from ftcomm.torch.own_world import own_world, usual_backend
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
     from ftcomm.training import StepLoop
 
 log = logging.getLogger("ftcomm")
-
-_across: dist.ProcessGroup | None = None  # the group of all replicas, with which DDP averages
 
 
 def join(timeout: timedelta = default_pg_timeout) -> Group:
@@ -43,34 +40,13 @@ def join(timeout: timedelta = default_pg_timeout) -> Group:
     before the library looks at the environment. Blocks like `ftcomm.init`. Raises `InitError` if the process has a
     process group already, or the replica several ranks.
     """
-    global _across
-    if _across is not None and dist.is_initialized():
-        return meeting.joined()
-    if dist.is_initialized():
-        raise InitError(
-            "this process has a process group already, and the world of a trainer has to be one replica. Leave out "
-            "dist.init_process_group, and make no TrainingArguments, Accelerator or Trainer of another kind before."
-        )
-    if meeting.in_job():
-        group = meeting.joined()
-    else:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        group = meeting.join_by_store(store, rank, size, timeout)
+    group = own_world(usual_backend(), timeout)
     if group.shards > 1:
         raise InitError(
             f"replica {group.replica} has {group.shards} ranks; trainers of other libraries are replicas of one rank. "
             "Leave out --ranks-per-replica, or train with ftcomm.training (docs/training.md)."
         )
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    _across = dist.new_group([0], timeout, backend="ftcomm", pg_options=Dimension.ACROSS, group_desc="replicas")
     return group
-
-
-def across() -> dist.ProcessGroup:
-    """Returns the process group of all replicas, for `DistributedDataParallel(process_group=...)`."""
-    assert _across is not None, "call join before"
-    return _across
 
 
 class StepExchange:

@@ -38,7 +38,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ftcomm.errors import ArgumentError, StateError
-from ftcomm.integrations.replica import StepExchange, across, join
+from ftcomm.integrations.replica import StepExchange, join
+from ftcomm.torch.own_world import across
 from ftcomm.training import StepLoop
 from ftcomm.training.rng import Rng
 

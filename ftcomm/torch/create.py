@@ -1,8 +1,8 @@
 """Chooses the group behind a process group that torch asks for.
 
     ranks                                        group                                  a loss
-    the world, of one rank a replica;            that of the job                        is survived
-    all replicas, each a world of its own
+    the world, of one rank a replica; this rank  that of the job                        is survived
+    of all replicas, each a world of its own
     one place, in all or some replicas           a subgroup of the job                  is survived
     several places, in all or some replicas      a grid: one of these for each place,   is survived
                                                  and a static group in each replica
@@ -93,7 +93,7 @@ def _beneath(
     first = shards > 1 and dimension is Dimension.REPLICATE and not _meshes
     if first:
         _meshes.add(group)
-    if first or (shards == 1 and (not ranks or dimension is Dimension.ACROSS)):
+    if first or dimension is Dimension.ACROSS or (shards == 1 and not ranks):
         return Replicas(group), functools.partial(_meshes.discard, group)
     members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
     replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})

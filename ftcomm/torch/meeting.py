@@ -138,6 +138,13 @@ def leave() -> None:
         ftcomm.group.shutdown()
 
 
+def join_by_environment(timeout: timedelta | None = None) -> Group:
+    """`join_by_store` with the store of the launcher that the environment names."""
+    timeout = default_pg_timeout if timeout is None else timeout
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    return join_by_store(store, rank, size, timeout)
+
+
 def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Group:
     """The default group of a program that some other launcher has started, with a coordinator of its own."""
     global _ours, _met

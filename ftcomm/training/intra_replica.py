@@ -59,8 +59,8 @@ class IntraReplicaExchange:
             rows = self._collect(row) if self._group.shard == 0 else self._ask(row)
         except TimeoutError:
             raise CollectiveTimeout(
-                f"{self._who()}: the other ranks of this replica did not come to the end of the step within "
-                f"{self._patience:g} s; every rank must call the same steps."
+                f"{self._who()}: the other ranks of this replica did not come within {self._patience:g} s; "
+                "all ranks of a replica must make the same calls, and do the same steps."
             ) from None
         except OSError as error:
             raise TransportError(f"{self._who()}: another rank of this replica is gone: {error}") from None

@@ -254,9 +254,11 @@ class StepLoop:
     def fail(self, error: Exception) -> None:
         """Give this attempt up, after an error that may pass: all will repeat the step. Go on with the next one.
 
-        Raises `error` if the step counts already, since its update may have been made, or if there are no votes.
+        Raises `error` if the step counts already, since its update may have been made, or if there are no votes, or if
+        the ranks of this replica have groups of another backend, in which the others would wait for this rank.
         """
-        if not self._vote or not self._in_step or self._verdict is Verdict.COMMIT:
+        repeats = self._vote and self._group.internals.repeats
+        if not repeats or not self._in_step or self._verdict is Verdict.COMMIT:
             raise error
         if self._failed is None:
             self._failed = error

@@ -226,7 +226,7 @@ def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     all_but_one = dist.new_group([r for r in range(size) if r != 1])
     pgs: dict[str, Any] = {"world": None, "all but one": all_but_one}
     if arguments["ranks_each"] > 1:
-        mesh = init_device_mesh("cpu", (size // 2, 2))
+        mesh = init_device_mesh("cpu", {"replicate": size // 2, "alone": 1, "shard": 2})
         pgs["replicate"], pgs["shard"] = mesh.get_group("replicate"), mesh.get_group("shard")
         assert mesh.get_local_rank("shard") == group.shard
         assert mesh.get_local_rank("replicate") == group.replica

@@ -116,7 +116,7 @@ class Voters(Members):
     def __init__(self, reduced=(0, 1, 3), others=()):
         super().__init__(others)
         self.reduced = reduced
-        self.internals = SimpleNamespace(outside=False, catching_up=False, lag=0, step_loop=None)
+        self.internals = SimpleNamespace(outside=False, catching_up=False, lag=0, step_loop=None, repeats=True)
 
     def contributed(self):
         if self.reduced is None:
@@ -365,7 +365,7 @@ class Alone:
 
     replicas, shards = 3, 1
     replica = shard = step = 0
-    internals = SimpleNamespace(outside=False, lag=0, step_loop=None)
+    internals = SimpleNamespace(outside=False, lag=0, step_loop=None, repeats=True)
 
 
 @pytest.mark.parametrize(
