@@ -10,7 +10,7 @@ import numpy as np
 
 import ftcomm
 from ftcomm.bench import bandwidth
-from tests.process.bodies import Pace, seen
+from tests.process.bodies import PAUSE, Pace, seen
 from tests.process.job import Notes
 
 EVERY = 4  # steps
@@ -46,6 +46,7 @@ def columns(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> Non
 
 def reduce(group: ftcomm.Group, notes: Notes, step: int, array: np.ndarray) -> None:
     array[:] = 2.0**group.replica
+    time.sleep(PAUSE)
     begun = time.monotonic()
     group.allreduce(array)
     seconds = time.monotonic() - begun

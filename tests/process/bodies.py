@@ -16,6 +16,10 @@ import ftcomm
 
 from .job import Notes
 
+# s between two steps of a job that waits for something: ranks that compute as fast as they can take the cores of all
+# tests that run beside, and write notes that take as long to read. 0 where a fault is to fall into the middle of an op.
+PAUSE = 0.005
+
 
 def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
     """An all-reduce a step. Replica r contributes 2**r, so every element of a result tells who is in it."""
@@ -24,6 +28,7 @@ def reduce_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
     pace = Pace(group, arguments)
     for step in ftcomm.steps(arguments["steps"]):
         pace.keep(step)
+        time.sleep(arguments.get("pause", PAUSE))
         hold_interpreter(group, notes, arguments)
         array[:] = 2.0**group.replica
         if step % 2:
@@ -86,7 +91,7 @@ class Pace:
     """Keeps the ranks of a replica about in step, as the collectives among its shards do in a training: at a boundary
     where membership changes, one that is far ahead would wait for the others longer than it is ready to."""
 
-    LEAD = 500  # steps; some 0.1 s
+    LEAD = 100  # steps; some 0.5 s
     PATIENCE = 1.0  # s at each step, for one that stands still or is dead
 
     def __init__(self, group: ftcomm.Group, arguments: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.protocol
 
 VICTIM = 1
 ELEMENTS = 300_001  # three chunks
-LONG_AGO = fewer(100)  # ops that the others run before the victim wakes; they have used all of their staging many times
+LONG_AGO = fewer(30)  # ops that the others run before the victim wakes; they have used all of their staging many times
 TIMES = 20  # the ops that run before
 
 
@@ -157,7 +157,7 @@ def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     lives = 3
-    settings: dict[str, Any] = dict(steps=ENDLESS, elements=ELEMENTS, transport=transport, **STALL)
+    settings: dict[str, Any] = dict(steps=ENDLESS, elements=ELEMENTS, transport=transport, pause=0.0, **STALL)
     with Job(tmp_path, replicas=3, body=reduce_forever, **settings) as running:
         running.wait_contributing({0, 1, 2})
         for life in range(lives):

@@ -33,7 +33,7 @@ JOINER = 2
 
 
 def job(folder: Path, replicas: int = 3, **settings: Any) -> Job:
-    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.002, prepare=watch_points, transport="shm")
+    arguments: dict[str, Any] = dict(body=train, steps=ENDLESS, pace=0.005, prepare=watch_points, transport="shm")
     return Job(folder, replicas=replicas, **{**arguments, **settings})
 
 

@@ -71,7 +71,7 @@ def held(pid: int) -> Held:
 @pytest.mark.parametrize(("transport", "verify"), [("shm", False), ("shm", True), ("tcp", False)])
 def test_thirty_losses_leave_nothing_behind(tmp_path: Path, transport: str, verify: bool) -> None:
     how = {"transport": transport, "verify": verify}
-    with Job(tmp_path, replicas=3, body=reduce_forever, elements=ELEMENTS, steps=ENDLESS, **how) as job:
+    with Job(tmp_path, replicas=3, body=reduce_forever, elements=ELEMENTS, steps=ENDLESS, pause=0.0, **how) as job:
         job.wait_contributing({0, 1, 2})
         pids = [job.processes[replica, 0].pid for replica in (0, 1)]
         before: list[Held] = []

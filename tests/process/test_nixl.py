@@ -35,7 +35,7 @@ def test_kills_and_joins(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     everybody = set(range(3))
-    settings: dict[str, Any] = dict(transport="nixl", elements=ELEMENTS, steps=ENDLESS)
+    settings: dict[str, Any] = dict(transport="nixl", elements=ELEMENTS, steps=ENDLESS, pause=0.0)
     with Job(tmp_path, replicas=3, body=reduce_forever, **settings) as job:
         job.wait_contributing(everybody)
         for _ in range(KILLS):

@@ -136,7 +136,8 @@ def test_a_reset_costs_no_replica_and_no_step(
         pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
     if end == "silent" and not can_end_silently():
         pytest.skip("TCP_REPAIR takes CAP_NET_ADMIN")
-    how = dict(transport=transport, elements=BIG if transport == "tcp" else 300_001, steps=ENDLESS, **settings)
+    elements = BIG if transport == "tcp" else 300_001
+    how = dict(transport=transport, elements=elements, steps=ENDLESS, pause=0.0, **settings)
     resets(tmp_path, reduce_and_sever, end, TIMES, **how)
 
 
