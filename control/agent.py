@@ -43,7 +43,8 @@ Handler = Callable[[Channel, handshake.Fields], None]
 Entered = TypeVar("Entered", View, "View | None")
 
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
-NUDGE = 0.001  # s between wake-ups of an engine that sleeps on a dead peer's flag
+WAKE_AGAIN = 0.001  # s between wake-ups of an engine that goes to sleep just as it is frozen: one may be missed
+WAKE_UPS = 10  # then its longest sleep is over (`ftcomm.sync.futex.MAX_SLEEP`), and it has looked around
 
 
 class JoinError(RuntimeError):
@@ -397,7 +398,7 @@ class Agent:
             await asyncio.sleep(self._timeouts.beat)
             self._look()
             self._do(self._node.tick, time.monotonic())
-            self.engine.nudge()
+            self.engine.wake()
 
     async def _ask(self) -> None:
         """Ask the coordinator once a heartbeat timeout, until this rank is in a view, whether it waits in vain: for a
@@ -695,12 +696,14 @@ class Agent:
             self._loop.call_soon_threadsafe(quiesced)
 
         self.engine.freeze(tell)
-        self._spawn(self._nudge(still))
+        self._spawn(self._wake(still))
 
-    async def _nudge(self, still: asyncio.Event) -> None:
-        while not still.is_set():
-            self.engine.nudge()
-            await asyncio.sleep(NUDGE)
+    async def _wake(self, still: asyncio.Event) -> None:
+        for _ in range(WAKE_UPS):
+            await asyncio.sleep(WAKE_AGAIN)
+            if still.is_set():
+                return
+            self.engine.wake()
 
     async def _resume(self, view: View, progress: dict[int, m.Progress]) -> None:
         told = time.monotonic()

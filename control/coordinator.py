@@ -165,7 +165,7 @@ class Coordinator:
         self._met = not views  # all known members have come, or had the time to, see `_early`
         self._ticks = 0  # until `_met`
         self._held: dict[Conn, m.Withdrawn] = {}  # what is to be decided once `_met`
-        self._spared = 0  # the epoch in which a verdict without proof was not carried out
+        self._refused_in = 0  # the epoch in which a verdict without proof was not carried out
         self._held_up: dict[int, float] = {}  # when a member that lives was mute last
         self._doubted = float("-inf")  # when last no holder of the state was known to be whole
         self._unvisited = bool(views)  # no member of the job has come to this coordinator yet
@@ -372,7 +372,7 @@ class Coordinator:
         if holders and not whole:
             self._doubted = now  # the network may be cut, with those that only catch up on this side
             doubtful = {replica: why for replica, (why, _) in divided.items()} | refused
-            return actions + (self._spare({**doubtful, **lost}) if ripe or lost or refused else [])
+            return actions + (self._refuse_to_remove({**doubtful, **lost}) if ripe or lost or refused else [])
         if now - self._doubted > self.timeouts.heartbeat:
             lost = {**ripe, **lost}
         culprits = {} if lost or not whole else self._culprit(now, divided.keys() | refused.keys())
@@ -803,7 +803,7 @@ class Coordinator:
         if not accusation.refuted:
             return self._lose({replica: accusation.why}, proved=True)
         reason = f"replica {accusation.by} says that it has ended ({accusation.why}), and it answers"
-        return [Log("spared", {"replica": replica, "reason": reason})]
+        return [Log("not_removed", {"replica": replica, "reason": reason})]
 
     def _connection_ended(self, by: int, ended: m.Severed, now: float) -> list[Action]:
         """Take the report that a connection for data has ended, which is no fault of a process that lives."""
@@ -846,7 +846,7 @@ class Coordinator:
         if lost and self.job.installed and not set(lost) & set(base.replicas):
             return []  # the change under way removes it
         if not proved and self.job.unfinished_holders <= set(lost):
-            return self._spare(lost)
+            return self._refuse_to_remove(lost)
         if self._may_hold(set(lost)):
             return []  # until those connect, or are proved to have ended; the lost ones are probed again
         actions = self._cancel()
@@ -911,13 +911,13 @@ class Coordinator:
         untold = {replica for replica, life in self._untold if self.job.counts(replica, life)}
         return bool((untold | self._divided().keys()) - lost)
 
-    def _spare(self, lost: dict[int, str]) -> list[Action]:
-        if not lost or self._spared == self.job.epoch:
+    def _refuse_to_remove(self, lost: dict[int, str]) -> list[Action]:
+        if not lost or self._refused_in == self.job.epoch:
             return []
-        self._spared = self.job.epoch
+        self._refused_in = self.job.epoch
         why = "; ".join(f"{replica}: {reason}" for replica, reason in lost.items())
         reason = f"nobody else holds the state of the training, and it is not proved that its process has ended ({why})"
-        return [Log("spared", {"replica": replica, "reason": reason}) for replica in lost]
+        return [Log("not_removed", {"replica": replica, "reason": reason}) for replica in lost]
 
     # -- changes at a step boundary ------------------------------------------------------------------------------
 

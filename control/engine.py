@@ -14,7 +14,7 @@ class Engine(Protocol):
 
     def freeze(self, quiesced: Callable[[], None]) -> None: ...
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Look around: the engine is to stop, or a beat has passed."""
 
     def progress(self) -> m.Progress: ...

@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 # A rank reports other kinds.
 RESERVED = frozenset(
     {"caught_up", "cut_off", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "removed"}
-    | {"ended", "outdated", "spared", "store", "suspect", "view"}
+    | {"ended", "outdated", "not_removed", "store", "suspect", "view"}
     | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
     | {"restart_asked", "restarting"}
 )

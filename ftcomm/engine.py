@@ -53,8 +53,8 @@ class LocalDataPlane:
     def freeze(self, quiesced: Callable[[], None]) -> None:
         self._exchange.freeze(quiesced)
 
-    def nudge(self) -> None:
-        self._exchange.nudge()
+    def wake(self) -> None:
+        self._exchange.wake()
 
     def progress(self) -> m.Progress:
         return self._exchange.progress()

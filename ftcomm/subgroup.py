@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftcomm")
 
 _LOOK = 0.05  # s between two looks at whether an answer is still wanted
-_NUDGE = 0.001  # s between wake-ups of a driver that sleeps on a word of a dead peer
+_WAKE_AGAIN = 0.001  # s between wake-ups of a driver that sleeps on a word of a dead peer
 _SEND = 2.0  # s for an answer to be taken
 _PARTING = 2.0  # s for others to enter the view that this member leaves
 _MEND = "close it here, too, and make a new one"
@@ -299,13 +299,13 @@ class Subgroup(Calls):
     def _next(self) -> list[Action]:
         """Block until something happens; returns what is to be done then."""
         due = self._membership.due()
-        wait = _NUDGE if self._stopping else None if due == float("inf") else max(0.0, due - time.monotonic())
+        wait = _WAKE_AGAIN if self._stopping else None if due == float("inf") else max(0.0, due - time.monotonic())
         try:
             event = self._events.get(timeout=wait)
         except queue.Empty:
             event = functools.partial(self._membership.tick, time.monotonic())
             if self._stopping:
-                self._exchange.nudge()
+                self._exchange.wake()
         with self._changed:
             actions = event()
             self._changed.notify_all()

@@ -156,7 +156,7 @@ class Rig:
             exchange = self.members[m].exchange
             exchange.freeze(quiesced.set)
             while not quiesced.wait(0.001):
-                exchange.nudge()
+                exchange.wake()
         progress = {m: self.members[m].exchange.progress() for m in members}
         for m in members:
             one_host = self.how in ("shm", "loopback")

@@ -14,7 +14,7 @@ class IdleEngine:
     def freeze(self, quiesced: Callable[[], None]) -> None:
         quiesced()
 
-    def nudge(self) -> None: ...
+    def wake(self) -> None: ...
 
     def progress(self) -> m.Progress:
         return m.Progress(0, ())

@@ -122,7 +122,7 @@ class Exchange(GroupExchange[Operation]):
     def freeze(self, quiesced: Callable[[], None]) -> None:
         self.driver.freeze(quiesced)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the driver. While there is none, take in what has come: an op that has returned here may not return
         elsewhere before the last that is said of it has left, and for that there may be no room."""
         self._waiter.wake()

@@ -194,7 +194,7 @@ class GroupExchange(ABC, Generic[Op]):
         repeated."""
 
     @abstractmethod
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the thread that drives or watches if it sleeps: it has something to look at. In a job also called once a
         beat."""
 

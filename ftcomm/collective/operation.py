@@ -68,7 +68,7 @@ class Operation:
     verified = False  # all members have made the same call
     doom: BaseException | None = None  # it fails with this as soon as all have called it
     kept: np.ndarray[Any, Any] | None = None  # the input of each chunk that was ever posted
-    _spare: Bytes | None = None  # the memory of `kept`
+    _kept_memory: Bytes | None = None  # the memory of `kept`
 
     end = -1  # tasks of the epoch up to and including the last one of this op; -1 while some are not posted
 
@@ -92,8 +92,8 @@ class Operation:
         if atomic:
             self.atomic = True
             if len(self.finals) > 1:
-                self._spare = acquire(array.nbytes)
-                self.kept = self._spare[: array.nbytes].view(array.dtype)
+                self._kept_memory = acquire(array.nbytes)
+                self.kept = self._kept_memory[: array.nbytes].view(array.dtype)
 
     def _begin(self, array: Any, dtype: str, op: str, compression: str, outline: Outline) -> None:
         self.array = array
@@ -156,10 +156,10 @@ class Operation:
     def finish(self, error: BaseException | None = None) -> None:
         """End the op. The engine calls it once."""
         self.error = error
-        if self._spare is not None:
+        if self._kept_memory is not None:
             self.kept = None
-            release(self._spare)
-            self._spare = None
+            release(self._kept_memory)
+            self._kept_memory = None
         self.done = True
         self.latch.release()
 

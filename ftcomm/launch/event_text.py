@@ -22,7 +22,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return f"somebody was refused: {event.get('reason')}"
     if kind in ("cut_off", "ended", "outdated"):
         return str(event.get("reason"))
-    if kind == "spared":
+    if kind == "not_removed":
         return f"replica {event.get('replica')} is not given up: {event.get('reason')}"
     if kind == "caught_up":
         return f"replica {event.get('replica')} has caught up at step {event.get('step')}"

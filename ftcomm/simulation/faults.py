@@ -227,8 +227,8 @@ class Faults:
     def _together(self, running: list[Replica]) -> None:
         """Kill several at once, as the loss of a host does; one replica that holds the state is left."""
         holders = [replica for replica in running if replica.ranks[0].incarnation in self.job.holders()]
-        spared = self.random.choice(holders) if holders else None
-        others = [replica for replica in running if replica is not spared]
+        kept = self.random.choice(holders) if holders else None
+        others = [replica for replica in running if replica is not kept]
         self.job.kill_coordinator()
         for replica in self.random.sample(others, self.random.randint(min(1, len(others)), len(others))):
             self._kill(replica)

@@ -194,7 +194,7 @@ class Rank(Process):
             return
         self._look()
         self.do(self.node.tick(self.clock()))
-        self.exchange.exchange.nudge()
+        self.exchange.exchange.wake()
         for group in self.groups.values():
             group.exchange.kick()
 

@@ -30,7 +30,7 @@ def test_ranks_that_are_cut_from_their_leaders_wait_for_them(cables: LabNetwork,
         watch.goes_on(watch.everybody)
         time.sleep(HEARTBEAT)
         watch.no_view()
-        assert {event["replica"] for event in job.events if event["kind"] == "spared"} == watch.everybody
+        assert {event["replica"] for event in job.events if event["kind"] == "not_removed"} == watch.everybody
         job.drain()
         for replica in watch.everybody:
             assert job.join(replica) == [0, 0], job.errors()
@@ -75,7 +75,9 @@ def test_the_last_replica_is_not_lost_by_what_another_host_refuses(cables: LabNe
         job.wait_contributing({0})
         watch = Watch(job)
         job.kill(0)
-        job.wait_event("spared", lambda events: any(event["kind"] in ("spared", "failed") for event in events))
+        job.wait_event(
+            "not_removed", lambda events: any(event["kind"] in ("not_removed", "failed") for event in events)
+        )
         watch.no_view()
         job.start(0)  # that it comes with another life is a proof
         job.wait_event("end", lambda events: any(event["kind"] == "failed" for event in events))

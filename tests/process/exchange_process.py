@@ -83,7 +83,7 @@ class Member:
         quiesced = threading.Event()
         self.exchange.freeze(quiesced.set)
         while not quiesced.wait(0.001):
-            self.exchange.nudge()
+            self.exchange.wake()
         self.send("progress", epoch, msgspec.msgpack.encode(self.exchange.progress()))
 
     def resume(self, epoch: int, members: dict[int, Address], progress: dict[int, bytes]) -> None:

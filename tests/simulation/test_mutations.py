@@ -490,7 +490,7 @@ def levels_not_waited_for(patch: Patch) -> None:
 
 def reads_only_for_ops(patch: Patch) -> None:
     """A member without an op takes in nothing. In a ring, who relays to it more than it waits for has no room left."""
-    patch.setattr(Exchange, "nudge", lambda self: self._waiter.wake())
+    patch.setattr(Exchange, "wake", lambda self: self._waiter.wake())
 
 
 def steps_while_frozen(patch: Patch) -> None:

@@ -27,7 +27,7 @@ from ftcomm.control import actions as act
 from ftcomm.control import dropped, handshake, links, wire
 from ftcomm.control import knock as knock_module
 from ftcomm.control import messages as m
-from ftcomm.control.agent import Agent, Gone, JoinError
+from ftcomm.control.agent import WAKE_AGAIN, WAKE_UPS, Agent, Gone, JoinError
 from ftcomm.control.links import Link, Listener, hand_over, listen, serve_messages
 from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
@@ -36,6 +36,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Member, View
 from ftcomm.errors import SettingsError
 from ftcomm.settings import unstarted
+from ftcomm.sync.futex import MAX_SLEEP
 from tests.fuzz.choices import ADDRESS
 from tests.fuzz.machines import GIVEN, TIMEOUTS
 from tests.fuzz.targets import all_messages
@@ -584,6 +585,16 @@ def test_a_stranger_that_refuses_in_the_place_of_the_coordinator_is_tried_again(
             agent.register(1.0)
     assert len(times) > 1
     assert len([record for record in caplog.records if "the job is over" in record.getMessage()]) == 1
+
+
+def test_an_engine_that_does_not_stop_is_woken_for_as_long_as_it_may_have_missed_it() -> None:
+    """Its longest sleep ends by itself, and then it has looked around: to wake it for ever takes a core."""
+    with an_agent(1) as (agent, _):
+        woken: list[None] = []
+        agent.engine.wake = lambda: woken.append(None)  # type: ignore[method-assign]
+        asyncio.run(asyncio.wait_for(agent._wake(asyncio.Event()), TIMEOUTS.op))
+    assert len(woken) * WAKE_AGAIN >= MAX_SLEEP
+    assert len(woken) == WAKE_UPS
 
 
 def test_a_boundary_says_why_the_rank_has_failed_before_that_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:

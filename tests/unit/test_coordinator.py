@@ -50,7 +50,7 @@ def test_a_proof_by_another_member_costs_nobody_who_answers() -> None:
     ask = next(action for action in actions if isinstance(action, Probe))
     assert not script.coordinator.receive(0, ended, now=1.0), "one dial at a time is enough"
     told = script.coordinator.probed(ask, "answered", 1.0)
-    assert [action.kind for action in told if isinstance(action, Log)] == ["spared"]
+    assert [action.kind for action in told if isinstance(action, Log)] == ["not_removed"]
     assert script.newest[0] == (0, 1, 2)
     script.wait(0, 1, 2)
     assert script.newest[0] == (0, 1, 2), "nor later, as nobody stalls"

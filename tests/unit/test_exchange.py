@@ -598,7 +598,7 @@ def test_the_time_to_wait_for_a_view_begins_anew_with_each_freeze() -> None:
         quiesced = threading.Event()
         exchange.freeze(quiesced.set)
         while not quiesced.wait(0.001):
-            exchange.nudge()
+            exchange.wake()
         driver = exchange.driver
         assert driver.deadline is not None
         with driver.mutex:
@@ -615,7 +615,7 @@ def test_freezing_calls_back_once_each_time_even_when_repeated() -> None:
         for event in events:
             exchange.freeze(event.set)
         while not all(event.wait(0.001) for event in events):
-            exchange.nudge()
+            exchange.wake()
         assert exchange.progress().returned == 0
         assert len(exchange.progress().ops) == 1
 
@@ -629,7 +629,7 @@ def test_a_member_without_an_op_takes_in_what_has_come() -> None:
         deadline = time.monotonic() + DEADLINE
         while not idle.member.peers[0].words[POSTED] & (COUNTS - 1):
             assert time.monotonic() < deadline, "nobody reads what member 0 has posted"
-            idle.nudge()
+            idle.wake()
         idle.run(ops[1])
         assert ops[1].array.tolist() == [2.0] * 4
 
@@ -716,7 +716,7 @@ def test_a_view_that_cannot_be_entered_ends_the_engine_which_says_so_once(why: s
         quiesced = threading.Event()
         exchange.freeze(quiesced.set)
         while not quiesced.wait(0.001):
-            exchange.nudge()
+            exchange.wake()
         progress = {0: exchange.progress(), 1: Progress(returned=int(why == "contradiction"), ops=())}
         contributing = frozenset({0, 1} if why == "contradiction" else ())
         exchange.resume(GroupView(2, 0, (0, 1), contributing, one_host=True), rig.peers(0, (0, 1)), progress)
@@ -886,7 +886,7 @@ def test_a_driver_whose_op_ends_while_it_is_parked_lets_go() -> None:
         events = [threading.Event(), threading.Event()]
         exchange.freeze(events[0].set)
         while not events[0].wait(0.001) or not exchange.driver.changed._waiters:  # type: ignore[attr-defined]
-            exchange.nudge()
+            exchange.wake()
         elsewhere = Progress(returned=1, ops=(), failed=(FailedOp(0, "different calls"),))
         progress = {0: exchange.progress(), 1: elsewhere}
         peers = rig.peers(0, (0, 1))
@@ -946,7 +946,7 @@ def test_a_connection_that_breaks_while_it_gets_what_it_missed_is_lost_once() ->
             time.sleep(0.001)
         writer.exchange.admit(TcpMirrorWriter(far, 1, 1, rig.members[1].segment.nonce))
         while not writer.lost and time.monotonic() < deadline:
-            writer.exchange.nudge()
+            writer.exchange.wake()
             time.sleep(0.001)
         for _ in mine:
             rig.members[1].exchange.run(ones())

@@ -272,7 +272,7 @@ def test_words_for_events() -> None:
     alone = "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
     assert describe({"kind": "cut_off", "reason": alone}) == alone
     holds = "nobody else holds the state of the training, and it is not proved that its process has ended (1: silent)"
-    assert describe({"kind": "spared", "replica": 1, "reason": holds}) == f"replica 1 is not given up: {holds}"
+    assert describe({"kind": "not_removed", "replica": 1, "reason": holds}) == f"replica 1 is not given up: {holds}"
     assert replicas([2]) == "replica 2"
     assert replicas([2, 0]) == "replicas 0, 2"
     json.dumps(view)

@@ -47,7 +47,7 @@ def test_ops_in_flight() -> None:
         quiesced = threading.Event()
         exchange.freeze(quiesced.set)
         while not quiesced.wait(0.001):
-            exchange.nudge()
+            exchange.wake()
         account = m.MemberProgress(0, "life", 1, exchange.progress())
         assert len(m.encode(account)) < wire.MAX_MESSAGE
         assert m.decode(m.encode(account)) == account

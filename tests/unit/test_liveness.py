@@ -609,7 +609,7 @@ def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another
         for one in agents:
             one.register(DEADLINE)
         agents[0].suspect(1, 1, "its process has ended", proof=True)
-        until(lambda: bool(job.events_of("spared")))
+        until(lambda: bool(job.events_of("not_removed")))
         assert [event["why"] for event in job.events_of("view")] == ["all replicas are here"]
         agents[1].stop()  # it has, now
         agents[0].suspect(1, 1, "its process has ended", proof=True)

@@ -68,7 +68,7 @@ def settle(rig: Rig) -> None:
     while is_under_way(rig) or is_under_way(rig):
         assert time.monotonic() < deadline, "words are under way for ever"
         for member in rig.members.values():
-            member.exchange.nudge()
+            member.exchange.wake()
         time.sleep(0.001)
 
 

@@ -22,8 +22,8 @@ FILES = {
 
 # Words that only their author knew. Each thing has the name that NCCL, MPI, raft or the kernel's documents give to it.
 _GONE = """
-    beast beside doze express givers hearsay insides keeper likeness lobby neighbours parcel parcels poke pulse reckon
-    seat seats switchboard urgent wound yardstick
+    beast beside bury doze express givers hearsay insides keeper likeness lobby neighbours nudge parcel parcels poke
+    pulse reckon seat seats spare spared switchboard urgent wound yardstick
 """
 GONE = frozenset(_GONE.split())
 # How a docstring does not begin: it says what something is or does, not of what, by whom or when, and of what it speaks

@@ -178,7 +178,7 @@ def test_a_rank_cannot_report_what_only_the_coordinator_or_a_launcher_says() -> 
             kind = call.args[0]
             if name in ("Log", "_log", "emit", "_emit") and isinstance(kind, ast.Constant):
                 said.add(kind.value)
-    assert {"view", "spared", "restarting"} <= said
+    assert {"view", "not_removed", "restarting"} <= said
     assert said == m.RESERVED
     for kind in said:
         with pytest.raises(ValueError, match="choose another"):

@@ -193,7 +193,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
             with self._changed:
                 monitor.copying = False
                 self._changed.notify_all()
-            self.nudge()
+            self.wake()
         if status == TIMED_OUT:
             waited = f"allgather(copy_engine=True) waited {self.give_up:g} s; did all make the same call?"
             monitor.fail(CollectiveTimeout(waited), tell=True)
@@ -210,10 +210,10 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         if now:
             quiesced()
         else:
-            self.nudge()
+            self.wake()
 
-    def nudge(self) -> None:
-        self.monitor.nudge()
+    def wake(self) -> None:
+        self.monitor.wake()
 
     def progress(self) -> Progress:
         with self._changed:
@@ -234,7 +234,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
             if failed is not None:
                 monitor.end(failed)
             monitor.start()
-        self.nudge()
+        self.wake()
         if failed is not None:
             self._on_failed(failed)
         return resumed

@@ -43,7 +43,7 @@ class Monitor:
         self._quiesced: list[Callable[[], None]] = []
         self._repairing = False  # it launches a repair
         self._thread: threading.Thread | None = None
-        self._nudged = threading.Event()
+        self._woken = threading.Event()
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
@@ -89,14 +89,14 @@ class Monitor:
 
     # -- without it --------------------------------------------------------------------------------------------------
 
-    def nudge(self) -> None:
-        self._nudged.set()
+    def wake(self) -> None:
+        self._woken.set()
 
     def fail(self, error: BaseException, *, tell: bool) -> None:
         """Fail. With `tell`, `on_failed` hears of it, if it has not before."""
         with self._changed:
             first = self.end(error)
-        self.nudge()
+        self.wake()
         if first and tell:
             self._on_failed(error)
 
@@ -104,8 +104,8 @@ class Monitor:
 
     def _serve(self) -> None:
         while self._look():
-            self._nudged.wait(_LOOK)
-            self._nudged.clear()
+            self._woken.wait(_LOOK)
+            self._woken.clear()
 
     def _look(self) -> bool:
         """Wait for something to be in flight, then look once; False at the end."""

@@ -56,7 +56,7 @@ DURATION = Parsed("duration", parse_duration)
     default=0.3,
     show_default=True,
     metavar="SHARE",
-    help="Share of faults that need not wait until the job is whole again. One contributing replica is always spared.",
+    help="Share of faults that need not wait until the job is whole again. One contributing replica always stays.",
 )
 @click.option("--hang-after", type=DURATION, metavar="TIME", help="Without a step.  [default: from the job's timeouts]")
 @yes_option

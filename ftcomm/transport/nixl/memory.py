@@ -118,12 +118,12 @@ class Registrations:
     def lease(self, owner: Any, address: int, nbytes: int, kind: str = DRAM, device: int = 0) -> Region:
         """Returns the region of `owner`, registered from `address` on for `nbytes`; `release` gives it back. Memory
         whose owner dies is forgotten, since other memory may then have its addresses."""
-        self._bury()
+        self._deregister_gone()
         key = (id(owner), address)
         region = self._regions.get(key)
         if region is not None and region.nbytes < nbytes:
             self._gone.append(region)
-            self._bury()
+            self._deregister_gone()
             region = None
         fresh = region is None
         if region is None:
@@ -142,7 +142,7 @@ class Registrations:
     def renew(self, region: Region) -> bool:
         """Takes another lease on a region that is still registered; much faster than `lease`."""
         if self._gone:
-            self._bury()
+            self._deregister_gone()
         if not region.handles:
             return False
         region.leases += 1
@@ -153,18 +153,18 @@ class Registrations:
         if region.leases < 0:
             raise AssertionError("a region was given back more often than it was lent")
         if self._gone:
-            self._bury()
+            self._deregister_gone()
 
     def forget_all(self) -> None:
         """Forget all registrations that no put needs."""
         self._gone.extend(region for region in self._regions.values() if not region.leases)
-        self._bury()
+        self._deregister_gone()
 
     @property
     def nbytes(self) -> int:
         return sum(region.nbytes for region in self._regions.values())
 
-    def _bury(self) -> None:
+    def _deregister_gone(self) -> None:
         for _ in range(len(self._gone)):
             region = self._gone.popleft()
             self._regions = OrderedDict((key, known) for key, known in self._regions.items() if known is not region)
@@ -183,7 +183,7 @@ class Registrations:
             if not region.leases:
                 total -= region.nbytes
                 self._gone.append(region)
-        self._bury()
+        self._deregister_gone()
 
 
 class MirrorMemory:
