@@ -24,7 +24,7 @@ from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, T
 from ftcomm.bench.stats import median
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline
-from ftcomm.collective.watchdog import Due, Watchdog
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.errors import FtcommError
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class Blind(Watchdog):
     def returns(self, op: Operation) -> None:
         pass
 
-    def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
-        return Due.NOTHING
+    def waits(self, *wait: object) -> None:
+        pass
 
 
 def rank(task: CollectiveTask, job: str) -> None:

@@ -224,9 +224,9 @@ class Agent:
         """Tell the leader a Report, Ready, CaughtUp, Leave or Finished. Any thread; dropped if the job has gone."""
         self._soon(self._node.tell, message)
 
-    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
-        """Report that an op makes no progress. Any thread."""
-        self._soon(self._node.stalled, epoch, op, waiting_on)
+    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> None:
+        """Report that an op makes no progress, in a wait of `lasted` seconds. Any thread."""
+        self._soon(self._node.stalled, epoch, op, waiting_on, lasted)
 
     def suspect(self, replica: int, epoch: int, reason: str, proof: bool) -> None:
         """Report that a replica cannot be reached since some moment of `epoch`, or (`proof`) is certainly dead. Any
@@ -643,6 +643,8 @@ class Agent:
             elif isinstance(action, n.LookAtWaits):
                 op, waiting_on = self.engine.stalls(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)
+            elif isinstance(action, n.HandWaits):
+                self.engine.waited(action.seconds)
             elif isinstance(action, act.Passed):
                 self.left = action.left
                 passed, self._passed = self._passed, None
@@ -690,7 +692,7 @@ class Agent:
             except Exception as error:  # the exchange has failed
                 self._do(self._node.failed, str(error))
                 return
-            self._do(self._node.quiesced, view.epoch, progress)
+            self._do(self._node.quiesced, view.epoch, progress, self.engine.awaited())
 
         def tell() -> None:
             self._loop.call_soon_threadsafe(quiesced)

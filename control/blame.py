@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ftcomm.control.timeouts import REPORT
 
 FRESH = 2.5 * REPORT  # seconds for which a report of a stall holds
+SETTLED = 2 * REPORT  # seconds in which all members have told a new view for whom they wait
 WORDS = 400  # characters of a complaint that are passed on
 
 
@@ -31,11 +32,7 @@ class _Stall(NamedTuple):
     since: float
     last: float
     due: bool  # the deadline of the wait is over; else it only answers a question
-    told: float  # seconds for which the rank has run and reported it, to an earlier coordinator, too
-
-    @property
-    def lasted(self) -> float:
-        return max(self.last - self.since, self.told)
+    lasted: float  # seconds for which the rank has run and waited, also in earlier views
 
 
 class Blame:
@@ -45,20 +42,24 @@ class Blame:
     count while one of the two is absent: once it is back, they have that time again to reach each other.
 
     A stall counts if it is still reported after `grace` seconds, so that all waiting members have reported. A stall
-    that is not repeated is over. If the cause lives and is mute, a stall counts after `ceiling` seconds: a process may
-    hold its interpreter for as long as an op may take. Those seconds go on if a coordinator is restarted, or if who
-    waits holds its own interpreter for a while; else the ops would give up before.
+    that is not repeated is over. If the cause lives and is mute, a stall counts if the wait has lasted for `op`
+    seconds: a process may hold its interpreter for as long as an op may take.
+
+    Who waits counts those seconds, and goes on counting in the next view, and when a coordinator is restarted. What has
+    lasted for longer than all of this is watched for `SETTLED` seconds in a new view. Who waited itself when the view
+    changed was held up by others, and is given `op` seconds from then on.
 
     Reports are by rank. The ranks of a replica are in different groups and may wait for different members, but the
     replica is removed as one.
     """
 
-    def __init__(self, patience: float, grace: float, ceiling: float) -> None:
-        self._patience, self._grace, self._ceiling = patience, grace, ceiling
+    def __init__(self, patience: float, grace: float, op: float) -> None:
+        self._patience, self._grace, self._op = patience, grace, op
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since when, and why
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, shard) -> the wait that it reported
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> the last complaint
         self._heard: set[tuple[int, int]] = set()  # (by, accused) of all complaints in this view
+        self._waited: dict[tuple[int, int], float] = {}  # ranks that waited when a view was decided, and when that was
         self._asked = float("-inf")
 
     def complaint(self, by: int, accused: int, now: float, why: str = "") -> bool:
@@ -91,10 +92,10 @@ class Blame:
         if not waiting_on:
             return False
         goes_on = known is not None and known.op == op and now - known.last < FRESH
-        since, was_due, told = now, False, 0.0
+        since, was_due, before = now, False, 0.0
         if known is not None and goes_on:
-            since, was_due, told = known.since, known.due, known.told
-        self._stalls[by, shard] = _Stall(op, waiting_on, since, now, due or was_due, lasted if due else told)
+            since, was_due, before = known.since, known.due, known.lasted
+        self._stalls[by, shard] = _Stall(op, waiting_on, since, now, due or was_due, lasted if due else before)
         if not due or now - self._asked < REPORT / 2:
             return False
         self._asked = now
@@ -105,7 +106,12 @@ class Blame:
         self._complaints.clear()
         self._said.clear()
         self._heard.clear()
+        self._waited.update((rank, stall.last) for rank, stall in self._stalls.items())
         self._stalls.clear()
+
+    def forget(self, replica: int) -> None:
+        """Forget that a replica waited: its number may be that of another life from now on."""
+        self._waited = {rank: last for rank, last in self._waited.items() if rank[0] != replica}
 
     def culprit(
         self,
@@ -147,7 +153,7 @@ class Blame:
         """Follow the reports to a member that waits for none: it holds all the others up."""
         stalls = {by: stall for by, stall in self._stalls.items() if now - stall.last < FRESH}
         first = next(
-            (by for by, stall in stalls.items() if stall.due and stall.last - stall.since > self._grace),
+            (by for by, stall in stalls.items() if stall.due and stall.last - stall.since > self._watched(stall)),
             None,
         )
         if first is None:
@@ -169,9 +175,16 @@ class Blame:
             return sum(stalls[by].due for by in waiters), len(waiters), replica not in contributing, replica
 
         victim = max(candidates, key=weight)
-        if victim in held and all(stall.lasted <= self._ceiling for stall in stalls.values() if stall.due):
+        if victim in held and all(stall.lasted <= self._op for stall in stalls.values() if stall.due):
+            return {}
+        still = {(other, shard) for _, shard, other in edges if other == victim} - stalls.keys()
+        if still and all(now - self._waited.get(rank, float("-inf")) <= self._op for rank in still):
             return {}
         return {victim: f"{_what(stalls[first].op)} waits for it (replica {first[0]} reported the stall)"}
+
+    def _watched(self, stall: _Stall) -> float:
+        """Returns for how many seconds a stall has to be reported in one view before it counts."""
+        return min(self._grace, SETTLED) if stall.lasted > self._op + self._grace else self._grace
 
 
 CHANGE, BOUNDARY = -1, -2  # these stand in place of the number of an op

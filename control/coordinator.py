@@ -155,7 +155,7 @@ class Coordinator:
         self.draining = False
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the last life that was refused, and why
         self._unstarted = UnstartedRanks(replicas)
-        self._blame = Blame(timeouts.patience, timeouts.grace, timeouts.ceiling)
+        self._blame = Blame(timeouts.patience, timeouts.grace, timeouts.op)
         self._suspicions = Suspicions(timeouts.op, FRESH)
         self._severed = SeveredPairs(timeouts.patience, timeouts.op)
         self.done = False
@@ -871,6 +871,7 @@ class Coordinator:
             self.detector.forget(replica)
             self.job.caught_up.discard(replica)
             self._held_up.pop(replica, None)
+            self._blame.forget(replica)
         for replica, why in lost.items():
             conn = self._conn(replica)
             if replica not in self.job.finished and conn is not None:

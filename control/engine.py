@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ftcomm.control import messages as m
@@ -18,6 +18,12 @@ class Engine(Protocol):
         """Look around: the engine is to stop, or a beat has passed."""
 
     def progress(self) -> m.Progress: ...
+
+    def awaited(self) -> Mapping[int, float]:
+        """Returns for how many seconds it has waited for each replica. Called between `quiesced` and `resume`."""
+
+    def waited(self, seconds: Mapping[int, float]) -> None:
+        """Let the next op wait for replicas as if it had waited for so many seconds already."""
 
     def reach(self, view: View, severed: frozenset[int]) -> Iterable[int]:
         """Make the memory of the view's members reachable; returns the replicas whose process lives on this host.

@@ -208,6 +208,11 @@ class Machine:
             return []
         return [m.AtBoundary(self._asked, later=0 < self._promise.loop < self.loop)]
 
+    @property
+    def quiescing(self) -> bool:
+        """Whether this rank has not told its progress yet, so that it cannot say for whom it will wait."""
+        return self.phase is Phase.CHANGING and self._mine is None
+
     def missing(self) -> tuple[int, ...]:
         """Returns the replicas whose progress a change of view waits for; empty without a change, or before this rank
         has told its own."""

@@ -117,8 +117,8 @@ class Reachable(Message, frozen=True):
 class Stalled(Message, frozen=True):
     """A rank waits in an op, or for what `ftcomm.control.blame` numbers below 0. `waiting_on` are the replicas that
     have to move; it is empty if the rank does not wait. With `due` the rank has waited for longer than its deadline and
-    says so unasked; without it the message answers `WhoWaits`. `lasted` is for how many seconds it has said so: a new
-    coordinator learns how long the stall has lasted."""
+    says so unasked; without it the message answers `WhoWaits`. `lasted` is for how many seconds it has waited, also in
+    earlier views."""
 
     shard: t.Shard
     epoch: t.Epoch

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -19,7 +20,7 @@ from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
 from ftcomm.control.actions import Failed, Freeze, GoOn, JoinPending, Known, Passed, Resume
-from ftcomm.control.blame import BOUNDARY, CHANGE, FRESH
+from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.detector import Detector
 from ftcomm.control.failed_dials import Cause, FailedDials
 from ftcomm.control.running_time import RunningTime
@@ -50,13 +51,37 @@ class LookAtWaits:
 
 
 @dataclasses.dataclass(frozen=True)
+class HandWaits:
+    """A boundary is passed for which some replicas never came. The next op waits for them, and has waited already for
+    so many seconds."""
+
+    seconds: Mapping[int, float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Acked:
     """The coordinator knows that this replica has finished."""
 
 
-Action = Up | Down | ToPeer | Freeze | Resume | LookAtWaits | Passed | JoinPending | Known | GoOn | Acked | Failed
+Action = (
+    Up
+    | Down
+    | ToPeer
+    | Freeze
+    | Resume
+    | LookAtWaits
+    | HandWaits
+    | Passed
+    | JoinPending
+    | Known
+    | GoOn
+    | Acked
+    | Failed
+)
 
 
+Life = tuple[int, str]  # (replica, incarnation)
+NOBODY: Mapping[int, float] = MappingProxyType({})
 KEPT = 1000  # the newest reports that are kept while the coordinator is away
 
 
@@ -98,11 +123,11 @@ class Node:
         self._short = False  # this process lacks what it needs to reach members
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
         self._reaching: tuple[int, ...] = ()  # replicas whose memory it is about to reach
-        self._waiting_since: tuple[tuple[int, int], float] | None = None  # (epoch, what), and since when in `_ran`
-        self._said = float("-inf")
-        # By epoch and op: when, in `_ran`, it was first reported as a stall, and last, and for whom it waits.
-        self._stalls: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {}
         self._ran = RunningTime()
+        # The lives that a change of view, or a boundary, waits for: since when, in `_ran`. It goes on in the next view.
+        self._since: dict[Life, float] = {}
+        self._at_boundary: dict[Life, float] = {}  # the same, until the boundary is passed
+        self._said = float("-inf")
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -183,6 +208,8 @@ class Node:
         if isinstance(message, m.MemberProgress):
             return self._do_member(self.machine.from_member(message))
         if isinstance(message, m.Boundary) and self.leader is not None:
+            for life in self._lives((message.replica,)):
+                self._at_boundary.pop(life, None)
             return self._do_leader(self.leader.from_leader(message))
         return []
 
@@ -308,8 +335,13 @@ class Node:
             self._lasting[type(message).__name__] = message
         return [Up(message)]
 
-    def quiesced(self, epoch: int, progress: m.Progress) -> list[Action]:
-        """Note that the exchange stands still; `epoch` is the one of the `Freeze` that this answers."""
+    def quiesced(self, epoch: int, progress: m.Progress, awaited: Mapping[int, float] = NOBODY) -> list[Action]:
+        """Note that the exchange stands still; `epoch` is the one of the `Freeze` that this answers. `awaited`: for how
+        many seconds it has waited for each replica. That goes on if the replica says nothing to the change either."""
+        ran = self._ran.seconds
+        for life in self._lives(awaited) if self.machine.quiescing else ():
+            since = min(self._since.get(life, ran), self._at_boundary.get(life, ran))
+            self._since[life] = min(since, ran - awaited[life[0]])
         return self._do_member(self.machine.quiesced(epoch, progress))
 
     def wants(self, view: View) -> bool:
@@ -330,20 +362,17 @@ class Node:
     def resumed(self, view: View) -> list[Action]:
         """Note that the exchange runs in `view`."""
         self.view = view
-        self._stalls.clear()
+        if view.proposal:
+            self._at_boundary.clear()  # all have come
         forgiven = [action for replica in sorted(self._unreachable) for action in self.peer_back(replica)]
         self._unreachable.clear()
         self._reaching = ()
         return forgiven + self._do_member(self.machine.resumed(view.epoch))
 
-    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
-        """Note that the exchange has made no progress for its deadline. To be repeated every `REPORT` seconds."""
-        now = self._ran.seconds
-        since, last, before = self._stalls.get((epoch, op), (now, now, waiting_on))
-        if now - last > FRESH or not set(before) & set(waiting_on):
-            since = now  # the op has moved meanwhile
-        self._stalls[epoch, op] = since, now, waiting_on
-        return self.tell(m.Stalled(self.shard, epoch, op, waiting_on, True, now - since))
+    def stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> list[Action]:
+        """Note that the exchange has made no progress for its deadline, in a wait of `lasted` seconds. To be repeated
+        every `REPORT` seconds."""
+        return self.tell(m.Stalled(self.shard, epoch, op, waiting_on, True, lasted))
 
     def waits(self, op: int, waiting_on: tuple[int, ...]) -> list[Action]:
         """Tell on whom the exchange waits; on nobody if it does not wait. This answers `LookAtWaits`."""
@@ -420,17 +449,26 @@ class Node:
         return self._from_leader(message) if out else []
 
     def _watch(self, now: float) -> list[Action]:
-        """Report a change of view or a boundary that does not come about: it is a stall like that of an op."""
+        """Report a change of view or a boundary that does not come about: it is a stall like that of an op. Who has not
+        moved since an earlier view has been waited for since then."""
         what, missing = self.waiting()
-        key = (self._epoch(), what)
-        if not missing or self._joins:  # a joiner waits for the computation of all, for as long as that takes
-            self._waiting_since = None
-        elif self._waiting_since is None or self._waiting_since[0] != key:
-            self._waiting_since = (key, self._ran.seconds)
-        elif self._ran.seconds - self._waiting_since[1] > self._deadline(what) and now - self._said >= REPORT:
-            self._said = now
-            return self.stalled(self._epoch(), what, missing)
-        return []
+        ran = self._ran.seconds
+        if self._joins:  # a joiner waits for the computation of all, for as long as that takes
+            self._since.clear()
+        elif missing or not self.machine.quiescing:
+            self._since = {life: self._since.get(life, ran) for life in self._lives(missing)}
+            if what == BOUNDARY and self.machine.phase is mem.Phase.RUNNING:
+                self._at_boundary = dict(self._since)
+        late = {life[0]: ran - since for life, since in self._since.items() if ran - since > self._deadline(what)}
+        late = {replica: lasted for replica, lasted in late.items() if replica in missing}
+        if not late or now - self._said < REPORT:
+            return []
+        self._said = now
+        return self.stalled(self._epoch(), what, tuple(late), max(late.values()))
+
+    def _lives(self, replicas: Iterable[int]) -> list[Life]:
+        members = self.machine.view.members if self.machine.view is not None else ()
+        return [(member.replica, member.incarnation) for member in members if member.replica in replicas]
 
     @property
     def _joins(self) -> bool:
@@ -496,5 +534,10 @@ class Node:
             elif isinstance(action, mem.ToMember):
                 result.append(ToPeer(action.replica, action.message))
             else:
+                if isinstance(action, Passed) and self._at_boundary:
+                    ran = self._ran.seconds
+                    waits = {replica: ran - since for (replica, _), since in self._at_boundary.items()}
+                    result.append(HandWaits(waits))
+                    self._at_boundary.clear()
                 result.append(action)
         return result

@@ -6,9 +6,8 @@ heartbeat  op / 24, 0.2 to 5 s    a host whose kernel is silent for so long is l
                                   lives: what waits for it is a stall, by the numbers that follow
 op_floor   op / 4, > heartbeat    the earliest time at which an op without progress is called a stall
 op         THE NUMBER             the latest time; in between, the deadline follows what such ops really took
-grace      op / 4, 5 s at most    a stall is watched for so long before its cause is removed
-ceiling    op - op_floor          the same if the cause lives and is mute, so that the stall has then lasted for op.
-                                  Earlier ops do not tell how long it holds its interpreter
+grace      op / 4, 5 s at most    a stall is watched for so long before its cause is removed. If the cause lives and is
+                                  mute, it has lasted for op: earlier ops do not tell how long it holds its interpreter
 give_up    2 * op                 then the op fails, whatever the coordinator does
 
 Who waits counts the seconds in which its own process runs (`ftcomm.control.running_time`).
@@ -70,11 +69,6 @@ class Timeouts:
     @property
     def grace(self) -> float:
         return min(self.op / 4, 5.0)
-
-    @property
-    def ceiling(self) -> float:
-        """The ceiling; lower if necessary, so that the view is replaced before the ops give up."""
-        return max(self.grace, self.op - max(self.op_floor, self._to_replace))
 
     @property
     def _to_replace(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ftcomm.collective.placement import order
 from ftcomm.communicator import Communicator
@@ -62,6 +62,15 @@ class LocalDataPlane:
     def stalls(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
         """What `waiting` says of this group or of another one of this rank. Any thread."""
         return self._communicator.router.waiting(seconds)
+
+    def awaited(self) -> dict[int, float]:
+        """Returns for how many seconds this group has waited for each replica. Called between `quiesced` and
+        `resume`."""
+        return self._exchange.member.watch.awaited
+
+    def waited(self, seconds: Mapping[int, float]) -> None:
+        """Let the next op wait for replicas as if it had waited for so many seconds already. Any thread."""
+        self._exchange.member.watch.hand(seconds)
 
     def reach(self, view: View, severed: frozenset[int] = frozenset()) -> Iterable[int]:
         """Reach the memory of all members. Called in a thread of its own, for the next view maybe before this call is

@@ -142,7 +142,7 @@ class Group(Calls):
         )
         self._open = True
         fork.take_part(self, f"replica {self.replica} rank {self.shard}")
-        self._stall: Stall | None = None  # the last reported one
+        self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last reported one
         self._step = 0
         self._loop = -1  # the thread that passes boundaries, -1 before the first one
 
@@ -483,11 +483,11 @@ class Group(Calls):
         if self.internals.on_ended is not None:
             self.internals.on_ended(error)
 
-    def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...]) -> None:
+    def _subgroup_stalled(self, epoch: int, op: int, waiting_on: tuple[int, ...], lasted: float) -> None:
         """Report the stall of a subgroup. A rank has one stall at a time for the coordinator: that of this group comes
         first."""
         if self._exchange.waiting(0) is None:
-            self._agent.stalled(epoch, op, waiting_on)
+            self._agent.stalled(epoch, op, waiting_on, lasted)
 
     def _lost(self, replica: int, epoch: int, reason: str) -> None:
         self._agent.severed(replica, epoch, reason)
@@ -499,12 +499,12 @@ class Group(Calls):
 
     def _stalled(self, stall: Stall) -> None:
         """Report a stall, every second while the op stands still; one line in the log is enough."""
-        if stall != self._stall:
-            self._stall = stall
+        if stall[:3] != self._stall:
+            self._stall = stall[:3]
             waiting = ", ".join(map(str, stall.waiting_on))
             who = f"replica {self.replica} rank {self.shard}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
-        self._agent.stalled(stall.epoch, stall.op, tuple(stall.waiting_on))
+        self._agent.stalled(*stall)
 
 
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:

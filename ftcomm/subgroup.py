@@ -85,15 +85,14 @@ class Subgroup(Calls):
         replicas: Collection[int],
         *,
         dial: Dial,
-        on_stall: Callable[[int, int, tuple[int, ...]], None],
+        on_stall: Callable[[int, int, tuple[int, ...], float], None],
         on_lost: Lost,
         on_failed: Callable[[BaseException], None],
         on_divergence: Callable[[Divergence], None],
         on_closed: Callable[[Subgroup], None],
     ) -> None:
-        """See `Group.subgroup`. `on_stall(epoch, op, waiting on)`, every second, and `on_lost` before it, of those of
-        them to whom a connection has ended. `on_failed`: this rank cannot go
-        on."""
+        """See `Group.subgroup`. `on_stall(epoch, op, waiting on, for how long)`, every second, and `on_lost` before it,
+        of those of them to whom a connection has ended. `on_failed`: this rank cannot go on."""
         settings = group.settings
         if group.replica not in replicas or len(set(replicas)) != len(replicas):
             raise ArgumentError(
@@ -333,8 +332,8 @@ class Subgroup(Calls):
                         asks = self._membership.resumed(view.epoch)
                         self._changed.notify_all()
                     self._do(asks)
-                case ReportStall(epoch, missing):
-                    self._report(epoch, missing)
+                case ReportStall(epoch, missing, lasted):
+                    self._report(epoch, missing, lasted)
 
     def _say(self, happens: Callable[..., list[Action]], *what: Any) -> None:
         """Tell the thread that something has happened. Any thread."""
@@ -399,12 +398,12 @@ class Subgroup(Calls):
             if peer is not None:
                 self._say(self._membership.reached, epoch, replica)
 
-    def _report(self, epoch: int, missing: tuple[int, ...]) -> None:
+    def _report(self, epoch: int, missing: tuple[int, ...], lasted: float) -> None:
         if self._needed():
             if epoch != self._warned:
                 self._warned, who = epoch, ", ".join(map(str, missing))
                 log.warning("%s: replicas %s have not made it; a script makes its groups anew", self, who)
-            self._on_stall(epoch, CHANGE, missing)
+            self._on_stall(epoch, CHANGE, missing, lasted)
 
     def _needed(self) -> bool:
         """Whether somebody waits for this group: a script may have closed it elsewhere, and be about to do so here."""
@@ -456,7 +455,7 @@ class Subgroup(Calls):
             epoch, why = self._ended.get(member, (0, ""))
             if epoch == stall.epoch:
                 self._on_lost(member, epoch, f"{self}: {why}")
-        self._on_stall(stall.epoch, stall.op, tuple(stall.waiting_on))
+        self._on_stall(*stall)
 
 
 def close_all(groups: Collection[Subgroup]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ftcomm.control import messages as m
 from ftcomm.control.views import View
@@ -28,6 +28,11 @@ class IdleEngine:
     def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
         return {}
 
-    def waiting(self, seconds: float) -> None: ...
+    def stalls(self, seconds: float) -> None: ...
+
+    def awaited(self) -> dict[int, float]:
+        return {}
+
+    def waited(self, seconds: Mapping[int, float]) -> None: ...
 
     def fail(self, reason: str, ending: m.Ending) -> None: ...

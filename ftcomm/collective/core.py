@@ -146,7 +146,7 @@ class ExchangeCore:
         stream, op = self.stream, self._inflight.ops[0]
         assert stream is not None
         missing = stream.missing(op)
-        stall = self.member.stalled(op, missing)
+        stall = self.member.stalled(op, missing, stream.come)
         waited = self._watch.waited
         for replica in missing:
             self.member.peers[replica].overdue(waited)

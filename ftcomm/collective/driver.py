@@ -62,8 +62,7 @@ class Driver:
         # then know whether it was the one.
         self._by: object = None
         self._parked = False  # a thread drives, but waits for `resume` or `fail`
-        self._ran = RunningTime()  # of the parked driver
-        self.deadline: float | None = None  # when, in `_ran`, it stops waiting for a view; None: it does not wait
+        self.deadline: float | None = None  # when, in `Watchdog.ran`, it waits for a view no longer; None: it does not
         self._quiesced: list[Callable[[], None]] = []
         self._forgotten = False
         self.worker = threads.worker(f"ftcomm-exchange-{core.member.replica}")
@@ -299,7 +298,7 @@ class Driver:
         with self.mutex:
             while member.frozen and member.error is None and member.inflight.ops:
                 self._parked = True
-                now = self._ran.at(member.watch.clock())
+                now = member.watch.ran()
                 if self.deadline is None:
                     self.deadline = now + member.watch.give_up
                 calls, self._quiesced = self._quiesced, []

@@ -15,7 +15,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import ProtocolError
 from ftcomm.collective.roster import RosterTracker, pass_boundary
-from ftcomm.collective.watchdog import Due, Stall, Watchdog, gave_up
+from ftcomm.collective.watchdog import Stall, Watchdog
 from ftcomm.control.messages import Progress, Roster
 from ftcomm.errors import FtcommError
 from ftcomm.transport.base import MirrorWriter, Peer
@@ -75,18 +75,14 @@ class GroupMember(Generic[Op]):
             error = wrong
         if not view.contributing:
             error = FtcommError("no contributing member is left; the state of the training is lost")
-        self.watch.disturbed(self.inflight.issued)
+        self.watch.disturbed(self.inflight.issued, view.members)
         self.frozen = False
         return Entered(resumed, error)
 
-    def stalled(self, op: Operation, missing: tuple[int, ...]) -> Stall | None:
-        """`op` has waited for the replicas `missing`, and nothing has moved. The stall, when it is due to be reported.
-        Raises `FtcommError` when it is time to give up."""
+    def stalled(self, op: Operation, missing: tuple[int, ...], come: Callable[[int], int]) -> Stall | None:
+        """`op` has waited for the replicas `missing`, and nothing has moved. See `Watchdog.waits`."""
         assert self.view is not None
-        due = self.watch.waits(self.view.epoch, op, missing)
-        if due is Due.GIVE_UP:
-            raise gave_up(op, self.watch.give_up, missing)
-        return Stall(self.view.epoch, op.number, missing) if due is Due.REPORT else None
+        return self.watch.waits(self.view.epoch, op, missing, come)
 
     def fail(self, error: BaseException) -> bool:
         """Fail with `error`. True for the first error, which counts."""

@@ -22,11 +22,12 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.publisher import Delivered, Publisher
 from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.schedule import Batch
+from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
-from ftcomm.transport.segment import POSTED, SLOTS, TAKEN, Memory, Segment
+from ftcomm.transport.segment import POSTED, PUBLISHED, SLOTS, TAKEN, Memory, Segment
 
 
 class Interrupted(Exception):
@@ -55,7 +56,7 @@ class Stream:
         on_divergence: Callable[[Divergence], None] | None = None,
         lines: Poller | None = None,
     ) -> None:
-        self.view = view
+        self.view, self._peers = view, peers
         self._waiter, self._lines = waiter, lines
         memories: dict[int, Memory] = {**peers, view.me: segment}
         self._left = peers.get(view.ring[view.ring.index(view.me) - 1]) if view.ring else None
@@ -196,6 +197,11 @@ class Stream:
             behind = [self._left if self._left and not p.is_open else p for p in behind]
         missing = tuple(sorted({peer.replica for peer in behind}))
         return missing or tuple(reader.replica for reader in self.publisher.clogged())
+
+    def come(self, replica: int) -> int:
+        """Returns how far a member has come in this epoch, as its words tell; 0 if it has done nothing in it."""
+        words = self._peers[replica].words
+        return sum(words[word] & COUNTS - 1 for word in PUBLISHED if words[word] >> COUNTER == self.view.epoch)
 
     # -- the epoch ---------------------------------------------------------------------------------------------------
 

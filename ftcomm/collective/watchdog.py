@@ -6,9 +6,8 @@ one wait or another and never a mixture, without a lock that the driver would ha
 
 from __future__ import annotations
 
-import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ftcomm.collective.adaptive_timeout import AdaptiveTimeouts
@@ -19,17 +18,13 @@ from ftcomm.errors import CollectiveTimeout
 
 
 class Stall(NamedTuple):
-    """A stall: an op that makes no progress, and the replicas whose words are missing."""
+    """A stall: an op that makes no progress, and the replicas whose words are missing. In a report, those that are
+    overdue, and for how many seconds the longest of them has been waited for."""
 
     epoch: int
     op: int
     waiting_on: tuple[int, ...]
-
-
-class Due(enum.Enum):
-    NOTHING = enum.auto()
-    REPORT = enum.auto()  # the deadline has passed; repeated every second
-    GIVE_UP = enum.auto()
+    lasted: float = 0.0
 
 
 def no_view(op: Operation, seconds: float) -> CollectiveTimeout:
@@ -50,7 +45,11 @@ def gave_up(op: Operation, seconds: float, missing: tuple[int, ...]) -> Collecti
 
 class Watchdog:
     """The watchdog of one driver. Times are seconds of `clock`; in a wait those count in which the process runs. See
-    `Exchange` for `floor`, `ceiling` and `give_up`."""
+    `Exchange` for `floor`, `ceiling` and `give_up`.
+
+    A wait begins anew when something moves. A view change moves things, too, but not the replica that stands still: the
+    wait for it goes on until it takes part in the new view, or the op returns.
+    """
 
     def __init__(
         self, floor: float, ceiling: float, give_up: float, clock: Callable[[], float] = time.monotonic
@@ -62,7 +61,11 @@ class Watchdog:
         self.wait: tuple[float, Stall] | None = None
         self._deadlines = AdaptiveTimeouts(floor, ceiling)
         self._ran = RunningTime()
-        self._since = self._report_at = 0.0  # in `_ran`: when the wait began, and when it is to be reported
+        self._since = self._report_at = 0.0  # in `_ran`: when the wait began, and when it may be reported again
+        self._limit = 0.0  # s that the wait may take
+        # Waits that go on from before: when, in `_ran`, each began, and how far the replica had come in this view.
+        self._before: dict[int, tuple[float, int]] = {}
+        self._handed: Mapping[int, float] = {}  # s of other waits that `hand` gave
         self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
         self.began = 0.0  # when the first op in flight became the first
@@ -74,36 +77,72 @@ class Watchdog:
         """Note that the first op in flight is about to return, and the next to become the first."""
         now = self.clock()
         self.wait = None
+        if self._before:
+            self._before = {}
         if self._reported is not None:
             self._stood(now, self._reported)
         if op.number >= self._steady and op.error is None:
             self._deadlines.took(op.nbytes, now - self.began)
         self.began = now
 
-    def disturbed(self, issued: int) -> None:
-        """Note a view change: how long the first `issued` ops of the group take says nothing about others."""
+    def disturbed(self, issued: int, members: Collection[int]) -> None:
+        """Note a view change: how long the first `issued` ops of the group take says nothing about others. The waits
+        for `members` go on."""
         since = self._reported if self._reported is not None or self.wait is None else self.wait[0]
         if since is not None:
             self._stood(self.clock(), since)
+        self._before = {replica: (begun, 0) for replica, begun in self._waits().items() if replica in members}
+        self._handed = {replica: seconds for replica, seconds in self._handed.items() if replica in members}
         self.wait = None
         self._steady = issued
 
     # -- waits -----------------------------------------------------------------------------------------------------
 
-    def waits(self, epoch: int, op: Operation, missing: tuple[int, ...]) -> Due:
-        """Note that a wait for the replicas `missing` has ended without progress; returns what is due."""
-        now = self.clock()
-        ran = self._ran.at(now)
+    def waits(
+        self, epoch: int, op: Operation, missing: tuple[int, ...], come: Callable[[int], int] = lambda replica: 0
+    ) -> Stall | None:
+        """Note that a wait for the replicas `missing` has ended without progress. `come` tells how far a replica has
+        come in this view; 0: it has not taken part. Returns the stall, when it is due to be reported. Raises
+        `CollectiveTimeout` when it is time to give up."""
+        now, ran = self.clock(), self.ran()
         since = now if self.wait is None else self.wait[0]
         if self.wait is None:
-            self._since, self._report_at = ran, ran + self._deadlines.of(op.nbytes)
+            self._since, self._limit = ran, self._deadlines.of(op.nbytes)
         self.wait = since, Stall(epoch, op.number, missing)
-        if ran >= self._report_at:
+        if self._before:
+            self._before = {replica: known for replica, known in self._before.items() if come(replica) <= known[1]}
+        handed, self._handed = self._handed, {}
+        for replica, seconds in handed.items():
+            self._before[replica] = min(self._before.get(replica, (ran, 0))[0], ran - seconds), come(replica)
+        begun = self._waits()
+        late = tuple(replica for replica in missing if ran - begun[replica] >= self._limit)
+        if late and ran >= self._report_at:
             self._report_at = ran + REPORT
             if self._reported is None:
                 self._reported = since
-            return Due.REPORT
-        return Due.GIVE_UP if ran - self._since >= self.give_up else Due.NOTHING
+            return Stall(epoch, op.number, late, max(ran - begun[replica] for replica in late))
+        if ran - self._since >= self.give_up:
+            raise gave_up(op, self.give_up, missing)
+        return None
+
+    def _waits(self) -> dict[int, float]:
+        """Returns the replicas that are waited for, and when, in `_ran`, that began."""
+        now = {} if self.wait is None else dict.fromkeys(self.wait[1].waiting_on, self._since)
+        return now | {replica: begun for replica, (begun, _) in self._before.items()}
+
+    def ran(self) -> float:
+        """Returns for how many seconds the process has run. To be called every `REPORT` by who drives, also while it
+        waits for a view."""
+        return self._ran.at(self.clock())
+
+    def hand(self, waited: Mapping[int, float]) -> None:
+        """Take over waits for replicas that stand still, and how long each has taken. Any thread."""
+        self._handed = {**self._handed, **waited}
+
+    @property
+    def awaited(self) -> dict[int, float]:
+        """Returns for how many seconds each replica has been waited for. Called while the driver stands still."""
+        return {replica: self._ran.seconds - begun for replica, begun in self._waits().items()}
 
     @property
     def waited(self) -> float:

@@ -88,10 +88,11 @@ class ReachMember:
 
 @dataclasses.dataclass(frozen=True)
 class ReportStall:
-    """Report that these members hold up the change to `epoch` for longer than they may."""
+    """Report that these members hold up the change to `epoch` for longer than they may, for `lasted` seconds now."""
 
     epoch: int
     missing: tuple[int, ...]
+    lasted: float
 
 
 Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall
@@ -241,7 +242,7 @@ class DerivedMembership:
         if (missing := self.missing()) and now >= self._overdue():
             self._said = now
             assert self.view is not None
-            actions.append(ReportStall(self.view.epoch, missing))
+            actions.append(ReportStall(self.view.epoch, missing, now - self._begun))
         return actions
 
     def missing(self) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 
 from ftcomm.control import messages as m
+from ftcomm.control.blame import SETTLED
+from ftcomm.control.timeouts import REPORT
 from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import Scenario
@@ -68,7 +70,9 @@ class Faults:
 
     def _length(self) -> float:
         """How long a single fault of the histories of one fault lasts."""
-        return {"frozen": 6.0, "stuck": 40.0, "suspended": 3 * self.scenario.timeouts.op}.get(self.scenario.kind, 0.0)
+        op = self.scenario.timeouts.op
+        lengths = {"frozen": 6.0, "stuck": 40.0, "suspended": 3 * op, "standing": 3 * op}
+        return lengths.get(self.scenario.kind, 0.0)
 
     # -- histories of one fault --------------------------------------------------------------------------------------
 
@@ -80,6 +84,35 @@ class Faults:
         if replica.running:
             self._excuse(replica, "its script stands still", stalls=True)
             self.random.choice(replica.scripts).stuck = True
+
+    def _begin_standing(self) -> None:
+        """Stop one, or its script, and kill others again and again. One is spared: it has waited all that time."""
+        job = self.job
+        running = [replica for replica in job.replicas if replica.running]
+        view = job.stored[-1] if job.stored else None
+        if view is None or len(view.contributing) < len(job.replicas) or len(running) < len(job.replicas):
+            self.world.after(0.01, None, self._begin_standing)
+            return
+        stands, _, *others = self.random.sample(running, len(running))
+        life = stands.ranks[0].incarnation
+        self._excuse(stands, "stands still", stalls=True)
+        if self.random.random() < 0.3:
+            self.random.choice(stands.scripts).stuck = True
+        else:
+            for rank in stands.ranks if self.random.random() < 0.5 else [self.random.choice(stands.ranks)]:
+                rank.freeze()
+        timeouts = self.scenario.timeouts
+        removed_after = timeouts.op + timeouts.grace
+        at = 0.0
+        while (at := at + self.random.choice((0.3, 1.0, 3.0)) * (0.5 + self.random.random())) < removed_after:
+            self.world.after(at, None, self._kill_if_running, self.random.choice(others))
+        # The last view before that is made, and in it all tell again for whom they wait.
+        slack = SETTLED + 2 * REPORT + timeouts.heartbeat
+        self.world.after(removed_after + slack, None, job.promises.stood_still, life)
+
+    def _kill_if_running(self, replica: Replica) -> None:
+        if replica.running:
+            self._kill(replica)
 
     def _begin_suspended(self) -> None:
         """Stop one after the other, so that most are stopped while they wait, and let them go on in another order."""

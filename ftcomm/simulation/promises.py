@@ -4,7 +4,8 @@
                      that were removed before or afterwards; `stands`: the same model at the same step
 2 the op survives    `holds`: at every standstill a chunk is the caller's input, or the exact sum of those it names;
                      `returned`: no op fails because somebody died
-3 no hang            `history.run`: the job ends in bounded time once faults have ended
+3 no hang            `history.run`: the job ends in bounded time once faults have ended; `stood_still`: the cause of a
+                     stall is removed in time, however many views change meanwhile
 4 no ghost writes    the bytes in 1 and 2
 5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
                      epochs are never used twice, no view is heard of that was not written down first
@@ -132,6 +133,11 @@ class Promises:
         forced = [x for x in who if (x in self.excused or x in self.touched) and x not in self.stalling]
         if not forced and not stalls:
             raise BrokenPromise(f"{who[0]}, which lives, is not in view {view.epoch}, and not as a stall: {view.why}")
+
+    def stood_still(self, life: str) -> None:
+        """The others have waited for that life for as long as an op may take, and longer."""
+        if self.last is not None and any(member.incarnation == life for member in self.last.members):
+            raise BrokenPromise(f"{life} stands still, and is still in view {self.last.epoch}: {self.last.why}")
 
     def excuse(self, life: str, why: str, *, stalls: bool = False) -> None:
         """Let that life go from now on; `stalls`: as a stall alone, unless there is another reason."""

@@ -239,6 +239,8 @@ class Rank(Process):
                     self.do(self.node.waits(*self._waiting()))
                 case act.Known():
                     self.wake("known", None)
+                case n.HandWaits(seconds):
+                    self.exchange.exchange.member.watch.hand(seconds)
                 case act.Passed():
                     self.left = action.left
                     self.wake("boundary", action.view)
@@ -363,7 +365,7 @@ class Rank(Process):
         self.promises.holds(self.exchange)
         progress = self.exchange.exchange.progress()
         self.say("stands still: %s", progress)
-        self.do(self.node.quiesced(view.epoch, progress))
+        self.do(self.node.quiesced(view.epoch, progress, self.exchange.exchange.member.watch.awaited))
 
     def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
         """One member after the other, as `ftcomm.engine.LocalDataPlane.reach`; a failure is told, and tried again."""

@@ -22,6 +22,7 @@ KINDS = {
     "partitions": 3,
     "frozen": 1,  # exactly one member is stopped, and nobody else may be removed
     "stuck": 1,  # the script of exactly one stands still
+    "standing": 2,  # exactly one stands still, while others are lost and come back, in one view after the other
     "suspended": 1,  # all processes are stopped for longer than ops wait, and go on one after the other
     "quiet": 2,  # the coordinator is away until the training has ended
     "rolling": 1,  # all replicas are restarted one by one
@@ -82,6 +83,8 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     kind = rng.choices(among, [KINDS[kind] for kind in among])[0] if len(among) > 1 else among[0]
     replicas = _members(rng, least, most)
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
+    if kind == "standing":  # one that stands still, one that waits for it, and who comes and goes
+        replicas = max(replicas, 3)
     topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
     if kind in ("rejected", "squatted", "severed") and topology == "one":
         topology = "each"
@@ -118,6 +121,8 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         work = dataclasses.replace(work, compute=max(work.compute, rng.choice((0.0, 0.3, 2.0)) / steps))
     if kind in _LONGER:
         work = dataclasses.replace(work, compute=max(work.compute, rng.choice((0.3, 3.0, 9.0)) / steps))
+    if kind == "standing":  # it is waited for at once
+        work = dataclasses.replace(work, steps=10 * steps, compute=min(work.compute, 0.005))
     restart_pause = rng.choice((0.002, 0.02, 0.2))
     if kind == "growth":  # a step takes about as long as a message
         pace, restart_pause = 0.00002, 0.002
@@ -140,7 +145,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         burst=rng.choice((1, 1, 3, 20)),
         pace=pace,
         skew=rng.choice((0.0, 0.0, 0.05)),
-        slow={rng.randrange(replicas): rng.choice((3.0, 20.0))} if rng.random() < 0.15 else {},
+        slow={rng.randrange(replicas): rng.choice((3.0, 20.0))} if rng.random() < 0.15 and kind != "standing" else {},
         restart_pause=restart_pause,
         storm=length,
         every=length / rng.choice((1, 2, 4)),

@@ -137,9 +137,9 @@ class SimulatedSubgroup:
                     self._reach(action)
                 case Resume(view, progress):
                     self._resume(view, progress)
-                case ReportStall(epoch, missing):
+                case ReportStall(epoch, missing, lasted):
                     if self._is_needed():
-                        self.rank.stalled_in_group(Stall(epoch, CHANGE, missing))
+                        self.rank.stalled_in_group(Stall(epoch, CHANGE, missing, lasted))
         due = self.membership.due()
         if due < self._due:
             self._due = due

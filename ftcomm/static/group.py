@@ -119,7 +119,7 @@ class StaticGroup(Calls):
         self._doubts: dict[int, tuple[float, str]] = {}  # connections that ended: when, and what is known of it
         self._events: Arrivals | None = queue.SimpleQueue()  # while we meet
         self._closed = False
-        self._stall: Stall | None = None  # the last that was logged
+        self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last that was logged
         lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(infos)))]
         self._pairs = Pairs(
             name,
@@ -400,8 +400,8 @@ class StaticGroup(Calls):
         end, after `op_timeout`."""
         who = ", ".join(self._infos[rank].name for rank in stall.waiting_on)
         if self._exchange.waiting(self.op_timeout) is None:
-            if stall != self._stall:
-                self._stall = stall
+            if stall[:3] != self._stall:
+                self._stall = stall[:3]
                 log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
             return
         error = CollectiveTimeout(

@@ -329,7 +329,8 @@ class Conversation:
             return
         if self.now - rank.reported >= REPORT:
             rank.reported = self.now
-            self._do(rank, rank.node.stalled(rank.view.epoch, rank.step, missing))
+            lasted = self.now - rank.progressed
+            self._do(rank, rank.node.stalled(rank.view.epoch, rank.step, missing, lasted))
 
     # -- connections -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import all_reduce
 from ftcomm.collective.stream import Stream
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import coordinator as c
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
@@ -286,6 +287,23 @@ def silence_is_death(patch: Patch) -> None:
 def stops_count_as_waits(patch: Patch) -> None:
     """A process that goes on gives its op up, for the time in which it was stopped."""
     patch.setattr(RunningTime, "at", lambda self, now: now)
+
+
+def waits_of_ops_begin_anew(patch: Patch) -> None:
+    """An op waits as if nobody had been waited for before the view changed."""
+    disturbed = Watchdog.disturbed
+    patch.setattr(Watchdog, "disturbed", lambda self, issued, members: disturbed(self, issued, ()))
+
+
+def waits_of_changes_begin_anew(patch: Patch) -> None:
+    """A change of view waits as if nobody had been waited for before it."""
+    quiesced = Node.quiesced
+
+    def forgetful(self: Node, epoch: int, progress: m.Progress, awaited: Any) -> list[Any]:
+        self._since.clear()
+        return quiesced(self, epoch, progress)
+
+    patch.setattr(Node, "quiesced", forgetful)
 
 
 def nobody_is_asked(patch: Patch) -> None:
@@ -674,6 +692,8 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "closes-before-it-was-in": (closes_before_it_was_in, "kills", 40),
     "takes-back-what-is-in-force": (takes_back_what_is_in_force, "coordinator", 1000),
     "stops-count-as-waits": (stops_count_as_waits, "suspended", 50),
+    "waits-of-ops-begin-anew": (waits_of_ops_begin_anew, "standing", 50),
+    "waits-of-changes-begin-anew": (waits_of_changes_begin_anew, "standing", 50),
 }
 
 

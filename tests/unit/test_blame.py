@@ -166,11 +166,11 @@ def test_a_stall_that_one_causes_who_lives_and_does_not_speak_says_what_it_does(
     assert blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute) == {1: (Removal.STALL, why)}
 
 
-def test_one_that_lives_and_does_not_speak_is_waited_for_until_the_ceiling() -> None:
+def test_one_that_lives_and_does_not_speak_is_waited_for_for_as_long_as_an_op_may_take() -> None:
     blame = Blame(0.5, 5.0, 20.0)
     removed = {}
     for now in range(30):
-        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(0, 0, 7, (1,), True, now, lasted=now)
         for held in (frozenset[int](), frozenset({1})):
             if blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, held):
                 removed.setdefault(held, now)
@@ -199,3 +199,35 @@ def test_who_waits_for_a_mute_one_may_be_mute_itself_for_a_while() -> None:
         if removed is None and blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, frozenset({1})):
             removed = now
     assert removed == 26
+
+
+def removed_after(blame: Blame, begin: int, lasted: float) -> int:
+    """0 waits for 1, and has for `lasted` seconds; when 1 is removed."""
+    for now in range(begin, begin + 50):
+        blame.stalled(0, 0, 7, (1,), True, now, lasted=lasted + now - begin)
+        if blame.culprit(now, frozenset({0, 1}), frozenset({0}), {}, frozenset({1})):
+            return now - begin
+    raise AssertionError("1 was not removed")
+
+
+def test_what_has_lasted_longer_than_an_op_may_take_is_watched_for_less_in_a_new_view() -> None:
+    """If views change every few seconds, it would never be watched for the grace."""
+    assert [removed_after(Blame(0.5, 5.0, 20.0), 0, lasted) for lasted in (0.0, 18.0, 26.0)] == [21, 6, 3]
+
+
+def test_who_waited_itself_when_the_view_changed_is_given_the_time_of_an_op() -> None:
+    """Since it first moved, as far as is known: it was held up by another one."""
+    blame = Blame(0.5, 5.0, 20.0)
+    blame.stalled(1, 0, 3, (2,), False, 9.0)
+    blame.clear()
+    blame.clear()  # views may follow each other
+    assert removed_after(blame, 10, 26.0) == 20
+    blame.clear()
+    blame.stalled(1, 1, 3, (2,), False, 60.0)
+    blame.clear()
+    assert removed_after(blame, 60, 26.0) == 3, "another rank of it waited"
+    blame.clear()
+    blame.stalled(1, 0, 3, (2,), False, 90.0)
+    blame.clear()
+    blame.forget(1)
+    assert removed_after(blame, 90, 26.0) == 3, "another life of it waited"

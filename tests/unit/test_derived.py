@@ -212,5 +212,5 @@ def test_a_stall_is_reported_of_who_holds_up_a_later_view_and_never_of_the_first
     driven.machine.resumed(5)
     driven.stop(job(6, 0, 1))
     assert driven.machine.due() == TIMEOUTS.op_floor
-    assert driven.machine.tick(TIMEOUTS.op_floor) == [ReportStall(6, (1,))]
+    assert driven.machine.tick(TIMEOUTS.op_floor) == [ReportStall(6, (1,), TIMEOUTS.op_floor)]
     assert driven.machine.due() == TIMEOUTS.op_floor + REPORT

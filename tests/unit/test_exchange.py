@@ -678,7 +678,7 @@ def test_a_stall_is_reported_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(op.error, CollectiveTimeout)
         assert next(ticks) >= 100
         assert 9 <= len(rig.members[0].stalls) <= 11
-        assert set(rig.members[0].stalls) == {(1, 0, (1,))}
+        assert {stall[:3] for stall in rig.members[0].stalls} == {(1, 0, (1,))}
 
 
 def test_an_engine_that_fails_says_so_once() -> None:

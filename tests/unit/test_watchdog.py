@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 import pytest
 
 from ftcomm.collective.operation import Operation
-from ftcomm.collective.watchdog import Due, Stall, Watchdog
+from ftcomm.collective.watchdog import Stall, Watchdog
+from ftcomm.errors import CollectiveTimeout
 
 
 class Clock:
@@ -29,7 +32,7 @@ def op(number: int, count: int = 100) -> Operation:
 
 def watch_after(clock: Clock, seconds: float, ops: int = 8, first: int = 0, steady: int = 0) -> Watchdog:
     watch = Watchdog(0.5, 60, 120, clock)
-    watch.disturbed(steady)
+    watch.disturbed(steady, ())
     for number in range(first, first + ops):
         watch.began = clock.now
         clock.now += seconds
@@ -37,10 +40,24 @@ def watch_after(clock: Clock, seconds: float, ops: int = 8, first: int = 0, stea
     return watch
 
 
+class Due(enum.Enum):
+    NOTHING = enum.auto()
+    REPORT = enum.auto()
+    GIVE_UP = enum.auto()
+
+
+def waits(watch: Watchdog, number: int) -> Due:
+    """What is due in a wait for member 3."""
+    try:
+        return Due.NOTHING if watch.waits(1, op(number), (3,)) is None else Due.REPORT
+    except CollectiveTimeout:
+        return Due.GIVE_UP
+
+
 def due_at(watch: Watchdog, clock: Clock, waited: float) -> Due:
     """What is due in a wait of that many seconds."""
     watch.wait = None
-    assert watch.waits(1, op(99), (3,)) is Due.NOTHING
+    assert waits(watch, 99) is Due.NOTHING
     return look(watch, clock, waited)
 
 
@@ -49,7 +66,7 @@ def look(watch: Watchdog, clock: Clock, seconds: float, number: int = 99) -> Due
     end, due = clock.now + seconds, Due.NOTHING
     while due is not Due.GIVE_UP and clock.now < end:
         clock.now = min(end, clock.now + 0.5)
-        now = watch.waits(1, op(number), (3,))
+        now = waits(watch, number)
         due = due if now is Due.NOTHING else now
     clock.now = end
     return due
@@ -83,7 +100,7 @@ def test_a_stall_is_said_every_second_and_then_given_up(clock: Clock) -> None:
     said = []
     for tick in range(0, 2100, 5):
         clock.now = 100 + tick / 100
-        said.append((tick / 100, watch.waits(1, op(7), (3,))))
+        said.append((tick / 100, waits(watch, 7)))
     reports = [round(at) for at, due in said if due is Due.REPORT]
     assert reports == list(range(10, 21))
     assert next(at for at, due in said if due is Due.GIVE_UP) == pytest.approx(20.05)
@@ -135,9 +152,67 @@ def test_only_waits_that_were_reported_or_ended_by_a_view_change_stood_still(clo
     watch.returns(op(99))
     assert watch.stood == 11.0
     assert due_at(watch, clock, 3.0) is Due.NOTHING
-    watch.disturbed(100)  # who was waited for is lost
+    watch.disturbed(100, (4,))  # who was waited for is lost
     assert watch.stood == 14.0
     assert due_at(watch, clock, 70.0) is Due.REPORT
-    watch.disturbed(100)
+    watch.disturbed(100, (4,))
     watch.returns(op(99))
     assert watch.stood == 84.0
+
+
+def reported(watch: Watchdog, clock: Clock, missing: tuple[int, ...], come: int = 0) -> tuple[tuple[int, ...], float]:
+    """Wait until a stall is reported, and return of whom, and for how long it has lasted."""
+    while (stall := watch.waits(2, op(7), missing, lambda replica: come)) is None:
+        clock.now += 0.5
+    return stall.waiting_on, stall.lasted
+
+
+def test_a_wait_goes_on_in_the_next_view(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3, 4))
+    assert look(watch, clock, 7, 7) is Due.NOTHING
+    assert watch.awaited == {3: 7.0}
+    watch.disturbed(8, (3, 5))
+    watch.waits(2, op(7), (5,))
+    clock.now += 0.5
+    watch.wait = None  # others move
+    assert reported(watch, clock, (3, 5)) == ((3,), 10.0)
+    assert watch.awaited == {3: 10.0, 5: 2.5}
+    watch.disturbed(8, (3, 5))
+    clock.now += 0.5
+    assert reported(watch, clock, (3, 5)) == ((3,), 11.0), "every second, in whatever view"
+
+
+@pytest.mark.parametrize("ends", ["takes part", "returns", "is lost"])
+def test_a_wait_of_an_earlier_view_ends_when_the_replica_moves(clock: Clock, ends: str) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3,))
+    assert look(watch, clock, 7, 7) is Due.NOTHING
+    watch.disturbed(8, () if ends == "is lost" else (3,))
+    if ends == "returns":
+        watch.returns(op(6))
+    assert reported(watch, clock, (3,), come=ends == "takes part") == ((3,), 10.0)
+
+
+def test_a_wait_goes_on_while_there_is_no_view(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3,))
+    for _ in range(12):  # the driver is parked, and looks
+        clock.now += 0.5
+        watch.ran()
+    assert watch.awaited == {3: 6.0}
+    watch.disturbed(8, (3,))
+    assert reported(watch, clock, (3,)) == ((3,), 10.0)
+
+
+def test_a_wait_that_is_handed_over_goes_on_until_the_replica_moves(clock: Clock) -> None:
+    """At a boundary that was given up; the replica has come as far as 5 in this view."""
+    watch = Watchdog(10, 10, 20, clock)
+    watch.hand({3: 6.0, 4: 6.0})
+    watch.disturbed(8, (3,))
+    assert reported(watch, clock, (3,), come=5) == ((3,), 10.0)
+    watch.hand({3: 6.0})
+    watch.waits(2, op(7), (3,), lambda replica: 5)
+    watch.wait = None
+    assert reported(watch, clock, (3,), come=6)[1] == 10.0
+    assert clock.now == 114.0

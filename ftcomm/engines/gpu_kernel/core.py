@@ -26,7 +26,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
 from ftcomm.engines.gpu_kernel.gather import detail_of
 from ftcomm.engines.gpu_kernel.graphs import Running, captured, replay_of
-from ftcomm.engines.gpu_kernel.launch import account, constants, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.launch import account, constants, counter, lane_word, missing, task_words, view_words
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.words import (
@@ -192,7 +192,10 @@ class DeviceCore(GroupMember[KernelOperation]):
         op.number = running.number
         others = {replica: reached.lanes for replica, reached in self.reached.items()}
         who = missing(op, lanes, others, layout, view, running.base)
-        return self.stalled(op, who) if who else None
+        posted = lambda replica: sum(  # noqa: E731
+            max(0, counter(others[replica], lane, POSTED, view.epoch)) for lane in range(layout.lanes)
+        )
+        return self.stalled(op, who, posted) if who else None
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
@@ -236,6 +239,7 @@ class DeviceCore(GroupMember[KernelOperation]):
         resumed, failed = self.go_on(view, progress)
         try:
             while failed is None and flight.ops and not flight.ops[0].tasks:  # all members hold it, or it failed
+                self.watch.returns(flight.ops[0])
                 flight.return_first()
         except ProtocolError as error:
             failed = error
