@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ftcomm.group
 from ftcomm.errors import ArgumentError, SettingsError
+from ftcomm.settings import timeouts
 from ftcomm.static.group import StaticGroup
 from ftcomm.torch import meeting
 from ftcomm.torch.grid import Grid
@@ -54,13 +56,13 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
     ranks = list(options.global_ranks_in_group)
     if getattr(options, "enable_reconfigure", False):  # torch >= 2.14 has it
         return ReconfigurableGroup(options.group_rank, options.group_size, seconds, name=name)
+    _check(seconds)  # all ranks raise it before one of them waits for another
     if ranks:  # not the world, which must exist then
         group = ftcomm.group.default_group()
     elif meeting.in_job():
         group = meeting.joined()
     else:
         group = meeting.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
-    _check(seconds, group)
     calls, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
     return FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
 
@@ -79,7 +81,7 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
     if dist.get_rank() not in wanted:
         return None
     group = ftcomm.group.default_group()
-    _check(timeout, group)
+    _check(timeout)
     name = f"{parent.group_name} split {parent.splits} {wanted}" if name is None else name
     calls, end = _beneath(group, wanted, None, f"torch {name}", timeout)
     return FtProcessGroup(calls, timeout, name=name, end=end, split=split)
@@ -126,9 +128,10 @@ def _leaving(end: Callable[[], None]) -> Callable[[], None]:
     return leave
 
 
-def _check(timeout: float, group: Any) -> None:
+def _check(timeout: float) -> None:
     """Refuse a timeout after which a call would fail before a silent replica is removed: no op would survive."""
-    heartbeat = group.settings.timeouts.heartbeat
+    group = ftcomm.group.existing_group()
+    heartbeat = (timeouts(os.environ) if group is None else group.settings.timeouts).heartbeat
     if timeout <= heartbeat:
         raise SettingsError(
             f"timeout={timeout:g} s of a process group whose job takes {heartbeat:g} s to give up a silent replica: "

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ftcomm.errors import InitError
+from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch import sidecar
 from ftcomm.torch import meeting, secret
+from ftcomm.torch.create import create
 
 ENDPOINT = "127.0.0.1:4000"
 
@@ -70,6 +72,21 @@ def test_no_secret_goes_through_torchs_store(meet: Meet, store: dist.HashStore) 
     assert token not in value
     with pytest.raises(InitError, match=r"another host.*Set FTCOMM_TOKEN"):  # all have joined
         secret.read(value.split()[1])
+
+
+@pytest.mark.parametrize("job", [True, False], ids=["ftcomm run", "torchrun"])
+def test_a_timeout_that_is_too_short_is_refused_before_anybody_joins(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, job: bool
+) -> None:
+    """Else the first rank to raise it would be missed by one that is still about to join, which says so instead."""
+    monkeypatch.setattr(meeting, "in_job", lambda: job)
+    monkeypatch.setattr(meeting, "joined", lambda: pytest.fail("it has joined"))
+    monkeypatch.setattr(meeting, "join_by_store", lambda *what: pytest.fail("it has joined"))
+    options = SimpleNamespace(
+        timeout=timedelta(seconds=1), group_id="0", global_ranks_in_group=[], group_rank=0, group_size=3, store=store
+    )
+    with pytest.raises(SettingsError, match=r"timeout=1 s of a process group whose job takes 5 s to give up"):
+        create(options, None)
 
 
 def test_the_token_of_the_environment_is_used(
