@@ -138,6 +138,7 @@ class Group(Calls):
             view=lambda: self.view,
             may_call=self._may_call,
             when=self._when,
+            next_boundary=lambda: self._step,
             stood=self._stood,
         )
         self._open = True

@@ -105,6 +105,8 @@ class Subgroup(Calls):
         self._dial, self._on_stall, self._on_lost = dial, on_stall, on_lost
         self._on_failed, self._on_closed = on_failed, on_closed
         self.name, self._me = name, group.replica
+        in_view = group.internals.router.newest is not None
+        self._made = group.internals.next_boundary() if in_view else None  # before which boundary; None: not known yet
         self.error: BaseException | None = None  # why no op can succeed any more; None while all is well
         self._lock = threading.Lock()  # never held across a wait
         self._p2p = JobProgressEngine(self.replica, group.shard, self._dial_p2p)
@@ -224,6 +226,7 @@ class Subgroup(Calls):
     def entered(self, view: View) -> None:
         """A view of the job is in force. Does not block."""
         with self._lock:
+            self._made = (view.step or 0) if self._made is None else self._made
             actions = [] if self.error is not None else self._membership.entered(view)
             if actions:
                 self._p2p.enter(view)
@@ -256,8 +259,10 @@ class Subgroup(Calls):
         self.fail(error)
         self._communicator.drain()
         with self._lock:
-            segments = self._membership.segments()
-        self.internals.router.retire(segments, FRAMES.frame(Left(self._exchange.returned)))
+            segments, fresh = self._membership.segments(), self._membership.is_fresh
+        boundary = self.internals.next_boundary()
+        unmet = (self.name, boundary) if fresh and boundary else None
+        self.internals.router.retire(segments, FRAMES.frame(Left(self._exchange.returned, fresh)), unmet)
         if self._thread.is_alive():
             self._thread.join()
         self._communicator.forget()
@@ -361,6 +366,7 @@ class Subgroup(Calls):
         me = ask.view.member(self.replica)
         assert me is not None
         fields = self._communicator.fields(ENTERED if ask.entered else ASK, me.incarnation, epoch)
+        fields.update(made=self._made or 0, since=self.internals.router.since(self.name))
         wanted = lambda: self._membership.is_current(epoch) and self.error is None  # noqa: E731
         if ask.there:
             fields["there"] = ask.there
@@ -373,14 +379,17 @@ class Subgroup(Calls):
             if isinstance(said, SubgroupProgress):
                 self._say(self._membership.told, epoch, replica, said)
             else:
-                self._ends_after(said.returned, replica)
+                self._ends_after(None if said.fresh else said.returned, replica)
                 self._say(self._membership.left, epoch, replica)
 
-    def _ends_after(self, ops: int, replica: int) -> None:
-        """A member has closed the group: what it has returned is FINAL here, and no other op can be done."""
+    def _ends_after(self, returned: int | None, replica: int) -> None:
+        """A member has closed the group: what it has returned is FINAL here, and no other op can be done. None: it has
+        never been in it, and what was done before it came counts."""
+        ops = self._exchange.returned if returned is None else returned
         with self._changed:
             self._last = min(self._last, ops)
-        self._exchange.returned_elsewhere(ops)
+        if returned is not None:
+            self._exchange.returned_elsewhere(returned)
         if self._exchange.issued > self._last:
             self.fail(FtcommError(f"{self}: replica {replica} has closed the group after {ops} ops; {_MEND}"))
 
@@ -428,10 +437,11 @@ class Subgroup(Calls):
 
     def _meets(self, call: Incoming) -> bool:
         with self._lock:
-            if not self._membership.accepts(call):
+            if (self._made is not None and call.since > self._made) or not self._membership.accepts(call):
                 return False
-            over: list[Action] = [TellCaller(call, None)]
-            actions = self._membership.asked(call) if self.error is None else over
+            over: list[Action] = [TellCaller(call, None)]  # the caller asks again
+            known = self._made is not None or not call.since
+            actions = self._membership.asked(call) if self.error is None and known else over
             self._changed.notify_all()
         self._do(actions)
         return True

@@ -52,9 +52,11 @@ class SubgroupProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The member has closed the group, after it had returned so many ops."""
+    """The member has closed the group, after it had returned so many ops. `fresh`: it had just come, and was in no view
+    of the group yet, so that number says nothing of those of the others."""
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]
+    fresh: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +254,11 @@ class DerivedMembership:
         others = [member.replica for member in self._others()]
         silent = tuple(replica for replica in others if replica not in self._accounts)
         return silent or tuple(replica for replica in others if replica not in self._reached)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether this member was in no view of the group yet."""
+        return not self.epoch
 
     def segments(self) -> tuple[str, ...]:
         """Returns the nonces of the segments in this group, as far as they are known."""

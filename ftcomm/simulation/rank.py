@@ -72,7 +72,9 @@ class Rank(Process):
         self.groups: dict[str, SimulatedSubgroup] = {}
         self.waits_for_groups = False
         self._made = 0  # groups
+        self.next_boundary = 0  # as of `Internals`
         self._retired: dict[str, Left] = {}  # by the nonces of the segments of groups that were closed
+        self._unmet: dict[str, tuple[int, Left]] = {}  # as of `ConnectionRouter`
         self._calls_for_groups: list[Incoming] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
@@ -474,14 +476,22 @@ class Rank(Process):
         nonce = group.exchange.memory.nonce
         del self.exchanges[nonce]
         self._retired.update(dict.fromkeys(group.membership.segments(), group.left))
+        if group.left.fresh:
+            self._unmet[name] = self.next_boundary, group.left
         self._deal_again()
+
+    def since(self, name: str) -> int:
+        """Returns the boundary that `ConnectionRouter.since` does."""
+        return self._unmet[name][0] if name in self._unmet else 0
 
     def deal(self, call: Incoming) -> None:
         """Deal with a connection as `ftcomm.transport.router.ConnectionRouter` does: it is for a group, which may be
         still to come."""
         group, left = self.groups.get(call.group), None
         if call.what in (ASK, ENTERED):
+            boundary, unmet = self._unmet.get(call.group, (0, None))
             left = self._retired.get(call.there) or self._retired.get(call.nonce)
+            left = left or (unmet if not call.there and call.made < boundary else None)
         if left is not None:
             call.sock.connection.send(1, left)  # type: ignore[attr-defined]
             call.sock.close()

@@ -70,13 +70,14 @@ class Script:
             yield from self._make_groups()
         rank.say("has joined")
         yield from self._groups_enter(view)
-        step = view.step or 0
+        step = rank.next_boundary = view.step or 0
         fresh = rank.replica not in view.contributing
         model = 0
         joiner: SimulatedJoiner | None = None
         rank.holds_state = not fresh
         while True:
             view = yield "boundary", step, work.loop_of(step)
+            rank.next_boundary = step + 1
             rank.view = view
             if rank.left:
                 rank.say("has left at the boundary of step %s", step)

@@ -63,6 +63,7 @@ class SimulatedSubgroup:
             group=name,
         )
         here = Address(f"host{rank.host}", rank.port % 65536, f"boot{rank.host}", rank.port, 0, self._nonce)
+        self._made = None if rank.view is None else rank.next_boundary
         self.membership = DerivedMembership(rank.replica, among, here, rank.timeouts)
         self._over = False
         self._cache = PeerCache()
@@ -79,15 +80,17 @@ class SimulatedSubgroup:
 
     def entered(self, view: View) -> None:
         """A view of the job is in force."""
+        self._made = (view.step or 0) if self._made is None else self._made
         if not self._over:
             self._do(self.membership.entered(view))
 
     def take(self, call: Incoming) -> bool:
         """Does what `ftcomm.communicator.Communicator.take` does."""
         if call.what in (ASK, ENTERED):
-            if not self.membership.accepts(call):
+            if (self._made is not None and call.since > self._made) or not self.membership.accepts(call):
                 return False
-            self._do(self.membership.asked(call))
+            known = self._made is not None or not call.since
+            self._do(self.membership.asked(call) if known else [TellCaller(call, None)])
             self.rank.goes_on_in_group()
         elif call.life == self._nonce:
             self.exchange.attach(call.sock.connection, call.member, call.epoch, call.nonce)  # type: ignore[attr-defined]
@@ -104,7 +107,7 @@ class SimulatedSubgroup:
 
     @property
     def left(self) -> Left:
-        return Left(self.exchange.inflight.returned)
+        return Left(self.exchange.inflight.returned, self.membership.is_fresh)
 
     def end(self, error: FtcommError) -> None:
         """End the group: it is closed, or the rank cannot go on."""
@@ -183,7 +186,8 @@ class SimulatedSubgroup:
             self._asking.pop(connection, None)
             connection.close(0)
             if isinstance(said, Left):
-                if self.exchange.inflight.issued > said.returned:
+                last = self.exchange.inflight.returned if said.fresh else said.returned
+                if self.exchange.inflight.issued > last:
                     raise AssertionError(f"{self.rank.name} has called ops that {replica}, which has left, has not")
                 self._happens(self.membership.left, epoch, replica)
             else:
@@ -251,9 +255,15 @@ class SimulatedSubgroup:
     ) -> None:
         """`nonce` is that of the segment there, if it is known."""
 
+        since = self.rank.since(self.name)
+
         def accept(target: Any, connection: SimulatedConnection) -> bool:
             end: Any = AcceptedEnd(connection)
-            target.deal(Incoming(self.name, what, self.rank.replica, life, end, epoch, self._nonce, nonce))
+            target.deal(
+                Incoming(
+                    self.name, what, self.rank.replica, life, end, epoch, self._nonce, nonce, self._made or 0, since
+                )
+            )
             return True
 
         self.rank.network.dial(self.rank, there.pid, accept, opened, failed, patient=True)

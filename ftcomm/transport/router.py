@@ -42,7 +42,8 @@ class Server(Protocol):
 class Incoming(NamedTuple):
     """A connection for `what` from `member` of the group `group`. `life` tells that group from earlier ones of its
     name. `epoch` is that of a group with several. `nonce` names the caller's segment, and `there` ours, if the caller
-    knows it."""
+    knows it. `made` is the step boundary that was to come when the caller made its group. A group that was made before
+    boundary `since` is not meant."""
 
     group: str
     what: str
@@ -52,6 +53,8 @@ class Incoming(NamedTuple):
     epoch: int = 0
     nonce: str = ""
     there: str = ""
+    made: int = 0
+    since: int = 0
 
 
 class Receiver(Protocol):
@@ -82,6 +85,7 @@ class ConnectionRouter:
         self._parked: deque[Incoming] = deque()
         self._closed = False
         self._retired: dict[str, bytes] = {}  # nonce of a segment in a closed group -> the answer to its callers
+        self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
         self.newest: View | None = None  # in a job: the view that `entered` has told the groups
         server.serve(PURPOSE, self._incoming)
 
@@ -106,11 +110,18 @@ class ConnectionRouter:
             if self._receivers.get(name) is receiver:
                 del self._receivers[name]
 
-    def retire(self, segments: Iterable[str], last: bytes) -> None:
+    def retire(self, segments: Iterable[str], last: bytes, unmet: tuple[str, int] | None = None) -> None:
         """Remember that a group was closed which had the segments with these nonces, of this member and of others:
         every caller of it, earlier or later, is answered `last`. A caller may not know this member's segment yet, and
-        be late: then its own tells that it does not mean the next group of that name."""
+        be late: then its own tells that it does not mean the next group of that name.
+
+        `unmet` are the name of a group in which this member, a joiner, has met no other, and the step boundary that was
+        to come when it closed it. So it knows no segment of the others. But they made that group before that boundary,
+        and the next one of the name after it.
+        """
         with self._lock:
+            if unmet is not None:
+                self._unmet[unmet[0]] = unmet[1], last
             for nonce in segments:
                 self._retired[nonce] = last
                 if len(self._retired) > MAX_RETIRED:
@@ -120,11 +131,18 @@ class ConnectionRouter:
         for call in waiting:
             self._deal(call)
 
+    def since(self, name: str) -> int:
+        """Returns the step boundary before which the others made the last group of that name that was closed unmet."""
+        with self._lock:
+            return self._unmet.get(name, (0, b""))[0]
+
     def _last_word(self, call: Incoming) -> bytes | None:
         """Returns the answer of the closed group that a call is for; None if there is none. With the lock."""
         if call.what not in (ASK, ENTERED):
             return None
-        return self._retired.get(call.there) or self._retired.get(call.nonce)
+        boundary, last = self._unmet.get(call.group, (0, b""))
+        met = self._retired.get(call.there) or self._retired.get(call.nonce)
+        return met or (last if not call.there and call.made < boundary else None)
 
     def entered(self, view: View) -> None:
         """Tell all groups that `view` is in force."""
@@ -154,7 +172,9 @@ class ConnectionRouter:
         epoch = handshake.number(fields, "epoch") if "epoch" in fields else 0
         nonce = handshake.text(fields, "nonce") if "nonce" in fields else ""
         there = handshake.text(fields, "there") if "there" in fields else ""
-        self._deal(Incoming(group, what, handshake.number(fields, "member"), life, sock, epoch, nonce, there))
+        made, since = (handshake.number(fields, x, most=1 << 53) if x in fields else 0 for x in ("made", "since"))
+        member = handshake.number(fields, "member")
+        self._deal(Incoming(group, what, member, life, sock, epoch, nonce, there, made, since))
 
     def _deal(self, call: Incoming) -> None:
         refused: Receiver | None = None

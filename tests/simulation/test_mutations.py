@@ -38,6 +38,7 @@ from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
 from ftcomm.membership.derived import Action, DerivedMembership, TellCaller
 from ftcomm.simulation.history import run
+from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.script import SimulatedJoiner
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Peer
@@ -623,9 +624,17 @@ def tells_no_account_again(patch: Patch) -> None:
 
 
 def closes_before_it_was_in(patch: Patch) -> None:
-    """A joiner closes a group that it was in no view of, though the others are about to ask for its account."""
+    """A joiner closes a group that it was in no view of, though the others are about to ask for its account, and does
+    not remember that they made it before it came."""
     needed = DerivedMembership.is_needed
     patch.setattr(DerivedMembership, "is_needed", lambda self: self.epoch != 0 and needed(self))
+    close = Rank.close_group
+
+    def forgetful(self: Rank, name: str) -> None:
+        close(self, name)
+        self._unmet.clear()
+
+    patch.setattr(Rank, "close_group", forgetful)
 
 
 MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {

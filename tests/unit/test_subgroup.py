@@ -83,6 +83,11 @@ class Job:
     def internals(self) -> Job:
         return self
 
+    boundary = 0
+
+    def next_boundary(self) -> int:
+        return self.boundary
+
     def may_call(self) -> None:
         pass
 
@@ -271,6 +276,47 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
             boards[1].open("g", groups[1])
             made.set()
             boards[1].forget("g", groups[1])
+        groups[i].begin(30.0)
+        return float(groups[i].allreduce(np.ones(3))[0])
+
+    try:
+        assert together(renew, 2) == [2.0, 2.0]
+    finally:
+        together(lambda i: groups[i].close(), 2)
+
+
+def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have been stopped for so long. They still have the first group, in which they have done an op, and ask
+    the joiner, which knows none of their segments: that they made their group before it came tells it."""
+    monkeypatch.setattr(subgroup, "_PARTING", 0.0)
+    second = View(2, 1, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    boards = [Board(), Board()]
+
+    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
+        return boards[there.port].ring(fields)
+
+    jobs = [Job(replica, board, View(1, 0, second.members[:1])) for replica, board in enumerate(boards)]
+    boards[1] = jobs[1].router = Board()  # it has come to a running job, and is in no view yet
+    groups = [make(job, dial) for job in jobs]
+    for group in groups:
+        group.begin(30.0)
+    assert float(groups[0].allreduce(np.ones(3))[0]) == 1.0
+    jobs[1].boundary = 1
+    boards[1].entered(second)
+    jobs[1].boundary = 2  # boundary 1 has been passed
+    groups[1].close()
+    groups[1] = make(jobs[1], dial)
+
+    def renew(i: int) -> float:
+        if i == 0:
+            boards[0].entered(second)
+            groups[0].follow(second, 30.0)
+            jobs[0].boundary = 2
+            assert groups[0].error is None
+            groups[0].close()
+            groups[0] = make(jobs[0], dial)
         groups[i].begin(30.0)
         return float(groups[i].allreduce(np.ones(3))[0])
 
