@@ -582,14 +582,15 @@ class Coordinator:
         self, replica: int, reason: str, lasting: bool, conns: Mapping[Conn, int], now: float
     ) -> list[Action]:
         """Note that a rank of a replica cannot start; `lasting`: nor if it is started again. `conns` are all leaders
-        with the replicas that they have named; those that have not joined yet may wait for that rank."""
+        with the replicas that they have named. Of that replica, one that has not joined yet waits for that rank; of
+        another one it asks, if it is in no view."""
         if self._conn(replica) is not None:  # all its ranks are here: another process has its number, too
             return self._refuse(replica, "", reason)
         word = self._unstarted.said(replica, reason, lasting, now)
         hopeless = lasting and self.view is None and replica < self.expected
         refused = self._refuse(replica, "", word.reason, hopeless=hopeless)
         expelled = m.Expelled(word.reason)
-        waiting = [x for x, named in conns.items() if x not in self.links and (hopeless or named == replica)]
+        waiting = [conn for conn, named in conns.items() if conn not in self.links and named == replica]
         told: list[Action] = [Send(conn, expelled) for conn in waiting]
         return [*refused, *told, *(self._turn_away(expelled) if hopeless else self._tell_forming())]
 

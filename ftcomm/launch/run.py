@@ -578,7 +578,7 @@ class Launcher:
             self._report.log(text)
         if kind in ("failed", "ended") and not (self._draining or self._over.done() or self._has_trained()):
             self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
-        if event.get("hopeless") and not self._draining:
+        if event.get("hopeless") and not (self._has_views or self._draining):
             asked = 2 * self.options.timeouts.heartbeat  # by then all ranks that have started have asked
             self._job_lost(JobLost("it cannot begin, and a restart would not help"), grace=asked)
 

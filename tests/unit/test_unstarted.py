@@ -37,7 +37,7 @@ def test_all_that_wait_are_told_and_those_that_begin_later_wait_anew(lasting: bo
     wait."""
     coordinator = forming()
     actions = coordinator.unstarted(1, WRONG, lasting, {0: 0, 5: 1, 6: 2}, 10.0)
-    assert told(actions) == (dict.fromkeys((0, 5, 6), WRONG) if lasting else {5: WRONG})
+    assert told(actions) == ({0: WRONG, 5: WRONG} if lasting else {5: WRONG})
     assert [x.fields.get("hopeless", False) for x in actions if isinstance(x, Log)] == [lasting]
     assert (len(coordinator.joiners) == 0) == lasting
     assert asks(coordinator, 1, lived=3.0, now=12.0) == WRONG  # it ran when that was said
