@@ -69,6 +69,7 @@ class Launcher:
         self._token = secrets.token_hex(16)
         self._replicas: list[ReplicaProcesses] = []
         self._has_views = False  # the script uses ftcomm
+        self._is_awaited = False  # a replica waits for the first view
         self._draining = False
         self._unclean = False  # a member died while draining
         self._lost = False
@@ -362,11 +363,18 @@ class Launcher:
             replica.state = State.FAILED
             self._report.log(f"{what}; {decision.reason}")
             self._report.emit("failed", replica=replica.number, reason=decision.reason)
+            self._check_begin()
         else:
             replica.state = State.FAILED
             self._report.log(what)
             self._report.emit("failed", reason=decision.reason)
             self._job_lost(decision)
+
+    def _check_begin(self) -> None:
+        """End a job whose first view will never come, since that has all replicas."""
+        missing = [replica.number for replica in self._replicas if replica.state is State.FAILED]
+        if missing and self._is_awaited and not (self._has_views or self._draining):
+            self._job_lost(JobLost(f"it cannot begin without {replicas(missing)}"))
 
     def _restart(self, replica: ReplicaProcesses) -> None:
         """Start a replica again. What the system refuses now, it may grant later: try again with a back-off."""
@@ -553,6 +561,9 @@ class Launcher:
 
     def _coordinator_event(self, event: Event) -> None:
         kind = event["kind"]
+        if kind == "joined" and not self._is_awaited:
+            self._is_awaited = True
+            self._check_begin()
         if kind == "view":
             self._has_views = True
             self.view = event

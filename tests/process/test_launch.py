@@ -310,6 +310,25 @@ def test_a_wrong_setting_of_one_rank_ends_a_job_that_has_not_begun(here: Path) -
     assert any("the job failed: it cannot begin" in text for text in job.said)
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_job_that_waits_for_a_replica_that_was_given_up_is_lost(here: Path, late: bool) -> None:
+    """Before or after the others have come."""
+    script = """
+        import os, sys, time
+        if os.environ["FTCOMM_REPLICA"] == "1":
+            while LATE and not os.path.exists("go"):
+                time.sleep(0.01)
+            sys.exit(7)
+        import ftcomm
+        ftcomm.init()
+        """
+    job = Job(here, script.replace("LATE", str(late)), replicas=2, max_restarts=0)
+    job.react = lambda event: job.go() if event["kind"] == "joined" else None
+    assert job.run() == run.FAILED
+    assert job.starts() == [1, 1]
+    assert any("the job failed: it cannot begin without replica 1" in text for text in job.said)
+
+
 def test_with_all_dead_at_once_the_job_is_lost(here: Path) -> None:
     job = Job(here, "import sys\nsys.exit(5)", backoff=30.0)
     assert job.run() == run.FAILED
