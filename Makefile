@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help demo docs test test-kernels test-hosts test-latest test-upstream bench bench-micro setup setup-latest lint types tree format clean
+.PHONY: help demo dist docs test test-kernels test-hosts test-latest test-upstream bench bench-micro setup setup-latest lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -65,6 +65,11 @@ SITE := build/site
 docs: setup tree ## the documents as a site, in build/site; no warnings
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "==> $(SITE)/index.html"
+
+dist: setup ## the sdist and the wheel in build/dist, the same bytes each time, and checked (ARGS="--url https://github.com/owner/name")
+	@rm -rf build/dist
+	$(VENV)/bin/python .ci/dist.py build/dist $(ARGS)
+	$(VENV)/bin/twine check --strict build/dist/*
 
 bench-micro: setup ## what the parts cost one by one, saved and compared with the last time
 	$(VENV)/bin/python -m pytest tests/micro/bench_parts.py -q --benchmark-autosave --benchmark-compare \

@@ -12,11 +12,14 @@ the same ops in the same order.
     buckets.wait()
     optimizer.step()
     buckets.zero_grad()
+
+Several micro-batches a step: backward() of all but the last in `buckets.no_sync()`, which adds up and reduces nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,25 +42,31 @@ class _Bucket:
         self.flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         pieces = self.flat.split([p.numel() for p in params])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-        self.filled: set[int] = set()  # indices in `params` of the gradients that are there
+        # Indices in `params` of gradients: those that are there, and those that `no_sync` has begun to add up.
+        self.filled: set[int] = set()
+        self.begun: set[int] = set()
         self.work: Work | None = None
 
-    def fill(self, place: int) -> None:
-        """Note that the gradient of a parameter is there; copy it in if it was made outside (after
-        `optimizer.zero_grad()`)."""
+    def take(self, place: int) -> None:
+        """Copy the gradient of a parameter in, if it was made outside (after `optimizer.zero_grad()`)."""
         grad, view = self.params[place].grad, self.views[place]
         if grad is not view:
             assert grad is not None, "autograd has just accumulated it"
             view.copy_(grad)
             self.params[place].grad = view
-        self.filled.add(place)
 
     def fill_rest(self) -> None:
-        """Fill in zeros for parameters that took no part in this backward."""
+        """Fill in zeros for parameters that took no part in the step."""
         for place, view in enumerate(self.views):
-            if place not in self.filled:
+            if place not in self.filled | self.begun:
                 view.zero_()
                 self.params[place].grad = view
+
+    def end(self) -> None:
+        """Forget the step."""
+        self.work = None
+        self.filled.clear()
+        self.begun.clear()
 
 
 class GradientBuckets:
@@ -67,8 +76,8 @@ class GradientBuckets:
     op: "avg" (over the replicas that contribute) or "sum".
     compression: as of `Group.allreduce`.
 
-    One backward a step. The parameters that require gradients are taken once, here. It costs one copy of the gradients,
-    which `p.grad` shares. Not thread-safe. `wait` raises what an all-reduce raises.
+    One backward a step outside of `no_sync`. The parameters that require gradients are taken once, here. It costs one
+    copy of the gradients, which `p.grad` shares. Not thread-safe. `wait` raises what an all-reduce raises.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class GradientBuckets:
         self._compression = compression
         self._buckets = [_Bucket(params) for params in _partition(module, bucket_bytes)]
         self._next = 0  # the bucket to launch next
+        self._reduces = True  # outside of no_sync
         for bucket in self._buckets:
             for place, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(lambda _, b=bucket, at=place: self._filled(b, at))
@@ -106,8 +116,19 @@ class GradientBuckets:
         copy."""
         for bucket in self._buckets:
             bucket.flat.zero_()
+            bucket.begun.clear()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward() adds to the gradients and none is reduced. The backward() of the last
+        micro-batch stands outside, and reduces the sums; divide each loss by the number of micro-batches."""
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
 
     def wait(self) -> None:
         """Block until every gradient is reduced. Call it between backward and `optimizer.step()`.
@@ -124,8 +145,7 @@ class GradientBuckets:
                 bucket.work.wait()
             except FtcommError as failed:
                 error = error or failed
-            bucket.work = None
-            bucket.filled.clear()
+            bucket.end()
         self._next = 0
         if error is not None:
             raise error
@@ -137,17 +157,20 @@ class GradientBuckets:
             if bucket.work is not None:
                 with contextlib.suppress(FtcommError):
                     bucket.work.wait()
-            bucket.work = None
-            bucket.filled.clear()
+            bucket.end()
         self._next = 0
 
     def _filled(self, bucket: _Bucket, place: int) -> None:
         if place in bucket.filled:
             raise FtcommError(
                 "backward() reached a parameter twice before GradientBuckets.wait(). Call wait() after each backward; "
-                "to accumulate several micro-batches, sum their losses and call backward() once."
+                "to accumulate several micro-batches, call backward() of all but the last in GradientBuckets.no_sync()."
             )
-        bucket.fill(place)
+        bucket.take(place)
+        if not self._reduces:
+            bucket.begun.add(place)
+            return
+        bucket.filled.add(place)
         while self._next < len(self._buckets):
             ready = self._buckets[self._next]
             if len(ready.filled) < len(ready.params):

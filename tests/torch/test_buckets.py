@@ -140,6 +140,29 @@ def test_two_backwards_without_wait_are_an_error():
         module(torch.randn(3, 4)).sum().backward()
 
 
+@pytest.mark.parametrize("clear", ["buckets", "none", "zero"])
+def test_micro_batches_are_added_up_and_reduced_once(clear):
+    module, alone, group = Branches(), Branches(), Alone()
+    alone.load_state_dict(module.state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    buckets = GradientBuckets(module, group, bucket_bytes=1)
+    for micro in ([0, 2, 2], [1, 1], [2, 0, 0]):  # layers, some of them in no backward, or in none that reduces
+        group.launched.clear()
+        alone.zero_grad()
+        for which in micro:
+            alone(torch.ones(2, 3), which).sum().backward()
+        with buckets.no_sync():
+            for which in micro[:-1]:
+                module(torch.ones(2, 3), which).sum().backward()
+        assert group.launched == []
+        module(torch.ones(2, 3), micro[-1]).sum().backward()
+        buckets.wait()
+        assert len(group.launched) == len(buckets.sizes)
+        for param, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(param.grad, torch.zeros_like(param) if expected.grad is None else expected.grad)
+        buckets.zero_grad() if clear == "buckets" else optimizer.zero_grad(set_to_none=clear == "none")
+
+
 def test_a_size_that_makes_no_sense():
     with pytest.raises(ArgumentError, match="bucket_bytes=0"):
         GradientBuckets(model(), Alone(), bucket_bytes=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email.message
 import email.parser
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import ftcomm
+from ftcomm.torch.versions import untested
+
 ROOT = Path(__file__).resolve().parents[2]
+DIST = ROOT / ".ci" / "dist.py"
+URL = "https://example.org/owner/ftcomm"
 FOLDERS = {"ftcomm": "ftcomm", "bench": "ftcomm/bench", "control": "ftcomm/control", "kernels": "ftcomm/kernels"}
 
 
@@ -24,18 +28,20 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+def dist(out: Path) -> dict[str, Path]:
+    """What `make dist` makes: the files by their suffix."""
+    run(sys.executable, str(DIST), str(out), "--changed", "--url", URL, cwd=out.parent)
+    return {file.suffix: file for file in out.iterdir()}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build in the tree would pick up what an earlier one left in build/."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = ("--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index")
-    run(sys.executable, "-m", "pip", "wheel", "-q", *build, "-w", str(out), str(source), cwd=out)
-    (built,) = out.glob("*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return dist(tmp_path_factory.mktemp("dist") / "first")
+
+
+@pytest.fixture(scope="module")
+def wheel(built: dict[str, Path]) -> Path:
+    return built[".whl"]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,39 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "torchft",
         "dev",
     }
-    assert set(declared["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    bounds = {line.partition(";")[0] for line in required} | {declared["Requires-Python"]}
+    assert not [bound for bound in bounds if "<" in bound], "an upper bound forbids to install what may well work"
+
+
+def test_a_second_build_has_the_same_bytes(built: dict[str, Path], tmp_path: Path) -> None:
+    again = dist(tmp_path / "again")
+    assert again.keys() == built.keys() == {".gz", ".whl"}
+    for suffix, file in built.items():
+        assert (again[suffix].name, again[suffix].read_bytes()) == (file.name, file.read_bytes())
+
+
+def test_the_readme_can_be_shown_by_itself(wheel: Path) -> None:
+    text = headers(wheel).get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links
+    assert not [link for link in links if not link.startswith(("https://", "http://", "#"))]
+    assert (
+        f"![Four replicas run an all-reduce, one dies, three finish it and go on, the fourth comes back]({URL}/raw/v"
+        in text
+    )
+
+
+def test_there_is_one_version(built: dict[str, Path]) -> None:
+    assert headers(built[".whl"])["Version"] == ftcomm.__version__
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == ftcomm.__version__
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("2.11.0", ""), ("2.15.1+cu130", ""), ("2.16.0a0+git1", "newer"), ("2.9.1", "older")]
+)
+def test_what_was_not_tested_is_said(version: str, said: str) -> None:
+    assert said in untested(version)
+    assert bool(untested(version)) == bool(said)
 
 
 def test_the_unpacked_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:
