@@ -614,7 +614,7 @@ def rank(task: CollectiveTask, job: str) -> None:
 
 
 def run(task: CollectiveTask, job: str, before_op: Callable[[Any, str], None] | None = None) -> None:
-    """`before_op(group, name)` is called before the ops of a turn of ftcomm, alike on all ranks."""
+    """Measure. `before_op(group, name)` is called before the ops of a turn of ftcomm, alike on all ranks."""
     rank = rank_of_environment()
     torch.set_num_threads(1)
     device = "cpu"

@@ -47,7 +47,7 @@ class Pattern:
         return values.astype(self._work) * self._work(scale)
 
     def result(self, ops: int) -> np.ndarray:
-        """(PERIOD,) after `ops` >= 1 all-reduces in a row."""
+        """Returns the values (PERIOD,) after `ops` >= 1 all-reduces in a row."""
         row = self._reduce([self.row(rank) for rank in range(self.ranks)])
         for _ in range(ops - 1):
             after = self._reduce([row] * self.ranks)

@@ -16,7 +16,7 @@ HEADER_VERSION = 1  # of the JSON's shape
 
 
 def header() -> dict[str, str | int | float]:
-    """JSON-able. Reads /proc; does not import torch."""
+    """Returns what a result depends on: command, machine and versions. Reads /proc; does not import torch."""
     return {
         "schema": HEADER_VERSION,
         "command": f"{_program()} {shlex.join(sys.argv[1:])}",

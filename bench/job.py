@@ -57,7 +57,7 @@ class Job:
         return self._run.done()
 
     def pids(self) -> dict[tuple[int, int], int]:
-        """(replica, rank) -> pid of every rank that lives."""
+        """Returns (replica, rank) -> pid of every rank that lives."""
         return self.launcher.pids()
 
     async def runs(self, seconds: float) -> bool:

@@ -248,7 +248,7 @@ EXPERIMENT = Experiment(
 
 
 class TuneTask(msgspec.Struct, frozen=True):
-    """`pairs`: (first way, second way, sizes in bytes of fp32), for each switch point that is looked for."""
+    """The switch points to look for; `pairs` has (first way, second way, sizes in bytes of fp32) for each."""
 
     pairs: tuple[tuple[str, str, tuple[int, ...]], ...]
     iterations: int

@@ -64,7 +64,7 @@ class Detector(Generic[Peer]):
         return self._since
 
     def silent(self, now: float) -> dict[Peer, float]:
-        """Tick. Returns the suspected peers with the seconds of their silence."""
+        """Returns the suspected peers with the seconds of their silence. Called in every tick."""
         self.since(now)
         self._ticked = now
         silence = {

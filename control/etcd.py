@@ -48,7 +48,7 @@ class Away(Exception):
 
 
 class EtcdRefused(StoreError):
-    """etcd refuses, however often it is asked."""
+    """Raised where etcd refuses, however often it is asked."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,10 +134,6 @@ class Suspicions:
         """Whether the port of a process has taken a connection from here, so that a refusal counts."""
         return life in self._took
 
-    @property
-    def searched(self) -> set[Life]:
-        return set(self._searches)
-
     # -- accusations -------------------------------------------------------------------------------------------------
 
     def accuse(self, accusation: Accusation) -> bool:

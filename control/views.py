@@ -31,13 +31,12 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> str:
-        """Equal on both sides if they have the same ports: one kernel, one network namespace. "" is equal to
-        nothing."""
+        """Names the ports that a process sees: equal in one network namespace of a kernel. "" is equal to nothing."""
         return f"{self.boot} {self.network}" if self.network else ""
 
     @property
     def processes(self) -> str:
-        """Equal on both sides if they see the same processes by the same pids. "" is equal to nothing."""
+        """Names the processes that a process sees: equal where they have the same pids. "" is equal to nothing."""
         return f"{self.boot} {self.pids}" if self.pids else ""
 
 

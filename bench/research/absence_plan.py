@@ -74,7 +74,7 @@ def _of_one(chance: random.Random, replica: int, steps: int, down: int, times: i
 
 
 def _parts(chance: random.Random, total: int, count: int, least: int) -> list[int]:
-    """`total` cut into `count` parts of at least `least`, at random places."""
+    """Cut `total` into `count` parts of at least `least`, at random places."""
     cuts = sorted(chance.randint(0, total - least * count) for _ in range(count - 1))
     ends = [*cuts, total - least * count]
     return [least + end - begin for begin, end in zip([0, *cuts], ends, strict=True)]

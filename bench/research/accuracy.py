@@ -156,7 +156,7 @@ class Absences:
             wait_until("the others came to the end of this absence", turn.exists, AWAY)
 
     def at(self, step: int, counted: Collection[int]) -> None:
-        """Called at the begin of each step, the last of which was of those that `counted`."""
+        """Note the begin of a step; the last one was of those that `counted`."""
         now = time.monotonic()
         usual, self._began = now - self._began, now
         for (replica, life), turn in self._turns.items():

@@ -154,7 +154,7 @@ def summary(records: Sequence[Record], replicas: int, ranks: int, steps: int, wi
 
 
 def curve(records: Sequence[Record], windows: int) -> list[tuple[int, float]]:
-    """(step, loss) where the shares of all who were to take one are there: none of them was killed just then. Pure."""
+    """Returns (step, loss) where the shares of all who were to take one are there: none was killed just then. Pure."""
     shares: dict[int, list[Validated]] = defaultdict(list)
     for record in records:
         if isinstance(record, Validated):

@@ -87,7 +87,7 @@ class Diary:
         self._write(Built(self.replica, self.rank, os.getpid()))
 
     def settled(self, outcome: Outcome | None) -> None:
-        """Called at the begin of every step and after the last one, with what the step before came to."""
+        """Note what the step before came to. Called at the beginning of every step, and after the last one."""
         if outcome is None or outcome is self._last:
             return
         self._last = outcome
@@ -117,12 +117,12 @@ class Diary:
 
 
 def held_out_samples(text: np.ndarray, count: int, context: int) -> Tensor:
-    """int64 [count, context + 1], spread evenly over the text; the same on all ranks and in all runs."""
+    """Returns int64 [count, context + 1], spread evenly over the text; the same on all ranks and in all runs."""
     return windows(text, np.linspace(0, len(text) - context - 1, count, dtype=np.int64), context)
 
 
 def wait_until(what: str, true: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Raises `TimeoutError`: the rank fails, and with it the measurement."""
+    """Block until it is so. Raises `TimeoutError`: the rank fails, and with it the measurement."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:

@@ -25,7 +25,8 @@ def newest(command: str, folder: Path = RESULTS) -> Path | None:
 
 
 def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> FleetPipeline:
-    """Raises `SettingsError` on files that are none of these results."""
+    """Returns the pipeline of a fleet whose recoveries and rejoins take as long as measured. Raises `SettingsError` on
+    files that are no such results."""
     events = _list(recovery, "events", "recovery")
     rejoins = _list(rejoin, "rejoins", "rejoin")
     try:

@@ -54,7 +54,7 @@ class GroupMember(Generic[Op]):
         return self.rosters.told(self.inflight.progress(begun))
 
     def replace_peers(self, peers: Mapping[int, Peer], leave: Callable[[Peer], object] = lambda peer: None) -> None:
-        """`peers` are those of the next view; `leave` each of the others, and close it."""
+        """Take `peers`, those of the next view; `leave` each of the others, and close it."""
         for peer in self.peers.values():
             if all(peer is not kept for kept in peers.values()):
                 leave(peer)

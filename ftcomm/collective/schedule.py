@@ -50,7 +50,6 @@ KINDS = (
 )
 AROUND = 1 << 8  # the detail of an all-reduce, if large ones go around a ring
 HIERARCHICAL = 2 << 8  # if they are hierarchical
-REDUCING = frozenset({"allreduce", "reduce", "reduce_scatter"})
 
 _ALIGN = 64  # bytes; adjacent parts of a slot begin on cache lines
 

@@ -15,7 +15,7 @@ HELD_OUT = 16  # every 16th file is kept for validation
 
 
 def library_text(limit: int = 8 << 20) -> tuple[np.ndarray, np.ndarray]:
-    """(training text, validation text) as uint8, of different files; the same on every replica of one interpreter."""
+    """Returns (training text, validation text) as uint8, of different files; equal in all replicas of one Python."""
     train: list[bytes] = []
     held_out: list[bytes] = []
     size = 0
@@ -37,7 +37,7 @@ def _files(root: str) -> list[Path]:
 
 
 def batch(text: np.ndarray, seed: int, step: int, replica: int, size: int, context: int) -> Tensor:
-    """int64 [size, context + 1]: a pure function of its arguments, so that there is no position to save or restore."""
+    """Returns int64 [size, context + 1], a pure function of the arguments: there is no position to save or restore."""
     starts = np.random.default_rng([seed, step, replica]).integers(0, len(text) - context - 1, size)
     return windows(text, starts, context)
 

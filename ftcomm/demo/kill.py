@@ -24,7 +24,7 @@ GATHER = 1.0  # s for the others to come into the op; they may be computing
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """`at`: `time.monotonic()` of the SIGKILL. `posted`, `reduced`, `taken`: chunks in the epoch, at that moment."""
+    """A SIGKILL at `at` (`time.monotonic()`), when so many chunks of the epoch were `posted`, `reduced` and `taken`."""
 
     pid: int
     at: float

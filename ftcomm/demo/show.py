@@ -338,7 +338,7 @@ async def _repeat(action: Any, seconds: float) -> None:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """`values` as bars, averaged down to `width` of them."""
+    """Returns `values` as bars, averaged down to `width` of them."""
     if not values:
         return ""
     count = min(width, len(values))

@@ -96,7 +96,7 @@ class Story:
         return [number for number in self.replicas if number != self.victim]
 
     def losses(self) -> list[tuple[int, float]]:
-        """(step, mean training loss over the replicas that counted)."""
+        """Returns (step, mean training loss over the replicas that counted) of each step."""
         return [(step, statistics.fmean(values)) for step, values in sorted(self.train.items())]
 
     def rate(self, until: float, window: float = 3.0) -> float:
@@ -232,5 +232,5 @@ class Story:
 
 
 def named(sources: str) -> str:
-    """`0,2` as `replicas 0, 2`."""
+    """Returns `replicas 0, 2` for `0,2`."""
     return replicas(int(number) for number in sources.split(",") if number)

@@ -1,4 +1,4 @@
-"""Which transport FTCOMM_TRANSPORT=auto takes here, to ranks of this host and to others."""
+"""Says which transport FTCOMM_TRANSPORT=auto takes here, to ranks of this host and to others."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class GroupEngine(CallEngine, Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """Equal at two members: they reduce to the same bits; "" is equal to nothing."""
+        """Names how this engine computes: members where it is equal reduce to the same bits. "" is equal to nothing."""
 
     def exchange(self, events: Events) -> GroupExchange[Any]:
         """What runs its ops, once."""

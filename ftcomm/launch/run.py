@@ -152,7 +152,7 @@ class Launcher:
         return self._coordinator.server
 
     def pids(self) -> dict[tuple[int, int], int]:
-        """(replica, rank) -> pid of every rank that lives."""
+        """Returns (replica, rank) -> pid of every rank that lives."""
         return {key: pid for replica in self._replicas for key, pid in replica.pids().items()}
 
     def states(self) -> dict[int, State]:

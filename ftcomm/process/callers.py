@@ -18,7 +18,7 @@ _BACKWARD = "torch.autograd.graph", "_engine_run_backward"
 
 
 def foreign() -> bool:
-    """Has Python not started this thread? Then it belongs to autograd, or to another library in C++."""
+    """Whether Python has not started this thread. Then it belongs to autograd, or to another library in C++."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

@@ -112,7 +112,7 @@ def complete() -> None:
 
 
 def over() -> bool:
-    """Has the outermost frame of the script ended? Then Python is on its way out."""
+    """Whether the outermost frame of the script has ended. Then Python is on its way out."""
     return _outermost is not None and _bottom() is not _outermost
 
 

@@ -31,7 +31,7 @@ NUMBERINGS = (
 
 
 def numbered(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, size) among the processes of a launcher, or None if none has numbered this one. Raises `SettingsError`."""
+    """Returns (rank, size) as a launcher has numbered this process; None if none has. Raises `SettingsError`."""
     for launcher, rank, size in NUMBERINGS:
         if rank in env and size in env:
             number, count = env[rank], env[size]
@@ -45,7 +45,7 @@ def numbered(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def completed(env: Mapping[str, str]) -> Mapping[str, str]:
-    """`env` with what it does not say of the place in the job, and a launcher does. Raises `SettingsError`."""
+    """Returns `env` with what it does not say of the place in the job, and a launcher does. Raises `SettingsError`."""
     text = env.get("FTCOMM_RANKS_PER_REPLICA", "1")
     ranks = int(text) if text.isdecimal() else 0  # if it is wrong, whoever reads it says so
     known = "FTCOMM_REPLICA" in env and ("FTCOMM_RANK" in env or ranks == 1)

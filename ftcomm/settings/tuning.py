@@ -47,7 +47,7 @@ class Tuning:
 
     @property
     def digest(self) -> str:
-        """16 hex digits, equal exactly if the points are."""
+        """Returns 16 hex digits, equal exactly if the points are."""
         return hashlib.sha256(repr(self._points).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

@@ -308,7 +308,7 @@ class SimulatedExchange:
             self._soon(self._turn, self.exchange.driver.go)
 
     def _halfway(self, op: Operation) -> bool:
-        """The moment for a fault: some of it is FINAL, not all, or not everywhere."""
+        """Whether this is a moment for a fault: some of `op` is FINAL, not all of it, or not at every member."""
         finals = op.finals
         return finals[0] is not None and (finals[-1] is None or self.rank.world.random.random() < 0.2)
 

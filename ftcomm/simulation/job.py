@@ -323,7 +323,7 @@ class SimulatedJob:
             self.start_replica(replica)
 
     def _look(self) -> None:
-        """Is there anything left to wait for?"""
+        """Look whether anything is left to wait for."""
         running = any(replica.running for replica in self.replicas)
         if all(replica.over for replica in self.replicas) or (self.draining and not running):
             self.world.over = True

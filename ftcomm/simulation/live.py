@@ -134,7 +134,7 @@ class CheckedGroup:
 
     @property
     def elements(self) -> int:
-        """int64 in a chunk."""
+        """The number of int64 in a chunk."""
         return self.chunk // 8
 
     def input(self, member: int, op: int, chunk: int) -> int:

@@ -181,7 +181,7 @@ class Promises:
     # -- ops -------------------------------------------------------------------------------------------------------
 
     def returned(self, exchange: SimulatedExchange, op: Operation) -> None:
-        """`op` is about to return in a group at a rank."""
+        """Note that `op` is about to return in a group at a rank."""
         self.returns += 1
         rank, number = exchange.rank, exchange.input_of(op)
         key = exchange.group, rank.index, number
@@ -250,7 +250,7 @@ class Promises:
     # -- the training ----------------------------------------------------------------------------------------------
 
     def stands(self, rank: Rank, step: int, model: int) -> None:
-        """`rank` has the state entering `step`."""
+        """Note that `rank` has the state entering `step`."""
         self.steps = max(self.steps, step)
         known = self._models.setdefault((rank.index, step), model)
         if known != model:

@@ -28,11 +28,11 @@ _IMMUTABLE = (tuple, frozenset, enum.Enum, msgspec.Struct, Timeouts, FunctionTyp
 
 
 class _Frozen(tuple[Any, ...]):
-    """(kind, content) of something that can change."""
+    """The hashable form of a value that can change: its kind, and its content."""
 
 
 def freeze(value: Any) -> Hashable:
-    """`value` as a hashable. Equal for equal values, whatever the identities."""
+    """Returns `value` as a hashable, equal for equal values, whatever the identities."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, _IMMUTABLE):
         same: Hashable = value  # immutable all the way down; if not, its hash fails

@@ -269,7 +269,7 @@ class Pairs:
             self._thread.join()
 
     def wake(self) -> None:
-        """`settle` may have something to wait for."""
+        """Wake the thread in `settle`, which may have something to wait for."""
         with contextlib.suppress(OSError):  # full, so it is awake, or closed, as the thread has ended
             self._far.send(b"\0", socket.MSG_DONTWAIT)
 

@@ -59,7 +59,7 @@ _no_store = NoStore()  # torch keeps no reference to what it is in Python
 def meet(
     url: str, torchs: Callable[..., Iterator[Any]], options: dict[str, Any]
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's rendezvous for `env://`: (store, rank, size). `torchs` is its own handler."""
+    """Meet as torch's rendezvous for `env://` does; returns (store, rank, size). `torchs` is its own handler."""
     if not in_job():
         yield from torchs(_numbered(url), **options)
         return
@@ -105,13 +105,13 @@ def _numbered(url: str) -> str:
 
 
 def place(group: Group) -> tuple[int, int]:
-    """(rank, size) of this process in the world of the job: replicas in the order of the roster, times their ranks."""
+    """Returns (rank, size) of this process in the world of the job: replicas as in the roster, times their ranks."""
     shards = group.shards
     return group.roster.index(group.replica) * shards + group.shard, len(group.roster) * shards
 
 
 def in_job() -> bool:
-    """Has `ftcomm.init` been called here, or was this process started by `ftcomm run`?"""
+    """Whether `ftcomm.init` has been called here, or `ftcomm run` has started this process."""
     group = sys.modules.get("ftcomm.group")
     return "FTCOMM_COORDINATOR" in os.environ or (group is not None and group.existing_group() is not None)
 

@@ -73,7 +73,7 @@ class BlockHeader(CatchUpFrame, frozen=True):
 
 
 class CatchUpDone(CatchUpFrame, frozen=True):
-    """The joiner has everything, from any sources."""
+    """The joiner says that it has all of the state, whichever sources it came from."""
 
 
 _FRAMES: Framing[CatchUpFrame] = Framing(Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone, MAX_FRAME)

@@ -79,7 +79,7 @@ def fill(path: Path, names: Sequence[str], views: Sequence[memoryview], places: 
 
 
 class _Part(io.RawIOBase):
-    """`length` bytes of `file` from `start`."""
+    """A reader of `length` bytes of `file` from `start`."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0

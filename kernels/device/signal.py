@@ -65,11 +65,11 @@ if INTERPRETED:
 
     @triton.jit
     def fence():
-        """x86-64 loads in program order."""
+        """Do nothing: x86-64 loads in program order."""
 
     @triton.jit
     def full_fence():
-        """`publish` is an exchange here, which x86-64 orders with the loads behind it."""
+        """Do nothing: `publish` is an exchange here, which x86-64 orders with the loads behind it."""
 
     @triton.jit
     def publish(address, value):

@@ -104,14 +104,14 @@ class Packer:
         self._between = Packed(np.empty(rows, RECORD))
 
     def _scratch(self, rows: int) -> Any:
-        """float32 [rows, 256]."""
+        """Returns scratch of float32 [rows, 256]."""
         if len(self._values) < rows:
             self._grow(rows)
         return self._values[:rows]
 
     def encode(self, dtype: str, x: Array, out: Packed) -> None:
-        """`x`, a carrier array of float32, float16 or bfloat16, to as many blocks as hold it; the last one is filled
-        with zeros."""
+        """Encode `x`, a carrier array of float32, float16 or bfloat16, to as many blocks as hold it; the last one is
+        filled with zeros."""
         elements, rows = _tensor(dtype, x), len(out)
         if dtype == "float32" and len(elements) == rows * BLOCK:
             self._store(elements.view(rows, BLOCK), out)
@@ -155,7 +155,7 @@ class Packer:
         self.decode(between, dtype, out)
 
     def _store(self, values: Any, out: Packed) -> None:
-        """float32 [rows, 256] to blocks."""
+        """Store float32 [rows, 256] as blocks."""
         import torch
 
         rows = len(values)

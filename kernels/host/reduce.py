@@ -42,7 +42,7 @@ class Reducer:
 
     @property
     def arithmetic(self) -> str:
-        """Equal in two processes: the same bits for the same inputs. "" is equal to nothing."""
+        """Names how this process computes: equal names give equal bits for equal inputs. "" is equal to nothing."""
         return arithmetic.own()
 
     def use(self, buffers: Iterable[memoryview]) -> None:
@@ -127,7 +127,7 @@ class Reducer:
         return reduce
 
     def _buffer(self, key: Any, n: int, new: Callable[[int], Array]) -> Array:
-        """`n` elements of scratch, kept for the next call."""
+        """Returns `n` elements of scratch, kept for the next call."""
         buffer = self._scratch.get(key)
         if buffer is None or len(buffer) < n:
             buffer = self._scratch[key] = new(n)

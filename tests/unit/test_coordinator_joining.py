@@ -339,7 +339,7 @@ def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
         coordinator.receive(conn, joins(conn), script.now)
         coordinator.disconnected(conn, script.now)
         coordinator.probed(search(1, f"life-{conn}"), "answered", script.now)
-    assert {replica for replica, _ in coordinator._suspicions.searched} <= {0}
+    assert {replica for replica, _ in coordinator._suspicions._searches} <= {0}
 
 
 def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed() -> None:

@@ -166,7 +166,7 @@ class World:
             result[begin : begin + len(given)] = given
         elif plan.kind in ("broadcast", "reduce") or (plan.kind == "reduce_scatter" and self.atomic[number]):
             result = source
-        op = "sum" if plan.kind in schedule.REDUCING else ""
+        op = "sum" if plan.kind in ("allreduce", "reduce", "reduce_scatter") else ""
         return ScheduledOperation(plan, source, result, "float32", op, len(given), 4)
 
     # -- what can happen -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Algorithms:
     def __init__(
         self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool = False
     ) -> None:
-        """`lands` is as in `OneShot`."""
+        """Make the algorithms of a view; `lands` is as in `OneShot`."""
         self._view = view
         self.contributors = view.contributors
         self.one_shot = OneShot(view, memories, reducer, lands=lands)

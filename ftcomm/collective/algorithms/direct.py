@@ -29,7 +29,7 @@ class OneShotViews(NamedTuple):
 
 class OneShot(Algorithm):
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool) -> None:
-        """`lands`: what a reader was sent has arrived, even if the connection ends."""
+        """`lands` says that what a reader was sent has arrived, even if the connection ends."""
         super().__init__(view, memories, reducer)
         # Two members reduce from the caller's own buffer and the staging of the other. With more, the first step of
         # the sum would overwrite an input that a later one needs. So each overwrites its input when it has that of the

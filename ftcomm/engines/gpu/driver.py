@@ -73,7 +73,7 @@ def stream_ended(stream: int) -> bool:
 
 
 def event_ended(event: int) -> bool:
-    """Whether what it was recorded behind is done."""
+    """Whether all work that was queued before the event was recorded is done."""
     return _call("cuEventQuery", ctypes.c_void_p(event)) == _SUCCESS
 
 

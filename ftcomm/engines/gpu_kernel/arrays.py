@@ -101,7 +101,7 @@ def _stage_host(x: Any, device: torch.device) -> Staged:
 
 
 def _answering(staged: Staged, x: Any) -> Staged:
-    """`staged`, but for a caller who has to get `x` back."""
+    """Returns `staged` for a caller who has to get `x` back."""
     write = staged.finish
 
     def finish() -> Any:

@@ -61,7 +61,7 @@ class HostMover:
         ctypes.memmove(to, source, nbytes)
 
     def wait(self) -> None:
-        """`copy` is done when it returns."""
+        """Block until `copy` is done."""
 
 
 class PeerMemory(NamedTuple):
@@ -149,11 +149,11 @@ class Copies:
         return self._run(sends, [CopyReceive(i, ALL, to[i], sizes[i]) for i in others], seconds)
 
     def send(self, member: int, source: int, nbytes: int, seconds: float) -> int:
-        """`nbytes` at address `source` to `member`, which calls `receive`. Blocks until it has them."""
+        """Send `nbytes` at address `source` to `member`, which calls `receive`. Blocks until it has them."""
         return self._run([CopySend(1 + member, (member,), source, nbytes)], [], seconds)
 
     def receive(self, member: int, to: int, nbytes: int, seconds: float) -> int:
-        """`nbytes` from `member`, which calls `send` with as many, to address `to`. Blocks."""
+        """Receive `nbytes` at address `to` from `member`, which calls `send` with as many. Blocks."""
         return self._run([], [CopyReceive(member, 1 + self.me, to, nbytes)], seconds)
 
     def _after_me(self) -> list[int]:

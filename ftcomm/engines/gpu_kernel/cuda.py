@@ -79,7 +79,8 @@ class _Peer(NamedTuple):
 
 
 class _Words:
-    """ctl, state and view of a rank, or some on which a kernel ends at once."""
+    """The words through which a rank and its kernels speak (ctl, state and view), or a set on which a kernel ends at
+    once."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         size = (w.STATE_WORDS + w.VIEW_WORDS) * _UNIT
@@ -381,7 +382,8 @@ class CudaDevice:
         torch.cuda.current_stream(self._index).wait_event(mark)
 
     def copy_engines(self, me: int, members: Sequence[Reached], epoch: int, stop: Callable[[], bool]) -> copies.Copies:
-        """What the caller has queued on its current stream before a call is copied; it returns when all is there."""
+        """Returns the copies between members by copy engines. A call copies what the caller had queued on its current
+        stream before, and returns when all is there."""
         ports = [
             copies.PeerMemory(member.lanes[COPIES_AT : COPIES_AT + copies.WORDS], member.staging + _STAGING)
             for member in members

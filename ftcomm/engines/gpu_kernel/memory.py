@@ -179,5 +179,5 @@ def _enable(device: int, peer: int) -> None:
 
 
 def uuid_of(properties: Any) -> bytes:
-    """16 bytes, from `torch.cuda.get_device_properties`."""
+    """Returns the 16 bytes that name a GPU, from `torch.cuda.get_device_properties`."""
     return bytes.fromhex(str(properties.uuid).replace("-", ""))

@@ -180,7 +180,7 @@ class Monitor:
             raise
 
     def _launch_late(self, view: GroupView) -> None:
-        """What was submitted before this member was in any view."""
+        """Launch what was submitted before this member was in any view."""
         core = self._core
         with self.launching:
             with self._changed:

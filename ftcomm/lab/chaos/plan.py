@@ -75,7 +75,7 @@ class Plan:
     """Draws faults. Kinds come in shuffled rounds, so that all of them come equally often."""
 
     def __init__(self, kinds: Collection[str], ranks_per_replica: int, seed: int, cables: bool = False) -> None:
-        """`cables`: each replica has its own network."""
+        """Draw faults; with `cables` each replica has its own network."""
         self._cables = cables
         self._kinds = sorted(kinds)
         self._ranks = ranks_per_replica

@@ -144,7 +144,7 @@ def write(outcome: ChaosOutcome, path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Returns None for an infinity, which JSON has not."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

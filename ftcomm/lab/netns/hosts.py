@@ -26,7 +26,7 @@ class NamespaceHosts:
             )
 
     def place(self, replica: int) -> int:
-        """Returns the number of its host."""
+        """Returns the number of the host on which a replica runs."""
         return replica // self.replicas_per_host
 
     def open(self, replicas: int) -> HostNetwork:
