@@ -713,7 +713,7 @@ FIRST = {
     "half-a-frame": 130,
     "no-quiesce": 130,
     "reads-only-for-ops": 200,
-    "skips-a-kept-step": 310,
+    "skips-a-kept-step": 630,
     "slots-not-waited-for": 610,
     "stays-parked": 170,
     "takes-back-what-is-in-force": 760,
