@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import itertools
+import time
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ftcomm.launch import rolling_restart
 from ftcomm.launch.admin import protocol
-from ftcomm.launch.admin.client import AdminClient, find, running
+from ftcomm.launch.admin.client import AdminClient, JobEnded, find, running
 from ftcomm.launch.confirmation import confirm, yes_option
 
 job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
@@ -20,29 +24,48 @@ job_option = click.option("--job", metavar="RUN", help="Which job; not needed if
 
 @click.command()
 @job_option
-def status(job: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each job.")
+@click.option("--watch", type=click.FloatRange(min=0.01), metavar="S", help="Every S seconds, until all have ended.")
+def status(job: str | None, as_json: bool, watch: float | None) -> None:
     """Show a running job: who is in it, at which step, and what happened last.
 
     A job is found by the name of its run, or the beginning of it; without --job all of yours on this machine are shown.
+    The fields of the JSON are those of `ftcomm.launch.admin.protocol.Status`.
     """
     console = Console()
     paths = [find(job)] if job is not None or not running() else list(running().values())
-    for path in paths:
-        with AdminClient(path) as remote:
-            show(remote.status(), console)
+    for again in itertools.count():
+        for path in tuple(paths):
+            try:
+                with AdminClient(path) as remote:
+                    seen = remote.status()
+            except JobEnded:
+                if not again:
+                    raise
+                paths.remove(path)
+                continue
+            if as_json:
+                click.echo(msgspec.json.encode(seen))
+            else:
+                show(seen, console)
+        if watch is None or not paths:
+            return
+        time.sleep(watch)
 
 
 def show(seen: protocol.Status, console: Console) -> None:
     doing = "the coordinator is being restarted" if seen.away else "draining" if seen.draining else "running"
     shown = Table()
-    for name in ("replica", "state", "in the job", "step", "effective", "starts", "pids"):
+    for name in ("replica", "state", "in the job", "for", "step", "effective", "starts", "pids"):
         shown.add_column(name, justify="left" if name in ("state", "in the job") else "right")
     for replica in seen.replicas:
         place = "contributes" if replica.contributes else "catches up" if replica.member else replica.joining or "-"
         step = str(replica.step) if replica.step >= 0 else "-"
         pids = " ".join(str(pid) for _, pid in sorted(replica.pids.items(), key=lambda item: int(item[0])))
         effective = "-" if replica.effective is None else f"{replica.effective:.0%}"
-        shown.add_row(str(replica.replica), replica.state, place, step, effective, str(replica.starts), pids or "-")
+        lasts = str(datetime.timedelta(seconds=round(max(0.0, time.time() - replica.since))))
+        starts = str(replica.starts)
+        shown.add_row(str(replica.replica), replica.state, place, lasts, step, effective, starts, pids or "-")
     console.print(f"job {seen.run} ({seen.script}), {doing}, epoch {seen.epoch}", markup=False, soft_wrap=True)
     console.print(shown)
     for replica in seen.replicas:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.errors import FtcommError, InitError
@@ -48,6 +49,15 @@ def _ignore(event: Event) -> None:
     pass
 
 
+class Whereabouts(NamedTuple):
+    """What a replica does in the job."""
+
+    state: State
+    member: bool  # whether it is in the newest view
+    contributes: bool
+    joining: str  # before it is a member: "prepares" while its script does, then "joins"
+
+
 class Launcher:
     """One job on this machine. For one `run()`; everything is called on the event loop that runs it, nothing blocks.
 
@@ -82,6 +92,7 @@ class Launcher:
         self.network: HostNetwork | None = None
         self.view: Event | None = None  # the newest
         self.steps: dict[int, int] = {}  # replica -> the last step that it reported
+        self._places: dict[int, tuple[Whereabouts, float]] = {}  # replica -> its place, and since when (time.time())
         self.effective: dict[int, float] = {}  # replica -> the share of its time that was training, if it says so
 
     # -- for users ---------------------------------------------------------------------------------------------------
@@ -179,6 +190,19 @@ class Launcher:
         """The contributing replicas of the newest view."""
         members = self.view["members"] if self.view is not None else ()
         return frozenset(member["replica"] for member in members if member["contributing"])
+
+    def place(self, replica: ReplicaProcesses) -> Whereabouts:
+        """Returns what a replica does in the job."""
+        members = self.view["members"] if self.view is not None else ()
+        # The newest view may still have its last life.
+        member = replica.joined and any(member["replica"] == replica.number for member in members)
+        contributes = replica.contributed and replica.number in self.contributing()
+        return Whereabouts(replica.state, member, contributes, replica.joining)
+
+    def since(self, replica: ReplicaProcesses) -> float:
+        """Returns the time.time() since when a replica has its place."""
+        self._note_places()
+        return self._places[replica.number][1]
 
     def restart_coordinator(self, away: float = 0.0) -> asyncio.Task[None]:
         """Put a new coordinator at the same address that knows only what was stored, as after a crash.
@@ -427,6 +451,7 @@ class Launcher:
 
     def _check_over(self) -> None:
         """End replicas that cannot rejoin any more, and the job if it is over. Called at each change of a state."""
+        self._note_places()
         running = [replica for replica in self._replicas if replica.state is State.RUNNING]
         if any(replica.state in (State.FINISHED, State.LEFT) for replica in self._replicas) and not self._draining:
             complete = any(replica.state is State.FINISHED for replica in self._replicas)
@@ -584,6 +609,8 @@ class Launcher:
             self.steps[number] = step
             if kind == "metrics":
                 self.effective[number] = event["effective"]
+        if kind not in ("report", "metrics"):
+            self._note_places()
         self._report.record(event)
         if (text := describe(event)) is not None:
             self._report.log(text)
@@ -607,6 +634,12 @@ class Launcher:
             replica.joining, replica.removed = "prepares", ""  # its process may have made a new group
         elif kind == "ready":
             replica.joining = "joins"
+
+    def _note_places(self) -> None:
+        for replica in self._replicas:
+            place = self.place(replica)
+            if replica.number not in self._places or self._places[replica.number][0] != place:
+                self._places[replica.number] = place, time.time()
 
     def _happened(self, event: Event) -> None:
         if self._admin is not None:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -304,6 +306,13 @@ def test_every_wrong_line_is_answered(here: Path) -> None:
         [status] = ask(path, b'{"ask":"status"}\n')
         shown.append(status)
         shown.append(CliRunner().invoke(commands, ["status"]))
+        watching = subprocess.Popen(
+            [sys.executable, "-c", "from ftcomm.cli import main; main()", "status", "--json", "--watch", "0.05"],
+            stdout=subprocess.PIPE,
+        )
+        assert watching.stdout is not None
+        shown.append([watching.stdout.readline(), watching.stdout.readline()])
+        shown.append(watching)
         for arguments in ([], ["--all", "--replica", "0"], ["--replica", "9"], ["--all"]):
             assert isinstance(CliRunner().invoke(commands, ["restart", *arguments]).exception, SettingsError)
         assert ask(path, b'{"ask":"drain"}\n') == [{"answer": "done"}]
@@ -315,7 +324,11 @@ def test_every_wrong_line_is_answered(here: Path) -> None:
     assert job.run(plan) == run.DRAINED, job.said
     assert [answer["answer"] for answer in answers] == ["refused"] * len(answers)
     assert "there is no replica 9; this job has 0 to 1" in [answer["reason"] for answer in answers]
-    status, command = shown
+    status, command, lines, watching = shown
+    assert watching.wait(60) == 0, "it does not end with the job"
+    watching.stdout.close()
+    assert [json.loads(line)["replicas"] for line in lines] == [status["replicas"]] * 2
+    assert all(0 < time.time() - replica["since"] < 600 for replica in status["replicas"])
     assert [replica["state"] for replica in status["replicas"]] == ["running", "running"]
     assert status["replicas"][1]["pids"]["0"] == job.of("process_started")[1]["pid"]
     assert command.exit_code == 0

@@ -50,20 +50,19 @@ def status(launcher: Launcher) -> protocol.Status:
 
 
 def _replica(launcher: Launcher, replica: ReplicaProcesses) -> protocol.ReplicaStatus:
-    members = launcher.view["members"] if launcher.view is not None else ()
-    number = replica.number
+    place, number = launcher.place(replica), replica.number
     return protocol.ReplicaStatus(
         replica=number,
-        state=replica.state.value,
+        state=place.state.value,
         starts=replica.starts,
         pids={str(rank): pid for (_, rank), pid in replica.pids().items()},
-        # The newest view may still have its last life.
-        member=replica.joined and any(member["replica"] == number for member in members),
-        contributes=replica.contributed and number in launcher.contributing(),
+        member=place.member,
+        contributes=place.contributes,
         step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
         host=replica.host,
         network="" if launcher.network is None else launcher.network.path(replica.place),
         effective=launcher.effective.get(number),
-        joining=replica.joining,
+        joining=place.joining,
         reason=replica.reason,
+        since=launcher.since(replica),
     )

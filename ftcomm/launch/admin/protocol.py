@@ -79,6 +79,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     effective: float | None = None  # effective training time ratio of its step loop, if known
     joining: str = ""  # before it is a member: "prepares" while its script does, then "joins"
     reason: str = ""  # why it was last removed or ended, until it contributes again
+    since: float = 0.0  # seconds since 1970 at which state, member, contributes or joining have changed last
 
 
 class Status(AdminAnswer, frozen=True, tag="status"):
