@@ -36,8 +36,10 @@ import numpy as np
 
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
+from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import Connection as Socket
 from ftcomm.control.sealed import flush, pending, unsent
+from ftcomm.control.timeouts import REPORT
 from ftcomm.control.wire import for_bulk
 from ftcomm.errors import CollectiveTimeout, FtcommError, LostError, MismatchError
 from ftcomm.p2p.matching import MAX_BYTES, MAX_UNEXPECTED, Matching, Unexpected
@@ -90,7 +92,8 @@ class ProgressEngine:
         self._silent: dict[int, str] = {}  # members whose connection to this one has ended, and why
         self._stale: list[tuple[MessageConnection, str]] = []  # to be ended
         self._pairs = [] if slots is None else list(range(0, slots.count, AHEAD))  # first slots of free pairs
-        self._deadlines: list[tuple[float, int, MessageRequest]] = []  # a heap
+        self._ran = RunningTime()
+        self._deadlines: list[tuple[float, int, MessageRequest]] = []  # a heap, of times in `_ran`
         self._many = _MANY
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
@@ -200,7 +203,8 @@ class ProgressEngine:
     def _expect(self, message: MessageRequest) -> None:
         """Let the thread end a message at its deadline."""
         self._start()
-        heapq.heappush(self._deadlines, (message.deadline, next(self._order), message))
+        now = time.monotonic()
+        heapq.heappush(self._deadlines, (self._ran.at(now) + message.deadline - now, next(self._order), message))
         if len(self._deadlines) > self._many:  # most of those messages ended long before
             self._deadlines = [entry for entry in self._deadlines if not entry[2].ended.is_set()]
             heapq.heapify(self._deadlines)
@@ -601,12 +605,13 @@ class ProgressEngine:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> float | None:
-        """End messages that are past their deadline; returns the seconds to the next deadline. With the lock."""
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].ended.is_set()):
+        """End messages that are past their deadline; returns the seconds until the next look. With the lock."""
+        ran = self._ran.at(now)
+        while self._deadlines and (self._deadlines[0][0] <= ran or self._deadlines[0][2].ended.is_set()):
             message = heapq.heappop(self._deadlines)[2]
             if not message.ended.is_set():
                 self._give_up(message)
-        return max(0.0, self._deadlines[0][0] - now) if self._deadlines else None
+        return min(REPORT / 2, self._deadlines[0][0] - ran) if self._deadlines else None
 
     def _give_up(self, message: MessageRequest) -> None:
         """End a message whose deadline has passed. With the lock."""

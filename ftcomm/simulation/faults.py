@@ -106,6 +106,8 @@ class Faults:
         at = 0.0
         while (at := at + self.random.choice((0.3, 1.0, 3.0)) * (0.5 + self.random.random())) < removed_after:
             self.world.after(at, None, self._kill_if_running, self.random.choice(others))
+        if self.random.random() < 0.4:  # the members tell it for how long they have waited
+            self.world.after(0.8 * removed_after * self.random.random(), None, self.strike, "coordinator")
         # The last view before that is made, and in it all tell again for whom they wait.
         slack = SETTLED + 2 * REPORT + timeouts.heartbeat
         self.world.after(removed_after + slack, None, job.promises.stood_still, life)

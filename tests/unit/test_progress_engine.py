@@ -192,6 +192,26 @@ def test_messages_that_have_ended_are_forgotten(members: list[Rank], monkeypatch
     assert len(members[0]._p2p._deadlines) <= 21
 
 
+def test_a_message_waits_while_its_process_runs(members: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an hour the process is stopped: then what came meanwhile is received, and nothing else has waited."""
+    jump = [0.0]
+    clock = time.monotonic
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock() + jump[0])
+    engine, out = members[0]._p2p, np.zeros(1)
+    receiving = members[0].recv(out, 1, async_op=True)
+    jump[0] = 3600.0
+    with engine._lock:
+        engine._ring()
+        looked = engine._ran.seconds
+    until(lambda: engine._ran.seconds > looked)
+    members[1].send(np.ones(1), 0)
+    receiving.wait()
+    assert out[0] == 1
+    expire(members[0], late := members[0].recv(out, 1, async_op=True))
+    with pytest.raises(CollectiveTimeout, match="nothing came from rank 1"):
+        late.wait()
+
+
 def test_a_sender_holds_back_what_the_receiver_has_no_room_for(
     members: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
