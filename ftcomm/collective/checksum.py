@@ -37,6 +37,7 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.schedule import Batch
 from ftcomm.transport.segment import FINGERPRINT, SLOTS, Memory, descriptor
 
+_PRINTS = [descriptor(slot) + FINGERPRINT for slot in range(SLOTS)]  # the word of each slot
 _SAID = 1 << 32  # set in every fingerprint; 0 is none (a failed op, a member that does not compare)
 
 # Bytes of a chunk are folded into one row of this length. 512 KB: rows of 512 bytes 20 us, 4 KB 9 us, 16 KB 11 us; a
@@ -100,6 +101,7 @@ class Checksums:
     ) -> None:
         self._own = memories[view.me].words
         self._words = {member: memories[member].heard for member in view.members}
+        self._heard = tuple(self._words.values())
         self._all_taken = all_taken
         self._on_divergence = on_divergence
         self.tasks = [(0, 0)] * SLOTS  # (op, chunk) of the task that was taken last in each slot
@@ -108,7 +110,7 @@ class Checksums:
     def taken(self, index: int, op: Operation, chunk: int, here: np.ndarray[Any, Any]) -> None:
         """Note that task `index` is taken here, before TAKEN says so. `here` is its chunk of the result."""
         self.tasks[index % SLOTS] = op.number, chunk
-        self._own[descriptor(index % SLOTS) + FINGERPRINT] = fingerprint(here) if op.error is None else 0
+        self._own[_PRINTS[index % SLOTS]] = fingerprint(here) if op.error is None else 0
 
     def taken_batch(self, index: int, op: Operation, batch: Batch) -> None:
         """Note that a batch is taken here, of which the part that all take is compared."""
@@ -122,19 +124,21 @@ class Checksums:
                 begin, count = parts[part].dest, parts[part].size
                 said = zlib.crc32(fingerprint(op.array[begin : begin + count]).to_bytes(8, "little"), said)
             said |= _SAID
-        self._own[descriptor(index % SLOTS) + FINGERPRINT] = said
+        self._own[_PRINTS[index % SLOTS]] = said
 
     def compare(self, end: int) -> None:
         """Compare the tasks before `end` that were not compared yet, which all members have taken."""
         while self.checked < end:
             slot = self.checked % SLOTS
             self.checked += 1
-            at = descriptor(slot) + FINGERPRINT
+            at = _PRINTS[slot]
             mine = self._own[at]
-            if any(words[at] != mine for words in self._words.values()):
-                wrong, right = judge({member: words[at] for member, words in self._words.items()})
-                if wrong and self._all_taken(self.checked):
-                    self._on_divergence(Divergence(*self.tasks[slot], wrong, right))
+            for words in self._heard:
+                if words[at] != mine:
+                    wrong, right = judge({member: words[at] for member, words in self._words.items()})
+                    if wrong and self._all_taken(self.checked):
+                        self._on_divergence(Divergence(*self.tasks[slot], wrong, right))
+                    break
 
 
 def named(who: tuple[int, ...]) -> str:

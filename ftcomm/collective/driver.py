@@ -82,13 +82,10 @@ class Driver:
             self._break_off(op, error)
             raise
 
-    def drive(self, until: Operation | None) -> None:
-        """Drive the core. The worker (None) does so until nothing is in flight. A calling thread enqueues `until`,
-        drives until it is done, unless another thread drives already, and then lets go or hands over to the worker."""
-        self._drive(until, lambda: False)
-
-    def _drive(self, until: Operation | None, relieved: Callable[[], bool]) -> None:
-        """`drive`, until another thread has `relieved` this one."""
+    def drive(self, until: Operation | None, relieved: Callable[[], object] = nothing) -> None:
+        """Drive the core. The worker (None) does so until nothing is in flight, or another thread has `relieved` it. A
+        calling thread enqueues `until`, drives until it is done, unless another thread drives already, and then lets go
+        or hands over to the worker."""
         try:
             if until is not None and not self.admit(until):
                 return
@@ -143,7 +140,7 @@ class Driver:
                     )
                 return lacks is None
 
-            self._drive(None, relieved)
+            self.drive(None, relieved)
 
     def _break_off(self, driver: object, error: BaseException) -> None:
         """Note that the thread of `driver` was stopped by `error`: the end, if it was the one that drives.
