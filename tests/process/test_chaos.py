@@ -130,19 +130,19 @@ def test_a_job_lives_through_every_fault_of_processes(here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_nobody_is_removed_who_is_held_or_not_heard(here: Path, transport: str) -> None:
-    """And who dies is replaced though its workers, forked before, live on for a moment. The launcher is not stopped:
-    here that is the test itself."""
-    kinds = ("hold", "coordinator", "kill")
+    """Nor who forks; and who dies is replaced though its children, and workers that it forked before, live on for a
+    moment. The launcher is not stopped: here that is the test itself."""
+    kinds = ("hold", "coordinator", "fork", "orphan")
     outcome, said, _ = chaos(
         {**TRAIN, "replicas": 3, "args": ("--workers", "1"), "transport": transport},
-        ChaosOptions(0.1, 60.0, kinds, 3, overlap=0.0, faults=3),
+        ChaosOptions(0.1, 60.0, kinds, 3, overlap=0.0, faults=4),
     )
     records = {record.fault.kind: record for record in outcome.ledger.records}
     assert outcome.failures == [], said
     assert set(records) == set(kinds)
-    for kind in set(kinds) - {"kill"}:
+    for kind in set(kinds) - {"orphan"}:
         assert not records[kind].removed, said
-    assert set(records["kill"].removed) == set(records["kill"].fault.replicas)
+    assert set(records["orphan"].removed) == set(records["orphan"].fault.replicas)
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_who_is_removed_without_a_fault_is_named() -> None:
 @pytest.mark.parametrize("kind", REMOVES_NOBODY)
 def test_who_is_removed_by_what_removes_nobody_is_innocent_though_it_was_hit(kind: str) -> None:
     book = ledger()
-    book.add(Fault(1, kind, (0, 1, 2) if kind == "hold" else ()), 10.0)
+    book.add(Fault(1, kind, (0, 1, 2) if kind in ("hold", "fork") else ()), 10.0)
     book.feed(view(11.0, 2, {0, 1}))
     assert [event["innocent"] for event in book.innocent] == [[2]]
 
@@ -387,6 +387,8 @@ def test_a_fault_says_what_it_is() -> None:
     assert str(Fault(1, "oneway", (2,), other=COORDINATOR, outgoing=False)) == (
         "cut replica 2 from the coordinator, one way"
     )
+    assert str(Fault(1, "fork", (2,), (1,))) == "fork replica 2 rank 1"
+    assert str(Fault(1, "orphan", (2,), (1,))) == "kill replica 2 rank 1, whose forked children live on"
     assert str(Fault(1, "hold", (0, 2), seconds=1.5)) == "hold the interpreters of replicas 0, 2"
     cut = Fault(1, "cut-off", seconds=2.0, other=COORDINATOR, outgoing=False)
     assert str(cut) == "cut the coordinator from everybody for 2.0 heartbeats, one way: it hears nobody"

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ftcomm.errors import SettingsError
 from ftcomm.lab.chaos import report
-from ftcomm.lab.chaos.plan import HELD, KINDS, LOCAL
+from ftcomm.lab.chaos.plan import KINDS, LOCAL, TOLD
 from ftcomm.lab.chaos.run import Chaos, ChaosOptions, ChaosOutcome
 from ftcomm.launch.admin.client import AdminClient, find
 from ftcomm.launch.confirmation import confirm, yes_option
@@ -42,7 +42,7 @@ DURATION = Parsed("duration", parse_duration)
     default=",".join(LOCAL),
     show_default=True,
     metavar="K,K",
-    help=f"Of {', '.join(KINDS)}; {', '.join(HELD)} needs -m ftcomm.lab.chaos.train, those after it --hosts netns.",
+    help=f"Of {', '.join(KINDS)}; {', '.join(TOLD)} need -m ftcomm.lab.chaos.train, those after them --hosts netns.",
 )
 @click.option("--for", "duration", type=DURATION, default="1m", show_default=True, metavar="TIME", help="How long.")
 @click.option(
@@ -90,6 +90,8 @@ def chaos(
         coordinator-stop  SIGSTOP to the launcher, whose coordinator it is, for some heartbeats
         roll-back    the coordinator comes back with an older store, must refuse it, and gets the right one later
         hold         the interpreters of one replica or of all are held for longer than a heartbeat
+        fork         a rank forks children of all kinds, which hold what it had open; one calls an all-reduce
+        orphan       the same, and SIGKILL to the rank while they live
         partition    a replica is cut off from everybody, from one other, or from the coordinator
         oneway       the same in one direction only
         cut-off      the coordinator is cut off from everybody, both ways or one

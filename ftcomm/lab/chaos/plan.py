@@ -7,15 +7,16 @@ import random
 from collections.abc import Collection, Set
 
 LOCAL = ("kill", "stop", "slow", "coordinator", "coordinator-stop", "roll-back")  # possible on any job
-HELD = ("hold",)  # need a script that holds its interpreter when it is told to, as `ftcomm.lab.chaos.train` does
+TOLD = ("hold", "fork", "orphan")  # need a script that does it when it is told to, as `ftcomm.lab.chaos.train` does
 NETWORK = ("partition", "oneway", "cut-off")  # need hosts of their own: `ftcomm run --hosts netns`
 NETEM = ("delay", "loss")  # and a kernel with netem
-KINDS = (*LOCAL, *HELD, *NETWORK, *NETEM)
+KINDS = (*LOCAL, *TOLD, *NETWORK, *NETEM)
 REMOVES_NOBODY = (
     "coordinator",
     "coordinator-stop",
     "roll-back",
     "hold",
+    "fork",
     "cut-off",
 )  # no replica should go for one of these
 
@@ -26,6 +27,7 @@ SLOW = (2.0, 6.0)  # s that a replica is slowed down
 CUT = (1.0, 4.0)  # s that a cut lasts after it has been noticed, or in all if nobody need notice
 STOPPED = (0.2, 2.0)  # s from the removal of a stopped replica to SIGCONT
 HOLD = 1.5  # heartbeats that an interpreter is held: longer than silence may last, shorter than an op may
+FORKED = 2.0  # heartbeats that forked children live: a death that they hide is known by silence, while they do
 QUIET = (0.5, 3.0)  # heartbeats that a coordinator is stopped, cut off from all, or has an older store
 
 
@@ -59,9 +61,11 @@ class Fault:
             which = f"replica{'s' if len(self.replicas) > 1 else ''} {', '.join(map(str, self.replicas))}"
             return f"hold the interpreters of {which}"
         where = f"replica {self.replicas[0]}"
+        if self.kind == "orphan":
+            return f"kill {where} rank {self.ranks[0]}, whose forked children live on"
         if self.kind == "slow" and self.cable:
             return f"slow network of {where}"
-        if self.kind in ("kill", "stop", "slow"):
+        if self.kind in ("kill", "stop", "slow", "fork"):
             return f"{self.kind} {where} rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         far = {None: "everybody", COORDINATOR: "the coordinator"}.get(self.other, f"replica {self.other}")
         if self.kind == "partition":
@@ -112,12 +116,14 @@ class Plan:
         if kind == "hold":  # also of all of them at once
             count = draw.choice((1, len(untouched)))
             return Fault(number, kind, tuple(draw.sample(untouched, count)), seconds=HOLD) if untouched else None
+        ranks = tuple(range(self._ranks))
+        one = (draw.choice(ranks),)
+        if kind == "fork":
+            return Fault(number, kind, (draw.choice(untouched),), one, FORKED) if untouched else None
         if len(untouched) < 2:
             return None
         hit = draw.choice(untouched)
-        ranks = tuple(range(self._ranks))
-        one = (draw.choice(ranks),)
-        if kind == "kill":
+        if kind in ("kill", "orphan"):
             return Fault(number, kind, (hit,), one)
         if kind == "stop":
             return Fault(number, kind, (hit,), draw.choice((one, ranks)), draw.uniform(*STOPPED))

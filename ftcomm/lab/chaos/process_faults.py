@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +16,10 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch.admin.client import JobEnded
 
 STOP_SHARE = 0.6  # of a period, of one that is slowed down
+HOLDS = signal.SIGUSR2  # tells a script to hold its interpreter
+FORKS = signal.Signals(signal.SIGRTMIN)  # tells it to fork
+FORKING = 20.0  # s that it may take for that; it may be in an op, and the host be slow
+LIVING = 2  # children that live then
 AWAY = 2.0  # s that a coordinator is away while its store is replaced
 PERIODS = 8  # a heartbeat timeout: none of its stops is long enough to be taken for silence
 
@@ -156,8 +160,31 @@ def _write_over(file: IO[bytes], data: bytes) -> None:
 def hold(pids: Iterable[int]) -> None:
     """Tell a script that knows this signal to hold its interpreter, see `ftcomm.lab.chaos.train`."""
     processes = Processes(pids)
-    processes.signal(signal.SIGUSR2)
+    processes.signal(HOLDS)
     processes.close()
+
+
+def fork(pids: Collection[int]) -> None:
+    """Tell a script that knows this signal to fork, and wait until children of it live. Raises `FtcommError`."""
+    before = {pid: _children(pid) for pid in pids}
+    processes = Processes(pids)
+    processes.signal(FORKS)
+    processes.close()
+    give_up = time.monotonic() + FORKING
+    while not all(len(_children(pid) - before[pid]) >= LIVING or not _exists(pid) for pid in pids):
+        if time.monotonic() > give_up:
+            raise FtcommError(f"of the processes {[*pids]} not all have forked within {FORKING:.0f} s")
+        time.sleep(0.01)
+
+
+def _children(pid: int) -> set[str]:
+    with contextlib.suppress(OSError):
+        return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return set()
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ftcomm.lab.chaos.plan import REMOVES_NOBODY, Fault
 
-MUST_REMOVE = ("kill", "stop")  # others may be over before anybody has to go
+MUST_REMOVE = ("kill", "orphan", "stop")  # others may be over before anybody has to go
 
 
 @dataclasses.dataclass
@@ -59,6 +59,7 @@ class FaultLedger:
         self.contributing: frozenset[int] = frozenset()
         self.members: frozenset[int] = frozenset()
         self.divergences: list[dict[str, Any]] = []
+        self.trespasses: list[dict[str, Any]] = []  # children that could speak for their rank
         self.innocent: list[dict[str, Any]] = []  # views that removed a replica that no fault had hit
         self.steps: dict[int, int] = {}
         self._stepped: dict[int, float] = {}
@@ -106,6 +107,8 @@ class FaultLedger:
                 record.restarts += replica in record.fault.replicas
         elif kind == "divergence":
             self.divergences.append(dict(event))
+        elif kind == "trespass":
+            self.trespasses.append(dict(event))
         elif kind in ("outdated", "refused"):  # the second by a store with no view at all
             for record in self.open:
                 record.refused |= record.fault.kind == "roll-back" and record.injected <= now

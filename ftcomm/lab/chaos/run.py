@@ -15,8 +15,19 @@ from typing import Any
 from ftcomm.errors import FtcommError
 from ftcomm.lab.chaos.leaks import Leaks
 from ftcomm.lab.chaos.network_faults import cut, has_netem
-from ftcomm.lab.chaos.plan import HELD, NETEM, NETWORK, Fault, Plan
-from ftcomm.lab.chaos.process_faults import ActiveFault, Paused, RolledBack, Slowed, Stopped, hold, kill
+from ftcomm.lab.chaos.plan import NETEM, NETWORK, TOLD, Fault, Plan
+from ftcomm.lab.chaos.process_faults import (
+    FORKS,
+    HOLDS,
+    ActiveFault,
+    Paused,
+    RolledBack,
+    Slowed,
+    Stopped,
+    fork,
+    hold,
+    kill,
+)
 from ftcomm.lab.chaos.record import FaultLedger, FaultRecord
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient, JobEnded
@@ -105,6 +116,10 @@ class Chaos:
             for record in self._ledger.records
             if record.fault.kind == "roll-back" and record.gave_up
         ]
+        self._outcome.failures += [
+            f"a forked child of replica {event['replica']} rank {event['rank']} was not refused: {event['how']}"
+            for event in self._ledger.trespasses
+        ]
         self._outcome.failures += [f"a leak: {leak}" for leak in self._outcome.leaks.found()]
         return self._outcome
 
@@ -186,7 +201,12 @@ class Chaos:
             hold(pid for replica in fault.replicas for pid in pids[replica].values())
             return _Doing(now, ActiveFault())
         hit = [pids[fault.replicas[0]][rank] for rank in fault.ranks if rank in pids[fault.replicas[0]]]
-        if fault.kind == "kill":
+        if fault.kind in ("fork", "orphan"):
+            fork(hit)
+            now = time.monotonic()
+        if fault.kind == "fork":
+            return _Doing(now, ActiveFault())
+        if fault.kind in ("kill", "orphan"):
             kill(hit)
             return _Doing(now, ActiveFault(), over=True)
         if fault.kind == "stop":
@@ -230,7 +250,7 @@ class Chaos:
         if fault.kind == "roll-back" and not record.refused:
             record.gave_up = lasted > self._limit()
             return record.gave_up
-        if fault.kind in ("hold", "coordinator-stop", "cut-off", "roll-back"):
+        if fault.kind in ("hold", "fork", "coordinator-stop", "cut-off", "roll-back"):
             return lasted >= fault.seconds * self._outcome.status.heartbeat_timeout
         if fault.kind in NETWORK:
             since = max((record.removed_at or now) - record.injected, 0.0) if record.removed else self._unnoticed()
@@ -317,12 +337,12 @@ def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str],
             "the replicas share memory, so what they reduce goes on while a network is cut; to cut that as well, start "
             "the job with --transport tcp"
         )
-    held = [kind for kind in kinds if kind in HELD]
+    told = [kind for kind in kinds if kind in TOLD]
     ranks = [pid for replica in status.replicas for pid in replica.pids.values()]
-    if held and not all(_handles(pid, signal.SIGUSR2) for pid in ranks):
+    if told and not all(_handles(pid, number) for pid in ranks for number in (HOLDS, FORKS)):
         raise FtcommError(
-            f"--kinds {','.join(held)}: the script holds no interpreter when it gets SIGUSR2; start the job with "
-            "-m ftcomm.lab.chaos.train, or leave that kind out"
+            f"--kinds {','.join(told)}: the script does not listen to what it is told by signals; start the job with "
+            "-m ftcomm.lab.chaos.train, or leave such kinds out"
         )
     netem = [kind for kind in kinds if kind in NETEM]
     if not netem or has_netem(status):

@@ -11,8 +11,8 @@ from ftcomm.lab.chaos.run import ChaosOutcome
 COLOURS = dict(
     zip(
         KINDS,
-        ("#c8323c", "#8a6bb5", "#e0a030", "#2f6f9f", "#6fa8d0", "#5a4a3a", "#d06fa0", "#3c8d5a", "#7fb069", "#205040",
-         "#b07050", "#808080"),
+        ("#c8323c", "#8a6bb5", "#e0a030", "#2f6f9f", "#6fa8d0", "#5a4a3a", "#d06fa0", "#1f9e9e", "#8c1f28",
+         "#3c8d5a", "#7fb069", "#205040", "#b07050", "#808080"),
         strict=True,
     )
 )  # fmt: skip

@@ -9,13 +9,15 @@ few steps all compare a digest of their weights; if they differ, each reports `d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import ftcomm
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.lab.chaos.plan import HOLD
+from ftcomm.lab.chaos.plan import FORKED, HOLD
+from ftcomm.lab.chaos.process_faults import FORKS, HOLDS
+
+RETURNED = 3  # exit code of a child whose call returned
 
 
 class Weights:
@@ -51,6 +56,54 @@ class Numbers(Dataset[int]):  # type: ignore[misc]
         return index
 
 
+class Children:
+    """Children of a rank: one calls an all-reduce, and three live for `seconds`, a daemon and a program among them.
+    They are forked wherever the main thread is just then, so nothing of the group is called here but in a child."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._pids: list[int] = []
+
+    def fork(self) -> None:
+        os.waitpid(self._forked(self._daemonize), 0)
+        program = "sleep", str(self._seconds)
+        self._pids += map(self._forked, (self._call, self._live, lambda: os.execvp(program[0], program)))
+
+    def unrefused(self) -> list[str]:
+        """Bury the dead; returns how each ended whose call was not refused."""
+        codes = []
+        for pid in list(self._pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._pids.remove(pid)
+                codes.append(os.waitstatus_to_exitcode(status))
+        return ["its call returned" if code == RETURNED else f"it ended with {code}" for code in codes if code]
+
+    @staticmethod
+    def _forked(then: Callable[[], object]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                then()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return pid
+
+    def _daemonize(self) -> None:
+        os.setsid()
+        self._forked(self._live)
+
+    def _live(self) -> None:
+        time.sleep(self._seconds)
+
+    def _call(self) -> None:
+        signal.alarm(math.ceil(self._seconds))  # one that waits is not refused
+        with contextlib.suppress(ftcomm.FtcommError):
+            ftcomm.allreduce(np.ones(1, np.float32))
+            os._exit(RETURNED)
+
+
 def differ(group: ftcomm.Group, digest: int) -> bool:
     """Whether the digests of those who contribute differ; all get the same answer."""
     # Exact in fp64. A member that catches up has nothing to compare yet, and is left out of both by the reduction.
@@ -70,8 +123,10 @@ def main() -> None:
     args = parser.parse_args()
 
     faulthandler.register(signal.SIGUSR1)  # where a rank stands, when the chaos finds that it hangs
-    seconds = HOLD * float(os.environ.get("FTCOMM_HEARTBEAT_TIMEOUT", Timeouts.derive().heartbeat))
-    signal.signal(signal.SIGUSR2, lambda *_: ctypes.PyDLL(None).usleep(int(1e6 * seconds)))  # and keeps the lock
+    heartbeat = float(os.environ.get("FTCOMM_HEARTBEAT_TIMEOUT", Timeouts.derive().heartbeat))
+    signal.signal(HOLDS, lambda *_: ctypes.PyDLL(None).usleep(int(1e6 * HOLD * heartbeat)))  # and keeps the lock
+    children = Children(FORKED * heartbeat)
+    signal.signal(FORKS, lambda *_: children.fork())
     group = ftcomm.init()
     loader = (
         iter(DataLoader(Numbers(), num_workers=args.workers, multiprocessing_context="fork")) if args.workers else None
@@ -88,6 +143,8 @@ def main() -> None:
         weights.values += gradient
         if step % args.compare_every == 0 and differ(group, weights.digest()):
             group.report("divergence", step=step, digest=weights.digest(), what="weights")
+        for how in children.unrefused():
+            group.report("trespass", step=step, how=how)
         if group.shard == 0:
             ftcomm.report(step=step, at=time.monotonic())
         time.sleep(max(0.0, until - time.monotonic()))
