@@ -17,10 +17,13 @@ class Authority:
         self.file = folder / f"{name}.pem"
         self._ca.cert_pem.write_to_path(str(self.file))
 
-    def files(self, name: str = "own", *, ca: bool = True, ended: bool = False) -> Files:
-        """Of a certificate that it has signed, maybe one whose time is over."""
+    def files(
+        self, name: str = "own", *, ca: bool = True, ended: bool = False, early: bool = False, host: str = "ftcomm.test"
+    ) -> Files:
+        """Of a certificate that it has signed, maybe one whose time is over, or has yet to come."""
         until = datetime.datetime(2001, 1, 1, tzinfo=datetime.timezone.utc) if ended else None
-        made = self._ca.issue_cert("ftcomm.test", not_after=until)
+        since = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=1) if early else None
+        made = self._ca.issue_cert(host, not_before=since, not_after=until)
         cert, key = (self._folder / f"{self._name}-{name}.{what}.pem" for what in ("cert", "key"))
         made.cert_chain_pems[0].write_to_path(str(cert))
         made.private_key_pem.write_to_path(str(key))

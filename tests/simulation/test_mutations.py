@@ -4,6 +4,7 @@ many seeds. What each of them breaks, and by which kind of history it is found, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -228,6 +229,25 @@ def tells_no_view_again(patch: Patch) -> None:
 def progress_once(patch: Patch) -> None:
     """What a member holds is not said again over a link that was made again."""
     patch.setattr(Machine, "again", lambda self, replica: [])
+
+
+def progress_of_any_epoch(patch: Patch) -> None:
+    """What a member has told in one change of view counts in the next ones, until it tells more."""
+    heard, resume = Machine.from_member, Machine._resume
+    kept: dict[Machine, dict[int, m.Progress]] = defaultdict(dict)
+
+    def keep(self: Machine, message: m.MemberProgress) -> Any:
+        kept[self][message.replica] = message.progress
+        return heard(self, message)
+
+    def believe(self: Machine) -> Any:
+        if self.view is not None:
+            told = self._theirs.get(self.view.epoch, {})
+            self._theirs[self.view.epoch] = {**kept[self], **told}
+        return resume(self)
+
+    patch.setattr(Machine, "from_member", keep)
+    patch.setattr(Machine, "_resume", believe)
 
 
 def contributes_at_once(patch: Patch) -> None:
@@ -659,6 +679,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "forgets-the-epoch": (forgets_the_epoch, "coordinator", 400),
     "tells-no-view-again": (tells_no_view_again, "coordinator", 400),
     "progress-once": (progress_once, "storm", 1000),
+    "progress-of-any-epoch": (progress_of_any_epoch, "kills", 40),
     "contributes-at-once": (contributes_at_once, "kills", 400),
     "waits-for-who-prepares": (waits_for_who_prepares, "kills", 100),
     "ready-by-one-rank": (ready_by_one_rank, "kills", 400),

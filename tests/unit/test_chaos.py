@@ -299,6 +299,15 @@ def test_a_step_is_timed_by_its_rank_though_the_news_of_it_waits_for_a_coordinat
     assert record.gap == pytest.approx(1.0)
 
 
+def test_reports_that_got_lost_are_no_long_step() -> None:
+    """A rank keeps so many while the coordinator is cut off, and no more."""
+    book = ledger()
+    record = book.add(Fault(1, "cut-off", seconds=3.0), 10.0)
+    for at, number in ((10.5, 7), (10.75, 8), (40.75, 128), (41.5, 129)):
+        book.feed({**step(41.5, 0, number), "at": at})
+    assert record.gap == pytest.approx(0.75)
+
+
 def test_no_leak_is_claimed_where_too_little_was_seen(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ftcomm.control import dropped, sealed
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
-from ftcomm.control.sealed import RECORD, BadRecord, Channel, Keys, Mac
+from ftcomm.control.sealed import RECORD, TAG, BadRecord, Channel, Keys, Mac
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.membership.derived import Left
 from ftcomm.p2p.progress import ProgressEngine
@@ -54,9 +54,12 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
         yield ends(near, far)
 
 
+Attack = Callable[[list[bytes]], list[bytes]]
+
+
 # Of three records that the client has said, what comes to the server. The last one of each list is what is noticed; all
 # before it are right.
-def _flip(at: int) -> Callable[[list[bytes]], list[bytes]]:
+def _flip(at: int) -> Attack:
     def attack(said: list[bytes]) -> list[bytes]:
         spoilt = bytearray(said[1])
         spoilt[at] ^= 1
@@ -81,7 +84,7 @@ def _sent_back(said: list[bytes]) -> list[bytes]:
     return [said[0], own.seal((b"three",), 5), said[2]]
 
 
-ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+ATTACKS: dict[str, Attack] = {
     "flips a bit of the payload": _flip(4),
     "flips a bit of the tag": _flip(-1),
     "makes one shorter": _flip(3),
@@ -97,7 +100,7 @@ attacks = pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 
 @attacks
 def test_who_is_on_the_way_is_noticed(
-    attack: Callable[[list[bytes]], list[bytes]], pair: tuple[Channel, Channel], count: Callable[[str], int]
+    attack: Attack, pair: tuple[Channel, Channel], count: Callable[[str], int]
 ) -> None:
     near, far = pair
     for part in attack(records(b"first", b"again", b"other")):
@@ -109,9 +112,7 @@ def test_who_is_on_the_way_is_noticed(
 
 
 @attacks
-def test_a_loop_of_the_control_plane_ends_its_connection(
-    attack: Callable[[list[bytes]], list[bytes]], count: Callable[[str], int]
-) -> None:
+def test_a_loop_of_the_control_plane_ends_its_connection(attack: Attack, count: Callable[[str], int]) -> None:
     heard: list[m.AnyMessage] = []
     first, *others = (m.Heartbeat(1), m.Heartbeat(2), m.Heartbeat(3))
 
@@ -233,71 +234,84 @@ def test_a_timeout_in_the_middle_of_a_record_loses_nothing(pair: tuple[Channel, 
 
 
 class Between:
-    """Who is on the way: what `near` says comes to `far`, but for one bit of the `at`-th byte."""
+    """Who is on the way: an attack makes what `far` gets of the first three records that `near` says."""
 
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(self, attack: Attack) -> None:
         ends_near, ends_far = socket_pair(), socket_pair()
         self.near, self.far = ends(ends_far[0], ends_near[0])[::-1]  # the client, the server
-        self._sockets = ends_near[1], ends_far[1]
-        for way in (True, False):
-            threading.Thread(target=self._carry, args=(way,), daemon=True).start()
+        up, down = ends_near[1], ends_far[1]
+        for work in ((self._attack, up, down, attack), (self._carry, down, up)):
+            threading.Thread(target=work[0], args=work[1:], daemon=True).start()
 
-    def _carry(self, up: bool) -> None:
-        source, target = self._sockets if up else self._sockets[::-1]
+    def _attack(self, source: socket.socket, target: socket.socket, attack: Attack) -> None:
         source.settimeout(DEADLINE)
-        passed = 0
         with contextlib.suppress(OSError):
-            while part := bytearray(source.recv(1 << 16)):
-                if up and passed <= self._at < passed + len(part):
-                    part[self._at - passed] ^= 0x10
-                passed += len(part)
+            for record in attack([self._record(source) for _ in range(3)]):
+                target.sendall(record)
+            self._carry(source, target)
+
+    @staticmethod
+    def _record(source: socket.socket) -> bytes:
+        head = source.recv(4, socket.MSG_WAITALL)
+        return head + source.recv(int.from_bytes(head, "big") + TAG, socket.MSG_WAITALL)
+
+    @staticmethod
+    def _carry(source: socket.socket, target: socket.socket) -> None:
+        source.settimeout(DEADLINE)
+        with contextlib.suppress(OSError):
+            while part := source.recv(1 << 16):
                 target.sendall(part)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
 
-def test_a_state_that_was_changed_on_the_way_is_refused(count: Callable[[str], int]) -> None:
+@attacks
+def test_a_state_that_was_changed_on_the_way_is_refused(attack: Attack, count: Callable[[str], int]) -> None:
     """Also where who changes it knows how to make a checksum."""
-    way = Between(4096)
+    way = Between(attack)
     with way.near as source, way.far as joiner:
-        catchup_protocol.send(source, catchup_protocol.BlockHeader(0, 8192))
-        source.sendall(bytes(8192))
+        for _ in range(2):
+            catchup_protocol.send(source, catchup_protocol.BlockHeader(0, 8192))
+            source.sendall(bytes(8192))
         assert isinstance(catchup_protocol.receive(joiner), catchup_protocol.BlockHeader)
         with pytest.raises(BadRecord):
             catchup_protocol.read_into(joiner, memoryview(bytearray(8192)))
     assert count("mac") == 1
 
 
-@pytest.mark.parametrize("nbytes", [100, 1 << 20])
-def test_a_message_that_was_changed_on_the_way_fails(nbytes: int, count: Callable[[str], int]) -> None:
-    way = Between(60 if nbytes == 100 else 4096)
+@attacks
+def test_a_message_that_was_changed_on_the_way_fails(attack: Attack, count: Callable[[str], int]) -> None:
+    """And nothing of the one before it."""
+    way = Between(attack)
     sender, receiver = (
         ProgressEngine("rank 0", lambda peer: way.near, str),
         ProgressEngine("rank 1", lambda peer: way.near, str),
     )
     receiver.accept(way.far, 0)
     until = time.monotonic() + DEADLINE
-    send = SendRequest(1, 0, "uint8", memoryview(bytes(nbytes)), until)
-    memory = bytearray(b"\7") * nbytes
-    receive = RecvRequest(0, 0, "uint8", memoryview(memory), until)
-    receiver.receive(receive)
-    sender.send(send)
-    assert receive.ended.wait(DEADLINE)
-    assert "something on the way" in str(receive.error)
+    receives = [RecvRequest(0, 0, "uint8", memoryview(bytearray(100)), until) for _ in range(3)]
+    for number, receive in enumerate(receives):
+        receiver.receive(receive)
+        sender.send(SendRequest(1, 0, "uint8", memoryview(bytes([number]) * 100), until))
+    assert all(receive.ended.wait(DEADLINE) for receive in receives)
+    assert "something on the way" in str(receives[2].error)
     assert count("mac") == 1
     for engine in (sender, receiver):
         engine.close(RuntimeError("the end"))
 
 
-def test_what_a_member_of_a_group_says_last_cannot_be_changed(count: Callable[[str], int]) -> None:
+@pytest.mark.parametrize(
+    "attack", [lambda said: _flip(4)([b"", *said]), lambda said: said[1:]], ids=["changed", "of another time"]
+)
+def test_what_a_member_of_a_group_says_last_cannot_be_changed(attack: Attack, count: Callable[[str], int]) -> None:
     """Else somebody could make a loss a leave."""
     heard: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
     hears = dict(on_said=lambda *said: heard.put(said), on_end=lambda *end: heard.put(end), on_broken=heard.put)
     pairs = Pairs("g", settle=lambda looked: False, on_start=lambda: None, on_stop=lambda: None, **hears)  # type: ignore[arg-type]
-    way = Between(10)
+    way = Between(attack)
     pairs.add({1: way.far})
-    way.near.sendall(FRAMES.frame(Left(7)))
+    for ops in (5, 6, 7):
+        way.near.sendall(FRAMES.frame(Left(ops)))
     rank, what = heard.get(timeout=DEADLINE)
     assert rank == 1
     assert "something on the way" in str(what)
@@ -403,18 +417,22 @@ def test_what_the_socket_has_no_room_for_is_not_sent_yet(mode: str) -> None:
 
 
 @modes
-def test_data_that_were_changed_on_the_way_end_the_connection(mode: str, count: Callable[[str], int]) -> None:
+@attacks
+def test_data_that_were_changed_on_the_way_end_the_connection(
+    attack: Attack, mode: str, count: Callable[[str], int]
+) -> None:
     """No word is raised, and the loss of the connection is told."""
-    way = Between(1000)
+    way = Between(attack)
     writer, mirror = secure.plane(way.near, mode), secure.plane(way.far, mode)
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
     peer = TcpMirror(7, 3, mirror, lambda replica, epoch, why: lost.put(why))
     peer.drive(False)
     reader = TcpMirrorWriter(writer, 1, 3)
-    reader.send(POSTED, 3 << COUNTER | 1, 0, memoryview(bytes(4000)), (1, 9, 0))
-    reader.flush()
+    for number in (1, 2, 3):
+        reader.send(POSTED, 3 << COUNTER | number, 0, memoryview(bytes(4000)), (number, 9, 0))
+        reader.flush()
     assert "something on the way" in lost.get(timeout=DEADLINE)
-    assert peer.words[POSTED] == 3 << COUNTER
+    assert peer.words[POSTED] == 3 << COUNTER | 1
     assert count("mac") == 1
     reader.close()
     peer.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.control import dropped, handshake, wire
+from ftcomm.control import dropped, handshake, tls, wire
 from ftcomm.control import messages as m
 from ftcomm.control.links import Link, Listener, listen, serve_messages
 from ftcomm.control.liveness import boot, network
@@ -220,6 +220,40 @@ def test_a_client_without_a_certificate_of_the_authority_is_refused(authority: A
     once("tls")
 
 
+@pytest.mark.parametrize("when", [{"ended": True}, {"early": True}], ids=["expired", "not valid yet"])
+@pytest.mark.parametrize("server", [True, False], ids=["of the server", "of the client"])
+def test_a_certificate_out_of_its_time_is_refused_with_the_mend(
+    server: bool, when: dict[str, bool], authority: Authority, once, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one becomes while its process runs, or by a clock that is wrong: its own process would not start with it."""
+    good = Tls(authority.files("good"))
+    monkeypatch.setattr(tls, "_try", lambda *contexts: None)
+    bad = Tls(authority.files("bad", **when))
+    said = r"FTCOMM_TLS_CA on all processes .* valid now"
+    with Port(bad if server else good) as port, pytest.raises(handshake.HandshakeError, match=said):
+        dial(port, good if server else bad)
+    once("tls")
+
+
+def test_a_certificate_may_name_any_host(authority: Authority) -> None:
+    """The token proves who is there, so addresses may change; see docs/security.md."""
+    mine, other = Tls(authority.files("a", host="192.0.2.1")), Tls(authority.files("b", host="elsewhere.test"))
+    with Port(other) as port, dial(port, mine) as channel:
+        channel.sendall(b"x")
+        assert channel.recv(1) == b"x"
+
+
+def test_a_record_that_is_sent_again_within_tls_ends_the_connection(authority: Authority, once) -> None:
+    tls = Tls(authority.files())
+    with Port(tls) as port, dial(port, tls) as channel:
+        record = channel.record(b"a word")
+        channel.detach().sendall(record + record)
+        with contextlib.suppress(OSError):
+            assert channel.recv(100) in (b"a word", b"")
+            assert channel.recv(100) == b""
+    once("mac")
+
+
 def test_a_flipped_bit_and_an_end_within_tls_end_the_connection(authority: Authority, once) -> None:
     tls = Tls(authority.files())
     with Port(tls) as port:
@@ -251,13 +285,16 @@ def spoil(files: Files, what: str, tmp_path: Path) -> tuple[Files, str]:
         "no authority": (files._replace(ca=files.key), "FTCOMM_TLS_CA=.* does not serve"),
         "expired": (other.files(ended=True), "certificate has expired"),
         "expired, self-signed": (other.files(ca=False, ended=True), "certificate has expired"),
+        "not valid yet": (other.files("early", early=True), "certificate is not yet valid"),
+        "not valid yet, self-signed": (other.files("early", ca=False, early=True), "certificate is not yet valid"),
     }[what]
 
 
-WHAT = ["no file", "no key", "no certificate", "another key", "wrong authority", "no authority", "expired"]
+WHAT = ["no file", "no key", "no certificate", "another key", "wrong authority", "no authority"]
+TIMES = ["expired", "expired, self-signed", "not valid yet", "not valid yet, self-signed"]
 
 
-@pytest.mark.parametrize("what", [*WHAT, "expired, self-signed"])
+@pytest.mark.parametrize("what", [*WHAT, *TIMES])
 def test_files_of_no_use_are_named_at_the_start(what: str, authority: Authority, tmp_path: Path) -> None:
     files, said = spoil(authority.files(), what, tmp_path)
     with pytest.raises(TlsError, match=said):

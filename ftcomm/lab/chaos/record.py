@@ -144,13 +144,14 @@ class FaultLedger:
 
     def _step(self, replica: int, step: int, now: float) -> None:
         last, self._stepped[replica] = self._stepped.get(replica), now
-        self.steps[replica] = step
+        steps, self.steps[replica] = step - self.steps.get(replica, step), step
         if last is None:
             return
+        longest = (now - last) / max(1, steps)  # of several, where reports got lost: no step can be told apart
         meanwhile = [x for x in self.records if x.injected <= now and (x.closed is None or x.closed >= last)]
         if not any(replica in record.fault.replicas for record in meanwhile):
             for record in meanwhile:
-                record.gap = max(record.gap, now - last)
+                record.gap = max(record.gap, longest)
 
     def _close(self, now: float) -> None:
         for record in self.open:
