@@ -216,9 +216,15 @@ def fails(ddp: nn.Module, notes: Notes, what: str) -> None:
 
 
 def failing_ops(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
-    """Replica 1 calls something else than DDP's all-reduce, and both go on; in the end it comes late."""
+    """Gradients are sparse; replica 1 calls something else than DDP's all-reduce, and both go on; in the end it comes
+    late."""
     torch.set_num_threads(1)
     dist.init_process_group("ftcomm")
+    sparse = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    try:
+        sparse(torch.tensor([group.replica, 3])).sum().backward()
+    except ftcomm.ArgumentError as error:
+        notes.write(kind="sparse", text=str(error))
     ddps = {"plain": DistributedDataParallel(nn.Linear(1000, 100)), "hook": DistributedDataParallel(nn.Linear(1000, 9))}
     ddps["hook"].register_comm_hook(None, default_hooks.allreduce_hook)
     for way, ddp in ddps.items():
@@ -238,6 +244,18 @@ def failing_ops(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
         while not late.exists():
             time.sleep(0.005)
         backward(ddps[way])
+
+
+def stopped_in_backward(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Replica 1 stops right before the all-reduce of a gradient."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    model = nn.Linear(1000, 100)
+    ddp = DistributedDataParallel(model)
+    for step in ftcomm.steps(10**9):
+        if group.replica == 1 and step == 3:
+            model.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGSTOP))
+        backward(ddp)
 
 
 def group_that_ends(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -101,6 +103,7 @@ def test_backward_raises_what_its_all_reduce_fails_with_and_can_be_called_again(
     with Job(tmp_path, replicas=2, body=bodies.failing_ops, late=late) as job:
         assert [job.join(replica) for replica in range(2)] == [[0], [0]], job.errors()
     raised = {note["what"]: note for _, _, note in job.notes() if note["kind"] == "raised"}
+    assert ["to_dense()" in note["text"] for _, _, note in job.notes() if note["kind"] == "sparse"] == [True] * 2
     assert raised["plain, other calls"]["type"] == "MismatchError"
     assert raised["hook, other calls"]["type"] == "RuntimeError"
     assert "MismatchError: " in raised["hook, other calls"]["text"]
@@ -111,7 +114,21 @@ def test_backward_raises_what_its_all_reduce_fails_with_and_can_be_called_again(
     assert "is at its end" in raised[f"{late}, again"]["text"]
 
 
-@pytest.mark.parametrize("error", ["ExpelledError", "LostError", "DivergenceError"])
+def test_who_was_stopped_in_a_backward_and_removed_is_told_so(tmp_path: Path) -> None:
+    """By its error: torch's thread that waited for the all-reduce does not end the process by a signal."""
+    times = {"heartbeat_timeout": 2.0, "op_timeout": 8.0, "op_floor": 4.0}
+    with Job(tmp_path, replicas=2, body=bodies.stopped_in_backward, **times) as job:
+        job.wait_contributing({0, 1})
+        job.wait_event("view without 1", lambda events: [x["replica"] for x in newest(events)] == [0])
+        os.kill(job.processes[1, 0].pid, signal.SIGCONT)
+        assert job.join(1) == [1]
+        [(replica, _, text)] = job.errors()
+        assert (replica, text.partition(":")[0]) == (1, "ExpelledError")
+        job.drain()
+        assert job.join(0) == [0]
+
+
+@pytest.mark.parametrize("error", ["LostError", "DivergenceError"])
 def test_backward_says_how_its_group_has_ended(tmp_path: Path, error: str) -> None:
     with Job(tmp_path, replicas=2, body=bodies.group_that_ends, error=error) as job:
         codes = [job.join(replica) for replica in range(2)]
