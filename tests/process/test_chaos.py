@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -30,6 +31,7 @@ from .job import ENGINE
 pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(240)]
 
 CUTS = ("partition", "oneway")
+_NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl_cu12"), reason="no NIXL"))
 DEADLINE = 200.0  # s; these take some ten, most of them for imports
 
 # Both say that the weights differ, which they do; then nothing goes on.
@@ -165,9 +167,14 @@ def test_an_older_store_is_refused_and_the_job_goes_on(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hosts")
-def test_nobody_is_removed_when_the_coordinator_is_cut_off_from_all(here: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "shm", _NIXL])
+def test_nobody_is_removed_when_the_coordinator_is_cut_off_from_all(
+    here: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a network of its own, also where the replicas share memory."""
+    monkeypatch.setenv("FTCOMM_TRUSTED_NETWORK", "1")  # UCX has nothing but TCP here
     outcome, said, events = chaos(
-        {**TRAIN, "replicas": 2, "hosts": NamespaceHosts(), "transport": "tcp", "heartbeat_timeout": 2.0},
+        {**TRAIN, "replicas": 2, "hosts": NamespaceHosts(), "transport": transport, "heartbeat_timeout": 2.0},
         ChaosOptions(0.1, 60.0, ("cut-off",), 5, overlap=0.0, faults=1),
     )
     assert outcome.failures == [], said
