@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.lab.chaos import leaks
+from ftcomm.lab.chaos import run as run_of_chaos
 from ftcomm.lab.chaos.network_faults import PERMANENT, cut
 from ftcomm.lab.chaos.plan import COORDINATOR, Fault, Plan
 from ftcomm.lab.chaos.run import Chaos, ChaosOptions, ChaosOutcome
@@ -34,11 +36,16 @@ CUTS = ("partition", "oneway")
 _NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl_cu12"), reason="no NIXL"))
 DEADLINE = 200.0  # s; these take some ten, most of them for imports
 
-# Both say that the weights differ, which they do; then nothing goes on.
+# Both say that the weights differ, which they do, and open ever more; then nothing goes on.
 STUCK = """
-import os, time
+import os, threading, time
 import ftcomm
 from ftcomm.lab.chaos.train import differ
+def leak():
+    while True:
+        os.dup(1)
+        time.sleep(0.05)
+threading.Thread(target=leak, daemon=True).start()
 group = ftcomm.init()
 for step in ftcomm.steps(1000000):
     if differ(group, group.replica if step == 20 else 7):
@@ -238,15 +245,18 @@ def _far(other: int | None) -> bool:
     return other is None
 
 
-def test_a_job_that_hangs_or_diverges_is_found_out(here: Path) -> None:
+def test_a_job_that_hangs_or_diverges_or_leaks_is_found_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "WARM_UP", 0.5)
+    monkeypatch.setattr(run_of_chaos, "SAMPLE", 0.1)
     (here / "stuck.py").write_text(STUCK)
     outcome, said, _ = chaos(
         {**TRAIN, "replicas": 2, "script": "stuck.py", "module": False},
         ChaosOptions(50.0, 60.0, ("slow",), 1, hang_after=10.0),
     )
-    assert len(outcome.failures) == 2, said
+    assert len(outcome.failures) == 3, said
     assert outcome.failures[0].startswith("no step for ")
     assert outcome.failures[1] == "2 reports of divergence"
+    assert outcome.failures[2].startswith("a leak: fds of the ranks grow by ")
     assert any("rank 0 python" in line or "rank 0 ftcomm" in line for line in outcome.ranks), outcome.ranks
 
 
