@@ -368,6 +368,8 @@ def test_the_stages_of_a_gpu() -> None:
     named = {Path(part).name for part in parts if "/tests/gpu/" in part}
     assert named == {path.name for path in Path("tests/gpu").glob("test_*.py")}
     assert all(Path(part).exists() for part in parts if part.startswith("/"))
+    needy = [dict(stage.environment).get("FTCOMM_TESTS_NEED_GPU") for stage in made if "pytest" in stage.command]
+    assert set(needy) == {"1"}, "a stage whose tests are all skipped would be ok"
     chosen = [stage.command for stage in made if "-k" in stage.command]
     files = ["-v"] + [str(Path("tests/gpu", name)) for name in ("test_allreduce_gpu.py", "test_processes_gpu.py")]
     *some, whole = collected(*[command[command.index("pytest") + 1 :] for command in chosen], files)
