@@ -69,8 +69,8 @@ class Internals:
         self._agent, self._view = agent, view
         self.port, self.router, self.exchange, self.op_timeout = port, router, exchange, op_timeout
         self.may_call, self.when, self.stood = may_call, when, stood
-        agent.serve("inside", lambda channel, fields: channel.close())  # until the script comes to such an exchange
         self.next_boundary = next_boundary
+        agent.serve("inside", lambda channel, fields: channel.close())  # until the script comes to such an exchange
         self.catching_up = self.outside = False
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None
