@@ -1,4 +1,4 @@
-"""Ranks of static groups as threads of the test, each with an endpoint of its own."""
+"""Ranks of static groups as threads of the test, each with an endpoint of its own; and what any group must do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import contextlib
 import functools
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from ftcomm.calls import Calls
+from ftcomm.control.sealed import Connection
 from ftcomm.static.endpoint import Endpoint
 from ftcomm.static.group import StaticGroup
 from ftcomm.transport.segment import Segment
+from ftcomm.transport.tcp import mirror, writer
 from tests.exchange_rig import DEADLINE, Caller
 
 
@@ -94,3 +101,26 @@ def nothing_left(test: Callable[..., None]) -> Callable[..., None]:
         assert now <= descriptors, f"{now - descriptors} descriptors more than before"
 
     return run
+
+
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let connections for data have room for a part of a large payload only."""
+
+    def less(sock: Connection) -> None:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 16 << 10)
+
+    for module in (mirror, writer):
+        monkeypatch.setattr(module, "for_bulk", less)
+
+
+def returns_before_the_next(ahead: Calls, behind: Calls) -> None:
+    """What `behind` has returned returns at `ahead`, too, which has called large ops after it. Meanwhile `behind` has
+    no op, and takes in nothing."""
+    works = [ahead.allreduce(np.ones(count, np.float32), async_op=True) for count in (10, *[120_000] * 4)]
+    Caller.start(behind.allreduce, np.ones(10, np.float32)).join()
+    assert (works[0].wait(DEADLINE) == 2).all()
+    assert not works[1].done()
+    for work in works[1:]:
+        Caller.start(behind.allreduce, np.ones(120_000, np.float32)).join()
+        assert (work.wait(DEADLINE) == 2).all()

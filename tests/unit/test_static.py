@@ -21,7 +21,15 @@ from ftcomm.static.group import StaticGroup
 from ftcomm.static.pairs import FRAMES, Pairs
 from ftcomm.transport import router
 from tests.exchange_rig import DEADLINE, Caller
-from tests.static_rig import Ranks, mappings_of_segments, no_garbage_collection, nothing_left, together
+from tests.static_rig import (
+    Ranks,
+    mappings_of_segments,
+    narrow,
+    no_garbage_collection,
+    nothing_left,
+    returns_before_the_next,
+    together,
+)
 
 pytestmark = pytest.mark.protocol
 
@@ -309,6 +317,15 @@ def test_ops_that_have_returned_somewhere_return_everywhere(transport: str) -> N
         with pytest.raises(LostError, match=r"rank 0 \(.*\) has closed the group"):
             stays.allreduce(np.zeros(5))
         stays.close()
+
+
+@pytest.mark.parametrize("data", ["none", "mac", "aes-gcm"])
+def test_no_op_waits_behind_the_next(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever protects the data: of a record a part is sent, which has bytes of the next op."""
+    narrow(monkeypatch)
+    monkeypatch.setenv("FTCOMM_DATA", data)
+    with Ranks(2) as ranks:
+        returns_before_the_next(*ranks.make("g", transport="tcp"))
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

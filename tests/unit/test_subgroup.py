@@ -20,6 +20,7 @@ from ftcomm.collective.operation import UNKNOWN
 from ftcomm.control import handshake
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.framing import receive_while
+from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import CollectiveTimeout, FtcommError
@@ -27,8 +28,9 @@ from ftcomm.membership.derived import Left
 from ftcomm.settings.tuning import BUILT_IN
 from ftcomm.subgroup import FRAMES, Subgroup
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
-from tests.exchange_rig import DEADLINE
-from tests.static_rig import mappings_of_segments, no_garbage_collection, together
+from tests.exchange_rig import DEADLINE, socket_pair
+from tests.sealed_rig import ends
+from tests.static_rig import mappings_of_segments, narrow, no_garbage_collection, returns_before_the_next, together
 from tests.unit.test_node import view
 
 pytestmark = pytest.mark.protocol
@@ -101,7 +103,7 @@ def nothing(*said: Any) -> None:
 
 def make(
     job: Any,
-    dial: Callable[..., socket.socket],
+    dial: Callable[..., Connection],
     on_stall: Callable[..., None] = nothing,
     replicas: tuple[int, ...] = (0, 1),
 ) -> Subgroup:
@@ -160,6 +162,28 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
         while mappings_of_segments() > before:
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("data", ["none", "mac", "aes-gcm"])
+def test_no_op_waits_behind_the_next(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow(monkeypatch)
+    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    boards = [Board(), Board()]
+
+    def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
+        server, client = ends(*socket_pair())
+        boards[there.port]._incoming(server, fields)
+        return client
+
+    class Remote(Job):
+        settings = SimpleNamespace(**{**vars(Job.settings), "transport": "tcp", "data": data})
+
+    groups = [make(Remote(replica, board, first), dial) for replica, board in enumerate(boards)]
+    try:
+        together(lambda i: groups[i].begin(DEADLINE), 2)
+        returns_before_the_next(*groups)
+    finally:
+        together(lambda i: groups[i].close(), 2)
 
 
 @pytest.mark.parametrize("changes", [False, True])

@@ -32,6 +32,7 @@ class TcpMirrorWriter(MirrorWriter):
         self._sock = sock
         self._queue: deque[_Left] = deque()
         self._begun = False  # whether the first frame of `_left` has begun to go out
+        self._taken: list[tuple[int, int]] = []  # of the frames that `sock` has taken last: they may still be unsent
         # Bytes sent of each slot, by their start. A sum takes the place of its inputs.
         self._staged: list[dict[int, int]] = [{} for _ in range(SLOTS)]
         self._under_way = 0  # their sum
@@ -58,8 +59,10 @@ class TcpMirrorWriter(MirrorWriter):
                 sent = self._sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
+            self._taken = []
             while queue and sent >= len(queue[0][0]):
-                buffer, _, _, ends = queue.popleft()
+                buffer, word, value, ends = queue.popleft()
+                self._taken.append((word, value))
                 sent -= len(buffer)
                 self._begun = not ends
             if sent:
@@ -69,9 +72,10 @@ class TcpMirrorWriter(MirrorWriter):
         return flush(self._sock)
 
     def told(self, word: int, value: int) -> bool:
-        return not unsent(self._sock) and not any(
-            of & frames.WORD == word and said <= value for _, of, said, _ in self._queue
-        )
+        left = [(of, said) for _, of, said, _ in self._queue]
+        if unsent(self._sock):
+            left += self._taken
+        return not any(of & frames.WORD == word and said <= value for of, said in left)
 
     def serves(self, epoch: int) -> bool:
         return epoch >= self.epoch
