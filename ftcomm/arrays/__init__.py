@@ -49,7 +49,6 @@ class Staged:
     flat: np.ndarray  # (count,) contiguous, aligned, writable, native byte order
     dtype: str  # one of DTYPES
     finish: Callable[[], Any] | None = None
-    anew: bool = False  # the caller's array is immutable: `finish` returns another one
 
 
 def stage(x: Any) -> Staged:
@@ -250,7 +249,7 @@ def _stage_jax(jax: Any, x: Any) -> Staged:
     def finish() -> Any:
         return jax.device_put(private, sharding)
 
-    return Staged(_numpy_flat(private, name), name, finish, anew=True)
+    return Staged(_numpy_flat(private, name), name, finish)
 
 
 def _stage_dlpack(x: Any) -> Staged:
@@ -288,7 +287,7 @@ def _stage_dlpack(x: Any) -> Staged:
     namespace = x.__array_namespace__()
     name = _numpy_name(view.dtype, _type_name(x))
     private = view.copy(order="C")
-    return Staged(_numpy_flat(private, name), name, lambda: namespace.from_dlpack(private), anew=True)
+    return Staged(_numpy_flat(private, name), name, lambda: namespace.from_dlpack(private))
 
 
 def _numpy_flat(x: np.ndarray, name: str) -> np.ndarray:

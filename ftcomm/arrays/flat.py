@@ -25,15 +25,13 @@ _REDUCED = frozenset(getattr(torch, name) for name in DTYPES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flat:
-    """The bytes `flat` of `count` elements of `size` bytes each; `finish` and `anew` are as in
-    `ftcomm.arrays.Staged`."""
+    """The bytes `flat` of `count` elements of `size` bytes each; `finish` is as in `ftcomm.arrays.Staged`."""
 
     flat: Bytes  # (count * size,) contiguous; writable, unless it is only read
     dtype: str  # a name of `kernels.dtypes.CODES`
     count: int
     size: int
     finish: Callable[[], Any] | None = None
-    anew: bool = False
 
 
 NONE = Flat(np.empty(0, np.uint8), BYTES, 0, 1)
@@ -71,7 +69,7 @@ def _flat(x: Any) -> Flat:
         return _odd_other(x)
     staged = stage(x)
     flat = staged.flat
-    return Flat(flat.view(np.uint8), staged.dtype, flat.size, flat.itemsize, staged.finish, staged.anew)
+    return Flat(flat.view(np.uint8), staged.dtype, flat.size, flat.itemsize, staged.finish)
 
 
 def _odd_torch(x: torch.Tensor) -> Flat:
@@ -117,7 +115,7 @@ def _odd_other(x: Any) -> Flat:
     if jax is not None and isinstance(x, jax.Array) and x.is_fully_addressable:
         private, sharding = np.array(x, order="C"), x.sharding
         flat = private.reshape(-1).view(np.uint8)
-        return _of_numpy(flat, x.dtype, lambda: jax.device_put(private, sharding), anew=True)
+        return _of_numpy(flat, x.dtype, lambda: jax.device_put(private, sharding))
     if type(x).__module__.partition(".")[0] == "cupy" and x.flags.c_contiguous:
         staged = stage(x.reshape(-1).view(np.uint8))
         finish = staged.finish
@@ -131,6 +129,6 @@ def _odd_other(x: Any) -> Flat:
     return refuse(f"a {type(x).__name__} of dtype {x.dtype}", "Pass a torch tensor or a NumPy array of its values.")
 
 
-def _of_numpy(flat: Bytes, dtype: np.dtype[Any], finish: Callable[[], Any] | None, anew: bool = False) -> Flat:
+def _of_numpy(flat: Bytes, dtype: np.dtype[Any], finish: Callable[[], Any] | None) -> Flat:
     name = dtype.name if dtype.name in CODES and dtype.isnative else BYTES
-    return Flat(flat, name, flat.size // dtype.itemsize, dtype.itemsize, finish, anew)
+    return Flat(flat, name, flat.size // dtype.itemsize, dtype.itemsize, finish)

@@ -27,12 +27,11 @@ class MessageWork:
     """A send or a receive that was started. Methods may be called from any thread."""
 
     def __init__(
-        self, message: MessageRequest, array: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]
+        self, message: MessageRequest, received: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]
     ) -> None:
         self._message, self._roster = message, roster
-        self._finish = finish
+        self._received, self._finish = received, finish
         self._lock = threading.Lock()
-        self.array = array  # `x`; after `wait` of a receive, a new array if `x` is immutable
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -40,13 +39,13 @@ class MessageWork:
 
     @property
     def source(self) -> int | None:
-        """The rank from which the array comes. None while that is open, and for a send."""
+        """The rank that has sent what is received. None while that is open, and for a send."""
         found = getattr(self._message, "found", None)
         return None if found is None else self._roster.index(found)
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Block until the array is received, or was sent and may be changed. Returns the rank it came from, or None for
-        a send.
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the array is received, or was sent and may be changed. Returns what `recv` does, or None for a
+        send.
 
         Raises what the message failed with, or `CollectiveTimeout` after `timeout` seconds. The message then goes on,
         until the timeout that was given with the call. Any thread.
@@ -61,9 +60,9 @@ class MessageWork:
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:
-                    self.array = self._finish()
+                    self._received = self._finish()
                     self._finish = None
-        return self.source
+        return self._received
 
 
 class JobProgressEngine(ProgressEngine):
@@ -168,7 +167,7 @@ class Messages:
         flat = to_read(x) if place is None else None
         message = SendRequest(target, *self._outline(flat, tag, timeout, place))
         self._p2p.send(message)
-        sending = MessageWork(message, x, None, self.roster)
+        sending = MessageWork(message, None, None, self.roster)
         return sending if async_op else sending.wait()
 
     def recv(
@@ -184,24 +183,19 @@ class Messages:
         """Receive into the array `x` what rank `src`, or any (None), has sent with `tag`; `copy_engine` and `timeout`
         as in `send`.
 
-        Blocks, and returns the rank it came from. With `async_op` it returns a `MessageWork` at once, and `x` must not
-        be touched until that has ended. An immutable array (JAX) needs `async_op`: `MessageWork.array` is the new one.
-        Any thread. Raises `ArgumentError`, `LostError` if the rank is lost before it has sent, `MismatchError` if it
-        has sent another number of elements or another dtype (that message is gone then), and `CollectiveTimeout`.
+        Blocks, and returns `x`, or a new array if `x` is immutable (JAX). With `async_op` it returns a `MessageWork` at
+        once, whose `source` is the rank it comes from, and `x` must not be touched until that has ended. Any thread.
+        Raises `ArgumentError`, `LostError` if the rank is lost before it has sent, `MismatchError` if it has sent
+        another number of elements or another dtype (that message is gone then), and `CollectiveTimeout`.
         """
         source = None if src is None else self._peer(src, "receive from")
         place = self._place(x, copy_engine)
         flat = to_write(x) if place is None else None
-        if flat is not None and flat.anew and not async_op:
-            raise ArgumentError(
-                f"recv into a {type(x).__name__}, which is immutable; pass async_op=True, and take the new array from "
-                "`array` of what it returns, after wait()"
-            )
         message = RecvRequest(source, *self._outline(flat, tag, timeout, place))
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._p2p.receive(message)
-        sending = MessageWork(message, x, finish, self.roster)
-        return sending if async_op else sending.wait()
+        receiving = MessageWork(message, x, finish, self.roster)
+        return receiving if async_op else receiving.wait()
 
     def _place(self, x: Any, copy_engine: bool) -> DeviceMemory | None:
         """Returns the place of `x` if copy engines are to move it."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_work
 
 from ftcomm.errors import CollectiveTimeout
+from ftcomm.p2p.calls import MessageWork
 from ftcomm.process import callers
 from ftcomm.process.own import own_process
 
@@ -83,9 +84,9 @@ class FtWork(dist._Work):  # type: ignore[misc]
             if self._over:
                 break
             try:
-                answer = part.wait(None if end is None else max(0.0, end - time.monotonic()))
-                if type(answer) is int:  # a message returns its sender
-                    self._source = answer
+                part.wait(None if end is None else max(0.0, end - time.monotonic()))
+                if isinstance(part, MessageWork) and part.source is not None:
+                    self._source = part.source
             except CollectiveTimeout as error:
                 if not part.done():
                     raise CollectiveTimeout(

@@ -47,9 +47,10 @@ def static_in_job(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
         diagonal.close()
     other = np.zeros_like(array)
     sent = group.send(array, 1 - replica, tag=rank, async_op=True)
-    source = group.recv(other, tag=rank)
+    received = group.recv(other, tag=rank, async_op=True)
+    received.wait()
     sent.wait()
-    notes.write(kind="message", value=float(other[7]), source=source)
+    notes.write(kind="message", value=float(other[7]), source=received.source)
 
     everybody = StaticGroup.in_job(group, "all", [(0, 0), (0, 1), (1, 0), (1, 1)], op_timeout=NEVER)
     big = np.empty(arguments["elements"], np.float32)
@@ -159,8 +160,7 @@ def work(group: StaticGroup, pipe: Connection, what: str, count: int) -> str:
                 assert (array == size * (size - 1) / 2).all()
             else:
                 sent = group.send(array, (group.rank + 1) % size, async_op=True)
-                assert group.recv(other) == (group.rank - 1) % size
-                assert (other == (group.rank - 1) % size).all()
+                assert (group.recv(other) == (group.rank - 1) % size).all()
                 sent.wait()
     except LostError as error:
         return str(error)
