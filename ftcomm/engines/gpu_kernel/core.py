@@ -21,7 +21,7 @@ from ftcomm.collective.member import Entered, GroupMember
 from ftcomm.collective.operation import mismatch
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, ProtocolError
-from ftcomm.collective.watchdog import Stall, Watchdog
+from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
 from ftcomm.engines.gpu_kernel.gather import detail_of
@@ -64,12 +64,13 @@ class _Launched(NamedTuple):
     mark: Any
 
 
-class DeviceCore(GroupMember[KernelOperation]):
-    """All calls are made with the mutex of the exchange held, but `launch` and `relaunch`, one at a time each."""
+class DeviceCore:
+    """The state machine that runs the ops of `member` on `device`. All calls are made with the mutex of the exchange
+    held, but `launch` and `relaunch`, one at a time each."""
 
-    def __init__(self, replica: int, device: Device, watch: Watchdog) -> None:
-        super().__init__(replica, watch)
-        self.device = device
+    def __init__(self, member: GroupMember[KernelOperation], device: Device) -> None:
+        self.member, self.device = member, device
+        self._inflight, self._watch = member.inflight, member.watch
         self.ctl = device.ctl
         self.called = 0  # ops; the template of the next
         self.launched: dict[int, _Launched] = {}  # by template
@@ -102,19 +103,19 @@ class DeviceCore(GroupMember[KernelOperation]):
 
     def submit(self, op: KernelOperation) -> None:
         """Add an op, to be launched. Raises `ArgumentError` if there are too many."""
-        if not self.inflight.ops:
-            self.watch.began = self.watch.clock()
-        self.inflight.add(op)
+        if not self._inflight.ops:
+            self._watch.began = self._watch.clock()
+        self._inflight.add(op)
         op.template = self.called
         self.called += 1
 
     def capture(self, op: KernelOperation) -> GroupView:
         """Add an op of a graph, to be launched into that, in the view that is returned."""
-        if self.view is None:
+        if self.member.view is None:
             raise FtcommError("an op cannot be captured before this member is in a view of the group")
         op.template = CAPTURED + len(self.captured)
         self.captured.append(op)
-        return self.view
+        return self.member.view
 
     def launch(self, op: KernelOperation, view: GroupView) -> None:
         """Launch the kernel of `op`. Raises `FtcommError`."""
@@ -133,7 +134,7 @@ class DeviceCore(GroupMember[KernelOperation]):
 
     def relaunch(self, op: KernelOperation) -> None:
         """Launch what is left of an op that was broken off, in the epoch that was entered. Raises `FtcommError`."""
-        device, view = self.device, self.view
+        device, view = self.device, self.member.view
         launched = self.launched.get(op.template)
         assert view is not None
         if launched is None:
@@ -153,7 +154,7 @@ class DeviceCore(GroupMember[KernelOperation]):
 
     def collect(self) -> None:
         """Return what the device has returned."""
-        flight, view = self.inflight, self.view
+        flight, view = self._inflight, self.member.view
         self._hear()
         while view is not None and flight.ops and self._has_returned(flight.ops[0]):
             op = flight.ops[0]
@@ -162,22 +163,22 @@ class DeviceCore(GroupMember[KernelOperation]):
                 for task in op.tasks:
                     op.finals[task.chunk] = task.contributors or view.contributors
             if op is not self._replay:
-                self.watch.returns(op)
+                self._watch.returns(op)
             self._returned(op)  # before anybody is told: who calls next then hears of its error
             flight.return_first()
         self._forget()
 
     def count(self) -> None:
         """Count the replays that have returned, all in this view. Nothing runs, and what has returned is collected."""
-        flight, returned = self.inflight, self.ctl[RETURNED]
-        if flight.returned < returned and self.view is not None:
-            flight.narrow(self.view.contributors)
+        flight, returned = self._inflight, self.ctl[RETURNED]
+        if flight.returned < returned and self.member.view is not None:
+            flight.narrow(self.member.view.contributors)
         flight.returned = returned
 
     def blocked(self) -> Stall | None:
         """Returns the stall, when it is due to be reported, of an op that has not moved since the last look. Raises
         `FtcommError` when it is time to give up."""
-        running, view = self.running(), self.view
+        running, view = self.running(), self.member.view
         lanes, layout = self.device.own.lanes, self.device.layout
         mark = (self.ctl[BEGUN], self.ctl[RETURNED], bytes(lanes[LANES_AT : LANES_AT + layout.lanes * LINE]))
         moved, self._mark = mark != self._mark, mark
@@ -187,7 +188,7 @@ class DeviceCore(GroupMember[KernelOperation]):
             if op is None and captured(running.template):
                 op = self.captured[running.template - CAPTURED]
         if running is None or op is None or view is None or moved:
-            self.watch.wait = None
+            self._watch.wait = None
             return None
         op.number = running.number
         others = {replica: reached.lanes for replica, reached in self.reached.items()}
@@ -195,31 +196,31 @@ class DeviceCore(GroupMember[KernelOperation]):
         posted = lambda replica: sum(  # noqa: E731
             max(0, counter(others[replica], lane, POSTED, view.epoch)) for lane in range(layout.lanes)
         )
-        return self.stalled(op, who, posted) if who else None
+        return self.member.stalled(op, who, posted) if who else None
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        super().freeze()
+        self.member.freeze()
         self.repair = None  # its tasks are those of an epoch that is over
-        if self.error is None:
+        if self.member.error is None:
             self.ctl[OPEN] = 0
 
     def progress(self) -> Progress:
         """Returns where this member stands, frozen and still. Raises the error with which it has failed."""
-        if self.view is not None and self.error is None:
+        if self.member.view is not None and self.member.error is None:
             self.collect()
             op = self.number()
             if op is not None:
                 self._hear()
                 if op.error is None:
-                    account(op, self.device.own.lanes, self.device.layout, self.view, self.ctl[BASE_OF])
-        return self.account(self.ctl[STARTED])
+                    account(op, self.device.own.lanes, self.device.layout, self.member.view, self.ctl[BASE_OF])
+        return self.member.account(self.ctl[STARTED])
 
     def number(self) -> KernelOperation | None:
         """Number what is in flight, while nothing runs. Returns the op that has begun and not returned, which is the
         first, a replay, too."""
-        flight, running = self.inflight, self.running()
+        flight, running = self._inflight, self.running()
         if running is not None and captured(running.template) and self._replay is None:
             self._replay = replay_of(self.captured[running.template - CAPTURED], self.device.layout.chunk)
             flight.ops.appendleft(self._replay)
@@ -231,15 +232,15 @@ class DeviceCore(GroupMember[KernelOperation]):
 
     def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Entered:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members."""
-        flight, device = self.inflight, self.device
-        self.replace_peers(peers, device.leave)
+        flight, device = self._inflight, self.device
+        self.member.replace_peers(peers, device.leave)
         self.reached = {replica: device.reach(peer) for replica, peer in peers.items()}
         begun = self.number()
         ops = tuple(flight.ops)
-        resumed, failed = self.go_on(view, progress)
+        resumed, failed = self.member.go_on(view, progress)
         try:
             while failed is None and flight.ops and not flight.ops[0].tasks:  # all members hold it, or it failed
-                self.watch.returns(flight.ops[0])
+                self._watch.returns(flight.ops[0])
                 flight.return_first()
         except ProtocolError as error:
             failed = error
@@ -259,15 +260,15 @@ class DeviceCore(GroupMember[KernelOperation]):
         for lane in range(self.device.layout.lanes):
             for word in (POSTED, REDUCED, TAKEN):
                 own.lanes[lane_word(lane, word)] = view.epoch << COUNTER
-        returned = self.inflight.returned
-        self.device.enter(view_words(view, {**self.reached, self.replica: own}), returned)
+        returned = self._inflight.returned
+        self.device.enter(view_words(view, {**self.reached, self.member.replica: own}), returned)
         self.ctl[RETURNED] = returned
         self.ctl[OPEN] = view.epoch
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> bool:
-        first = super().fail(error)
+        first = self.member.fail(error)
         if first:
             self.repair = None
             self.ctl[OPEN] = CLOSED & _UNSIGNED
@@ -275,7 +276,7 @@ class DeviceCore(GroupMember[KernelOperation]):
         return first
 
     def abandon(self) -> None:
-        super().abandon()
+        self.member.abandon()
         self.launched.clear()
         self.captured.clear()
 
@@ -283,7 +284,7 @@ class DeviceCore(GroupMember[KernelOperation]):
 
     def _op(self, template: int) -> KernelOperation | None:
         """The op in flight of that launch; None of a replay that was not broken off."""
-        return next((op for op in self.inflight.ops if op.template == template), None)
+        return next((op for op in self._inflight.ops if op.template == template), None)
 
     def _has_returned(self, op: KernelOperation) -> bool:
         return op.number < self.ctl[RETURNED] if op is self._replay else op.template < self.ctl[CALLED]
@@ -299,7 +300,7 @@ class DeviceCore(GroupMember[KernelOperation]):
     def _hear(self) -> None:
         """Whether the members have made different calls; the device goes on when we have read them. The error of a
         replay has no op to wait in, and is heard when that has returned: it may yet be broken off."""
-        ctl, view = self.ctl, self.view
+        ctl, view = self.ctl, self.member.view
         mismatched = ctl[MISMATCHED]
         if view is None or mismatched <= ctl[HEARD]:
             return
@@ -315,7 +316,7 @@ class DeviceCore(GroupMember[KernelOperation]):
         ctl[HEARD] = mismatched
 
     def _forget(self) -> None:
-        first = next((op.template for op in self.inflight.ops if op is not self._replay), self.called)
+        first = next((op.template for op in self._inflight.ops if op is not self._replay), self.called)
         self.trusted = {template for template in self.trusted if template >= first}
         for template in [template for template in self.launched if template < first]:
             del self.launched[template]

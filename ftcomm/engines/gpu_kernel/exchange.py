@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ftcomm.collective.inflight import Resumed
-from ftcomm.collective.member import GroupExchange
+from ftcomm.collective.member import GroupExchange, GroupMember
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.watchdog import Stall, Watchdog
 from ftcomm.control.messages import Progress
@@ -59,8 +59,9 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         on_stall: Callable[[Stall], None],
         on_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self.core = DeviceCore(replica, device, Watchdog(deadline_floor, deadline_ceiling, give_up))
-        super().__init__(self.core, threading.Condition(threading.Lock()))
+        member = GroupMember[KernelOperation](replica, Watchdog(deadline_floor, deadline_ceiling, give_up))
+        super().__init__(member, threading.Condition(threading.Lock()))
+        self.core = DeviceCore(member, device)
         self.monitor = Monitor(self.core, self._changed, on_stall=on_stall, on_failed=on_failed)
         self._on_failed = on_failed
         self._device = device
@@ -82,11 +83,11 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         try:
             with monitor.launching:
                 with self._changed:
-                    if core.error is not None:
-                        op.finish(core.error)
+                    if self.member.error is not None:
+                        op.finish(self.member.error)
                         return
                     core.submit(op)
-                    view = core.view
+                    view = self.member.view
                     late = monitor.late = monitor.late or view is None
                     monitor.start()
                 if view is not None and not late:
@@ -103,8 +104,8 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         core = self.core
         with self.monitor.launching:
             with self._changed:
-                if core.error is not None:
-                    op.finish(core.error)
+                if self.member.error is not None:
+                    op.finish(self.member.error)
                     return
                 view = core.capture(op)
                 self.monitor.start()
@@ -144,7 +145,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         what an earlier op failed with whose caller did not wait for it; not the errors of others."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         core = self.core
-        core.inflight.drain(self._changed, timeout)
+        self.member.inflight.drain(self._changed, timeout)
         if core.captured:
             self.monitor.draining = True
             try:
@@ -156,7 +157,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
             finally:
                 self.monitor.draining = False
             with self._changed:
-                if core.error is None:
+                if self.member.error is None:
                     core.collect()
                     core.count()
             self._raise_unheard()
@@ -164,17 +165,17 @@ class DeviceExchange(GroupExchange[KernelOperation]):
     @property
     def give_up(self) -> float:
         """Seconds after which a wait for others is the end."""
-        return self.core.watch.give_up
+        return self.member.watch.give_up
 
     def copy(self, roster: Sequence[int], body: Callable[[Copies], int]) -> int | None:
         """Run `body` on the copy engines among the members, if they are the `roster`. The epoch in which it has ended
         well; None if it was not begun, or was broken off with that epoch. Blocks. Raises the engine's error."""
-        core, monitor = self.core, self.monitor
+        core, member, monitor = self.core, self.member, self.monitor
         with self._changed:
-            if core.error is not None:
-                raise core.error
-            view = core.view
-            if view is None or core.frozen or view.members != tuple(roster):
+            if member.error is not None:
+                raise member.error
+            view = member.view
+            if view is None or member.frozen or view.members != tuple(roster):
                 return None
             if monitor.copying:
                 raise FtcommError(
@@ -182,8 +183,8 @@ class DeviceExchange(GroupExchange[KernelOperation]):
                 )
             if self._copies is None or self._copies.epoch != view.epoch:
                 me = view.members.index(self.replica)
-                members = [core.reached.get(member, self._device.own) for member in view.members]
-                stop = lambda: core.frozen or core.error is not None  # noqa: E731
+                members = [core.reached.get(other, self._device.own) for other in view.members]
+                stop = lambda: member.frozen or member.error is not None  # noqa: E731
                 self._copies = self._device.copy_engines(me, members, view.epoch, stop)
             monitor.copying = True
             copies = self._copies
@@ -203,7 +204,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
         with self._changed:
-            if not self.core.frozen:
+            if not self.member.frozen:
                 self.monitor.stops()
             self.core.freeze()
             now = self.monitor.when_quiet(quiesced)
@@ -226,9 +227,9 @@ class DeviceExchange(GroupExchange[KernelOperation]):
     def resume(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Resumed:
         with self._changed:
             core, monitor = self.core, self.monitor
-            if not core.frozen or not monitor.quiet():
+            if not self.member.frozen or not monitor.quiet():
                 raise RuntimeError("resume() before the engine has quiesced")
-            if core.error is not None:
+            if self.member.error is not None:
                 return Resumed(0, 0, 0)
             resumed, failed = core.enter(view, peers, progress)
             if failed is not None:

@@ -32,7 +32,7 @@ class Monitor:
         on_stall: Callable[[Stall], None],
         on_failed: Callable[[BaseException], None],
     ) -> None:
-        self._core, self._changed = core, changed
+        self._core, self._member, self._changed = core, core.member, changed
         self._on_stall, self._on_failed = on_stall, on_failed
         self.launching = threading.Lock()  # the order of launches
         self.late = False  # ops wait to be launched by the monitor: at submission they had no number yet
@@ -69,7 +69,7 @@ class Monitor:
         """Note that something has to be watched."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, name=f"ftcomm-monitor-{self._core.replica}", daemon=True
+                target=self._serve, name=f"ftcomm-monitor-{self._member.replica}", daemon=True
             )
             self._thread.start()
         self._changed.notify_all()
@@ -118,14 +118,14 @@ class Monitor:
             calls: list[Callable[[], None]] = []
             if quiet:
                 calls, self._quiesced = self._quiesced, []
-            waited = self._ran.at(time.monotonic()) - self._since > core.watch.give_up
-            failed = core.error is not None
+            waited = self._ran.at(time.monotonic()) - self._since > self._member.watch.give_up
+            failed = self._member.error is not None
             end = failed and (quiet or waited)
             if end:
                 core.abandon()
             elif not failed:
                 core.collect()
-                if core.frozen:
+                if self._member.frozen:
                     given_up = self._no_view() if waited else None
                 else:
                     try:
@@ -134,7 +134,7 @@ class Monitor:
                         given_up = error.with_traceback(None)  # with one it would keep the op
             repair, core.repair = core.repair, None
             self._repairing = repair is not None
-            view = core.view if self.late else None
+            view = self._member.view if self.late else None
         for call in calls:
             call()
         if failed:
@@ -157,7 +157,7 @@ class Monitor:
 
     def _await_work(self) -> None:
         core = self._core
-        while not (core.inflight.ops or self._quiesced or core.error):
+        while not (self._member.inflight.ops or self._quiesced or self._member.error):
             if not core.captured:
                 self._changed.wait()
             elif core.running() is not None or not self._changed.wait(_LOOK_IDLE):
@@ -166,10 +166,10 @@ class Monitor:
     def _no_view(self) -> FtcommError | None:
         """The error of ops that have waited for a view for too long; None if there are none."""
         core = self._core
-        if core.view is None or not (core.inflight.ops or self.draining):
+        if self._member.view is None or not (self._member.inflight.ops or self.draining):
             return None
         core.number()
-        return no_view((core.inflight.ops or core.captured)[0], core.watch.give_up)
+        return no_view((self._member.inflight.ops or core.captured)[0], self._member.watch.give_up)
 
     def _check(self) -> None:
         """Raises `FtcommError` if a kernel has failed: then the device runs nothing, and what has begun never ends."""
@@ -184,7 +184,9 @@ class Monitor:
         core = self._core
         with self.launching:
             with self._changed:
-                ops: list[KernelOperation] = [op for op in core.inflight.ops if op.template not in core.launched]
+                ops: list[KernelOperation] = [
+                    op for op in self._member.inflight.ops if op.template not in core.launched
+                ]
             for op in ops:
                 core.launch(op, view)
             self.late = False
