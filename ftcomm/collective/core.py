@@ -80,8 +80,7 @@ class ExchangeCore:
         self._mutex = contextlib.nullcontext() if mutex is None else mutex
         self.stream: Stream | None = None  # None: this member has never been in a view
         self._pending = PendingReaders()
-        self._lives: dict[int, str] = {}  # replica -> nonce of its segment, for the peers
-        self._severed: dict[int, str] = {}  # the same, for those whose connection has ended
+        self._severed: dict[int, str] = {}  # the lives of peers whose connection has ended
         self.elsewhere = 0  # how many ops a member has returned that has left
 
     @property
@@ -156,7 +155,7 @@ class ExchangeCore:
 
     def admit(self, reader: MirrorWriter) -> None:
         """Keep a reader until it is `due`, or until no epoch can serve it any more."""
-        late = reader.epoch <= self.epoch and not is_current(reader, self.epoch, self._lives)
+        late = reader.epoch <= self.epoch and not is_current(reader, self.epoch, self.member.lives)
         if self.member.error is not None or late:
             reader.close()
             return
@@ -165,7 +164,7 @@ class ExchangeCore:
     def due(self) -> list[MirrorWriter]:
         """Returns the readers that this epoch serves from now on, to be given to `welcome` without the mutex."""
         stops = self.member.frozen or self.member.error is not None or self.stream is None
-        return [] if stops else self._pending.take(self.epoch, self._lives)
+        return [] if stops else self._pending.take(self.epoch, self.member.lives)
 
     def welcome(self, readers: list[MirrorWriter]) -> None:
         """Attach readers, and send them what they missed."""
@@ -177,7 +176,7 @@ class ExchangeCore:
     def _send_failed(self, replica: int, epoch: int, reason: str) -> None:
         """Note that the connection to a reader has broken; no news if the next one is here already."""
         with self._mutex:
-            life = self._lives.get(replica, "")
+            life = self.member.lives.get(replica, "")
             replaced = self._pending.holds(replica, life)
             if not replaced and replica != self.member.replica:
                 self._severed[replica] = life
@@ -198,8 +197,8 @@ class ExchangeCore:
         for peer in peers.values():
             peer.relay_for(peers if view.ring else {})
             peer.enter(view.epoch)
-        self._lives = {replica: peer.nonce for replica, peer in peers.items()}
-        self._severed = {x: life for x, life in self._severed.items() if self._lives.get(x) == life}
+        lives = member.lives
+        self._severed = {x: life for x, life in self._severed.items() if lives.get(x) == life}
         self._reducer.use([self._segment.buffer, *(peer.buffer for peer in peers.values())])
         stream = self.stream_type(
             view,
@@ -212,7 +211,7 @@ class ExchangeCore:
             self._poller(member.peers.values()),
         )
         if self.stream is not None:  # first, since it may send from the arrays of ops that return now
-            for reader in self.stream.close(self._lives):
+            for reader in self.stream.close(lives):
                 self._pending.bring_back(reader)
         self.stream = stream
         entered = member.go_on(view, progress)

@@ -38,6 +38,11 @@ class GroupMember(Generic[Op]):
         self.frozen = True
         self.error: BaseException | None = None
 
+    @property
+    def lives(self) -> dict[int, str]:
+        """The nonce of the segment of each peer."""
+        return {replica: peer.nonce for replica, peer in self.peers.items()}
+
     def freeze(self) -> None:
         """Stop: nothing moves from now on, before `enter`. A connection that ends meanwhile is no news."""
         self.frozen = True

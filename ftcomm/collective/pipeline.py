@@ -152,7 +152,13 @@ class Pipeline:
         self._own = segment.words
         self._seen = {m: segment.words if m == view.me else peers[m].heard for m in view.members}
         self._heard = [peer.heard for peer in self.peers]
-        self._gates: dict[Algorithm, tuple[Gate, ...]] = {}
+        self._gates = {
+            algorithm: tuple(
+                self._gate(step.word, [peer for peer in self.peers if peer.replica in step.members])
+                for step in algorithm.steps
+            )
+            for algorithm in algorithms
+        }
         self._detail = AROUND if view.ring else HIERARCHICAL if view.hosts else 0  # the detail of all-reduces
 
     def _gate(self, word: int, peers: Iterable[Peer], *, relayed: bool = False) -> Gate:
@@ -235,13 +241,8 @@ class Pipeline:
     def bind(self, slot: Slot) -> None:
         """Set what follows from the op, the task and the algorithm of a slot."""
         op, algorithm = slot.op, slot.algorithm
-        gates = self._gates.get(algorithm)
-        if gates is None:
-            gates = self._gates[algorithm] = tuple(
-                self._gate(step.word, [peer for peer in self.peers if peer.replica in step.members])
-                for step in algorithm.steps
-            )
-        slot.gates, slot.straight = gates, False
+        slot.gates = gates = self._gates[algorithm]
+        slot.straight = False
         slot.arrival = () if algorithm.chained and not slot.first else self._arrival
         slot.chunk = chunk = slot.index % self.staged * self._most
         if op.schedule is not None:

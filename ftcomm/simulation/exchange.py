@@ -242,7 +242,7 @@ class SimulatedExchange:
     def mirror(self, connection: SimulatedConnection, replica: int, epoch: int, nonce: str) -> Mirror:
         """Makes a mirror of the memory of a member that was dialled."""
         sock = TinySocket(connection, 0)
-        mirror = Mirror(replica, epoch, sock, self._on_lost)  # type: ignore[arg-type]
+        mirror = Mirror(replica, epoch, sock, self._on_lost)
         mirror.nonce = nonce
 
         def news() -> None:

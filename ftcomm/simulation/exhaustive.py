@@ -62,7 +62,7 @@ from typing import NamedTuple
 
 from ftcomm.control import messages as m
 from ftcomm.simulation.live import CheckedGroup
-from ftcomm.simulation.local import Coordination, Decided, Members, Numbering, Transition, opening
+from ftcomm.simulation.local import Coordination, Decided, Members, Numbering, StepKind, Transition, opening
 from ftcomm.simulation.mutations import Mutation
 
 _BITS = 26  # of the number of a pair in a packed state
@@ -84,6 +84,7 @@ class Control(NamedTuple):
 
 
 State = tuple[int, ...]  # the number of its control, then of each member's pair
+Happening = tuple[int, StepKind, str, State]  # the actor (-1: the coordinator), its step, and the state after it
 
 
 @dataclasses.dataclass
@@ -162,7 +163,7 @@ class ExhaustiveCheck:
                     return report
             state = _unpack(states[index], width)
             try:
-                for _, _, following in self.successors(state, report):
+                for _, _, _, following in self.successors(state, report):
                     report.steps += 1
                     key = _pack(following)
                     if key not in visited:
@@ -191,7 +192,7 @@ class ExhaustiveCheck:
         lines = []
         for before, after in itertools.pairwise(path):
             steps = self.successors(_unpack(states[before], self.group.members), CheckReport())
-            lines.append(next(_line(actor, text) for actor, text, state in steps if _pack(state) == states[after]))
+            lines.append(next(_line(actor, text) for actor, _, text, state in steps if _pack(state) == states[after]))
         return lines
 
     # -- the first state ---------------------------------------------------------------------------------------------
@@ -208,10 +209,10 @@ class ExhaustiveCheck:
         view = self._coordination.views(coordinator)[-1]
         control = Control(coordinator, view.replicas, view.epoch, queues, (), (None,) * self.group.ops, faults, resets)
         state: State = (self._controls.number(control), *(self.members.new(i) for i in self._everyone))
-        ready = ("hears", "is told", "enters")
+        ready = (StepKind.HEARS, StepKind.IS_TOLD, StepKind.ENTERS)
         while not forming:
             steps = self.successors(state, CheckReport())
-            following = next((after for _, text, after in steps if text.startswith(ready)), None)
+            following = next((after for _, kind, _, after in steps if kind in ready), None)
             if following is None:
                 break
             state = following
@@ -219,25 +220,25 @@ class ExhaustiveCheck:
 
     # -- one state -> the next ---------------------------------------------------------------------------------------
 
-    def successors(self, state: State, report: CheckReport) -> list[tuple[int, str, State]]:
-        """What can happen: who (-1: the coordinator) does what, and the state that it leads to."""
+    def successors(self, state: State, report: CheckReport) -> list[Happening]:
+        """Returns what can happen."""
         number, pairs = state[0], state[1:]
         control: Control = self._controls.values[number]
         members, newest, queues = self.members, control.newest, control.queues
         memory, looking = members.memory, members.looking
         memories = tuple([memory[pair] for pair in pairs])
-        found: list[tuple[int, str, State]] = []
+        found: list[Happening] = []
         able = False  # a member that has to go on can
         for i, pair in enumerate(pairs):
             if i in control.dead:
                 if i in newest:
                     able = True
                     following = self._event(number, "closed", i)
-                    found.append((-1, self._loss(following, i), (following, *pairs)))
+                    found.append((-1, StepKind.DECIDES, self._loss(following, i), (following, *pairs)))
                 continue
             steps = members.steps(i, pair, memories)
             for step in steps:
-                found.append((i, step.text, self._stepped(number, pairs, memories, i, step)))
+                found.append((i, step.kind, step.text, self._stepped(number, pairs, memories, i, step)))
             if queues[i] and not looking[pair]:
                 self._hear(number, pairs, i, found)
             able = able or (i in newest and bool(steps or queues[i] or looking[pair]))
@@ -250,15 +251,15 @@ class ExhaustiveCheck:
             alive = [i for i in newest if i not in control.dead]
             for i in alive if len(alive) > 1 else ():
                 following = self._event(number, "suspected", i)
-                found.append((-1, self._loss(following, i), (following, *pairs)))
+                found.append((-1, StepKind.DECIDES, self._loss(following, i), (following, *pairs)))
                 if not self._reduced:
                     after = [members.crashed(pair) if j == i else pair for j, pair in enumerate(pairs)]
-                    found.append((i, "crashes", (self._event(number, "crashed", i), *after)))
+                    found.append((i, StepKind.CRASHES, "crashes", (self._event(number, "crashed", i), *after)))
         alive = [i for i in newest if i not in control.dead]
         if control.resets and len(alive) > 1:  # whichever two it is between, the view is the same
             following = self._event(number, "severed", alive[-1])
             epoch = self._controls.values[following].epoch
-            found.append((-1, f"connects all anew and decides view {epoch}", (following, *pairs)))
+            found.append((-1, StepKind.DECIDES, f"connects all anew and decides view {epoch}", (following, *pairs)))
         return found
 
     def _stepped(
@@ -277,7 +278,7 @@ class ExhaustiveCheck:
             self._settle(after, i)
         return (number, *after)
 
-    def _hear(self, number: int, pairs: tuple[int, ...], i: int, found: list[tuple[int, str, State]]) -> None:
+    def _hear(self, number: int, pairs: tuple[int, ...], i: int, found: list[Happening]) -> None:
         control: Control = self._controls.values[number]
         step = self._told(i, pairs[i], control.queues[i][0], by_member=False)
         if step.failed and self._reduced:
@@ -290,15 +291,16 @@ class ExhaustiveCheck:
                 mail.append((i, to, self._messages.number(message)))
             elif to not in control.dead:
                 after[to] = self._told(to, after[to], self._messages.number(message), by_member=True).pair
-        found.append((i, step.text, (self._event(number, "heard", i, tuple(mail)), *after)))
+        found.append((i, step.kind, step.text, (self._event(number, "heard", i, tuple(mail)), *after)))
 
-    def _deliver(self, number: int, pairs: tuple[int, ...], found: list[tuple[int, str, State]]) -> None:
+    def _deliver(self, number: int, pairs: tuple[int, ...], found: list[Happening]) -> None:
         mail = self._controls.values[number].mail
         for at, (source, to, message) in enumerate(mail):
             if all(earlier[:2] != (source, to) for earlier in mail[:at]):
                 after = list(pairs)
                 after[to] = self._told(to, pairs[to], message, by_member=True).pair
-                found.append((to, f"is told what {source} holds", (self._event(number, "delivered", at), *after)))
+                text = f"is told what {source} holds"
+                found.append((to, StepKind.IS_TOLD, text, (self._event(number, "delivered", at), *after)))
 
     def _told(self, i: int, pair: int, message: int, by_member: bool) -> Transition:
         step = self.members.hear(i, pair, self._messages.values[message], message, by_member)

@@ -109,9 +109,9 @@ class SteppedStream(Stream):
         return self.gate.peers.index(behind[0]) if behind else len(self.gate.peers)
 
 
-# Of the product's objects: what is saved apart; what tells of time; and what is kept to be quick, and found again.
-_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "_lives", "watch"))
-_CACHES = frozenset(("unposted", "slots", "stages", "_gates", "_last"))
+# Of the product's objects: what is saved apart, what tells of time, and what is found again.
+_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -237,13 +237,13 @@ class Live:
                 raise BrokenPromise(
                     f"the stream of {self.replica} still works on op {slot.op.number}, which has returned"
                 )
-        save(pipeline.algorithms, _CACHES)  # they refer to the same as ever
+        save(pipeline.algorithms)  # they refer to the same as ever
         return (
             stream.view,
             stream.seen,
             save(stream),
             save(stream.publisher),
-            save(pipeline, _CACHES),
+            save(pipeline, _APART_OF_PIPELINE),
             tuple(op.number for op in pipeline.unposted),
             tuple((slot.op.number, _save_slot(slot)) for slot in slots),
             None if stream.checksums is None else save(stream.checksums),
@@ -271,7 +271,7 @@ class Live:
         live.seen, pipeline = seen, live.pipeline
         load(live, of)
         load(live.publisher, publisher)
-        load(pipeline, decided, _CACHES)
+        load(pipeline, decided, _APART_OF_PIPELINE)
         if live.checksums is not None:
             load(live.checksums, sums)
         pipeline.unposted = deque(by_number[number] for number in unposted)

@@ -7,6 +7,7 @@ the product answer for tens of millions of steps of the group.
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -27,22 +28,29 @@ from ftcomm.simulation.states import freeze, load_memory, save_memory, thaw
 STAGES = ("post", "arrive", "step", "take")
 LOST = "its connection closed"  # also said of who is suspected, so that both are one state
 
-_ABOUT_TO = {  # the method that failed
-    "advance": "goes on with its tasks",
-    "enter": "enters the view that all have told for",
-    "finish": "returns its first op",
-    "hear": "hears the coordinator",
-    "told": "hears another member",
-}
-
 Pair = int  # a member and its memory, numbered
 Pairs = tuple[Pair, ...]
+
+
+class StepKind(enum.Enum):
+    """What a member, or the coordinator, is about to do."""
+
+    CALLS = "calls its next op"
+    GOES_ON = "goes on with its tasks"
+    LOOKS = "looks whether its first op may return"
+    RETURNS = "returns its first op"
+    ENTERS = "enters the view that all have told for"
+    HEARS = "hears the coordinator"
+    IS_TOLD = "hears another member"
+    CRASHES = "crashes"
+    DECIDES = "decides a view"
 
 
 class Transition(NamedTuple):
     """What a member may do next, and what comes of it."""
 
     pair: Pair
+    kind: StepKind
     text: str
     returned: tuple[tuple[int, int], ...] = ()  # (op, outcome)
     up: tuple[m.Message, ...] = ()
@@ -138,7 +146,8 @@ class Members:
         if known is None:
             self._load(i, pair, ())
             live = self.live[i]
-            known = self._heard[key] = self._step(i, False, live.told if by_member else live.hear, message)
+            kind, call = (StepKind.IS_TOLD, live.told) if by_member else (StepKind.HEARS, live.hear)
+            known = self._heard[key] = self._step(i, False, kind, call, message)
             assert known is not None
         return known
 
@@ -147,39 +156,42 @@ class Members:
     def _find_steps(self, i: int, pair: Pair, memories: Pairs) -> list[Transition]:
         live = self.live[i]
         if self.looking[pair]:
-            calls: list[tuple[Any, ...]] = [(live.finish,)]
+            calls: list[tuple[Any, ...]] = [(StepKind.RETURNS, live.finish)]
         else:
-            stages = [(live.advance, stage) for stage in self._stages]
-            calls = [(live.issue,), *stages, (live.look,), (live.finish,), (live.enter,)]
+            calls = [
+                (StepKind.CALLS, live.issue),
+                *((StepKind.GOES_ON, live.advance, stage) for stage in self._stages),
+                (StepKind.LOOKS, live.look),
+                (StepKind.RETURNS, live.finish),
+                (StepKind.ENTERS, live.enter),
+            ]
         found = []
         fresh = False
-        for call, *arguments in calls:
+        for kind, call, *arguments in calls:
             if not fresh:
                 self._load(i, pair, memories)
-            step = self._step(i, bool(self._reads[pair]), call, *arguments)
+            step = self._step(i, bool(self._reads[pair]), kind, call, *arguments)
             fresh = not step.text  # a call that says nothing has changed nothing
             if step.text:
                 found.append(step)
         return found
 
-    def _step(self, i: int, settles: bool, call: Any, *arguments: Any) -> Transition:
+    def _step(self, i: int, settles: bool, kind: StepKind, call: Any, *arguments: Any) -> Transition:
         """`settles`: what then happens by itself belongs to it. Only if it looks at no memory that the call did not."""
         live = self.live[i]
         live.up, live.out, live.returned, live.entered, live.failed = [], [], [], None, False
         try:
             text = call(*arguments)
             if not text:
-                return Transition(-1, "")
+                return Transition(-1, kind, "")
             if settles:
                 self._advance(i)
             pair = self._save(i)
         except (BrokenPromise, FtcommError) as error:
-            text = _ABOUT_TO.get(call.__name__, call.__name__)
-            return Transition(
-                -1, text, broken=str(error) if isinstance(error, BrokenPromise) else f"{type(error).__name__}: {error}"
-            )
+            broken = str(error) if isinstance(error, BrokenPromise) else f"{type(error).__name__}: {error}"
+            return Transition(-1, kind, kind.value, broken=broken)
         returned = tuple((op, self.outcomes.number(outcome)) for op, outcome in live.returned)
-        return Transition(pair, text, returned, tuple(live.up), tuple(live.out), live.entered, live.failed)
+        return Transition(pair, kind, text, returned, tuple(live.up), tuple(live.out), live.entered, live.failed)
 
     def _advance(self, i: int) -> None:
         live = self.live[i]

@@ -6,21 +6,37 @@ when it looks. So frames are sent by halves, left in queues, and left unread, as
 
 from __future__ import annotations
 
+import enum
 import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.simulation.memory import CHUNK
 from ftcomm.sync.futex import Waiter
-from ftcomm.transport.base import MirrorWriter, Poller
+from ftcomm.transport.base import Lost, MirrorWriter, Poller
 from ftcomm.transport.tcp.mirror import TcpMirror
 
 if TYPE_CHECKING:
     from ftcomm.simulation.network import SimulatedConnection
 
 _ROOM = (150, 2000, 1 << 20)  # bytes of what a connection carries: less than a frame, those of one op, and of all
-FIN = "its connection closed"  # as the network says it
 _HALF = 0.1  # of the calls that send, how many send a part
+
+
+class NoConnection(enum.Enum):
+    """Why a connection has ended, or was not made."""
+
+    CLOSED = "its connection closed"  # by the other end
+    CLOSED_HERE = "closed on this side"
+    RESET = "connection reset"
+    TIMED_OUT = "timed out"
+    REFUSED = "connection refused"
+    UNREACHABLE = "no connection in time"
+    TURNED_AWAY = "turned away"
+    MUTE = "no answer to the handshake in time"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 class TinySocket:
@@ -32,7 +48,7 @@ class TinySocket:
         self._random = connection.network.world.random
         self._inbox = bytearray()
         self._left = self._random.choice(_ROOM)
-        self._over: str | None = None
+        self._over: NoConnection | None = None
         self.on_room: Callable[[], None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None
         connection.sockets[end] = self
@@ -63,7 +79,7 @@ class TinySocket:
 
     def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int]:
         if not self._inbox:
-            if self._over == "":
+            if self._over is NoConnection.CLOSED:
                 return (0,)
             self._check()
             raise BlockingIOError(errno.EAGAIN, "nothing has come")
@@ -83,7 +99,7 @@ class TinySocket:
         self.close()
 
     def close(self) -> None:
-        self._over = "closed on this side"
+        self._over = NoConnection.CLOSED_HERE
         self._connection.close(self._end)
 
     def reset(self, ends: Iterable[int]) -> None:
@@ -98,7 +114,7 @@ class TinySocket:
 
     def _check(self) -> None:
         if self._over is not None:
-            raise ConnectionError(self._over or "broken pipe")
+            raise ConnectionError(str(self._over))
 
     def has_room(self, nbytes: int) -> None:
         full = self._left <= 0
@@ -110,8 +126,8 @@ class TinySocket:
         self._inbox += data
         self.on_news()
 
-    def _ended(self, reason: str) -> None:
-        self._over = "" if reason == FIN else reason
+    def _ended(self, reason: NoConnection) -> None:
+        self._over = reason
         self.on_news()
 
 
@@ -120,19 +136,21 @@ class Mirror(TcpMirror):
 
     chunk = CHUNK
 
-    def _start(self) -> None:
+    def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: Lost) -> None:
+        self.sock = sock
+        super().__init__(replica, epoch, sock, on_lost)  # type: ignore[arg-type]
+
+    def start(self) -> None:
         """Start nothing: there is no thread."""
 
     def reset(self, ends: Iterable[int]) -> None:
         """A fault: the connection is reset at these ends, and the others hear nothing of it."""
-        if self._sock is not None:
-            self._sock.reset(ends)
+        self.sock.reset(ends)
 
     def attend(self) -> None:
         """The connection has ended: find its end, behind all that has come."""
         while not self.ended:
-            self._taking.acquire()
-            self._pump()
+            self.pump()
 
 
 class Pump(Poller):

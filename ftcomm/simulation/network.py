@@ -24,12 +24,11 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.suspicion import Outcome
-from ftcomm.simulation.mirror import FIN, TinySocket
+from ftcomm.simulation.mirror import NoConnection, TinySocket
 from ftcomm.simulation.world import Process, World
 
 _FIN = object()
 _MANY = 100  # acknowledgements that are kept before somebody looks at them
-REFUSED = "connection refused"
 
 Accept = Callable[["SimulatedConnection"], bool]
 
@@ -74,7 +73,7 @@ class SimulatedConnection:
         self.last = [0.0, 0.0]
         self.held: list[list[Any]] = [[], []]  # sent while the path was blocked
         self.receive: list[Callable[[Any], object]] = [_nobody, _nobody]
-        self.closed: list[Callable[[str], object]] = [_nobody, _nobody]
+        self.closed: list[Callable[[NoConnection], object]] = [_nobody, _nobody]
         self.rough = False
         self.sockets: list[TinySocket | None] = [None, None]  # where bytes are carried
         now = network.world.now
@@ -100,7 +99,7 @@ class SimulatedConnection:
             self._acked[end] = max(self._acked[end], due.popleft())
         return self.network.world.now - self._acked[end] if due or self.held[end] else 0.0
 
-    def close(self, end: int, reason: str = "") -> None:
+    def close(self, end: int, reason: NoConnection | None = None) -> None:
         """Close it by that end. With a `reason` that was not its own wish, and it is told."""
         if self.open[end]:
             self.open[end] = False
@@ -115,7 +114,7 @@ class SimulatedConnection:
             if self.open[end]:
                 self.open[end] = False
                 self.processes[end].connections.pop(self, None)
-                self.network.world.after(0.0, self.processes[end], self.closed[end], "reset")
+                self.network.world.after(0.0, self.processes[end], self.closed[end], NoConnection.RESET)
 
     def vanish(self, end: int) -> None:
         """Take that end away without a word; the other finds out by silence."""
@@ -125,7 +124,7 @@ class SimulatedConnection:
         self._due[other] = deque(due if due <= now else float("inf") for due in self._due[other])
         network = self.network
         seconds = network.weather.user_timeout * (0.8 + 0.4 * network.random())
-        network.world.after(seconds, self.processes[other], self.close, other, "timed out")
+        network.world.after(seconds, self.processes[other], self.close, other, NoConnection.TIMED_OUT)
 
     def release(self) -> None:
         """The path may be free again."""
@@ -166,7 +165,7 @@ class SimulatedConnection:
         if what is _FIN:
             self.open[other] = False
             self.processes[other].connections.pop(self, None)
-            self.closed[other](FIN)
+            self.closed[other](NoConnection.CLOSED)
         else:
             self._acked[other] = self.network.world.now  # what comes acknowledges, too
             self.receive[other](what)
@@ -205,7 +204,7 @@ class SimulatedNetwork:
         port: int,
         accept: Callable[[Process, SimulatedConnection], bool],
         on_open: Callable[[SimulatedConnection], object],
-        on_fail: Callable[[str], object],
+        on_fail: Callable[[NoConnection], object],
         patient: bool = False,
         waited: float = 0.0,
     ) -> None:
@@ -215,11 +214,11 @@ class SimulatedNetwork:
         target = self.listeners.get(port)
         way = None if target is None else (dialler.host, target.host)
         if way is not None and self._rejected(way):
-            self.world.after(0.0001, dialler, on_fail, REFUSED)
+            self.world.after(0.0001, dialler, on_fail, NoConnection.REFUSED)
             return
         if way is not None and (way in self.blocked or way[::-1] in self.blocked):
             if waited >= self.weather.dial_timeout:
-                self.world.after(0.0, dialler, on_fail, "no connection in time")
+                self.world.after(0.0, dialler, on_fail, NoConnection.UNREACHABLE)
             else:
                 pause = self.weather.retransmission
                 args = (dialler, port, accept, on_open, on_fail, patient, waited + pause)
@@ -234,10 +233,10 @@ class SimulatedNetwork:
             self.world.after(self.weather.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, patient)
             return
         if target is not None and target in self.dark:
-            self.world.after(self.weather.dial_timeout, dialler, on_fail, "no connection in time")
+            self.world.after(self.weather.dial_timeout, dialler, on_fail, NoConnection.UNREACHABLE)
             return
         if target is None or not target.alive:
-            self.world.after(0.0001, dialler, on_fail, REFUSED)
+            self.world.after(0.0001, dialler, on_fail, NoConnection.REFUSED)
             return
         if not dialler.alive:
             return
@@ -268,7 +267,7 @@ class SimulatedNetwork:
         if connection.open[0]:
             on_open(connection)
         else:
-            on_fail("turned away")
+            on_fail(NoConnection.TURNED_AWAY)
 
     def _too_late(self, dialler: Process, target: Process, answered: list[bool], on_fail: Any, patient: bool) -> None:
         if answered:
@@ -278,7 +277,7 @@ class SimulatedNetwork:
             self.world.after(self.weather.dial_timeout, dialler, self._too_late, *args)
             return
         answered.append(True)
-        on_fail("no answer to the handshake in time")
+        on_fail(NoConnection.MUTE)
 
     def is_mute(self, dialler: Process, target: Process | None) -> bool:
         """Whether its kernel takes a connection, and its process does not."""
@@ -343,7 +342,7 @@ class SimulatedNetwork:
 
     def _expire(self, connection: SimulatedConnection, end: int) -> None:
         if connection.way[0] in self.blocked or connection.way[1] in self.blocked:
-            connection.close(end, "timed out")
+            connection.close(end, NoConnection.TIMED_OUT)
 
     def _rejected(self, way: tuple[int, int]) -> bool:
         return way[0] != way[1] and not self.rejecting.keys().isdisjoint(way)
@@ -357,7 +356,7 @@ class SimulatedNetwork:
                 if self._rejected(connection.way[0]) and end == 0:
                     for side in (0, 1):
                         when = 0.01 * self.random()
-                        self.world.after(when, connection.processes[side], connection.close, side, "reset")
+                        self.world.after(when, connection.processes[side], connection.close, side, NoConnection.RESET)
 
         def over() -> None:
             for host in hosts:
@@ -423,7 +422,7 @@ class SimulatedLink:
         *,
         on_open: Callable[[], object],
         on_message: Callable[[Any], object],
-        on_down: Callable[[str, bool], object],
+        on_down: Callable[[NoConnection, bool], object],
         rough: bool = False,
     ) -> None:
         self._network, self._owner, self._port, self._accept = network, owner, port, accept
@@ -450,7 +449,7 @@ class SimulatedLink:
     def break_(self) -> None:
         """A fault: the connection is reset."""
         if self._connection is not None:
-            self._connection.close(0, "connection reset")
+            self._connection.close(0, NoConnection.RESET)
 
     def _dial(self) -> None:
         if not self._over:
@@ -475,7 +474,7 @@ class SimulatedLink:
             return self._connection.unanswered(0)
         return 0.0 if self._network.is_mute(self._owner, self._network.listeners.get(self._port)) else None
 
-    def _down(self, reason: str, ended: bool) -> None:
+    def _down(self, reason: NoConnection, ended: bool) -> None:
         self._connection = None
         if self._over:
             return

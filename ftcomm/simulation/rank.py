@@ -25,8 +25,8 @@ from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ExpelledError, FtcommError
 from ftcomm.membership.derived import Left
 from ftcomm.simulation.exchange import SimulatedExchange
-from ftcomm.simulation.mirror import Mirror
-from ftcomm.simulation.network import REFUSED, SimulatedConnection, SimulatedLink, SimulatedNetwork
+from ftcomm.simulation.mirror import Mirror, NoConnection
+from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
 from ftcomm.simulation.subgroup import SimulatedSubgroup
 from ftcomm.simulation.world import Process, World
@@ -120,7 +120,7 @@ class Rank(Process):
             on_down=lambda reason, ended: self.do(
                 self.node.up_lost(
                     f"the way up is lost: {reason}",
-                    not ended and reason == REFUSED,
+                    not ended and reason is NoConnection.REFUSED,
                     self.network.listeners[port].host == self.host,
                 )
             ),
@@ -161,10 +161,10 @@ class Rank(Process):
         if later is not None:
             connection.send(1, later)
 
-    def _rank_lost(self, shard: int, connection: SimulatedConnection, reason: str) -> None:
+    def _rank_lost(self, shard: int, connection: SimulatedConnection, reason: NoConnection) -> None:
         if self._ranks.get(shard) is connection:  # else it is here again, by another one
             del self._ranks[shard]
-            self._seek(shard, reason, self.clock())
+            self._seek(shard, str(reason), self.clock())
 
     def _seek(self, shard: int, why: str, begun: float) -> None:
         """Find out, as `ftcomm.control.agent` does, whether a rank of ours has ended whose connection has."""
@@ -302,7 +302,7 @@ class Rank(Process):
             self.do(self.node.peer_opened(member.replica))
             self._back(member.replica)
 
-        def down(reason: str, ended: bool) -> None:
+        def down(reason: NoConnection, ended: bool) -> None:
             if ended:
                 return  # it proves nothing; that it cannot be made again would
             self._down.add(member.replica)
@@ -401,10 +401,10 @@ class Rank(Process):
             else:
                 self._reach(view, progress)
 
-        def failed(reason: str) -> None:
+        def failed(reason: NoConnection) -> None:
             self._reaching = ()
             if self.node.wants(view) and not self.gone:
-                self.do(self.node.unreachable(view.epoch, replica, reason, Cause.OTHER, self.clock()))
+                self.do(self.node.unreachable(view.epoch, replica, str(reason), Cause.OTHER, self.clock()))
                 self.after(self.timeouts.beat, self._reach, view, progress)
 
         self._reaching = (replica,)

@@ -357,12 +357,12 @@ class SimulatedJoiner:
             member.ranks[self.rank.index].pid,
             lambda target, connection: target.accepts(connection, "state", self._fields),  # type: ignore[attr-defined]
             lambda connection: self._opened(source, connection),
-            lambda reason: self._drop(source, reason),
+            lambda reason: self._drop(source, str(reason)),
         )
 
     def _opened(self, source: int, connection: SimulatedConnection) -> None:
         connection.receive[0] = lambda what: self._received(source, connection, what)
-        connection.closed[0] = lambda reason: self._drop(source, reason)
+        connection.closed[0] = lambda reason: self._drop(source, str(reason))
 
     def _received(self, source: int, connection: SimulatedConnection, what: tuple[Any, ...]) -> None:
         scheduler = self._scheduler

@@ -24,6 +24,7 @@ from ftcomm.membership.derived import (
 )
 from ftcomm.simulation.exchange import SimulatedExchange
 from ftcomm.simulation.memory import CHUNK
+from ftcomm.simulation.mirror import NoConnection
 from ftcomm.simulation.network import SimulatedConnection
 from ftcomm.simulation.promises import ELEMENTS, input_of
 from ftcomm.transport.peer_cache import PeerCache
@@ -196,9 +197,9 @@ class SimulatedSubgroup:
         def closed(connection: SimulatedConnection) -> None:
             if connection in self._asking:
                 del self._asking[connection]
-                failed("")
+                failed(None)
 
-        def failed(reason: str) -> None:
+        def failed(reason: NoConnection | None) -> None:
             self._happens(self.membership.unanswered, epoch, replica)
 
         what = ENTERED if ask.entered else ASK
@@ -226,7 +227,7 @@ class SimulatedSubgroup:
             else:
                 self._has_reached(epoch, replica)
 
-        def failed(reason: str) -> None:
+        def failed(reason: NoConnection | None) -> None:
             self._happens(self.membership.unreachable, epoch, replica)
 
         self._dial(there, DATA, nonce, epoch, "", opened, failed)
@@ -251,7 +252,7 @@ class SimulatedSubgroup:
         epoch: int,
         nonce: str,
         opened: Callable[[SimulatedConnection], object],
-        failed: Callable[[str], object],
+        failed: Callable[[NoConnection], object],
     ) -> None:
         """`nonce` is that of the segment there, if it is known."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ftcomm.collective.algorithms.base import Algorithm
@@ -44,10 +44,11 @@ class Algorithms:
             self.route = Hierarchical(view, memories, reducer)
         # The input of a single contributor is the result, which all copy.
         self._sole = self.contributors[0] if len(self.contributors) == 1 else REDUCE
-        self._last: tuple[int | None, Algorithm] = (
-            None,
-            self.copy,
-        )  # the number of the last op whose tasks were asked for
+
+    def __iter__(self) -> Iterator[Algorithm]:
+        """All of them, each once."""
+        yield from (self.one_shot, self.two_shot, self.compressed_one_shot, self.compressed_two_shot)
+        yield from (self.copy, self.batches, *([] if self.route is None else [self.route]))
 
     @property
     def readers(self) -> Mapping[int, frozenset[int]]:
@@ -80,8 +81,5 @@ class Algorithms:
             return self.batches, task
         if task.holder != REDUCE:
             return self.copy, task
-        known, algorithm = self._last
-        if known != op.number:
-            algorithm = self.of(op)
-            self._last = op.number, algorithm
+        algorithm = self.of(op)
         return algorithm, (Task(task.chunk, self._sole, self.contributors) if algorithm is self.copy else task)

@@ -126,7 +126,7 @@ class TcpMirror(Peer):
             with self._taking:
                 closed = self._closed
                 if not closed:
-                    self._bell = self._start()
+                    self._bell = self.start()
                     self._sock = sock
         except BaseException:
             sock.close()
@@ -136,7 +136,7 @@ class TcpMirror(Peer):
         else:
             self._answered.set()
 
-    def _start(self) -> Doorbell | None:
+    def start(self) -> Doorbell | None:
         """Start the thread that receives, or waits for the end of the connection. It waits for the lock, which is held.
         Returns what wakes it."""
         bell = Doorbell()
