@@ -7,6 +7,10 @@ connections.
     StaticGroup  those that it was made of   themselves, when all have met       once
 
 The router of this rank, which knows a communicator by its name, hands it what others dial.
+
+What the three have in common is here. The rest of a subgroup answers views that come while ops are in flight: its
+members ask, reach and enter again and again. The rest of a static group meets once, by a deadline, and then says why it
+ends. As one class with two sources of members each method would be one of the two.
 """
 
 from __future__ import annotations

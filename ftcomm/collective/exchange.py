@@ -124,7 +124,8 @@ class Exchange(GroupExchange[Operation]):
 
     def wake(self) -> None:
         """Wake the driver. While there is none, take in what has come: an op that has returned here may not return
-        elsewhere before the last that is said of it has left, and for that there may be no room."""
+        elsewhere before the last that is said of it has left, and for that there may be no room. That can only be in a
+        ring, where what another member says comes by two ways: else this member has not returned the op either."""
         self._waiter.wake()
         with self._mutex:
             peers = list(self.member.peers.values()) if self.driver.idle else []
