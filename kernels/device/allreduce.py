@@ -21,10 +21,7 @@ If the calls differ, lane 0 says so to the host (MISMATCHED, SEEN), and the op e
 members are seen to know it. Other lanes may have posted AHEAD tasks by then, and so many indices the op takes. A lane
 that finds a difference only ends when lane 0 has found it, too.
 
-A launch begins with the first program that enters. While OPEN is 0 it holds there, and the op counts as not called;
-then it says that it begins (BEGUN) and looks once more whether OPEN is still the same, as the host looks at BEGUN after
-it has written OPEN: one of the two sees the other. If it is, all programs of the launch run in that epoch or not at
-all. The last program to leave says how it went (STATUS, RETURNED, FINISHED).
+A launch that is broken off waits for the next epoch and goes on: `ftcomm.kernels.device.attempts`.
 """
 
 from __future__ import annotations
@@ -35,157 +32,58 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ftcomm.kernels.device.lane import await_flags, post, read, stable, take, verify, write
+from ftcomm.kernels.device.attempts import begin, depart, end, join, leave
+from ftcomm.kernels.device.lane import await_flags, post, stable, take, verify
 from ftcomm.kernels.device.offsets import (
     ABORTED,
     AHEAD,
     BASE,
-    BASE_OF,
     BEGUN,
     CALL_OF,
-    CALLED,
-    CAPTURED,
     CLOSED,
-    ENTERED,
-    EPOCH_NOW,
-    FINISHED,
-    HEARD,
     LANES_AT,
-    LANES_DONE,
-    LEFT,
     LINE,
     ME,
     MEMBERS,
     MISMATCH,
-    MISMATCHED,
+    NEXT,
+    NTODO,
     NUMBER,
     NUMBER_OF,
-    OK,
     ONE_HOST,
     OPEN,
     POSTED,
-    RETURNED,
     RUNNING,
-    STARTED,
-    STATUS,
-    TEMPLATE,
+    TODO,
+    TODO_OF,
     WORDS_OF,
 )
-from ftcomm.kernels.device.signal import clock, fence, full_fence, load, pointer, publish, rest
+from ftcomm.kernels.device.signal import add, clock, load, pointer, publish, read, write
 from ftcomm.kernels.epochs import COUNTER
 
 _COUNTER = tl.constexpr(COUNTER)
 
-_SCALARS = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call", "template", "only", "deadline_ns")
-
-
-# ---- the launch ---------------------------------------------------------------------------------------------------
+_SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
 
 
 @triton.jit
-def _add(address, value):
-    """Add to a counter of this device; returns what it was before."""
-    return tl.atomic_add(pointer(address), tl.cast(value, tl.int64), sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def _enter(ctl, state, template, only, THREADS: tl.constexpr):
-    """The epoch that this launch runs in; CLOSED if in none: at the end of the engine, or if meant for another one."""
-    if _add(state + ENTERED, 0 + 1) == 0:
-        epoch = load(ctl + OPEN, THREADS)
-        begun = False
-        while (epoch != CLOSED) & (not begun):
-            if epoch == 0:
-                rest()
-            elif (only == 0) | (epoch == only):
-                launches = read(ctl + BEGUN) + 1
-                publish(ctl + BEGUN, launches)
-                full_fence()
-                begun = load(ctl + OPEN, THREADS) == epoch
-                if begun:
-                    write(ctl + TEMPLATE, template)
-                    write(ctl + BASE_OF, read(state + BASE))
-                    write(ctl + STATUS, RUNNING)
-                    publish(ctl + STARTED, read(state + NUMBER) + 1)
-                else:
-                    publish(ctl + FINISHED, launches)
-            if not begun:
-                epoch = load(ctl + OPEN, THREADS)
-                if (only != 0) & (epoch != 0) & (epoch != only):
-                    epoch = tl.zeros((), tl.int64) + CLOSED
-        tl.atomic_xchg(pointer(state + EPOCH_NOW), epoch, sem="release", scope="gpu")
-    now = _add(state + EPOCH_NOW, 0)
-    while now == 0:
-        rest()
-        now = _add(state + EPOCH_NOW, 0)
-    return now
-
-
-@triton.jit
-def _leave(ctl, state, epoch, number, template, base, lanes, steps, done, status, programs, THREADS: tl.constexpr):
-    """The last program to leave says how it went and sets the counters of a launch back."""
-    tl.debug_barrier()
-    _add(state + LANES_DONE, done)
-    if _add(state + LEFT, 0 + 1) == programs - 1:
-        stable = _add(state + LANES_DONE, 0) == lanes
-        write(state + LANES_DONE, 0)
-        write(state + ENTERED, 0)
-        write(state + LEFT, 0)
-        write(state + EPOCH_NOW, 0)
-        if epoch != CLOSED:
-            if stable:
-                differ = load(ctl + MISMATCHED, THREADS) == number + 1
-                write(state + NUMBER, number + 1)
-                write(state + BASE, base + tl.where(differ, AHEAD, steps))
-                write(ctl + STATUS, tl.where(differ, MISMATCH, OK))
-                if template < CAPTURED:
-                    publish(ctl + CALLED, template + 1)
-                publish(ctl + RETURNED, number + 1)
-            else:
-                write(ctl + STATUS, status)
-            publish(ctl + FINISHED, read(ctl + BEGUN))
-
-
-# ---- the kernels ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=_SCALARS)
-def allreduce(
-    ctl: tl.int64,  # addresses of the words
-    state: tl.int64,
-    view: tl.int64,
-    array: tl.int64,  # address of the caller's elements
-    tasks: tl.int64,  # address of words, see words.py; 0: chunks 0 .. ntasks - 1, all to be reduced
-    ntasks: tl.int64,
-    count: tl.int64,  # elements
-    call: tl.int64,
-    template: tl.int64,
-    only: tl.int64,  # the one epoch in which it may run; 0: any. The tasks of a repair are of one epoch
-    deadline_ns: tl.int64,  # for the whole launch; 0: none
-    T: tl.constexpr,  # of the elements
-    OP: tl.constexpr,  # index in dtypes.OPS
-    W: tl.constexpr,  # sources that the reduction is unrolled for; any other number takes a loop, with the same bits
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,  # array % 16 == 0
-    LANES: tl.constexpr,
-    CHUNK: tl.constexpr,  # bytes
-    ONE_SHOT: tl.constexpr,  # bytes up to which every member reduces all of it by itself
-    THREADS: tl.constexpr,  # of a program: 32 a warp
+def _serve(
+    ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T: tl.constexpr, OP: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    ONE_SHOT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks nobody but its stream."""
+    """Serve one lane after the other, until none is left or the attempt is broken off: (its lanes, the steps of the
+    longest, how many this program has brought to their end, how it went)."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    ntasks = tl.cast(ntasks, tl.int64)
-    count = tl.cast(count, tl.int64)
-    array = tl.cast(array, tl.int64)
-    tasks = tl.cast(tasks, tl.int64)
-    epoch = _enter(ctl, state, template, only, THREADS)
     number = read(state + NUMBER)
     base = read(state + BASE)
+    tasks = tl.zeros((), tl.int64)
+    ntasks = chunks
+    if read(view + TODO_OF) == number + 1:
+        tasks = read(view + TODO)
+        ntasks = read(view + NTODO)
     members = read(view + MEMBERS)
     me = read(view + ME)
-    deadline = tl.cast(deadline_ns, tl.int64)
-    if deadline > 0:
-        deadline += clock(THREADS)
     low = (epoch << _COUNTER) + base
     high = (epoch + 1) << _COUNTER
     lanes = tl.maximum(1, tl.minimum(LANES, ntasks))
@@ -196,10 +94,10 @@ def allreduce(
     mine = read(view + WORDS_OF + 8 * me) + LANES_AT
 
     status = RUNNING
-    if (epoch == CLOSED) | (load(ctl + OPEN, THREADS) != epoch):
+    if load(ctl + OPEN, THREADS) != epoch:
         status = ABORTED
-    done = tl.zeros((), tl.int32)
-    lane = tl.zeros((), tl.int64) + tl.program_id(0)
+    done = tl.zeros((), tl.int64)
+    lane = add(state + NEXT, 0 + 1)
     while (lane < lanes) & ((status == RUNNING) | (status == MISMATCH)):
         own = mine + lane * LINE
         flags = theirs + lane * LINE
@@ -211,8 +109,8 @@ def allreduce(
             write(own + CALL_OF, call)
         while (taken < steps) & (status == RUNNING):
             while posted < tl.minimum(steps, taken + AHEAD):
-                post(tasks, lane + posted * lanes, lane, base + posted, view, array, count, T, BLOCK, ALIGNED, LANES,
-                      CHUNK)  # fmt: skip
+                post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, BLOCK, ALIGNED,
+                      LANES, CHUNK)  # fmt: skip
                 posted += 1
                 publish(own + POSTED, low + posted)
             index = base + taken
@@ -233,22 +131,66 @@ def allreduce(
             own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS
         )
         done += ended
-        lane += tl.num_programs(0)
-    _leave(ctl, state, epoch, number, tl.cast(template, tl.int64), base, lanes, (ntasks + lanes - 1) // lanes, done,
-           status, tl.num_programs(0), THREADS)  # fmt: skip
+        if (status == RUNNING) | (status == MISMATCH):
+            lane = add(state + NEXT, 0 + 1)
+    return lanes, (ntasks + lanes - 1) // lanes, done, status
 
 
-@triton.jit(do_not_specialize=("ctl", "state"))
-def gate(ctl: tl.int64, state: tl.int64, THREADS: tl.constexpr):
-    """One program behind the all-reduce in its stream: holds what follows until the op has returned. If it was broken
-    off it is repaired meanwhile on another stream. An error waits until the host knows it."""
-    started = load(ctl + STARTED, THREADS)
-    while load(ctl + RETURNED, THREADS) < started:
-        rest()
-    if load(ctl + MISMATCHED, THREADS) == started:
-        while load(ctl + HEARD, THREADS) < started:
-            rest()
-    fence()
+@triton.jit(do_not_specialize=_SCALARS)
+def allreduce(
+    ctl: tl.int64,  # addresses of the words
+    state: tl.int64,
+    view: tl.int64,
+    array: tl.int64,  # address of the caller's elements
+    kept: tl.int64,  # address of a copy of them, aligned as they are, of an op that is reduced again as a whole; or 0
+    chunks: tl.int64,  # tasks of the op, all to be reduced, if it is not one that was begun before; see words.py
+    count: tl.int64,  # elements
+    call: tl.int64,
+    template: tl.int64,
+    deadline_ns: tl.int64,  # for the whole launch; 0: none
+    T: tl.constexpr,  # of the elements
+    OP: tl.constexpr,  # index in dtypes.OPS
+    W: tl.constexpr,  # sources that the reduction is unrolled for; any other number takes a loop, with the same bits
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,  # array % 16 == 0
+    LANES: tl.constexpr,
+    CHUNK: tl.constexpr,  # bytes
+    ONE_SHOT: tl.constexpr,  # bytes up to which every member reduces all of it by itself
+    THREADS: tl.constexpr,  # of a program: 32 a warp
+):  # fmt: skip
+    """One op in place. A grid of 1 .. LANES programs; one launch at a time. Blocks nobody but its stream, and that
+    until the op has returned; if members have made different calls, until the host has heard."""
+    array = tl.cast(array, tl.int64)
+    kept = tl.cast(kept, tl.int64)
+    chunks = tl.cast(chunks, tl.int64)
+    count = tl.cast(count, tl.int64)
+    template = tl.cast(template, tl.int64)
+    deadline = tl.cast(deadline_ns, tl.int64)
+    if deadline > 0:
+        deadline += clock(THREADS)
+    first = tl.program_id(0) == 0
+    epoch = tl.zeros((), tl.int64)
+    number = tl.zeros((), tl.int64) - 1
+    launches = tl.zeros((), tl.int64)
+    if first:
+        launches = load(ctl + BEGUN, THREADS)
+    over = False
+    while not over:
+        if first:
+            epoch, number, launches = begin(ctl, state, view, template, number, launches, deadline, THREADS)
+        else:
+            epoch = join(state, epoch)
+        over = epoch == CLOSED
+        if not over:
+            lanes, steps, done, status = _serve(
+                ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T, OP, W, BLOCK, ALIGNED, LANES,
+                CHUNK, ONE_SHOT, THREADS,
+            )  # fmt: skip
+            if first:
+                over = end(ctl, state, epoch, number, template, lanes, steps, done, status, launches, THREADS)
+            else:
+                leave(state, done)
+    depart(state, tl.num_programs(0))
 
 
 # ---- the launch, seen from the host ----------------------------------------------------------------------------------

@@ -29,21 +29,10 @@ from ftcomm.kernels.device.offsets import (
     TAKEN,
     TIMED_OUT,
 )
-from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, rest
+from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, read, rest
 from ftcomm.kernels.device.tile import copy_span, reduce_span
 
 _SLICE = tl.constexpr(64)  # bytes; slices begin on cache lines
-
-
-@triton.jit
-def read(address):
-    """A word that does not change while the launch runs."""
-    return tl.load(pointer(address))
-
-
-@triton.jit
-def write(address, value):
-    tl.store(pointer(address), tl.cast(value, tl.int64))
 
 
 @triton.jit
@@ -79,27 +68,38 @@ def _slot(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _task(tasks, i, sole):
-    """Task i: (chunk, 1 + index of the holder or 0, whether this member has it already)."""
+    """Task i: (chunk, 1 + index of the holder or 0, whether the op was begun before and it is to be reduced, whether
+    this member has it already)."""
     word = i
     if tasks != 0:
         word = read(tasks + 8 * i)
     holder = (word >> HOLDER) & 0xFF
+    again = (tasks != 0) & (holder == 0)
     if holder == 0:
         holder = sole + 1
-    return word & 0xFFFFFFFF, holder, (word >> SKIP) & 1
+    return word & 0xFFFFFFFF, holder, again, (word >> SKIP) & 1
 
 
 @triton.jit
-def post(tasks, i, lane, index, view, array, count, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
-    """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging."""
+def post(
+    tasks, i, lane, index, view, array, kept, count, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr
+):  # fmt: skip
+    """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging. What is reduced again, though
+    it may be FINAL here, is first made INPUT, from `kept`."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     me = read(view + ME)
-    chunk, holder, _ = _task(tasks, i, read(view + SOLE))
+    chunk, holder, again, _ = _task(tasks, i, read(view + SOLE))
+    start = chunk * (CHUNK // size)
+    n = tl.minimum(count - start, CHUNK // size)
+    inputs = array + start * size
+    staging = read(view + STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
     mine = (holder == me + 1) | ((holder == 0) & (read(view + CONTRIBUTES) != 0))
-    if mine & (read(view + MEMBERS) > 1):
-        start = chunk * (CHUNK // size)
-        staging = read(view + STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
-        copy_span(array + start * size, staging, tl.minimum(count - start, CHUNK // size), T, BLOCK, ALIGNED)
+    turn = tl.where(again & (kept != 0), 0, 1)
+    last = tl.where(mine & (read(view + MEMBERS) > 1), 1, 0)
+    while turn <= last:  # one loop: a second copy in the text takes more registers than sm_80 has
+        source = tl.where(turn == 0, kept + start * size, inputs)
+        copy_span(source, tl.where(turn == 0, inputs, staging), n, T, BLOCK, ALIGNED)
+        turn += 1
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def take(
 ):  # fmt: skip
     """All have posted task i: INPUT becomes FINAL; nothing is awaited between the first byte and the word for it."""
     size: tl.constexpr = T.primitive_bitwidth // 8
-    chunk, holder, skip = _task(tasks, i, read(view + SOLE))
+    chunk, holder, _, skip = _task(tasks, i, read(view + SOLE))
     start = chunk * (CHUNK // size)
     n = tl.minimum(count - start, CHUNK // size)
     status = RUNNING

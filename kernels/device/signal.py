@@ -35,6 +35,39 @@ def pointer(address):
 
 
 @triton.jit
+def read(address):
+    """A word that nobody changes meanwhile."""
+    return tl.load(pointer(address))
+
+
+@triton.jit
+def write(address, value):
+    tl.store(pointer(address), tl.cast(value, tl.int64))
+
+
+@triton.jit
+def transfer(source, to, WORDS: tl.constexpr):
+    """Copy words, a power of two of them."""
+    at = 8 * tl.arange(0, WORDS)
+    tl.store(pointer(to + at), tl.load(pointer(source + at), volatile=True))
+    tl.debug_barrier()
+
+
+@triton.jit
+def add(address, value):
+    """Add to a word of this device, behind all that this program has done; returns what it was before."""
+    tl.debug_barrier()
+    return tl.atomic_add(pointer(address), tl.cast(value, tl.int64), sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def exchange(address, value):
+    """Set a word of this device, behind all that this program has done."""
+    tl.debug_barrier()
+    tl.atomic_xchg(pointer(address), tl.cast(value, tl.int64), sem="acq_rel", scope="gpu")
+
+
+@triton.jit
 def load(address, THREADS: tl.constexpr):
     """A word that others may change meanwhile."""
     return tl.sum(tl.load(_first(address, THREADS), mask=tl.arange(0, THREADS) == 0, other=0, volatile=True), 0)

@@ -4,7 +4,7 @@ All are 64-bit and aligned. `ctl` lies in pinned host memory, `state` and `view`
 host memory. Each word has one writer at a time:
 
     ctl     OPEN        host     the epoch in which programs may run; 0: none may, CLOSED: never again
-            RETURNED    kernel   ops returned, so the number of the one that runs; host: at a view change and the end
+            RETURNED    kernel   ops returned, so the number of the one that runs; host: at a view change
             CALLED      kernel   1 + `template` of the last op that returned of those that the host has called; ops of a
                                  graph have CAPTURED or more, and are counted by RETURNED alone
             STARTED     kernel   1 + number of the op that was begun last
@@ -12,14 +12,15 @@ host memory. Each word has one writer at a time:
             BASE_OF     kernel   tasks of the epoch before it; likewise
             STATUS      kernel   how it stands
             MISMATCHED  kernel   1 + number of the last op for which members had made different calls
-            BEGUN       kernel   launches that have begun
+            BEGUN       kernel   attempts at ops that have begun
             FINISHED    kernel   and ended; while both are equal and OPEN is 0, nothing of ours touches any memory
             SEEN        kernel   what the members had called: (NUMBER, CALL) of each
-            HEARD       host     the last MISMATCHED of which it has read SEEN; the next op is held until then
-    state   NUMBER      kernel   as RETURNED, for the next launch to read at home; by the host at a view change
-            BASE        kernel   tasks of the epoch before the next op; likewise
-            LANES_DONE  kernel   this and the rest only mean something within a launch
-    view    (all)       host     the members, at a view change
+            HEARD       host     the last MISMATCHED of which it has read SEEN; the op does not end before
+            NEWS        host     the table of the members, before OPEN; while BEGUN and FINISHED are equal
+    view    (all)       kernel   its copy of NEWS, from the first attempt in that epoch on
+    state   NUMBER      kernel   as RETURNED, for the next launch to read at home
+            BASE        kernel   tasks of the epoch before the next op
+            NOW, ...    kernel   what its programs tell each other, see `ftcomm.kernels.device.attempts`
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ POSTED, REDUCED, TAKEN, NUMBER_OF, CALL_OF = 0, 1, 2, 3, 4
 OPEN, RETURNED, STARTED, TEMPLATE, BASE_OF, STATUS, MISMATCHED, BEGUN, FINISHED, HEARD = 0, 1, 2, 3, 4, 5, 6, 7, 8, 9
 CALLED = 10
 SEEN = 16
-CTL_WORDS = 64
+NEWS = 64
+CTL_WORDS = 128
 
 CLOSED = -1  # OPEN
 CAPTURED = 1 << 40  # TEMPLATE
@@ -41,11 +43,13 @@ CAPTURED = 1 << 40  # TEMPLATE
 RUNNING, OK, ABORTED, TIMED_OUT, MISMATCH = 0, 1, 2, 3, 4  # STATUS
 
 # state
-NUMBER, BASE, LANES_DONE, ENTERED, LEFT, EPOCH_NOW = 0, 1, 2, 3, 4, 5
+NUMBER, BASE, NOW, INSIDE, NEXT, DONE, LEFT = 0, 1, 2, 3, 4, 5, 6
 STATE_WORDS = 8
 
-# view
+# NEWS, view. An op that was begun before the epoch has TODO_OF = 1 + its number, and NTODO tasks left at address TODO
 EPOCH, MEMBERS, ME, SOURCES, CONTRIBUTES, SOLE, ONE_HOST = 0, 1, 2, 3, 4, 5, 6
+RESUMED = 7  # the number of the first op in it
+TODO_OF, TODO, NTODO = 8, 9, 10
 WORDS_OF, STAGING_OF, SOURCE_STAGING = 16, 32, 48
 VIEW_WORDS = 64
 MOST_MEMBERS = 16

@@ -150,7 +150,6 @@ def abort_times(ranks: Any) -> list[float]:
         began = time.perf_counter()
         ranks.freeze()
         took.append(time.perf_counter() - began)
-        ranks.let_go()
         ranks.enter(number + 1)
     ranks.settle()
     return took

@@ -357,9 +357,8 @@ def launch() -> Answer:
     from tests.gpu.ranks import ON_GPU, Ranks
 
     require_cuda()
-    from ftcomm.engines.gpu_kernel.cuda import _GATE, CudaDevice
+    from ftcomm.engines.gpu_kernel.cuda import CudaDevice
     from ftcomm.engines.gpu_kernel.layout import CUDA
-    from ftcomm.kernels.device.allreduce import gate
 
     ranks = Ranks(1, CUDA, CudaDevice, deadline=ON_GPU)
     ranks.enter()
@@ -369,14 +368,9 @@ def launch() -> Answer:
     ranks.settle()
     answer: Answer = {"the first op, compiled and loaded, s": round(time.perf_counter() - began, 2)}
 
-    def gated() -> None:
-        with torch.cuda.stream(device._op):
-            gate[(1,)](*device._words.addresses[:2], **_GATE)
-
     for name, call in (
         ("op without `mark` and `release`", lambda: ranks.launch(0, x, "float32")),
         ("of it `follow`", device.follow),
-        ("of it the gate by Triton", gated),
         ("`mark` and `release`", lambda: device.release(device.mark())),
     ):
         took = []

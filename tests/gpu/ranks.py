@@ -37,7 +37,6 @@ class Ranks:
         self.epoch = 0
         self.reached: list[dict[int, Reached]] = []
         for me, device in enumerate(self.devices):
-            device.warm()
             peers = {
                 i: ShmPeer(i, os.getpid(), segment.fd, segment.nonce, layout)
                 for i, segment in enumerate(self.segments)
@@ -50,7 +49,8 @@ class Ranks:
         return GroupView(self.epoch, me, members, frozenset(members))
 
     def enter(self, number: int | None = None) -> None:
-        """A new epoch, in which ops go on from `number`, or from where they were. All are frozen, or new."""
+        """A new epoch, in which ops go on from `number`, or from where they were. All are frozen, or new. An op that
+        was broken off ends if `number` is a later one."""
         self.epoch += 1
         for device in self.devices:
             for lane in range(self.layout.lanes):
@@ -58,7 +58,8 @@ class Ranks:
                     device.own.lanes[lane_word(lane, word)] = self.epoch << COUNTER
         for me, device in enumerate(self.devices):
             returned = int(device.ctl[w.RETURNED]) if number is None else number
-            device.enter(view_words(self.view(me), self.reached[me]), returned)
+            for i, word in enumerate(view_words(self.view(me), self.reached[me], returned)):
+                device.ctl[w.NEWS + i] = word & (1 << 64) - 1
             device.ctl[w.RETURNED] = returned
             device.ctl[w.OPEN] = self.epoch
 
@@ -87,11 +88,6 @@ class Ranks:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"a launch did not end within {self.deadline:g} s of the abort word")
 
-    def let_go(self) -> None:
-        """The gates of ops that will never return."""
-        for device in self.devices:
-            device.ctl[w.RETURNED] = device.ctl[w.STARTED]
-
     def launch(self, me: int, flat: Any, dtype: str, op: str = "sum", sms: int | None = None) -> KernelOperation:
         """An all-reduce of `flat`, one-dimensional on the device, queued behind the caller's current stream."""
         device: Device = self.devices[me]
@@ -100,7 +96,7 @@ class Ranks:
         programs = device.programs(flat.nbytes, min(chunks, self.layout.lanes), sms)
         compiled = constants(operation, device.address(flat), self.layout, self.view(me))
         device.follow()
-        device.launch(AllreduceLaunch(flat, operation.count, operation.call, 0, 0, chunks, None, programs, compiled))
+        device.launch(AllreduceLaunch(flat, operation.count, operation.call, 0, chunks, None, programs, compiled))
         return operation
 
     def settle(self) -> None:
@@ -115,7 +111,7 @@ class Ranks:
         """Whatever runs or waits ends."""
         for device in self.devices:
             device.ctl[w.OPEN] = w.CLOSED & (1 << 64) - 1
-            device.ctl[w.RETURNED] = device.ctl[w.HEARD] = 1 << 62
+            device.ctl[w.HEARD] = 1 << 62
         for device, segment in zip(self.devices, self.segments, strict=True):
             device.settle(10.0)
             device.close()

@@ -143,7 +143,6 @@ def test_a_thousand_aborts_then_a_correct_op(record_property: Any) -> None:
             ranks.freeze()
             took.append(time.perf_counter() - began)
             assert [int(device.ctl[w.STATUS]) for device in ranks.devices[:7]] == [w.ABORTED] * 7
-            ranks.let_go()
             ranks.enter(number)
         ranks.settle()
         for me in range(8):
@@ -179,7 +178,6 @@ def test_an_abort_in_mid_op_leaves_each_chunk_input_or_final() -> None:
                     assert final or same_bits(got[chunk], sources[me][here]), f"seed {SEED}: rank {me}, chunk {chunk}"
                     finals += final
             split += 0 < finals < 800
-            ranks.let_go()
             ranks.enter(number)
         ranks.settle()
     print(f"{split} of 50 ops were broken off in the middle")
@@ -204,9 +202,7 @@ def test_other_calls_are_told_apart() -> None:
         for me in range(2):
             ranks.launch(me, arrays[me], "float32")
         ranks.begun(1, range(2))
-        assert not any(device.settle(0.2) for device in ranks.devices), (
-            "the gate does not wait until the host has heard"
-        )
+        assert not any(device.settle(0.2) for device in ranks.devices), "the op does not wait until the host has heard"
         for device in ranks.devices:
             assert device.ctl[w.STATUS] == w.MISMATCH
             assert device.ctl[w.SEEN + 1] != device.ctl[w.SEEN + 3]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
+from ftcomm.kernels.device.allreduce import allreduce, compiled_for
 from ftcomm.kernels.device.launch import plan
 from ftcomm.kernels.device.reduce import reduce_kernel
 from ftcomm.kernels.dtypes import OPS
@@ -47,7 +47,6 @@ class KernelCase(NamedTuple):
 
 def cases() -> Iterator[KernelCase]:
     yield from _reductions()
-    yield _gate()
     yield from _allreduces()
 
 
@@ -81,23 +80,18 @@ def _reductions() -> Iterator[KernelCase]:
 # ---- the all-reduce -----------------------------------------------------------------------------------------------
 
 
-def _gate() -> KernelCase:
-    constants = {"num_warps": 1, "enable_fp_fusion": False, "THREADS": 32}
-    return KernelCase("gate", "", gate, dict.fromkeys(("ctl", "state"), "i64"), constants, waits=1)
-
-
 def _allreduces() -> Iterator[KernelCase]:
-    scalars = ("ctl", "state", "view", "array", "tasks", "ntasks", "count", "call", "template", "only", "deadline_ns")
+    scalars = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
     launch = {"ALIGNED": True, "LANES": 64, "CHUNK": 256 << 10, "ONE_SHOT": 64 << 10}
     for w, T, op in ((2, tl.bfloat16, "sum"), (4, tl.bfloat16, "sum"), (8, tl.bfloat16, "avg"), (0, tl.float32, "sum")):
         constants = compiled_for({**launch, "T": T, "OP": OPS.index(op), "W": w})
-        # Posting reads what is the caller's; a holder's chunk and the posted inputs lie behind one wait, the reduced
-        # shards behind two.
+        # Posting reads what is the caller's, or its copy; a holder's chunk and the posted inputs lie behind one wait,
+        # the reduced shards behind two.
         yield KernelCase(
             *("allreduce", f"{w or 'any'} {T} {op}", allreduce, dict.fromkeys(scalars, "i64"), constants),
             loops=4,
             unfenced=1,
             twice=1,
-            signals=4,  # POSTED, REDUCED, TAKEN, RETURNED
+            signals=6,  # BEGUN, POSTED, REDUCED, TAKEN, RETURNED, FINISHED
             waits=2,
         )

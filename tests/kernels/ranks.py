@@ -59,10 +59,11 @@ class Rank:
         self.ctl, self.state, self.view = shared(w.CTL_WORDS), shared(w.STATE_WORDS), shared(w.VIEW_WORDS)
         self.tasks = shared(1024)
         self.epoch = 0
+        self.left: int | None = None  # words of `tasks`, of the op that goes on in the next epoch
 
     def enter(self, members: Sequence[Rank], contributing: Sequence[int], epoch: int, number: int) -> None:
-        """Indices in `members` of those who contribute. Everything but OPEN."""
-        view = self.view
+        """Indices in `members` of those who contribute. Everything but OPEN. With the `left` tasks of an op."""
+        view = self.ctl[w.NEWS : w.NEWS + w.VIEW_WORDS]
         view[w.EPOCH], view[w.MEMBERS], view[w.ME] = epoch, len(members), members.index(self)
         view[w.SOURCES], view[w.CONTRIBUTES] = len(contributing), int(members.index(self) in contributing)
         view[w.SOLE], view[w.ONE_HOST] = (contributing[0] if len(contributing) == 1 else -1), 1
@@ -72,8 +73,10 @@ class Rank:
             view[w.SOURCE_STAGING + j] = members[index].staging.data_ptr()
         for lane in range(LANES):
             self.words[w.LANES_AT + lane * w.LINE :][:3] = epoch << COUNTER
-        self.state[w.NUMBER], self.state[w.BASE] = number, 0
-        self.ctl[w.RETURNED], self.epoch = number, epoch
+        view[w.RESUMED], view[w.TODO_OF] = number, 0
+        if self.left is not None:
+            view[w.TODO_OF], view[w.TODO], view[w.NTODO] = number + 1, self.tasks.data_ptr(), self.left
+        self.ctl[w.RETURNED], self.epoch, self.left = number, epoch, None
 
     def freeze(self) -> None:
         """OPEN = 0, and nothing runs any more."""
@@ -107,14 +110,14 @@ class Rank:
         return sorted(i for i in done if i < ntasks)
 
     def launch(
-        self, x: torch.Tensor, *, op: str = "sum", call: int = 0, tasks: int | None = None, grid: int = 1,
-        only: int = 0, deadline: float = 0.0, template: int = 0, sources: int = 2,
+        self, x: torch.Tensor, *, op: str = "sum", call: int = 0, grid: int = 1, deadline: float = 0.0,
+        template: int = 0, sources: int = 2, kept: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """In the process of the rank. `tasks`: so many words of `self.tasks`."""
-        ntasks = chunk_count(x.numel(), CHUNK // x.element_size()) if tasks is None else tasks
-        allreduce[(max(1, min(grid, LANES, ntasks)),)](
+        """In the process of the rank."""
+        chunks = chunk_count(x.numel(), CHUNK // x.element_size())
+        allreduce[(max(1, min(grid, LANES, chunks)),)](
             self.ctl.data_ptr(), self.state.data_ptr(), self.view.data_ptr(), x.data_ptr(),
-            0 if tasks is None else self.tasks.data_ptr(), ntasks, x.numel(), call or x.numel(), template, only,
+            0 if kept is None else kept.data_ptr(), chunks, x.numel(), call or x.numel(), template,
             int(deadline * 1e9), T=_TYPES[x.dtype], OP=OPS.index(op), W=sources, BLOCK=256, ALIGNED=True, LANES=LANES,
             CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS,
         )  # fmt: skip
@@ -213,6 +216,7 @@ class Op:
                 holder = 0 if task.holder == REDUCE else list(members).index(task.holder) + 1
                 skip = task.holder != REDUCE and task.chunk in self.finals[who]
                 ranks[who].tasks[i] = task.chunk | holder << w.HOLDER | int(skip) << w.SKIP
+            ranks[who].left = len(self.tasks) if ranks[who].begun else None
 
 
 def seed() -> int:

@@ -1,4 +1,4 @@
-"""The all-reduce kernel in real processes: its sums, its ends, and what its words tell a host that repairs it."""
+"""The all-reduce kernel in real processes: its sums, its ends, and what its words tell a host with which it goes on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.device import INTERPRETED, attempts
 from ftcomm.kernels.device import allreduce as module
 from ftcomm.kernels.device import words as w
-from ftcomm.kernels.device.allreduce import gate
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer, operand
 
-from .ranks import CHUNK, LANES, THREADS, Op, Rank, group, join, running, seed, start, until, view_change
+from .ranks import CHUNK, LANES, Op, Rank, group, join, running, seed, start, until, view_change
 
 pytestmark = [
     pytest.mark.protocol,
@@ -82,6 +81,7 @@ def test_sums(size: int) -> None:
 
 def test_counters_go_on_beyond_32_bits() -> None:
     ranks = group(3)
+    reduce_all(ranks, (arrays(1, torch.float32, 3), "sum"))
     for rank in ranks:
         rank.state[w.BASE] = far = (1 << 32) - 3
         for lane in range(LANES):
@@ -116,7 +116,19 @@ def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing() -> None:
     before = [x.clone() for x in xs]
     then = arrays(5000, torch.float32, 3)
     want = expected([x.clone() for x in then], "sum")
-    reduce_all(ranks, (xs, "sum"), (then, "sum"))
+
+    def both(me: int) -> None:
+        ranks[me].launch(xs[me])
+        ranks[me].launch(then[me])
+
+    with running(*[functools.partial(both, me) for me in range(3)]) as processes:
+        until("all have ended the op", lambda: all(rank.ctl[w.FINISHED] == 1 for rank in ranks))
+        assert [rank.status for rank in ranks] == [w.MISMATCH] * 3
+        time.sleep(0.1)  # nothing is awaited here: time for a launch that does not wait until the host has heard
+        assert [int(rank.ctl[w.BEGUN]) for rank in ranks] == [1] * 3
+        for rank in ranks:
+            rank.ctl[w.HEARD] = 1
+        join(processes)
     for rank, x, kept in zip(ranks, xs, before, strict=True):
         assert (rank.returned, rank.status, int(rank.ctl[w.MISMATCHED])) == (2, w.OK, 1)
         assert [int(rank.ctl[w.SEEN + 2 * i + 1]) for i in range(3)] == [5000, 5000, 300]
@@ -130,7 +142,7 @@ def test_a_launch_holds_while_frozen_and_counts_as_not_called() -> None:
     for rank in ranks:
         rank.freeze()
     with running(*[lambda r=r, x=x: r.launch(x) for r, x in zip(ranks, xs, strict=True)]) as processes:
-        until("both have entered", lambda: all(rank.state[w.ENTERED] == 1 for rank in ranks))
+        time.sleep(0.1)  # nothing is awaited here: time for a launch that does not hold
         assert not any(rank.begun for rank in ranks)
         view_change(ranks, [0, 1], 2, 0)
         join(processes)
@@ -150,19 +162,30 @@ def test_a_launch_that_begins_as_the_host_freezes_has_not_begun(monkeypatch: pyt
         seen.append((int(rank.ctl[w.BEGUN] - rank.ctl[w.FINISHED]), int(rank.ctl[w.STARTED])))
         view_change([rank], [0], 2, 0)
 
-    monkeypatch.setattr(module, "full_fence", freeze)
-    monkeypatch.setattr(module, "rest", go_on)
+    monkeypatch.setattr(attempts, "full_fence", freeze)
+    monkeypatch.setattr(attempts, "rest", go_on)
     rank.launch(x)
     assert seen == [(0, 0)]
     assert (rank.returned, rank.status, int(rank.ctl[w.BEGUN]), int(rank.ctl[w.FINISHED])) == (1, w.OK, 2, 2)
 
 
-def test_a_launch_that_was_meant_for_another_epoch_does_nothing() -> None:
-    (rank,), (x,) = group(1, epoch=7), arrays(700, torch.float32, 1)
-    rank.launch(x, only=6)
-    assert (rank.returned, int(rank.ctl[w.BEGUN]), int(rank.ctl[w.STARTED])) == (0, 0, 0)
-    rank.launch(x, only=7)
-    assert (rank.returned, rank.status) == (1, w.OK)
+@pytest.mark.parametrize("grid", [1, LANES])
+def test_a_launch_ends_whose_op_the_host_has_returned(grid: int) -> None:
+    """As all members hold it; nothing is touched any more, and the next op has the next number."""
+    ranks, (x, y) = group(2), arrays(5000, torch.float32, 2)
+    before = x.clone()
+
+    def two() -> None:
+        ranks[0].launch(x, grid=grid)
+        ranks[0].launch(y, grid=grid, template=1)
+
+    with running(two) as processes:
+        until("begun", lambda: ranks[0].begun)
+        ranks[0].freeze()
+        view_change(ranks[:1], [0], 2, 1)
+        join(processes)
+    assert (ranks[0].returned, ranks[0].status, int(ranks[0].ctl[w.CALLED])) == (2, w.OK, 2)
+    assert torch.equal(x, before)
 
 
 def test_after_the_end_nothing_runs() -> None:
@@ -182,23 +205,33 @@ def test_a_wait_ends_by_its_deadline() -> None:
     assert torch.equal(x, before)
 
 
-def test_the_gate_holds_until_the_op_has_returned() -> None:
+def test_a_launch_that_is_broken_off_goes_on_in_the_next_epoch() -> None:
     ranks, xs = group(2), arrays(700, torch.float32, 2)
-
-    def first() -> None:
-        ranks[0].launch(xs[0])
-        gate[(1,)](ranks[0].ctl.data_ptr(), ranks[0].state.data_ptr(), THREADS=THREADS)
-        ranks[0].ctl[w.SEEN] = 1  # behind the gate
-
-    with running(first) as processes:
+    want = expected([x.clone() for x in xs], "sum")
+    with running(lambda: ranks[0].launch(xs[0])) as processes:
         until("begun", lambda: ranks[0].begun)
         ranks[0].freeze()
         assert ranks[0].status == w.ABORTED
-        time.sleep(0.1)  # nothing is awaited here: time for a gate that does not hold
-        assert int(ranks[0].ctl[w.SEEN]) == 0
-        ranks[0].ctl[w.RETURNED] = 1
-        join(processes)
-    assert int(ranks[0].ctl[w.SEEN]) == 1
+        time.sleep(0.1)  # nothing is awaited here: time for a launch that ends
+        assert processes[0].is_alive()
+        view_change(ranks, [0, 1], 2, 0)
+        join([*processes, *start(lambda: ranks[1].launch(xs[1]))])
+    assert all(torch.equal(x, want) for x in xs)
+
+
+def test_what_is_reduced_again_is_reduced_from_the_copy() -> None:
+    """An op that may only have one set of contributors: what was FINAL becomes INPUT once more."""
+    (rank,), (x, kept) = group(1), arrays(700, torch.float32, 2)
+    final = x.clone()
+    rank.freeze()
+    for i, word in enumerate((0, 1 | 1 << w.HOLDER | 1 << w.SKIP, 2)):
+        rank.tasks[i] = word
+    rank.left = 3
+    view_change([rank], [0], 2, 0)
+    rank.launch(x, kept=kept)
+    own = slice(CHUNK // 4, 2 * CHUNK // 4)
+    kept[own] = final[own]
+    assert torch.equal(x, kept)
 
 
 def test_a_hundred_aborts_and_then_a_right_sum() -> None:
@@ -208,11 +241,7 @@ def test_a_hundred_aborts_and_then_a_right_sum() -> None:
     want = expected([x.clone() for x in xs], "sum")
     rounds = 100
 
-    def launch_again() -> None:
-        while not ranks[0].returned:
-            ranks[0].launch(xs[0])
-
-    with running(launch_again) as processes:
+    with running(lambda: ranks[0].launch(xs[0])) as processes:
         for epoch in range(2, rounds + 2):
             until("begun", lambda: ranks[0].begun and ranks[0].ctl[w.BEGUN] > ranks[0].ctl[w.FINISHED])
             time.sleep(chance.random() * 0.005)
@@ -250,9 +279,7 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
             op.account(who, ranks[who], [0, 1, 2])
         op.plan([0, 1], ranks)
         view_change(ranks[:2], [0, 1], 2, 0)
-        join(
-            [*processes[:2], *start(*[lambda w_=who: ranks[w_].launch(xs[w_], tasks=len(op.tasks)) for who in (0, 1)])]
-        )
+        join(processes[:2])
         assert torch.equal(xs[0], xs[1])
         after = [ranks[who].words.clone() for who in (0, 1)]
         result = xs[0].clone()
@@ -268,7 +295,7 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("count", [600, 6000])
 def test_the_survivors_finish_the_op(size: int, count: int) -> None:
-    """One is killed at any moment. What the words of the others say, the plan and a repair make one result of it."""
+    """One is killed at any moment. What the words of the others say, and the plan, make one result of it."""
     chance = random.Random(seed())
     for _ in range(3):
         ranks, xs = group(size), arrays(count, torch.float32, size)
@@ -285,10 +312,8 @@ def test_the_survivors_finish_the_op(size: int, count: int) -> None:
             number = max(ranks[who].returned for who in survivors)
             if number == 0:
                 op.plan(survivors, ranks)
-                broken = [who for who in survivors if ranks[who].begun]  # the launch of the others holds: it begins now
                 view_change([ranks[who] for who in survivors], [survivors.index(who) for who in survivors], 2, 0)
-                repairs = [functools.partial(ranks[who].launch, xs[who], tasks=len(op.tasks)) for who in broken]
-                join([*start(*repairs), *[processes[who] for who in survivors]])
+                join([processes[who] for who in survivors])
                 assert all(ranks[who].returned == 1 for who in survivors)
                 for who in survivors:
                     op.finals[who].update({t.chunk: t.contributors or tuple(survivors) for t in op.tasks})

@@ -23,7 +23,7 @@ def test_caps_hold_and_nobody_is_idle(nbytes: int, lanes: int, sms: int | None, 
 
 
 @given(st.integers(2, 300), st.integers(1, 16))
-def test_all_ranks_and_their_gates_fit(multiprocessors: int, sharing: int) -> None:
+def test_all_ranks_fit_and_one_multiprocessor_is_left(multiprocessors: int, sharing: int) -> None:
     assert room(multiprocessors, sharing) * sharing <= multiprocessors - 1
     assert (room(multiprocessors, sharing) + 1) * sharing > multiprocessors - 1
 

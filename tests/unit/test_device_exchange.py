@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,18 +32,7 @@ from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
 LANE_WORDS = [lane_word(lane, word) for lane in range(INTERPRETED.lanes) for word in range(3)]
 
 
-class Device(InterpretDevice):
-    """Says what the words of its lanes, and OPEN, were when the table of members was written."""
-
-    entered: Sequence[int] = ()
-    open = -1
-
-    def enter(self, view: Sequence[int], number: int) -> None:
-        self.entered, self.open = [self.own.lanes[i] for i in LANE_WORDS], self.ctl[words.OPEN]
-        super().enter(view, number)
-
-
-class Played(Device):
+class Played(InterpretDevice):
     """On which the test plays the kernel, and callers wait for marks, as on a GPU."""
 
     blocking = False
@@ -57,7 +47,7 @@ class Played(Device):
     def capturing(self) -> bool:
         return self.into_graph
 
-    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch) -> None:
         self.launches.append(launch)
 
     def mark(self) -> object:
@@ -93,7 +83,7 @@ class Played(Device):
 
 
 class Member:
-    def __init__(self, device: type[Device] = Device) -> None:
+    def __init__(self, device: type[InterpretDevice] = InterpretDevice) -> None:
         self.device = device(Segment(INTERPRETED))
         self.failed: list[BaseException] = []
         self.exchange = DeviceExchange(
@@ -130,12 +120,34 @@ def member() -> Iterator[Member]:
     member.device.close()
 
 
+class Written:
+    """Words that say in which order they are written."""
+
+    def __init__(self, name: str, words: memoryview, order: list[tuple[str, int, int]]) -> None:
+        self.name, self.words, self.order = name, words, order
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.words[at]
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self.order.append((self.name, at, value))
+        self.words[at] = value
+
+
 def test_words_are_raised_before_the_table_and_the_table_is_written_before_programs_may_run(member: Member) -> None:
+    device, order = member.device, []  # type: ignore[var-annotated]
+    lanes: Any = Written("lane", device.own.lanes, order)
+    device.own = device.own._replace(lanes=lanes)
+    member.exchange.core.ctl = Written("ctl", device.ctl, order)  # type: ignore[assignment]
     for epoch in (3, 7):
-        member.resume(epoch, member.freeze())
-        assert set(member.device.entered) == {epoch << COUNTER}
-        assert member.device.open == 0
-        assert member.device.ctl[words.OPEN] == epoch
+        progress = member.freeze()
+        order.clear()
+        member.resume(epoch, progress)
+        raised = [("lane", at, epoch << COUNTER) for at in LANE_WORDS]
+        table = [("ctl", words.NEWS + at) for at in range(words.VIEW_WORDS)]
+        assert order[: len(raised)] == raised
+        assert [each[:2] for each in order[len(raised) : -2]] == table
+        assert order[-2:] == [("ctl", words.RETURNED, order[-2][2]), ("ctl", words.OPEN, epoch)]
         assert member.submit().wait(30)
 
 
@@ -264,6 +276,32 @@ def test_an_error_for_which_nobody_waits_is_raised_by_the_next_call_once(played:
     assert member.submit().template == 1  # the call that raised was none
 
 
+def test_a_driver_that_is_stuck_holds_up_neither_a_view_change_nor_an_op(
+    played: tuple[Member, Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind the op that is to go on."""
+    member, device = played
+    asked, over, quiet = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        asked.set()
+        over.wait(60)
+
+    monkeypatch.setattr(device, "check", stuck)
+    op = member.submit()
+    device.begin(0, 0)
+    assert asked.wait(30)
+    member.exchange.freeze(quiet.set)
+    assert not quiet.is_set()
+    device.leave(returned=False)
+    assert quiet.wait(30)
+    member.resume(2, member.exchange.progress())
+    device.begin(0, 0)
+    device.leave(returned=True)
+    assert op.wait(30)
+    over.set()
+
+
 def test_an_error_for_which_somebody_waits_is_not_raised_elsewhere(played: tuple[Member, Played]) -> None:
     member, device = played
     op = member.submit()
@@ -314,10 +352,10 @@ def test_replays_count_among_the_ops_of_the_group(played: tuple[Member, Played])
     assert second.number == 4
     assert member.freeze() == progress
     member.resume(2, progress)
-    until("it is repaired", lambda: len(device.launches) == 4)
-    repair = device.launches[-1]
-    assert (repair.template, repair.only, repair.array is graph.array) == (graph.template, 2, True)
-    device.begin(repair.template, 3)
+    news = device.ctl[words.NEWS : words.NEWS + words.VIEW_WORDS]
+    assert [news[i] for i in (words.EPOCH, words.RESUMED, words.TODO_OF, words.NTODO)] == [2, 3, 4, 1]
+    assert len(device.launches) == 3, "what was broken off goes on by itself"
+    device.begin(graph.template, 3)
     device.leave(returned=True)
     device.begin(second.template, 4)
     device.leave(returned=True)

@@ -42,13 +42,13 @@ def test_the_first_tasks_of_each_lane_are_final() -> None:
 
 @pytest.mark.parametrize(("epoch", "base"), [(6, 0), (8, 0), (7, 20)])
 def test_words_of_another_epoch_or_op_say_nothing(epoch: int, base: int) -> None:
-    """An op whose repair has not begun: the words have been raised, or stand where the op before it has left them."""
+    """An op that has not gone on: the words have been raised, or stand where the op before it has left them."""
     op = an_op(8)
     account(op, lanes(epoch, (13, 0, 12), (13, 0, 12), (13, 0, 12)), LAYOUT, VIEW, base)
     assert op.finals == [None] * 8
 
 
-def test_a_repair_has_tasks_of_its_own() -> None:
+def test_what_is_left_of_an_op_are_tasks_of_their_own() -> None:
     op = an_op(8)
     op.finals[5] = op.finals[6] = (0, 1, 4)
     op.tasks = (Task(2, REDUCE, ()), Task(5, 4, (0, 1, 4)), Task(3, 0, (0, 1, 4)), Task(7, 1, (0, 1, 4)))
@@ -92,11 +92,12 @@ def test_who_is_in_another_epoch_is_waited_for() -> None:
 
 def test_the_table_of_members() -> None:
     reached = {m: Reached(1000 + m, 2000 + m, memoryview(b"")) for m in VIEW.members}
-    table = view_words(VIEW, reached)
+    table = view_words(VIEW, reached, 17)
     head = [table[i] for i in (words.EPOCH, words.MEMBERS, words.ME, words.SOURCES, words.CONTRIBUTES, words.SOLE)]
     assert head == [7, 3, 1, 2, False, -1]
+    assert table[words.RESUMED] == 17
     assert table[words.WORDS_OF : words.WORDS_OF + 4] == [1000, 1001, 1004, 0]
     assert table[words.STAGING_OF : words.STAGING_OF + 4] == [2000, 2001, 2004, 0]
     assert table[words.SOURCE_STAGING : words.SOURCE_STAGING + 3] == [2000, 2004, 0]
     alone = GroupView(7, 1, (0, 1, 4), frozenset((4,)), one_host=False)
-    assert [view_words(alone, reached)[i] for i in (words.SOLE, words.ONE_HOST)] == [2, 0]
+    assert [view_words(alone, reached, 0)[i] for i in (words.SOLE, words.ONE_HOST)] == [2, 0]

@@ -65,15 +65,15 @@ def require_cuda() -> None:
 def connections(env: Mapping[str, str]) -> str | None:
     """Why streams cannot run side by side with so few hardware queues; None if they can.
 
-    Streams share CUDA_DEVICE_MAX_CONNECTIONS queues, 8 unless it is set. In a shared queue the repair of an op stands
-    behind whatever waits for that op.
+    Streams share CUDA_DEVICE_MAX_CONNECTIONS queues, 8 unless it is set. In a shared queue what an op of another
+    rank waits for may stand behind what waits for that op.
     """
     value = env.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value is None or (value.isdigit() and int(value) >= 8):
         return None
     return (
-        f"CUDA_DEVICE_MAX_CONNECTIONS={value}: with so few hardware queues the repair of an op would stand behind what "
-        f"waits for it. Set it to 32 (at least 8) before the program starts, {_HOST}"
+        f"CUDA_DEVICE_MAX_CONNECTIONS={value}: with so few hardware queues what an op waits for may stand behind what "
+        f"waits for that op. Set it to 32 (at least 8) before the program starts, {_HOST}"
     )
 
 

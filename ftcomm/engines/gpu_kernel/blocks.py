@@ -21,8 +21,8 @@ def room(multiprocessors: int, sharing: int) -> int:
     """How many programs each of `sharing` ranks may have on a GPU of so many multiprocessors at once.
 
     One a multiprocessor, whatever registers the kernel takes: what can be launched at all fits there. One is left for
-    the gates, which are a warp each. Ranks in processes of their own take turns on the GPU unless MPS runs, and are
-    counted all the same.
+    what has to go on meanwhile: copies within a GPU may be kernels. Ranks in processes of their own take turns on the
+    GPU unless MPS runs, and are counted all the same.
     """
     return (multiprocessors - 1) // sharing
 

@@ -3,8 +3,8 @@ written to them. `ftcomm.collective.core` is that of a member whose ops the host
 in `ftcomm.collective.member` for both, and what both do has one name:
 
     submit   an op is called                          launch    hand it to the device, which runs it
-    capture  one is put into a graph                  relaunch  hand over what is left of one that was broken off
-    freeze   a view change: launches end or hold      progress  returns where this member stands, for the others
+    capture  one is put into a graph                  progress  returns where this member stands, for the others
+    freeze   a view change: launches hold
     enter    a new epoch, with what all have told     collect   return what the device has returned
     fail     the end                                  blocked   nothing has moved since the last look: who is to blame
                                                       abandon   the end of every op in flight, too
@@ -40,6 +40,8 @@ from ftcomm.kernels.device.words import (
     LANES_AT,
     LINE,
     MISMATCHED,
+    NEWS,
+    NTODO,
     OPEN,
     POSTED,
     REDUCED,
@@ -48,25 +50,26 @@ from ftcomm.kernels.device.words import (
     STARTED,
     TAKEN,
     TEMPLATE,
+    TODO,
+    TODO_OF,
 )
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.transport.base import Peer
 
-_ALL = 1 << 62  # as RETURNED: more than any op
+_ALL = 1 << 62  # as HEARD: more than any op
 _UNSIGNED = (1 << 64) - 1
 
 
 class _Launched(NamedTuple):
-    """What a repair needs of the first launch of an op."""
+    """What is needed of a launch until its op has returned."""
 
-    constants: dict[str, Any]
     kept: Any  # a copy of the input, of an atomic op; else None
     mark: Any
 
 
 class DeviceCore:
     """The state machine that runs the ops of `member` on `device`. All calls are made with the mutex of the exchange
-    held, but `launch` and `relaunch`, one at a time each."""
+    held, but `launch`, one at a time."""
 
     def __init__(self, member: GroupMember[KernelOperation], device: Device) -> None:
         self.member, self.device = member, device
@@ -78,7 +81,6 @@ class DeviceCore:
         self.trusted: set[int] = set()  # templates of ops whose callers have gone on, while only their streams wait
         self.unheard: FtcommError | None = None  # the error of an op for which nobody waits
         self.reached: dict[int, Reached] = {}
-        self.repair: KernelOperation | None = None  # to be launched again
         self.dead = False  # a kernel has failed, and with it all that ran
         self._replay: KernelOperation | None = None  # one that was broken off, first in flight until it has returned
         self._mark: tuple[Any, ...] = ()  # what had moved at the last look
@@ -127,30 +129,10 @@ class DeviceCore:
         compiled = constants(op, device.address(op.array), device.layout, view)
         chunks = len(op.finals)
         programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.max_sms)
-        self.launched[op.template] = _Launched(compiled, kept, None)  # before it can return
-        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, 0, chunks, None, programs, compiled))
+        self.launched[op.template] = _Launched(kept, None)  # before it can return
+        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, compiled))
         if not device.blocking:
-            self.launched[op.template] = _Launched(compiled, kept, device.mark())
-
-    def relaunch(self, op: KernelOperation) -> None:
-        """Launch what is left of an op that was broken off, in the epoch that was entered. Raises `FtcommError`."""
-        device, view = self.device, self.member.view
-        launched = self.launched.get(op.template)
-        assert view is not None
-        if launched is None:
-            return
-        for task in op.tasks:
-            if launched.kept is not None and task.holder == REDUCE and op.finals[task.chunk] is not None:
-                start = task.chunk * op.elements
-                stop = min(op.count, start + op.elements)
-                device.copy(launched.kept[start:stop], op.array[start:stop], repair=True)
-                op.finals[task.chunk] = None  # for the stream, which does all in order, it is INPUT from here on
-        tasks = task_words(op, view)
-        programs = device.programs(op.array.nbytes, min(len(tasks), device.layout.lanes), op.max_sms)
-        repair = AllreduceLaunch(
-            op.array, op.count, op.call, op.template, view.epoch, len(tasks), tasks, programs, launched.constants
-        )
-        device.launch(repair, repair=True)
+            self.launched[op.template] = _Launched(kept, device.mark())
 
     def collect(self) -> None:
         """Return what the device has returned."""
@@ -202,7 +184,6 @@ class DeviceCore:
 
     def freeze(self) -> None:
         self.member.freeze()
-        self.repair = None  # its tasks are those of an epoch that is over
         if self.member.error is None:
             self.ctl[OPEN] = 0
 
@@ -249,30 +230,41 @@ class DeviceCore:
                 self._returned(op)
         self._forget()
         if failed is None:
-            self._open(view)
-            if flight.ops and flight.ops[0] is begun:
-                self.repair = begun
+            self._open(view, begun if flight.ops and flight.ops[0] is begun else None)
         return Entered(resumed, failed)
 
-    def _open(self, view: GroupView) -> None:
+    def _open(self, view: GroupView, begun: KernelOperation | None) -> None:
         """Our words first: who was left behind in another epoch has to see that we left it before any byte changes."""
-        own = self.device.own
+        own, ctl = self.device.own, self.ctl
         for lane in range(self.device.layout.lanes):
             for word in (POSTED, REDUCED, TAKEN):
                 own.lanes[lane_word(lane, word)] = view.epoch << COUNTER
         returned = self._inflight.returned
-        self.device.enter(view_words(view, {**self.reached, self.member.replica: own}), returned)
-        self.ctl[RETURNED] = returned
-        self.ctl[OPEN] = view.epoch
+        news = view_words(view, {**self.reached, self.member.replica: own}, returned)
+        if begun is not None:
+            tasks = self._what_is_left(begun, view)
+            news[TODO_OF], news[TODO], news[NTODO] = begun.number + 1, self.device.leave_tasks(tasks), len(tasks)
+        for i, word in enumerate(news):
+            ctl[NEWS + i] = word & _UNSIGNED
+        ctl[RETURNED] = returned
+        ctl[OPEN] = view.epoch
+
+    def _what_is_left(self, op: KernelOperation, view: GroupView) -> tuple[int, ...]:
+        """The tasks of an op whose launch waits for them. What is reduced again, the kernel first makes INPUT."""
+        launched = self.launched.get(op.template)
+        if launched is not None and launched.kept is not None:
+            for task in op.tasks:
+                if task.holder == REDUCE:
+                    op.finals[task.chunk] = None
+        return task_words(op, view)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> bool:
         first = self.member.fail(error)
         if first:
-            self.repair = None
             self.ctl[OPEN] = CLOSED & _UNSIGNED
-            self.ctl[RETURNED] = self.ctl[HEARD] = _ALL
+            self.ctl[HEARD] = _ALL
         return first
 
     def abandon(self) -> None:

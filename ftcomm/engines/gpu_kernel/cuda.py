@@ -1,16 +1,16 @@
 """An NVIDIA GPU as a `Device`: streams and launches by PyTorch and Triton, the rest by CuPy's view of the CUDA runtime.
 
-What may block what. The gate behind an op keeps the op stream, and the caller's stream with it, until the op has
-returned; after a loss it only does when this rank's host has queued the repair. So nothing on the way to that may wait
-for the GPU to be idle:
+What may block what. A launch keeps the op stream, and the caller's stream with it, until the op has returned. After a
+loss it goes on when this rank's host has written what is left of it, and for that the host calls nothing of the driver.
+But a rank may have to launch while the op of another one in its process waits for it. So nothing that is launched may
+wait for the GPU to be idle:
 
 - All streams are our own, made by the runtime and not taken from PyTorch's pool, whose 32 streams go round, and of the
   highest priority. Streams that share a hardware queue run one behind the other; see `probe.connections`.
 - A kernel that was never launched is loaded at its first launch, and loading may wait for all that runs ("Lazy Loading"
   in the CUDA programming guide). So before its first launch each variant is launched once on words that tell it to end
-  at once (`_prepare`). The repair of an op takes the variant of the op, so that it never has to be loaded.
-- Host and device exchange words by copies on a stream for that alone, through pinned memory: an ordinary cudaMemcpy
-  belongs to the legacy stream, in which the caller may have queued what waits for us.
+  at once (`_prepare`).
+- Host and device exchange words in pinned memory, by loads and stores alone.
 - Freeing, unregistering and closing IPC handles may wait for all that runs. It is put off until nothing of ours does,
   and done by a thread that does nothing else: what begins meanwhile may need the monitor and the control thread to end.
 - What those two threads call lets the interpreter lock go (`driver`), so that a call that has to wait holds up nobody.
@@ -55,16 +55,15 @@ from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_
 from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
-from ftcomm.kernels.device.allreduce import allreduce, compiled_for, gate
+from ftcomm.kernels.device.allreduce import allreduce, compiled_for
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
 
 log = logging.getLogger("ftcomm")
 
 _STAGING = 2 * CUDA.lanes * CUDA.slots * CUDA.chunk  # of the all-reduce; that of the copies lies behind it
-TABLE = 64 << 10  # tasks of a repair without new memory: an op of 16 GB
+_TABLE = 64 << 10  # tasks for which there is room at first: an op of 16 GB
 _HIGHEST = -100  # priority; the runtime takes the nearest there is
-_GATE: Mapping[str, Any] = {"THREADS": 32, "num_warps": 1}
 _NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
 _UNIT = 8  # bytes of a word
 _LOADED: set[tuple[Any, ...]] = set()  # variants of the kernel; by the process, as Triton loads them
@@ -102,7 +101,6 @@ class _Scratch(_Words):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
         self.ctl[w.OPEN] = w.CLOSED & _MASK
-        self.ctl[w.RETURNED] = 1 << 62  # for the gate
 
 
 class CudaDevice:
@@ -130,11 +128,9 @@ class CudaDevice:
         self._context = Context(self._index)
         with self._on():
             self._lanes, self._export = self._allocate(segment, place)
-            self._op, self._repair, self._copies = (self._stream() for _ in range(3))
-            self._words = _Words(self._copies)
-            self._table = Pinned(TABLE * _UNIT)
-            self._note = Pinned((w.VIEW_WORDS + w.STATE_WORDS) * _UNIT)
-            self._scratch = {repair: _Scratch(self._copies) for repair in (False, True)}
+            self._op = self._stream()
+            self._words, self._scratch = _Words(self._op), _Scratch(self._op)
+            self._table = Pinned(_TABLE * _UNIT)
         self.own = Reached(self._lanes.address, self._export.pointer, self._lanes.words)
         self.ctl = self._words.ctl
         self._called = torch.cuda.Event(external=True)  # behind the last op that was called, once any was captured
@@ -253,8 +249,7 @@ class CudaDevice:
 
     def _idle(self) -> bool:
         """Whether nothing of ours runs."""
-        streams = (self._op, self._repair)
-        return all(stream_ended(s.cuda_stream) for s in streams) and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
+        return stream_ended(self._op.cuda_stream) and self.ctl[w.BEGUN] == self.ctl[w.FINISHED]
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
         with self._lock:
@@ -285,11 +280,6 @@ class CudaDevice:
 
     # ---- streams and launches -----------------------------------------------------------------------------------
 
-    def warm(self) -> None:
-        """The gate; the variants of the all-reduce are loaded when the first op needs them, before it is queued."""
-        with self._on():
-            self._load_gate(self._scratch[False])
-
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
 
@@ -310,28 +300,25 @@ class CudaDevice:
         with torch.cuda.stream(self._op):
             self._called.record(self._op)
 
-    def _order(self, repair: bool) -> torch.cuda.Stream:
+    def _order(self) -> torch.cuda.Stream:
         """The stream for what this thread queues."""
-        if repair:
-            return self._repair
         return self._captures if self._captures is not None and self.capturing() else self._op
 
-    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
-        stream = self._order(repair)
-        tasks, ntasks = self._tasks(launch)
+    def launch(self, launch: AllreduceLaunch) -> None:
+        stream = self._order()
         scalars = (
-            *(self.address(launch.array), tasks, ntasks, launch.count),
-            *(launch.call, launch.template, launch.only, _NO_DEADLINE),
+            *(self.address(launch.array), 0 if launch.kept is None else self.address(launch.kept)),
+            *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
         )
         constants = compiled_for(launch.constants)
         with self._on():
             try:
-                self._prepare(scalars, constants, self._scratch[repair])
+                if launch.chunks > len(self._table.words):
+                    self._table = Pinned(launch.chunks * _UNIT)
+                self._prepare(scalars, constants)
                 launch.array.record_stream(stream)
                 with torch.cuda.stream(stream):
                     allreduce[(launch.programs,)](*self._words.addresses, *scalars, **constants)
-                    if not repair:
-                        gate[(1,)](*self._words.addresses[:2], **_GATE)
                 if self._captures is not None and stream is self._op:
                     self._say_called()
             except (RuntimeError, TritonError) as error:
@@ -342,32 +329,17 @@ class CudaDevice:
                     "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
                 ) from error
 
-    def _tasks(self, launch: AllreduceLaunch) -> tuple[int, int]:
-        if launch.tasks is None:
-            return 0, launch.ntasks
-        count = len(launch.tasks)
-        if len(self._table.words) < count:
-            self._table = Pinned(count * _UNIT)
-        for i, task in enumerate(launch.tasks):  # the repair before has ended, or this one would not begin
-            self._table.words[i] = task
-        return self._table.address, count
-
-    def _prepare(self, scalars: tuple[int, ...], constants: Mapping[str, Any], scratch: _Scratch) -> None:
+    def _prepare(self, scalars: tuple[int, ...], constants: Mapping[str, Any]) -> None:
         """Launch this variant of the kernel once where it ends at once, and wait for that, unless it was before."""
         variant = (self._index, *sorted((name, str(value)) for name, value in constants.items()))
         if variant in _LOADED:
             return
         with self._brief_stream() as stream, torch.cuda.stream(stream):
-            allreduce[(1,)](*scratch.addresses, *scalars, **constants)
-        self._load_gate(scratch)
+            allreduce[(1,)](*self._scratch.addresses, *scalars, **constants)
         _LOADED.add(variant)
 
-    def _load_gate(self, scratch: _Scratch) -> None:
-        with self._brief_stream() as stream, torch.cuda.stream(stream):
-            gate[(1,)](*scratch.addresses[:2], **_GATE)
-
-    def copy(self, source: torch.Tensor, to: torch.Tensor, *, repair: bool = False) -> None:
-        stream = self._order(repair)
+    def copy(self, source: torch.Tensor, to: torch.Tensor) -> None:
+        stream = self._order()
         with self._on(), torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
             to.record_stream(stream)
@@ -375,7 +347,7 @@ class CudaDevice:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(self._order(repair=False))
+        event.record(self._order())
         return event
 
     def release(self, mark: torch.cuda.Event) -> None:
@@ -400,20 +372,16 @@ class CudaDevice:
 
     # ---- the host's side ----------------------------------------------------------------------------------------
 
-    def enter(self, view: Sequence[int], number: int) -> None:
-        note, at = self._note, w.VIEW_WORDS * _UNIT
-        for i, word in enumerate([*view, number, 0, 0]):  # NUMBER, BASE and LANES_DONE are the first three of `state`
-            note.words[i] = word & _MASK
-        with self._context.current():
-            stream, kind = self._copies.cuda_stream, runtime.memcpyHostToDevice
-            runtime.memcpyAsync(self._words.view, note.address, at, kind, stream)
-            runtime.memcpyAsync(self._words.state, note.address + at, 3 * _UNIT, kind, stream)
-            runtime.streamSynchronize(stream)
+    def leave_tasks(self, tasks: Sequence[int]) -> int:
+        table = self._table  # there has been room for all tasks of the op since it was launched
+        for i, task in enumerate(tasks):
+            table.words[i] = task
+        return int(table.address)
 
     def check(self) -> None:
         try:
             with self._context.current():
-                stream_ended(self._copies.cuda_stream)
+                stream_ended(self._op.cuda_stream)
                 if self._captures is None:
                     self._sweep()
         except RuntimeError as error:  # of any kernel of this process; the context is lost

@@ -1,10 +1,9 @@
 """What the exchange needs of the machine that runs its kernels: a GPU, or, for tests, Triton's interpreter.
 
-Two streams, each in order: all ops run on the *op stream*, one after the other; after a view change the op that was
-broken off goes on by a launch on the *repair stream*, while its gate still holds the op stream.
+All ops run on one stream, the *op stream*, one after the other. After a view change the op that was broken off goes on
+by the launch that it has: what is left of it the host writes where that reads it, and calls nothing of the device.
 
-    op stream       [keep] allreduce gate  [keep] allreduce gate ...
-    repair stream         [back] allreduce
+    op stream       [keep] allreduce  [keep] allreduce ...
 
 Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words mean is said in
 `ftcomm.kernels.device.words`.
@@ -41,13 +40,10 @@ class AllreduceLaunch:
     count: int  # elements
     call: int  # what members compare
     template: int  # by which the kernel says which launch it is; see ftcomm.engines.gpu_kernel.graphs
-    only: int  # the epoch in which a repair may run; 0: a first launch, in any
-    ntasks: int
-    tasks: tuple[int, ...] | None  # see ftcomm.kernels.device.words; None: chunks 0 .. ntasks - 1, to be reduced
+    chunks: int
+    kept: Any  # a copy of `array` from before the op, if it is atomic and has several chunks; else None
     programs: int
-    # The constexprs that follow from the op; the device adds its own (BLOCK, THREADS). A repair has those of the first
-    # launch.
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Any]  # the constexprs that follow from the op; the device adds its own (BLOCK, THREADS)
 
 
 class Device(Protocol):
@@ -55,8 +51,7 @@ class Device(Protocol):
 
     None of these blocks for the work of others, but where it says so. `reach`, `leave`, `using`, `stage`, `empty`,
     `address`, `release`, `mover` and `await_caller` are for any thread. The exchange calls what belongs to the op
-    stream from one thread at a time, and what belongs to the repair stream, and `enter`, from one thread at a time,
-    which may be another.
+    stream from one thread at a time, and `leave_tasks` while no launch looks at them.
     """
 
     layout: Layout
@@ -66,9 +61,6 @@ class Device(Protocol):
     copies_at: int  # where in the staging of a rank that of the copies begins
     copies_chunk: int  # bytes in a slot of those
     ctl: memoryview  # ("Q") CTL_WORDS of them
-
-    def warm(self) -> None:
-        """Compile and load what any op needs. Blocks, for seconds maybe; before the first op."""
 
     def reach(self, peer: Peer) -> Reached:
         """Make the memory of `peer` readable for kernels; the same answer if it is. Blocks. Raises `TransportError`."""
@@ -97,10 +89,10 @@ class Device(Protocol):
     def follow(self) -> None:
         """The op stream waits for what the caller's current stream has queued so far."""
 
-    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
-        """Queue the kernel; on the op stream with its gate behind it. Raises `FtcommError` if it cannot be launched."""
+    def launch(self, launch: AllreduceLaunch) -> None:
+        """Queue the kernel. Raises `FtcommError` if it cannot be launched."""
 
-    def copy(self, source: Any, to: Any, *, repair: bool = False) -> None:
+    def copy(self, source: Any, to: Any) -> None:
         """Queue `to[:] = source`."""
 
     def mark(self) -> Any:
@@ -118,9 +110,9 @@ class Device(Protocol):
     def await_caller(self) -> None:
         """Block until all is done that was queued on the caller's current stream."""
 
-    def enter(self, view: Sequence[int], number: int) -> None:
-        """Write the `view` table, and NUMBER = `number`, BASE = 0 into `state`, while no launch looks at them (OPEN is
-        0, BEGUN == FINISHED). Blocks for a copy: when it returns, programs see it."""
+    def leave_tasks(self, tasks: Sequence[int]) -> int:
+        """Write the tasks that are left of an op that was launched; returns their address for kernels. The driver is
+        not called: it may be stuck behind that op."""
 
     def check(self) -> None:
         """Raises `FtcommError` if a kernel has failed in a way that no view change mends."""

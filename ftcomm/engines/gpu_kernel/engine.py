@@ -57,7 +57,7 @@ class KernelEngine:
         return KernelOperation(staged.flat, staged.dtype, op, chunk, atomic, compression, most), staged.finish
 
     def warm(self) -> None:
-        self.device.warm()
+        """Do nothing: a variant of the kernel is loaded before its first op is queued."""
 
     def reach(self, peer: Peer) -> None:
         self.device.reach(peer)

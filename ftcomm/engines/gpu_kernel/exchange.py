@@ -1,15 +1,15 @@
 """The exchange of a group at one member, where a kernel runs the ops. Where the host drives them, be it that a
 device reduces: `ftcomm.collective.exchange`.
 
-Ops are launched when they are submitted, and run in that order on the op stream of the device, each followed by a gate.
-What a view change does to them:
+Ops are launched when they are submitted, and run in that order on the op stream of the device. What a view change does
+to them:
 
-    freeze    OPEN = 0: the launch that runs ends between two steps, one that comes later holds. Nothing of ours touches
-              any memory when BEGUN == FINISHED
+    freeze    OPEN = 0: the launch that runs holds between two steps, one that comes later as it begins. Nothing of ours
+              touches any memory when BEGUN == FINISHED
     progress  the op that has begun and not returned, and from the words of its lanes what of it is FINAL. Ops that were
               launched and have not begun count as not called: nobody can hold a chunk of them
-    resume    own words are raised to the epoch, the table of members is written, OPEN = epoch; what is left of the op
-              is launched on the repair stream. Its gate has held the op stream all the while
+    resume    own words are raised to the epoch, the table of members and the tasks that are left of that op are
+              written, OPEN = epoch: the launch goes on
 
 What is captured into a graph is launched when that is replayed: see `ftcomm.engines.gpu_kernel.graphs`.
 

@@ -7,7 +7,7 @@ that it calls only when it has to, at a view change: by then a word says how man
 
     eager     template 0, 1, 2 ...        in flight from its call on; CALLED says when it has returned
     captured  template CAPTURED + i       not in flight, but for a replay that was broken off: as a new op, the first,
-                                          until it has returned, so that it is accounted for and repaired like others
+                                          until it has returned, so that it is accounted for and goes on like others
 
 Replays and calls of a group follow each other: on one stream, or on streams that wait for each other. An error of a
 replay is raised by the next call or boundary. The memory that a captured op works on is kept until the group ends.

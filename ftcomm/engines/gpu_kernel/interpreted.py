@@ -1,15 +1,14 @@
 """A device without a GPU: the kernels run in Triton's interpreter, on host memory. For tests.
 
-The interpreter keeps its state in globals, so one kernel runs at a time in a process, in a thread that serves both
-streams: the gate is not a kernel here but a wait in which that thread runs what comes on the repair stream. Programs of
-a launch run one after the other, so a launch has one. Everything holds the interpreter lock most of the time.
+The interpreter keeps its state in globals, so one kernel runs at a time in a process, in a thread that serves the op
+stream. Programs of a launch run one after the other, so a launch has one. Everything holds the interpreter lock most of
+the time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,21 +24,10 @@ from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.kernels.device.allreduce import allreduce
-from ftcomm.kernels.device.words import (
-    BASE,
-    CTL_WORDS,
-    HEARD,
-    MISMATCHED,
-    NUMBER,
-    RETURNED,
-    STARTED,
-    STATE_WORDS,
-    VIEW_WORDS,
-)
+from ftcomm.kernels.device.words import CTL_WORDS, STATE_WORDS, VIEW_WORDS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout, Segment
 
-_LOOK = 0.0005  # s; of the gate
 _BLOCK = 4096  # elements; a call of the interpreter costs the same for any number
 _THREADS = 32
 
@@ -79,7 +67,7 @@ class InterpretDevice:
         self._ctl, self._state, self._view = np.split(self._words, np.cumsum((CTL_WORDS, STATE_WORDS)))
         self.ctl = self._ctl.data
         self._ops: deque[Callable[[], None]] = deque()
-        self._repairs: deque[Callable[[], None]] = deque()
+        self._tasks = np.zeros(0, np.int64)
         self._changed = threading.Condition()
         self._idle = True
         self._closed = False
@@ -89,9 +77,6 @@ class InterpretDevice:
         self.copies_chunk = self.layout.chunk
         self._peers: dict[str, Peer] = {}  # by the nonce of the segment
         self._graph = threading.local()  # `into`: the graph that a thread captures
-
-    def warm(self) -> None:
-        """Do nothing: nothing is compiled."""
 
     def reach(self, peer: Peer) -> Reached:
         return _reached(self._peers.setdefault(peer.nonce, peer), self.layout)
@@ -137,20 +122,18 @@ class InterpretDevice:
     def follow(self) -> None:
         """What the caller has written, it has written."""
 
-    def launch(self, launch: AllreduceLaunch, *, repair: bool = False) -> None:
+    def launch(self, launch: AllreduceLaunch) -> None:
         def run() -> None:
-            tasks = None if launch.tasks is None else np.array(launch.tasks, np.int64)
             scalars = (
                 self._ctl.ctypes.data,
                 self._state.ctypes.data,
                 self._view.ctypes.data,
                 self.address(launch.array),
-                0 if tasks is None else tasks.ctypes.data,
-                launch.ntasks,
+                0 if launch.kept is None else self.address(launch.kept),
+                launch.chunks,
                 launch.count,
                 launch.call,
                 launch.template,
-                launch.only,
                 0,  # no deadline: the monitor watches
             )
             allreduce[(launch.programs,)](
@@ -159,13 +142,11 @@ class InterpretDevice:
                 BLOCK=_BLOCK,
                 THREADS=_THREADS,
             )
-            if not repair:
-                self._gate()
 
-        self._queue(run, repair)
+        self._queue(run)
 
-    def copy(self, source: np.ndarray, to: np.ndarray, *, repair: bool = False) -> None:
-        self._queue(lambda: np.copyto(to, source), repair)
+    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
+        self._queue(lambda: np.copyto(to, source))
 
     def mark(self) -> None:
         """The caller waits for the op itself."""
@@ -184,9 +165,9 @@ class InterpretDevice:
     def await_caller(self) -> None:
         """What the caller has written, it has written."""
 
-    def enter(self, view: Sequence[int], number: int) -> None:
-        self._view[:] = np.array(view, np.int64).view(np.uint64)
-        self._state[NUMBER], self._state[BASE] = number, 0
+    def leave_tasks(self, tasks: Sequence[int]) -> int:
+        self._tasks = np.array(tasks, np.int64)
+        return int(self._tasks.ctypes.data)
 
     def check(self) -> None:
         if self._failure is not None:
@@ -198,7 +179,7 @@ class InterpretDevice:
 
     def settle(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._idle and not self._ops and not self._repairs, seconds)
+            return self._changed.wait_for(lambda: self._idle and not self._ops, seconds)
 
     def close(self) -> None:
         with self._changed:
@@ -207,20 +188,20 @@ class InterpretDevice:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _queue(self, work: Callable[[], None], repair: bool) -> None:
-        if self.capturing() and not repair:
+    def _queue(self, work: Callable[[], None]) -> None:
+        if self.capturing():
             self._graph.into.work.append(work)
         else:
-            self._extend((work,), repair)
+            self._extend((work,))
 
-    def _extend(self, work: Sequence[Callable[[], None]], repair: bool = False) -> None:
+    def _extend(self, work: Sequence[Callable[[], None]]) -> None:
         with self._changed:
             if self._failure is not None:
                 return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="ftcomm-interpreter", daemon=True)
                 self._thread.start()
-            (self._repairs if repair else self._ops).extend(work)
+            self._ops.extend(work)
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -230,30 +211,16 @@ class InterpretDevice:
                 with self._changed:
                     self._idle = True
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._ops or self._repairs or self._closed)
+                    self._changed.wait_for(lambda: self._ops or self._closed)
                     if self._closed:
                         return
                     self._idle = False
-                    work = (self._repairs or self._ops).popleft()
+                    work = self._ops.popleft()
                 try:
                     work()
                 except BaseException as error:
                     with self._changed:
                         self._failure, self._idle = error, True
                         self._ops.clear()
-                        self._repairs.clear()
                         self._changed.notify_all()
                     return
-
-    def _gate(self) -> None:
-        """See `ftcomm.kernels.device.allreduce.gate`; a launch on the repair stream runs in here."""
-        ctl = self.ctl
-        while not self._closed and (
-            ctl[RETURNED] < ctl[STARTED] or (ctl[MISMATCHED] == ctl[STARTED] and ctl[HEARD] < ctl[STARTED])
-        ):
-            try:
-                work = self._repairs.popleft()
-            except IndexError:
-                time.sleep(_LOOK)
-            else:
-                work()

@@ -23,8 +23,8 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 
 
 def constants(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
-    """What the kernel is compiled for. A repair in another view takes those of the op's first launch: W changes the
-    speed, never the result."""
+    """What the kernel is compiled for. In another view the launch goes on with them: W changes the speed, never the
+    result."""
     name, code = op.dtype, OPS.index(op.op)
     if name == "bool":  # sum and max are "or", product and min are "and"
         name, code = "uint8", OPS.index("max" if op.op in ("sum", "max") else "min")
@@ -60,8 +60,8 @@ def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
     )
 
 
-def view_words(view: GroupView, reached: Mapping[int, Reached]) -> list[int]:
-    """The table of the members. `reached` is of all of them, this one too."""
+def view_words(view: GroupView, reached: Mapping[int, Reached], returned: int) -> list[int]:
+    """The table of the members, of ops from number `returned` on. `reached` is of all of them, this one too."""
     if len(view.members) > words.MOST_MEMBERS:
         raise ValueError(f"{len(view.members)} members; the kernel has room for {words.MOST_MEMBERS}")
     table = [0] * words.VIEW_WORDS
@@ -73,6 +73,7 @@ def view_words(view: GroupView, reached: Mapping[int, Reached]) -> list[int]:
     table[words.CONTRIBUTES] = view.me in view.contributing
     table[words.SOLE] = view.members.index(contributors[0]) if len(contributors) == 1 else -1
     table[words.ONE_HOST] = view.one_host
+    table[words.RESUMED] = returned
     for i, member in enumerate(view.members):
         table[words.WORDS_OF + i] = reached[member].words
         table[words.STAGING_OF + i] = reached[member].staging

@@ -1,6 +1,6 @@
-"""The thread that watches a device. It learns from words of the device which ops have returned, says when one stands
-still, and launches what is left of an op after a view change. While something is in flight it looks every `_LOOK`
-seconds; nobody waits for it.
+"""The thread that watches a device. It learns from words of the device which ops have returned, and says when one
+stands still. While something is in flight it looks every `_LOOK` seconds; nobody waits for it. It asks the driver
+nothing, which may be stuck behind an op that needs this thread to go on: whether a kernel has failed another asks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Monitor:
         self._ran = RunningTime()
         self._since = 0.0  # when, in `_ran`, the core was frozen, or began to end
         self._quiesced: list[Callable[[], None]] = []
-        self._repairing = False  # it launches a repair
         self._thread: threading.Thread | None = None
         self._woken = threading.Event()
+        self._due = threading.Event()  # it is time to ask whether a kernel has failed
+        self._over = False  # this thread ends
 
     # -- with the lock -----------------------------------------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class Monitor:
         """
         with _fence:
             pass
-        return self._core.still and not self._repairing and not self.copying
+        return self._core.still and not self.copying
 
     def when_quiet(self, call: Callable[[], None]) -> bool:
         """True if it is quiet; if not, `call` is called when it is."""
@@ -103,9 +104,12 @@ class Monitor:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        threading.Thread(target=self._check, name=f"ftcomm-check-{self._member.replica}", daemon=True).start()
         while self._look():
             self._woken.wait(_LOOK)
             self._woken.clear()
+        self._over = True
+        self._due.set()
 
     def _look(self) -> bool:
         """Wait for something to be in flight, then look once; False at the end."""
@@ -132,23 +136,17 @@ class Monitor:
                         stall = core.blocked()
                     except FtcommError as error:
                         given_up = error.with_traceback(None)  # with one it would keep the op
-            repair, core.repair = core.repair, None
-            self._repairing = repair is not None
             view = self._member.view if self.late else None
         for call in calls:
             call()
         if failed:
             return not end
+        self._due.set()
         try:
-            self._check()
-            if repair is not None:
-                core.relaunch(repair)
             if view is not None:
                 self._launch_late(view)
         except FtcommError as error:
             self.fail(error, tell=True)
-        finally:
-            self._repairing = False
         if given_up is not None:
             self.fail(given_up, tell=True)
         elif stall is not None:
@@ -172,12 +170,16 @@ class Monitor:
         return no_view((self._member.inflight.ops or core.captured)[0], self._member.watch.give_up)
 
     def _check(self) -> None:
-        """Raises `FtcommError` if a kernel has failed: then the device runs nothing, and what has begun never ends."""
-        try:
-            self._core.device.check()
-        except FtcommError:
-            self._core.dead = True
-            raise
+        """The other thread. When a kernel has failed the device runs nothing, and what has begun never ends."""
+        while not self._over:
+            self._due.wait()
+            self._due.clear()
+            try:
+                self._core.device.check()
+            except FtcommError as error:
+                self._core.dead = True
+                self.fail(error, tell=True)
+                return
 
     def _launch_late(self, view: GroupView) -> None:
         """Launch what was submitted before this member was in any view."""
