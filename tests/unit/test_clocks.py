@@ -14,8 +14,10 @@ WALL = {("time", "time"), ("time", "time_ns"), ("time", "ctime"), ("time", "loca
 WALL |= {("time", "strftime"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 STAMPS = {  # what people read, and nothing waits for
     "control/server.py",
+    "ftcomm/launch/commands.py",
     "ftcomm/launch/embedded_coordinator.py",
     "ftcomm/launch/report.py",
+    "ftcomm/launch/run.py",
 }
 
 

@@ -487,7 +487,7 @@ def test_who_holds_its_interpreter_has_as_long_as_the_user_says() -> None:
             for replica in range(3):
                 script.tell(replica, m.Heartbeat(4, words * (replica == 2)))
                 if replica < 2 and script.now > TIMEOUTS.op_floor:
-                    stall = m.Stalled(0, 1, 7, (2,), True)
+                    stall = m.Stalled(0, 1, 7, (2,), True, script.now)
                     script.tell(replica, stall)
             script.tick()
         assert script.newest[0] == (0, 1)
