@@ -205,7 +205,7 @@ def run(
     Exit codes:
         0  all replicas finished, but for those that were told to leave, or not back when the others had finished
         1  a replica failed for good, or the job was lost; without a step loop, also if one that was not back had
-           ended with an error
+           ended with an error or a crash of its own
         2  the command cannot work as given
         3  drained by a signal, everybody left in order
       130  ended by a second signal
@@ -253,7 +253,7 @@ def coordinator(**options: Any) -> None:
         export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')
 
     With --store etcd://, TLS and the account are read from FTCOMM_ETCD_CACERT, FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY,
-    FTCOMM_ETCD_USER and FTCOMM_ETCD_PASSWORD.
+    FTCOMM_ETCD_USER and FTCOMM_ETCD_PASSWORD, the limit of a request from FTCOMM_ETCD_MAX_REQUEST_BYTES.
 
     It ends when the job has: with 0 if all replicas finished, with 1 if the job failed, with 3 on Ctrl-C or SIGTERM.
     Training goes on without it; start it again with the same --port and --store.

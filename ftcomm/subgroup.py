@@ -69,7 +69,8 @@ FRAMES: Framing[SubgroupProgress | Left] = Framing(SubgroupProgress | Left, wire
 
 
 class Subgroup(Calls):
-    """This rank's likes in some replicas of its job. Do not make one: `Group.subgroup` does, on all members.
+    """The group of this rank and the ranks with the same index in some replicas of the job. Do not make one:
+    `Group.subgroup` does, on all members.
 
     Ranks are places in `roster`, which is that of the group of all, in so far as it belongs to this one, and so changes
     at step boundaries alone. A member that catches up contributes nothing, unless all members do.

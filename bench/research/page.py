@@ -34,12 +34,12 @@ within each round, a second or less each; figures are compared only within a rou
 these ratios. The time of an op is that of its slowest rank. All results are checked, element by element. The load of
 the machine before the run is in the file.
 
-**Limits.** Everything here was measured on the CPU of one machine: shared memory, loopback, and networks of its kernel;
-no network between machines and no GPU. With more ranks than cores, ranks share cores. Other libraries ran with their
-defaults on this machine, which is not what they were made for. All faults were injected, on a quiet network.
+**Limits.** Everything here was measured on CPUs, each time of one machine: shared memory, loopback, and networks of its
+kernel; no network between machines and no GPU. With more ranks than cores, ranks share cores. Other libraries ran with
+their defaults on these machines, which is not what they were made for. All faults were injected, on a quiet network.
 
 **Answered before.** Two questions were answered once, by the commands `detection` and `profile` of the bench, which
-commit ddb588b was the last to have. *How soon is a death known where all cores compute?* In 50 runs a SIGKILL came
+commit 0fc02cc was the last to have. *How soon is a death known where all cores compute?* In 50 runs a SIGKILL came
 anywhere in a step. The coordinator had heard of it after 3.8 ms at the median and 20.4 ms at most, and had the new view
 on its disk after 7.3 and 28.2 ms ([JSON](../bench/results/2026-11-20-detection-cpu.json)). *Where does the time of an
 op go?* At 1 KB with two ranks a sixth of the time is waiting for the other rank, a tenth is the reduction, and the rest

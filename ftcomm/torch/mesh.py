@@ -35,7 +35,8 @@ def init_device_mesh(
     mesh_shape: {"replica": R, "shard": S, "tp": T, ...}, or the sizes alone: the replicas of the job, and any number of
         dimensions of the ranks of each, whose product is `--ranks-per-replica`. None: (replicas, ranks of each).
     mesh_dim_names: the names of sizes; default ("replicate", "shard").
-    inner: the backend of the groups within a replica: "ftcomm", or one of torch's own, "nccl" or "gloo".
+    inner: the backend of the groups within a replica: "ftcomm", or one of torch's own, "nccl" or "gloo". "nccl"
+        includes gloo for tensors on the CPU; where torch sees no GPU it is gloo.
 
     With "nccl" or "gloo" the world of torch is this replica, ranks 0 to S*T - 1 (`dist.get_rank()`,
     `dist.get_world_size()`), and what the script makes of groups and meshes lies within it. Between replicas there is
