@@ -536,8 +536,9 @@ class Node:
             else:
                 if isinstance(action, Passed) and self._at_boundary:
                     ran = self._ran.seconds
-                    waits = {replica: ran - since for (replica, _), since in self._at_boundary.items()}
-                    result.append(HandWaits(waits))
+                    members = self._lives([replica for replica, _ in self._at_boundary])
+                    waits = {life[0]: ran - self._at_boundary[life] for life in members if life in self._at_boundary}
+                    result += [HandWaits(waits)] if waits else []
                     self._at_boundary.clear()
                 result.append(action)
         return result

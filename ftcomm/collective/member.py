@@ -37,6 +37,7 @@ class GroupMember(Generic[Op]):
         self.peers: dict[int, Peer] = {}
         self.frozen = True
         self.error: BaseException | None = None
+        self._stay: list[int] = []  # the peers that have the same life in this view as in the one before
 
     @property
     def lives(self) -> dict[int, str]:
@@ -64,7 +65,8 @@ class GroupMember(Generic[Op]):
             if all(peer is not kept for kept in peers.values()):
                 leave(peer)
                 peer.close()
-        self.peers = dict(peers)
+        before, self.peers = self.lives, dict(peers)
+        self._stay = [replica for replica, life in self.lives.items() if before.get(replica) == life]
 
     def go_on(self, view: GroupView, progress: Mapping[int, Progress]) -> Entered:
         """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest."""
@@ -80,7 +82,7 @@ class GroupMember(Generic[Op]):
             error = wrong
         if not view.contributing:
             error = FtcommError("no contributing member is left; the state of the training is lost")
-        self.watch.disturbed(self.inflight.issued, view.members)
+        self.watch.disturbed(self.inflight.issued, self.peers, self._stay)
         self.frozen = False
         return Entered(resumed, error)
 

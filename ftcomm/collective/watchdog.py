@@ -66,6 +66,7 @@ class Watchdog:
         # Waits that go on from before: when, in `_ran`, each began, and how far the replica had come in this view.
         self._before: dict[int, tuple[float, int]] = {}
         self._handed: Mapping[int, float] = {}  # s of other waits that `hand` gave
+        self._members: Collection[int] = ()  # the others of the view
         self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
         self.began = 0.0  # when the first op in flight became the first
@@ -77,22 +78,23 @@ class Watchdog:
         """Note that the first op in flight is about to return, and the next to become the first."""
         now = self.clock()
         self.wait = None
-        if self._before:
-            self._before = {}
+        if self._before or self._handed:
+            self._before, self._handed = {}, {}
         if self._reported is not None:
             self._stood(now, self._reported)
         if op.number >= self._steady and op.error is None:
             self._deadlines.took(op.nbytes, now - self.began)
         self.began = now
 
-    def disturbed(self, issued: int, members: Collection[int]) -> None:
-        """Note a view change: how long the first `issued` ops of the group take says nothing about others. The waits
-        for `members` go on."""
+    def disturbed(self, issued: int, members: Collection[int], stay: Collection[int]) -> None:
+        """Note a view change: how long the first `issued` ops of the group take says nothing about others. `members`
+        are the others of the view; the waits for those that `stay`, in the life that they had, go on."""
         since = self._reported if self._reported is not None or self.wait is None else self.wait[0]
         if since is not None:
             self._stood(self.clock(), since)
-        self._before = {replica: (begun, 0) for replica, begun in self._waits().items() if replica in members}
-        self._handed = {replica: seconds for replica, seconds in self._handed.items() if replica in members}
+        self._before = {replica: (begun, 0) for replica, begun in self._waits().items() if replica in stay}
+        self._handed = {replica: seconds for replica, seconds in self._handed.items() if replica in stay}
+        self._members = members
         self.wait = None
         self._steady = issued
 
@@ -113,6 +115,8 @@ class Watchdog:
             self._before = {replica: known for replica, known in self._before.items() if come(replica) <= known[1]}
         handed, self._handed = self._handed, {}
         for replica, seconds in handed.items():
+            if replica not in self._members:
+                continue  # it was of a view that this driver has not entered yet, or has left
             self._before[replica] = min(self._before.get(replica, (ran, 0))[0], ran - seconds), come(replica)
         begun = self._waits()
         late = tuple(replica for replica in missing if ran - begun[replica] >= self._limit)

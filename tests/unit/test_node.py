@@ -542,6 +542,22 @@ def test_the_wait_for_another_life_begins_anew() -> None:
     assert not stalls(node, TIMEOUTS.op_floor - 1, TIMEOUTS.op_floor - 1)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_op_goes_on_with_the_wait_for_one_that_was_removed(planned: bool) -> None:
+    """0 stands at the boundary of a change that 2 does not come to, and no `Cancel` arrives before 2 is removed: the
+    change was decided, or the coordinator was started again."""
+    node = running()
+    node.from_up(m.Prepare(7, 1, 3))
+    actions = node.boundary(3)
+    actions += ticks(node, 0.0, 3, (1, 2))
+    if planned:
+        actions += node.from_up(m.NewView(view(2, (0, 1, 2), step=3, proposal=7)))
+    actions += change(node, view(3, (0, 1), step=None))
+    assert any(isinstance(action, act.Passed) for action in actions)
+    handed = [set(action.seconds) for action in actions if isinstance(action, n.HandWaits)]
+    assert all(waits <= {1} for waits in handed), handed
+
+
 def test_what_a_boundary_has_waited_the_next_op_goes_on_with() -> None:
     """0 stands at the boundary of a change that is given up; 1 has come there, 2 has not."""
     node = running()

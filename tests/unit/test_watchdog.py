@@ -32,7 +32,7 @@ def op(number: int, count: int = 100) -> Operation:
 
 def watch_after(clock: Clock, seconds: float, ops: int = 8, first: int = 0, steady: int = 0) -> Watchdog:
     watch = Watchdog(0.5, 60, 120, clock)
-    watch.disturbed(steady, ())
+    watch.disturbed(steady, (), ())
     for number in range(first, first + ops):
         watch.began = clock.now
         clock.now += seconds
@@ -152,10 +152,10 @@ def test_only_waits_that_were_reported_or_ended_by_a_view_change_stood_still(clo
     watch.returns(op(99))
     assert watch.stood == 11.0
     assert due_at(watch, clock, 3.0) is Due.NOTHING
-    watch.disturbed(100, (4,))  # who was waited for is lost
+    watch.disturbed(100, (4,), (4,))  # who was waited for is lost
     assert watch.stood == 14.0
     assert due_at(watch, clock, 70.0) is Due.REPORT
-    watch.disturbed(100, (4,))
+    watch.disturbed(100, (4,), (4,))
     watch.returns(op(99))
     assert watch.stood == 84.0
 
@@ -172,15 +172,34 @@ def test_a_wait_goes_on_in_the_next_view(clock: Clock) -> None:
     watch.waits(1, op(7), (3, 4))
     assert look(watch, clock, 7, 7) is Due.NOTHING
     assert watch.awaited == {3: 7.0}
-    watch.disturbed(8, (3, 5))
+    watch.disturbed(8, (3, 5), (3, 5))
     watch.waits(2, op(7), (5,))
     clock.now += 0.5
     watch.wait = None  # others move
     assert reported(watch, clock, (3, 5)) == ((3,), 10.0)
     assert watch.awaited == {3: 10.0, 5: 2.5}
-    watch.disturbed(8, (3, 5))
+    watch.disturbed(8, (3, 5), (3, 5))
     clock.now += 0.5
     assert reported(watch, clock, (3, 5)) == ((3,), 11.0), "every second, in whatever view"
+
+
+def test_no_wait_is_handed_over_for_another_life_or_one_that_is_gone(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.hand({2: 9.0, 3: 9.0, 4: 9.0})
+    watch.disturbed(8, (3, 4), (3,))  # 4 is a new life
+    watch.hand({2: 9.0})
+    words = {3: 0, 4: 0}  # there are none of 2
+    assert watch.waits(2, op(7), (3, 4), words.__getitem__) is None
+    assert watch.awaited == {3: 9.0, 4: 0.0}
+
+
+def test_a_wait_that_is_handed_over_ends_when_an_op_returns(clock: Clock) -> None:
+    """Though nobody has looked at it: no wait was long enough."""
+    watch = Watchdog(10, 10, 20, clock)
+    watch.disturbed(8, (3,), (3,))
+    watch.hand({3: 9.0})
+    watch.returns(op(7))
+    assert reported(watch, clock, (3,)) == ((3,), 10.0)
 
 
 @pytest.mark.parametrize("ends", ["takes part", "returns", "is lost"])
@@ -188,7 +207,7 @@ def test_a_wait_of_an_earlier_view_ends_when_the_replica_moves(clock: Clock, end
     watch = Watchdog(10, 10, 20, clock)
     watch.waits(1, op(7), (3,))
     assert look(watch, clock, 7, 7) is Due.NOTHING
-    watch.disturbed(8, () if ends == "is lost" else (3,))
+    watch.disturbed(8, (3,), () if ends == "is lost" else (3,))
     if ends == "returns":
         watch.returns(op(6))
     assert reported(watch, clock, (3,), come=ends == "takes part") == ((3,), 10.0)
@@ -201,7 +220,7 @@ def test_a_wait_goes_on_while_there_is_no_view(clock: Clock) -> None:
         clock.now += 0.5
         watch.ran()
     assert watch.awaited == {3: 6.0}
-    watch.disturbed(8, (3,))
+    watch.disturbed(8, (3,), (3,))
     assert reported(watch, clock, (3,)) == ((3,), 10.0)
 
 
@@ -209,7 +228,7 @@ def test_a_wait_that_is_handed_over_goes_on_until_the_replica_moves(clock: Clock
     """At a boundary that was given up; the replica has come as far as 5 in this view."""
     watch = Watchdog(10, 10, 20, clock)
     watch.hand({3: 6.0, 4: 6.0})
-    watch.disturbed(8, (3,))
+    watch.disturbed(8, (3,), (3,))
     assert reported(watch, clock, (3,), come=5) == ((3,), 10.0)
     watch.hand({3: 6.0})
     watch.waits(2, op(7), (3,), lambda replica: 5)

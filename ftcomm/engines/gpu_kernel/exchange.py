@@ -80,6 +80,8 @@ class DeviceExchange(GroupExchange[KernelOperation]):
             self._capture(op)
             return
         core, monitor = self.core, self.monitor
+        with self._changed:
+            monitor.start()  # first: without a thread that watches it, no op begins
         try:
             with monitor.launching:
                 with self._changed:
@@ -89,7 +91,7 @@ class DeviceExchange(GroupExchange[KernelOperation]):
                     core.submit(op)
                     view = self.member.view
                     late = monitor.late = monitor.late or view is None
-                    monitor.start()
+                    self._changed.notify_all()
                 if view is not None and not late:
                     self._device.follow()
                     core.launch(op, view)
@@ -107,8 +109,8 @@ class DeviceExchange(GroupExchange[KernelOperation]):
                 if self.member.error is not None:
                     op.finish(self.member.error)
                     return
-                view = core.capture(op)
                 self.monitor.start()
+                view = core.capture(op)
             self._device.follow()
             core.launch(op, view)
 

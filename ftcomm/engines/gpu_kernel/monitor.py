@@ -69,10 +69,11 @@ class Monitor:
     def start(self) -> None:
         """Note that something has to be watched."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name=f"ftcomm-monitor-{self._member.replica}", daemon=True
-            )
-            self._thread.start()
+            replica = self._member.replica
+            threading.Thread(target=self._check, name=f"ftcomm-check-{replica}", daemon=True).start()
+            thread = threading.Thread(target=self._serve, name=f"ftcomm-monitor-{replica}", daemon=True)
+            thread.start()
+            self._thread = thread
         self._changed.notify_all()
 
     def stops(self) -> None:
@@ -104,7 +105,6 @@ class Monitor:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        threading.Thread(target=self._check, name=f"ftcomm-check-{self._member.replica}", daemon=True).start()
         while self._look():
             self._woken.wait(_LOOK)
             self._woken.clear()
