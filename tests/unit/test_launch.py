@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcomm.errors import FtcommError
+from ftcomm.launch.admin.client import AdminClient, JobEnded
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.event_text import describe, replicas
 from ftcomm.launch.options import RunOptions
@@ -353,3 +355,19 @@ def test_a_removed_replica_whose_process_has_joined_anew_is_not_ended(
         loop.close()
     assert signals == ([] if comes_again else [signal.SIGTERM])
     assert bool(replica.removed) is not comes_again
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_job_that_does_not_answer_is_over_if_its_socket_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """A connection that was accepted when the job ended may stay open."""
+    monkeypatch.setattr("ftcomm.launch.admin.client.PATIENCE", 0.2)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "control"))
+        listener.listen()
+        with AdminClient(tmp_path / "control") as client:
+            if over:
+                (tmp_path / "control").unlink()
+            with pytest.raises(JobEnded if over else FtcommError, match="has ended" if over else "is its launcher"):
+                client.status()

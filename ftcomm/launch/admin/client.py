@@ -57,7 +57,7 @@ class AdminClient:
 
     def __init__(self, path: Path) -> None:
         """Connects. Raises `JobEnded`."""
-        self._buffer = bytearray()
+        self._path, self._buffer = path, bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(PATIENCE)
         try:
@@ -84,6 +84,8 @@ class AdminClient:
                 self._read()
             answer = protocol.decode_answer(line)
         except TimeoutError:
+            if not self._path.exists():  # it was accepted when the job ended, and maybe nobody has closed it
+                raise JobEnded("the job has ended") from None
             raise FtcommError(f"the job has not answered within {PATIENCE:g} s; is its launcher stopped?") from None
         except OSError as error:
             raise JobEnded(f"the job has ended ({error.strerror or error})") from None
