@@ -193,7 +193,7 @@ class ExchangeCore:
     def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Entered:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members."""
         member = self.member
-        member.replace_peers(peers)
+        stay = member.replace_peers(peers)
         for peer in peers.values():
             peer.relay_for(peers if view.ring else {})
             peer.enter(view.epoch)
@@ -214,7 +214,7 @@ class ExchangeCore:
             for reader in self.stream.close(lives):
                 self._pending.bring_back(reader)
         self.stream = stream
-        entered = member.go_on(view, progress)
+        entered = member.go_on(view, progress, stay)
         stream.pipeline.unposted.extend(self._inflight.ops)
         return entered
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, NamedTuple
 
 from ftcomm.collective.chunks import Contributors
@@ -37,7 +37,6 @@ class GroupMember(Generic[Op]):
         self.peers: dict[int, Peer] = {}
         self.frozen = True
         self.error: BaseException | None = None
-        self._stay: list[int] = []  # the peers that have the same life in this view as in the one before
 
     @property
     def lives(self) -> dict[int, str]:
@@ -59,17 +58,21 @@ class GroupMember(Generic[Op]):
             return Progress(returned=0, ops=(), fresh=True)
         return self.rosters.told(self.inflight.progress(begun))
 
-    def replace_peers(self, peers: Mapping[int, Peer], leave: Callable[[Peer], object] = lambda peer: None) -> None:
-        """Take `peers`, those of the next view; `leave` each of the others, and close it."""
+    def replace_peers(
+        self, peers: Mapping[int, Peer], leave: Callable[[Peer], object] = lambda peer: None
+    ) -> list[int]:
+        """Take `peers`, those of the next view; `leave` each of the others, and close it. Returns who stays, in the
+        life that it had."""
         for peer in self.peers.values():
             if all(peer is not kept for kept in peers.values()):
                 leave(peer)
                 peer.close()
         before, self.peers = self.lives, dict(peers)
-        self._stay = [replica for replica, life in self.lives.items() if before.get(replica) == life]
+        return [replica for replica, life in self.lives.items() if before.get(replica) == life]
 
-    def go_on(self, view: GroupView, progress: Mapping[int, Progress]) -> Entered:
-        """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest."""
+    def go_on(self, view: GroupView, progress: Mapping[int, Progress], stay: Collection[int]) -> Entered:
+        """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest.
+        `stay` is what `replace_peers` has returned."""
         if self.view is None:
             self.inflight.number_from(progress)
         self.view = view
@@ -82,7 +85,7 @@ class GroupMember(Generic[Op]):
             error = wrong
         if not view.contributing:
             error = FtcommError("no contributing member is left; the state of the training is lost")
-        self.watch.disturbed(self.inflight.issued, self.peers, self._stay)
+        self.watch.disturbed(self.inflight.issued, frozenset(self.peers), stay)
         self.frozen = False
         return Entered(resumed, error)
 

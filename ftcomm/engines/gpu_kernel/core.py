@@ -214,11 +214,11 @@ class DeviceCore:
     def enter(self, view: GroupView, peers: Mapping[int, Peer], progress: Mapping[int, Progress]) -> Entered:
         """Enter the epoch of `view`. `peers` are all its other members, `progress` is of all its members."""
         flight, device = self._inflight, self.device
-        self.member.replace_peers(peers, device.leave)
+        stay = self.member.replace_peers(peers, device.leave)
         self.reached = {replica: device.reach(peer) for replica, peer in peers.items()}
         begun = self.number()
         ops = tuple(flight.ops)
-        resumed, failed = self.member.go_on(view, progress)
+        resumed, failed = self.member.go_on(view, progress, stay)
         try:
             while failed is None and flight.ops and not flight.ops[0].tasks:  # all members hold it, or it failed
                 self._watch.returns(flight.ops[0])
