@@ -22,6 +22,8 @@ class Experiments(LazyGroup):
         "alltoall": ("collective:ALLTOALL", "All-to-all: from each rank a part to each."),
         "allreduce": ("collective:ALLREDUCE", "All-reduce: the sum of all on all."),
         "broadcast": ("collective:BROADCAST", "Broadcast: what rank 0 has to all."),
+        "control": ("control_plane", "The control plane of a large job on one machine, and failures of it."),
+        "dashboard": ("dashboard", "How much of a core the live view takes, up to 98,304 emulated ranks."),
         "fleet": ("research.fleet", "Compute the share of time that a large fleet trains."),
         "gather": ("collective:GATHER", "Gather: the parts of all on rank 0."),
         "gpu-check": ("gpu_check", "All that needs a GPU, in stages."),
@@ -37,6 +39,7 @@ class Experiments(LazyGroup):
         "scatter": ("collective:SCATTER", "Scatter: from rank 0 a part to each."),
         "train": ("train", "Time steps of DDP, then kill replicas of a training."),
         "tune": ("tune", "Find the switch points of all-reduces on this machine."),
+        "views": ("control_views", "What changes of view cost the control plane of 98,304 ranks, without sockets."),
         "wire": ("wire", "All-reduce over TCP beside plain sockets and gloo."),
     }
 

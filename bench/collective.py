@@ -38,8 +38,9 @@ from ftcomm.bench.peers import TRANSPORT, missing, ours, theirs
 from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size, sweep
 from ftcomm.bench.stats import algbw, median, percentile, slowest
-from ftcomm.collective.compression import COMPRESSIONS, FP8, unsupported_compression
+from ftcomm.collective.compression import FP8, unsupported_compression
 from ftcomm.errors import SettingsError
+from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.launch.option_types import choices
 from ftcomm.settings import TRANSPORTS
 

@@ -2,18 +2,19 @@
 
     off         an op returns as soon as this rank has its result; nobody looks how long ops take, or for signs of life
     stability   an op returns when all are known to hold it, which is what a survivor's result rests on
-    ftcomm      and detection: heartbeats, deadlines, who waits for whom. The product
+    detection   and detection: heartbeats, deadlines, who waits for whom
+    ftcomm      and the flight recorder: who called what, when and from where. The product
     verify      and FTCOMM_VERIFY=1: all compare their results
 
 What is taken out is taken out here, by subclasses that nobody else has: the product has no such switch. What sleeps
-until a process ends is there in all four.
+until a process ends is there in all five. Of the recorder two empty calls an op are left below `ftcomm`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import click
 import msgspec
@@ -22,17 +23,18 @@ from ftcomm.bench import collective
 from ftcomm.bench.collective import CollectiveRow, CollectiveTask, Contestant, measure_sizes
 from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
 from ftcomm.bench.stats import median
+from ftcomm.calls import Work
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.pipeline import Pipeline
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.errors import FtcommError
+from ftcomm.group import Group
+from ftcomm.recorder.recorder import GroupRecorder, RecordedCall
 
-if TYPE_CHECKING:
-    from ftcomm.group import Group
-
-LEVELS = ("off", "stability", "ftcomm", "verify")
+LEVELS = ("off", "stability", "detection", "ftcomm", "verify")
 BIG, MOST_PCT = 1 << 20, 3.0  # of `ftcomm` over `off`: per cent from this size on
 SMALL, MOST_US = 1 << 10, 1.0  # and microseconds at this one
+RECORDER_US, RECORDER_PCT = 0.3, 0.5  # of the recorder alone, at SMALL and from BIG on
 # s without a sign of life, and that an op may take: so long that nothing of either comes while we measure
 QUIET = (("heartbeat_timeout", 3600.0), ("op_timeout", 100_000.0))
 
@@ -41,9 +43,10 @@ QUIET = (("heartbeat_timeout", 3600.0), ("op_timeout", 100_000.0))
 class OverheadRequest:
     """Time all-reduces with fault tolerance taken out of the engine, and put back piece by piece.
 
-    Levels: off; stability, an op returns when all are known to hold it; ftcomm, that and detection, which is the
-    product; verify, and FTCOMM_VERIFY=1. They take turns within each round; the differences to `off` are of the same
-    round, and their median is shown. What is taken out is taken out by the bench: ftcomm has no switch for it.
+    Levels: off; stability, an op returns when all are known to hold it; detection, and who holds an op up is found;
+    ftcomm, and all is recorded, which is the product; verify, and FTCOMM_VERIFY=1. They take turns within each round;
+    the differences to `off` are of the same round, and their median is shown, as is that between ftcomm and detection.
+    What is taken out is taken out by the bench: ftcomm has no switch for it.
     """
 
     sizes: Sequence[int] = option((1 << 10, 64 << 10, 1 << 20, 16 << 20), kind=SIZES)
@@ -70,6 +73,7 @@ class Levels(collective.CollectiveRequest):
         return [
             Contestant("off", "shm", "ftcomm-quiet", options=QUIET),
             Contestant("stability", "shm", "ftcomm-quiet", options=QUIET),
+            Contestant("detection", "shm", "ftcomm"),
             Contestant("ftcomm", "shm", "ftcomm"),
             Contestant("verify", "shm", "ftcomm-verify", (("FTCOMM_VERIFY", "1"),)),
         ]
@@ -87,6 +91,8 @@ class Cost(msgspec.Struct, frozen=True):
     over_off_pct: float | None
     round_over_off_us: list[float]
     wrong: int
+    recorder_us: float | None = None  # of the recorder alone: `ftcomm` over `detection`
+    recorder_pct: float | None = None
 
     @property
     def good(self) -> bool:
@@ -102,10 +108,14 @@ def costs(rows: Sequence[CollectiveRow]) -> list[Cost]:
     """Returns the costs of one size and place. Raises `ValueError` where a level failed."""
     by = {row.library: row for row in rows}
     found = []
+    recorder: list[float] = []
     for level in LEVELS:
         row, off = by[level], by["off"]
         if row.time_us_p50 is None:
             raise ValueError(f"{level}: {row.error}")
+        alone = level == "ftcomm"
+        if alone:
+            recorder = [a - b for a, b in zip(row.round_us, by["detection"].round_us, strict=True)]
         more = [a - b for a, b in zip(row.round_us, off.round_us, strict=True)]
         shares = [100 * (a / b - 1) for a, b in zip(row.round_us, off.round_us, strict=True)]
         found.append(
@@ -119,6 +129,8 @@ def costs(rows: Sequence[CollectiveRow]) -> list[Cost]:
                 over_off_pct=None if level == "off" else median(shares),
                 round_over_off_us=[] if level == "off" else more,
                 wrong=row.wrong,
+                recorder_us=median(recorder) if alone else None,
+                recorder_pct=100 * median(recorder) / row.time_us_p50 if alone else None,
             )
         )
     return found
@@ -150,14 +162,20 @@ COLUMNS = (
     Column("over off", "(us)", 10, lambda cost: "" if cost.over_off_us is None else f"{cost.over_off_us:.2f}"),
     Column("over off", "(%)", 9, lambda cost: "" if cost.over_off_pct is None else f"{cost.over_off_pct:.1f}"),
     Column("over rounds", "(us)", 19, _over_rounds),
+    Column("recorder", "(us)", 9, lambda cost: "" if cost.recorder_us is None else f"{cost.recorder_us:.2f}"),
     Column("#wrong", "", 7, lambda cost: str(cost.wrong)),
 )
 
 
 def footer(costs: Sequence[Cost]) -> str:
     missed = [cost for cost in costs if not cost.good]
+    alone = [cost for cost in costs if cost.recorder_us is not None]
+    large = [f"{cost.recorder_pct:.2f}% at {cost.bytes}" for cost in alone if cost.bytes >= BIG]
+    small = [f"{cost.recorder_us:.2f} us at {cost.bytes}" for cost in alone if cost.bytes == SMALL]
+    recorder = f"; the recorder alone ({RECORDER_US:g} us, {RECORDER_PCT:g}%): {', '.join(small + large)}"
     said = f"fault tolerance on against off: {MOST_PCT:g}% at most from 1M on, {MOST_US:g} us at 1K"
-    return f"# {said}: " + ("OK" if not missed else f"missed at {', '.join(str(cost.bytes) for cost in missed)} bytes")
+    found = "OK" if not missed else f"missed at {', '.join(str(cost.bytes) for cost in missed)} bytes"
+    return f"# {said}: {found}{recorder if small + large else ''}"
 
 
 EXPERIMENT = Experiment(
@@ -195,8 +213,50 @@ def rank(task: CollectiveTask, job: str) -> None:
     collective.run(task, job, before_op=take_out)
 
 
+class Unrecorded(GroupRecorder):
+    """Records nothing."""
+
+    def posted(self, op: RecordedCall, algorithm: str) -> None:
+        pass
+
+    def arrived(self, op: RecordedCall) -> None:
+        pass
+
+
+class Nameless(Group):
+    """Does not know from where it is called."""
+
+    def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
+        op.stamp, op.lag = self._when()
+        if async_op:
+            return self._carry_out_async(op, result, finish)
+        self._turn.run(self._exchange.run, op)
+        if op.error is None and finish is None:
+            return result
+        return Work(op, self._exchange, result, finish).wait()
+
+
+def _nothing(op: RecordedCall, now: float) -> None:
+    """Records nothing."""
+
+
+_recording: list[Any] = []  # what the recorder of this rank does for each op
+
+
+def record(group: Group, on: bool) -> None:
+    """Let this rank record its ops, or not."""
+    exchange: Any = group.internals.exchange
+    recorder = exchange.member.watch.recorder
+    if not _recording:
+        _recording[:] = recorder.called, recorder.returned
+    recorder.called, recorder.returned = _recording if on else (_nothing, _nothing)
+    recorder.__class__ = GroupRecorder if on else Unrecorded
+    group.__class__ = Group if on else Nameless
+
+
 def take_out(group: Group, level: str) -> None:
     """Let ops of this rank run at that level from here on; all ranks must call it between the same two ops."""
+    record(group, level in ("ftcomm", "verify"))
     exchange: Any = group.internals.exchange
     exchange.core.stream.pipeline.__class__ = Hasty if level == "off" else Pipeline
     exchange.member.watch.__class__ = Blind if level in ("off", "stability") else Watchdog

@@ -27,7 +27,7 @@ MESSAGE = Room(MAX_MESSAGE, "a message")
 
 def too_large(join: m.Join, replicas: int, room: Room = MESSAGE) -> str:
     """Returns why a view of so many such replicas cannot be sent or stored, and the mend; empty if it can."""
-    each = len(msgspec.msgpack.encode(join.ranks)) + REST
+    each = len(msgspec.json.encode(join.ranks)) + REST  # as stores keep it; in a message it is shorter
     if each * replicas <= room.most:
         return ""
     return (
@@ -56,6 +56,8 @@ def other_job(join: m.Join, replicas: int, ranks: int, timeouts: Timeouts) -> st
             f"replica {join.replica} has {len(join.ranks)} ranks, the job has {ranks} a replica; start all with the "
             "same FTCOMM_RANKS_PER_REPLICA"
         )
+    if join.ranks.first != 0:
+        return f"the addresses of replica {join.replica} begin with rank {join.ranks.first}, and its ranks with 0"
     if join.timeouts != dataclasses.astuple(timeouts):
         said = "heartbeat {:g} s, op {:g} to {:g} s"
         return (

@@ -10,72 +10,40 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from ftcomm.control import actions as act
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
-from ftcomm.control.dropped import drop
-from ftcomm.control.engine import Engine, Unreachable
-from ftcomm.control.failed_dials import cause_of, shortage, start
-from ftcomm.control.knock import Knock
-from ftcomm.control.links import Link, Listener, ask, event_loop, hand_over, serve_messages
-from ftcomm.control.liveness import lived, processes, state_of, unanswered
+from ftcomm.control.directory import Directory
+from ftcomm.control.engine import Engine
+from ftcomm.control.failed_dials import cause_of, shortage
+from ftcomm.control.incoming import Handler, IncomingConnections
+from ftcomm.control.links import Listener, ask, event_loop
+from ftcomm.control.liveness import lived, state_of
 from ftcomm.control.member import Phase
+from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
-from ftcomm.control.running_time import RunningTime
+from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
+from ftcomm.control.running_time import Patience, RunningTime
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.unstarted import HOPELESS
+from ftcomm.control.unstarted import HOPELESS, NamedRank, turn
+from ftcomm.control.upward_link import News, UpwardLink
+from ftcomm.control.view_entry import ViewEntry
 from ftcomm.control.views import Address, View
-from ftcomm.control.witness import PURPOSE, Charge, Witness
 
 log = logging.getLogger("ftcomm.control")
 
-Handler = Callable[[Channel, handshake.Fields], None]
 Entered = TypeVar("Entered", View, "View | None")
 
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
-WAKE_AGAIN = 0.001  # s between wake-ups of an engine that goes to sleep just as it is frozen: one may be missed
-WAKE_UPS = 10  # then its longest sleep is over (`ftcomm.sync.futex.MAX_SLEEP`), and it has looked around
-
-
-class JoinError(RuntimeError):
-    """The job cannot be joined; the message says what was tried and the mend."""
-
-    def __init__(self, reason: str, ending: m.Ending = m.Ending.FAILED) -> None:
-        super().__init__(reason)
-        self.ending = ending
-
-
-class Gone(RuntimeError):
-    """This replica is no longer part of the job."""
-
-    def __init__(self, reason: str, ending: m.Ending = m.Ending.FAILED) -> None:
-        super().__init__(reason)
-        self.ending = ending
-
-
-class _News(NamedTuple):
-    """The last news of this rank on its way into the job, and how far it has got."""
-
-    text: str
-    stage: m.Stage = m.Stage.WAITING
-
-
-def why_broken(error: BaseException | None) -> str:
-    """Returns why the control thread has ended: the system lacks something, or there is a defect."""
-    lacks = shortage(error)
-    if lacks:
-        return f"the control thread cannot go on: {lacks}"
-    return f"internal error in the control thread: {error!r}; please report it"
 
 
 class Agent:
@@ -104,18 +72,24 @@ class Agent:
         self.replica, self.shard = replica, shard
         self._coordinator, self._credentials = coordinator, credentials
         self._leader_address, self._leader_socket = leader, leader_socket
+        self._me = NamedRank.of(replica, shard, leader)
+        self._turn = turn(shard, ranks, timeouts.heartbeat)
         self._sock, self.address = sock, address
         self._timeouts = timeouts
         self._node = n.Node(replica, shard, ranks, secrets.token_hex(8), address, timeouts, state_of, replicas)
         self._lock = threading.Lock()  # guards the node; never held during a wait
         self._loop = event_loop()
+        # Rank 0 leads: it knows where all are.
+        self._directory = Directory(leader, credentials, self._loop) if shard and leader is not None else None
         self._thread = threading.Thread(target=self._run, name="ftcomm-control", daemon=True)
         self._on_start = on_start
-        self._handlers: dict[str, Handler] = {}
-        self._up: Link | None = None  # to the coordinator from rank 0, to the leader from others
-        self._witness: Witness | None = None
-        self._ranks: dict[int, wire.Writer] = {}  # in rank 0, by shard: the other ranks of the replica
+        self._up = UpwardLink(self._me, self._node, credentials, coordinator, leader, address.host, self._do)
+        nonce, patience = address.nonce, timeouts.give_up
+        self._witness = OwnWitness(replica, shard, nonce, leader, credentials, patience, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._incoming = IncomingConnections(
+            self._node, credentials, timeouts, self._do, self._spawn, lambda: self._up.link
+        )
         self._peers = Peers(
             replica,
             shard,
@@ -126,16 +100,22 @@ class Agent:
             on_failed=self._dial_failed,
             on_back=lambda peer: self._do(self._node.peer_back, peer),
         )
+        self._entry = ViewEntry(
+            *(replica, shard, engine, self._node, self._peers, timeouts.beat, self._loop),
+            do=self._do,
+            call=self._call,
+            spawn=self._spawn,
+            joins=lambda: not self._joined.done(),
+            on_joined=self._on_joined,
+            is_short=self._is_short,
+        )
         self._known: concurrent.futures.Future[View] = concurrent.futures.Future()
         self._joined: concurrent.futures.Future[View | None] = concurrent.futures.Future()
         self._passed: concurrent.futures.Future[View] | None = None
         self._acked = threading.Event()
-        self._news = _News("no connection was tried yet")
         self._failed: act.Failed | None = None  # why the node has failed
-        self._since = 0.0  # when this rank heard of the newest view
-        self._refused: Exception | None = None
-        self._told = False  # this connection has told what we wait for
-        self._warned = ""  # the last refusal that was logged
+        self._excused = 0.0  # s in which waits went on without a coordinator
+        self._said_waits = float("-inf")  # when that was last logged
         self.left = False
 
     @property
@@ -177,7 +157,7 @@ class Agent:
         ran = RunningTime()
         told = ran.at(time.monotonic())
         deadline = told + timeout
-        news = self._news
+        news = self._up.news
         while True:
             try:
                 return future.result(timeout=0.2)
@@ -186,9 +166,10 @@ class Agent:
             now = ran.at(time.monotonic())
             if not self._thread.is_alive():
                 raise Gone("the group was shut down (ftcomm.shutdown)")
-            if isinstance(self._refused, handshake.Refused):  # any other refusal may be forged, so the link tries again
-                raise JoinError(str(self._refused))
-            before, news = news, self._news
+            refused = self._up.refused
+            if isinstance(refused, handshake.Refused):  # any other refusal may be forged, so the link tries again
+                raise JoinError(str(refused))
+            before, news = news, self._up.news
             if before.stage is m.Stage.JOINING and news != before:  # a new wait, with its own time
                 deadline = now + timeout
             if now > deadline and news.stage is m.Stage.WAITING:
@@ -204,7 +185,9 @@ class Agent:
 
     def boundary(self, step: int, timeout: float | None, loop: int = 0) -> View:
         """Stand at the boundary of `step` in step loop `loop`, with no op in flight. Blocks only if membership may
-        change there; returns the view in force. Raises `Gone`, `TimeoutError`."""
+        change there; returns the view in force. Raises `Gone`, and `TimeoutError` after `timeout` seconds. Without
+        that it waits for as long as an op may, anew after each view that comes meanwhile: those that hold it up are
+        removed one after the other, by a coordinator that is heard."""
         with self._lock:
             actions = self._inform(self._node.boundary, step, loop)
             if len(actions) == 1 and isinstance(actions[0], act.Passed):
@@ -214,11 +197,24 @@ class Agent:
                 raise Gone(self._failed.reason, self._failed.ending)
             passed: concurrent.futures.Future[View] = concurrent.futures.Future()
             self._passed = passed
-        self._loop.call_soon_threadsafe(self._carry_out, actions)
-        try:
-            return passed.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError(f"the boundary of step {step} was not passed within {timeout:g} s") from None
+        self._call(self._carry_out, actions)
+        seconds = self._timeouts.give_up if timeout is None else timeout
+        patience = Patience(seconds, time.monotonic)
+        if timeout is None:
+            patience = Patience(seconds, time.monotonic, lambda: self._newest, lambda: self._excused)
+        while True:
+            part = patience.part()
+            try:
+                return passed.result(part)
+            except concurrent.futures.TimeoutError:
+                if not part:
+                    raise TimeoutError(f"the boundary of step {step} was not passed within {seconds:g} s") from None
+
+    @property
+    def _newest(self) -> int:
+        """The epoch of the newest view that this rank has heard of."""
+        view = self._node.machine.view
+        return 0 if view is None else view.epoch
 
     def tell(self, message: m.Message) -> None:
         """Tell the leader a Report, Ready, CaughtUp, Leave or Finished. Any thread; dropped if the job has gone."""
@@ -290,6 +286,15 @@ class Agent:
             raise ConnectionError(f"replica {replica} is not in the view")
         return self.dial_address(member.ranks[self.shard], purpose, fields, timeout)
 
+    def address_of(self, view: View, replica: int, shard: int, timeout: float) -> Address:
+        """Returns where any rank of `view` is reached. Blocks for up to `timeout` seconds. Raises `OSError`."""
+        member = view.member(replica)
+        if member is None or (self._directory is None and not member.ranks.has(shard)):
+            raise ConnectionError(f"the view of epoch {view.epoch} has no rank {shard} of replica {replica}")
+        if self._directory is None or member.ranks.has(shard):
+            return member.ranks[shard]
+        return self._directory.address(view, member, shard, timeout)
+
     def dial_address(
         self, there: Address, purpose: str, fields: handshake.Fields, timeout: float | None = None
     ) -> Channel:
@@ -300,59 +305,44 @@ class Agent:
 
     def serve(self, purpose: str, handler: Handler) -> None:
         """Hand incoming authenticated connections of `purpose` (blocking) to `handler`, each in a thread."""
-        self._handlers[purpose] = handler
+        self._incoming.handlers[purpose] = handler
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._on_start()
-        asyncio.set_event_loop(self._loop)
-        self._spawn(self._main())
         try:
+            self._on_start()
+            asyncio.set_event_loop(self._loop)
+            self._spawn(self._main())
             self._loop.run_forever()
+        except BaseException as error:
+            self._ended(error)
         finally:
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(Exception):
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._peers.close()
-            self._loop.close()
-            for sock in (self._sock, self._leader_socket):  # no process is to be found here any more
-                if sock is not None:
-                    sock.close()
-            if self._witness is not None:
-                self._witness.dismiss()
+            ports = [sock for sock in (self._sock, self._leader_socket) if sock is not None]
+            # No process is to be found here any more.
+            for close in (self._peers.close, *(port.close for port in ports), self._loop.close):
+                with contextlib.suppress(OSError):  # the script has closed its descriptor
+                    close()
+            self._witness.dismiss()
+
+    def _ended(self, error: BaseException) -> None:
+        """Fail all that waits for this thread, which ends by itself."""
+        reason = f"replica {self.replica} rank {self.shard}: {why_ended(error)}"
+        log.error("%s", reason, exc_info=error)
+        try:
+            self._do(self._node.failed, reason)
+        except Exception:  # the others could not be told; the end of this thread tells them
+            self._end(reason, m.Ending.FAILED)
 
     def _from_up(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.Welcome) and self._node.leader is None and self._witness is None:
-            self._call_witness(message.processes)
+        if isinstance(message, m.Welcome) and self._node.leader is None:
+            self._witness.call(message.processes)
         self._do(self._node.from_up, message)
-
-    def _call_witness(self, seen: str) -> None:
-        """Start the witness, unless the leader sees this process by itself. `seen` are the processes that the leader
-        sees."""
-        if seen == processes() or os.getpid() == 1:  # with process 1 all of its container ends
-            return
-        assert self._leader_address is not None
-        token, job, tls = self._credentials.token, self._credentials.job, self._credentials.tls
-        files = None if tls is None else tls.files
-        nonce, patience = self.address.nonce, self._timeouts.give_up
-        try:
-            self._witness = Witness(Charge(nonce, self.shard, self._leader_address, token, job, files, patience))
-        except OSError as error:
-            self._unwitnessed(str(error))
-        else:
-            self._spawn(self._look_at(self._witness))
-
-    async def _look_at(self, witness: Witness) -> None:
-        why = await witness.begun()
-        if why:
-            self._unwitnessed(why)
-
-    def _unwitnessed(self, why: str) -> None:
-        who = f"replica {self.replica} rank {self.shard}"
-        log.warning("%s has no witness of its end, so its leader may hear of that late: %s", who, why)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task whose error ends this rank, since a control thread without one of its tasks must not seem
@@ -373,26 +363,11 @@ class Agent:
 
     async def _main(self) -> None:
         name = self.address.nonce
-        listeners = [Listener(self._sock, self._credentials, self._peer, name=name)]
+        listeners = [Listener(self._sock, self._credentials, self._incoming.serve, name=name)]
         if self._leader_socket is not None:
-            listeners.append(Listener(self._leader_socket, self._credentials, self._peer, name=name))
+            listeners.append(Listener(self._leader_socket, self._credentials, self._incoming.serve, name=name))
         self._do(self._node.start)
-        if self._node.leader is not None:
-            what, address, purpose, fields = "coordinator", self._coordinator, "leader", {"replica": self.replica}
-        else:
-            assert self._leader_address is not None
-            what, address, purpose = "leader of the replica", self._leader_address, "rank"
-            fields = {"replica": self.replica, "shard": self.shard}
-        self._up = Link(
-            address,
-            self._credentials,
-            purpose,
-            dict(fields),
-            on_open=self._up_opened,
-            on_message=self._from_up,
-            on_down=lambda error: self._up_lost(what, error),
-            on_mute=lambda: self._up_mute(what),
-        )
+        self._up.open(self._from_up)
         self._spawn(self._ask())
         while True:
             await asyncio.sleep(self._timeouts.beat)
@@ -401,18 +376,18 @@ class Agent:
             self.engine.wake()
 
     async def _ask(self) -> None:
-        """Ask the coordinator once a heartbeat timeout, until this rank is in a view, whether it waits in vain: for a
-        leader, or for another replica, that cannot start. The leader tells a rank that has a connection to it."""
+        """Ask the coordinator now and then, until this rank is in a view, whether it waits in vain: for a leader, or
+        for another replica, that cannot start. The leader tells a rank that has a connection to it."""
         leads = self._node.leader is not None
-        if not leads:
-            await asyncio.sleep(self._timeouts.heartbeat)  # most leaders come in that time
-        while self._up is not None and not self._knows_job:
-            if leads or not self._up.is_up:
+        first, pause = self._turn
+        await asyncio.sleep(first)
+        while (link := self._up.link) is not None and not self._knows_job:
+            if leads or not link.is_up:
                 await self._ask_once()
-            await asyncio.sleep(self._timeouts.heartbeat)
+            await asyncio.sleep(pause)
 
     async def _ask_once(self) -> None:
-        fields: handshake.Fields = {"replica": self.replica, "lived": min(int(1e3 * lived()), handshake.MOST)}
+        fields: handshake.Fields = {**self._me.fields, "lived": min(int(1e3 * lived()), handshake.MOST)}
         with contextlib.suppress(OSError):
             answer = await ask(self._coordinator, self._credentials, HOPELESS, fields)
             if isinstance(answer, m.Expelled) and not self._knows_job:
@@ -426,10 +401,11 @@ class Agent:
     def _look(self) -> None:
         """Look which kernels answer, before anything more is sent to them."""
         now = time.monotonic()
-        above = self._up.unanswered() if self._up is not None else None
+        link = self._up.link
+        above = None if link is None else link.unanswered()
         if above is not None:
             self._do(self._node.up_acknowledged, now - above)
-        for shard, writer in list(self._ranks.items()):
+        for shard, writer in list(self._incoming.ranks.items()):
             seconds = writer.unanswered()
             if seconds is not None:
                 self._do(self._node.rank_acknowledged, shard, now - seconds)
@@ -437,154 +413,6 @@ class Agent:
         peers = self._peers.unanswered()
         self._do(self._node.peers_acknowledged, {replica: now - seconds for replica, seconds in peers.items()})
         self._do(self._node.reaching, self.engine.reaching())
-
-    def _up_opened(self) -> None:
-        self._refused, self._told = None, False
-        self._do(self._node.up_opened)
-
-    def _up_lost(self, what: str, error: Exception) -> None:
-        self._refused = error
-        address = self._up.address if self._up is not None else self._coordinator
-        news = (
-            f"the {what} at {address[0]}:{address[1]} cannot be reached ({error}); is it running there, and is the "
-            "port open to this host?"
-        )
-        told, self._told = self._told, False
-        if not told:  # otherwise it was ended with a reason
-            self._news = _News(news)
-        if self.view is not None:
-            log.debug("replica %d rank %d: %s", self.replica, self.shard, news)
-        elif isinstance(error, handshake.HandshakeError) and str(error) != self._warned:
-            self._warned = str(error)
-            log.warning("replica %d rank %d: %s", self.replica, self.shard, news)
-        refused = isinstance(error, ConnectionRefusedError)
-        self._do(self._node.up_lost, f"the {what} is lost: {error}", refused, address[0] == self.address.host)
-
-    def _up_mute(self, what: str) -> None:
-        address = self._up.address if self._up is not None else self._coordinator
-        where = f"{address[0]}:{address[1]}"
-        self._news = _News(
-            f"the {what} at {where} has not answered yet; it is stopped, or something else listens there"
-        )
-
-    async def _peer(self, channel: Channel, opening: handshake.Opening) -> None:
-        if opening.purpose == "member":
-            await self._serve_member(channel, handshake.number(opening.fields, "replica"))
-        elif opening.purpose == "rank" and self._node.leader is not None:
-            ours, most = self._node.leader.replica, self._node.leader.ranks - 1
-            handshake.number(opening.fields, "replica", least=ours, most=ours)
-            await self._serve_rank(channel, handshake.number(opening.fields, "shard", least=1, most=most))
-        elif opening.purpose == "coordinator" and self._node.leader is not None:
-            self._called(channel, opening.fields)
-        elif opening.purpose == PURPOSE and self._node.leader is not None:
-            self._witnessed(channel, opening.fields)
-        elif opening.purpose == "asked":  # a question whether this process lives
-            channel.close()
-        elif opening.purpose in self._handlers:
-            await self._hand_over(channel, opening)
-        else:
-            drop("purpose", f"a connection for {opening.purpose!r}, which nothing here serves")
-            channel.close()
-
-    async def _hand_over(self, channel: Channel, opening: handshake.Opening) -> None:
-        """Serve a connection in a thread of its own. If none can be had now, who has dialled waits, until it hangs up
-        or for as long as an op may take: that costs its recovery, and this rank nothing."""
-        channel.setblocking(True)
-        args = self._handlers[opening.purpose], channel, opening.fields
-        thread = threading.Thread(target=hand_over, args=args, name=f"ftcomm-{opening.purpose}", daemon=True)
-        deadline = time.monotonic() + self._timeouts.op
-        told = False
-        while True:
-            lacks = start(thread)
-            if not lacks:
-                return
-            if not told:
-                told = True
-                log.warning(
-                    "replica %d rank %d: a connection for %r waits to be served, for %g s at most: %s",
-                    *(self.replica, self.shard, opening.purpose, self._timeouts.op, lacks),
-                )
-            await asyncio.sleep(self._timeouts.beat)
-            failed = self._node.machine.phase is Phase.FAILED
-            if failed or time.monotonic() > deadline or unanswered(channel) is None:
-                channel.close()
-                return
-
-    def _called(self, channel: Channel, fields: handshake.Fields) -> None:
-        """Take a call from a coordinator that has replaced another one, and tells where it can be reached."""
-        host, port = fields.get("host", channel.getpeername()[0]), handshake.number(fields, "port", least=1, most=65535)
-        channel.close()
-        if self._up is not None:
-            self._up.redirect((str(host), port))
-
-    def _witnessed(self, channel: Channel, fields: handshake.Fields) -> None:
-        """Take the word of the kernel of a rank's host that the rank's process has ended."""
-        channel.close()
-        shard = handshake.number(fields, "shard", least=1)
-        there = self._node.leader.addresses.get(shard) if self._node.leader is not None else None
-        if there is not None and there.nonce == handshake.text(fields, "nonce"):
-            self._do(self._node.rank_lost, shard, f"its process {there.pid} has ended, says its host")
-
-    async def _serve_member(self, channel: Channel, replica: int) -> None:
-        back: list[wire.Writer] = []
-
-        def received(message: m.AnyMessage) -> None:
-            if getattr(message, "replica", replica) != replica:
-                drop("message", f"replica {replica} speaks for another: {type(message).__name__}")
-                return
-            self._do(self._node.from_peer, message, time.monotonic())
-            later = self._node.passed_by(message)
-            if later is not None:
-                back[0].write(m.encode(later))
-
-        await serve_messages(channel, received, back.append)
-
-    async def _serve_rank(self, channel: Channel, shard: int) -> None:
-        current: list[wire.Writer] = []
-
-        def ready(writer: wire.Writer) -> None:
-            self._ranks[shard] = writer
-            current.append(writer)
-
-        def received(message: m.AnyMessage) -> None:
-            self._do(self._node.from_rank, shard, message, time.monotonic())
-
-        why = await serve_messages(channel, received, ready)
-        if current and self._ranks.get(shard) is current[0]:  # otherwise the rank has connected again
-            del self._ranks[shard]
-            self._spawn(self._seek(shard, why))
-
-    async def _seek(self, shard: int, why: str) -> None:
-        """Find out why the connection of a rank has ended. If our own kernel says so, the process has ended; if another
-        host says so, that is reported. Otherwise the rank connects again as soon as it runs. If no kernel answers, the
-        silence of the rank will tell."""
-        there = self._node.leader.addresses.get(shard) if self._node.leader is not None else None
-        if there is None:
-            self._do(self._node.rank_lost, shard, why)
-            return
-        begun = time.monotonic()
-        knock: Knock | None = None
-        try:
-            while shard not in self._ranks and self._up is not None:
-                knock = knock or Knock(there, self._credentials, "asked", {})
-                outcome = await knock.outcome(self._timeouts.presence)
-                now = time.monotonic()
-                if shard in self._ranks:
-                    return
-                if outcome == "ended":
-                    self._do(self._node.rank_lost, shard, why)
-                    return
-                if outcome == "refused":
-                    self._do(self._node.rank_refused, shard, why)
-                elif outcome == "answered" or (outcome == "mute" and now - begun < self._timeouts.op):
-                    self._do(self._node.rank_acknowledged, shard, now)
-                if outcome != "mute":
-                    knock.close()
-                    knock = None
-                await asyncio.sleep(self._timeouts.beat)
-        finally:
-            if knock is not None:
-                knock.close()
 
     def _lost(self, view: View, replica: int, reason: str) -> None:
         self._do(self._node.peer_lost, replica, view.epoch, reason, True)
@@ -609,9 +437,22 @@ class Agent:
 
     # -- what the node wants -------------------------------------------------------------------------------------
 
-    def _soon(self, event: Callable[..., list[n.Action]], *args: Any) -> None:
+    def _call(self, work: Callable[..., None], *args: Any) -> None:
+        """Let the loop do `work`, unless it has ended. An error in it ends this rank: what the node wanted was not
+        done, and somebody would wait for it."""
+
+        def call() -> None:
+            try:
+                work(*args)
+            except Exception as error:
+                log.error("internal error in the control thread", exc_info=error)
+                self._broken(error)
+
         with contextlib.suppress(RuntimeError):  # the loop has ended already
-            self._loop.call_soon_threadsafe(self._do, event, *args)
+            self._loop.call_soon_threadsafe(call)
+
+    def _soon(self, event: Callable[..., list[n.Action]], *args: Any) -> None:
+        self._call(self._do, event, *args)
 
     def _do(self, event: Callable[..., list[n.Action]], *args: Any) -> None:
         """Tell the node of an event, and carry out its actions. In the loop."""
@@ -629,22 +470,24 @@ class Agent:
     def _carry_out(self, actions: list[n.Action]) -> None:
         for action in actions:
             if isinstance(action, n.Up):
-                if self._up is not None:
-                    self._up.send(action.message)
+                if self._up.link is not None:
+                    self._up.link.send(action.message)
             elif isinstance(action, n.Down):
-                if action.shard in self._ranks:
-                    self._ranks[action.shard].write(m.encode(action.message))
+                if action.shard in self._incoming.ranks:
+                    self._incoming.ranks[action.shard].send(action.message)
             elif isinstance(action, n.ToPeer):
                 self._peers.send(action.replica, action.message)
             elif isinstance(action, act.Freeze):
-                self._freeze(action.view)
+                self._entry.freeze(action.view)
             elif isinstance(action, act.Resume):
-                self._spawn(self._resume(action.view, action.progress))
+                self._spawn(self._entry.resume(action.view, action.progress))
             elif isinstance(action, n.LookAtWaits):
                 op, waiting_on = self.engine.stalls(self._timeouts.beat) or (0, ())
                 self._do(self._node.waits, op, waiting_on)
             elif isinstance(action, n.HandWaits):
                 self.engine.waited(action.seconds)
+            elif isinstance(action, n.WaitOn):
+                self._wait_on(action.seconds, action.excused)
             elif isinstance(action, act.Passed):
                 self.left = action.left
                 passed, self._passed = self._passed, None
@@ -652,9 +495,9 @@ class Agent:
                     if future is not None and not future.done():
                         future.set_result(action.view)
             elif isinstance(action, act.JoinPending):
-                self._news, self._told = _News(action.reason, action.stage), True
+                self._up.queued(action.reason, action.stage)
             elif isinstance(action, act.Known):
-                self._news = _News("the coordinator has not answered yet")  # what this rank says next
+                self._up.news = News("the coordinator has not answered yet")  # what this rank says next
                 if not self._known.done():
                     self._known.set_result(action.view)
             elif isinstance(action, act.GoOn):
@@ -665,93 +508,36 @@ class Agent:
             else:
                 self._end(action.reason, action.ending)
 
+    def _wait_on(self, unheard: float, excused: float) -> None:
+        """Let all waits go on, and say so once in the time of an op if there are any."""
+        self._excused += excused
+        self.engine.wait_on(excused)
+        stalls, now = self.engine.stalls(self._timeouts.op_floor), time.monotonic()
+        missing = self._node.waiting()[1] or (() if stalls is None else stalls[1])
+        if not missing or now - self._said_waits < self._timeouts.op:
+            return
+        self._said_waits = now
+        link, refused = self._up.link, self._up.refused
+        address = self._coordinator if link is None or self._node.leader is None else link.address
+        log.warning(
+            "replica %d rank %d: waits for replicas %s, and for the coordinator at %s:%d, which has not been heard for "
+            "%.0f s: only it can decide that one of them is lost. Start it again, or let it go on if it is stopped "
+            "(`fg`, or `kill -CONT PID`; under `ftcomm run` it is in the launcher). This rank waits for %.0f s more%s",
+            *(self.replica, self.shard, ", ".join(map(str, missing)), *address),
+            *(unheard, self._timeouts.absence - unheard + self._timeouts.give_up),
+            f". Who is there refuses it: {refused}" if isinstance(refused, handshake.HandshakeError) else "",
+        )
+
     def _end(self, reason: str, ending: m.Ending) -> None:
         """End the control thread and close its connections, so that no rank waits for this one."""
-        self._news = _News(reason)
+        self._up.news = News(reason)
         self.engine.fail(reason, ending)
-        if self._up is not None:
-            self._up.close()
-            self._up = None
+        self._up.close()
         for future in (self._known, self._joined, self._passed):
             if future is not None and not future.done():
                 future.set_exception(Gone(reason, ending))
 
-    # -- changing the view ---------------------------------------------------------------------------------------
-
-    def _freeze(self, view: View) -> None:
-        self._since = time.monotonic()
-        still = asyncio.Event()
-        self._peers.connect(view)
-
-        def quiesced() -> None:
-            still.set()
-            if self._node.machine.view is not view:
-                return
-            try:
-                progress = self.engine.progress()
-            except Exception as error:  # the exchange has failed
-                self._do(self._node.failed, str(error))
-                return
-            self._do(self._node.quiesced, view.epoch, progress, self.engine.awaited())
-
-        def tell() -> None:
-            self._loop.call_soon_threadsafe(quiesced)
-
-        self.engine.freeze(tell)
-        self._spawn(self._wake(still))
-
-    async def _wake(self, still: asyncio.Event) -> None:
-        for _ in range(WAKE_UPS):
-            await asyncio.sleep(WAKE_AGAIN)
-            if still.is_set():
-                return
-            self.engine.wake()
-
-    async def _resume(self, view: View, progress: dict[int, m.Progress]) -> None:
-        told = time.monotonic()
-        severed = frozenset(replica for replica, said in progress.items() if self.replica in said.severed)
-        while self._node.wants(view):
-            try:
-                local = await self._in_thread(self.engine.reach, view, severed)
-                break
-            except Exception as error:
-                if self._node.wants(view) and not self._is_short(error):
-                    if not isinstance(error, Unreachable):
-                        raise
-                    now, cause = time.monotonic(), cause_of(error)
-                    self._do(self._node.unreachable, view.epoch, error.replica, str(error), cause, now)
-                await asyncio.sleep(self._timeouts.beat)
-        if not self._node.wants(view):
-            return
-        self._peers.watch(view, local)
-        counts = self.engine.resume(view, progress)
-        times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
-        first = not self._joined.done()
-        self._do(self._node.resumed, view)
-        if first:
-            for future in (self._joined, self._known):
-                if not future.done():
-                    future.set_result(view)
-        else:
-            report = m.Report("resumed", {"rank": self.shard, "epoch": view.epoch, **times, **counts})
-            self._do(self._node.tell, report)
-
-    def _in_thread(
-        self, work: Callable[[View, frozenset[int]], Iterable[int]], view: View, severed: frozenset[int]
-    ) -> asyncio.Future[Iterable[int]]:
-        """Run work in a thread of its own. Raises `RuntimeError` if there is none to be had. The executor of the loop
-        is shut down before the last view changes of an interpreter that exits."""
-        future: concurrent.futures.Future[Iterable[int]] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                result = work(view, severed)
-            except BaseException as error:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller has given up
-                    future.set_exception(error)
-            else:
-                with contextlib.suppress(concurrent.futures.InvalidStateError):
-                    future.set_result(result)
-
-        threading.Thread(target=run, name="ftcomm-reach", daemon=True).start()
-        return asyncio.wrap_future(future, loop=self._loop)
+    def _on_joined(self, view: View) -> None:
+        for future in (self._joined, self._known):
+            if not future.done():
+                future.set_result(view)

@@ -10,6 +10,7 @@ from ftcomm.control.timeouts import REPORT
 
 FRESH = 2.5 * REPORT  # seconds for which a report of a stall holds
 SETTLED = 2 * REPORT  # seconds in which all members have told a new view for whom they wait
+QUIET = 10.0  # seconds after which a complaint that was withdrawn is news again
 WORDS = 400  # characters of a complaint that are passed on
 
 
@@ -22,8 +23,11 @@ class Removal(enum.Enum):
 
 
 class Culprit(NamedTuple):
+    """The replica to remove; `lasted` are the seconds for which others have waited for it, if they have told."""
+
     removal: Removal
     why: str
+    lasted: float = 0.0
 
 
 class _Stall(NamedTuple):
@@ -33,6 +37,11 @@ class _Stall(NamedTuple):
     last: float
     due: bool  # the deadline of the wait is over; else it only answers a question
     lasted: float  # seconds for which the rank has run and waited, also in earlier views
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it was told more than once."""
+        return self.last > self.since
 
 
 class Blame:
@@ -58,17 +67,20 @@ class Blame:
         self._complaints: dict[tuple[int, int], tuple[float, str]] = {}  # (by, accused) -> since when, and why
         self._stalls: dict[tuple[int, int], _Stall] = {}  # (replica, shard) -> the wait that it reported
         self._said: dict[tuple[int, int], float] = {}  # (by, accused) -> the last complaint
-        self._heard: set[tuple[int, int]] = set()  # (by, accused) of all complaints in this view
+        self._heard: dict[tuple[int, int], float] = {}  # (by, accused) -> when a complaint was news in this view
         self._waited: dict[tuple[int, int], float] = {}  # ranks that waited when a view was decided, and when that was
         self._asked = float("-inf")
 
     def complaint(self, by: int, accused: int, now: float, why: str = "") -> bool:
-        """Note that `by` cannot reach `accused`. True for the first such complaint in this view, withdrawn or not."""
+        """Note that `by` cannot reach `accused`. True if that is news: the first such complaint in this view, or one
+        behind a withdrawal, but not more often than every `QUIET` seconds."""
+        new = (by, accused) not in self._complaints
         self._complaints.setdefault((by, accused), (now, why[:WORDS]))
         self._said[by, accused] = now
-        first = (by, accused) not in self._heard
-        self._heard.add((by, accused))
-        return first
+        news = new and now - self._heard.get((by, accused), float("-inf")) >= QUIET
+        if news:
+            self._heard[by, accused] = now
+        return news
 
     def accusers(self, accused: int, now: float) -> set[int]:
         """The replicas that still complain of `accused`; a complaint that lasts is repeated every second."""
@@ -78,6 +90,12 @@ class Blame:
         """Note that two replicas reach each other again."""
         self._complaints.pop((by, accused), None)
         self._said.pop((by, accused), None)
+
+    def connected(self, by: int) -> None:
+        """Note that a replica has connected again. It repeats the complaints that last, and may have withdrawn others
+        meanwhile."""
+        for pair in [pair for pair in self._complaints if pair[0] == by]:
+            self.withdraw(*pair)
 
     def stalled(
         self, by: int, shard: int, op: int, waiting_on: tuple[int, ...], due: bool, now: float, lasted: float = 0.0
@@ -106,7 +124,9 @@ class Blame:
         self._complaints.clear()
         self._said.clear()
         self._heard.clear()
-        self._waited.update((rank, stall.last) for rank, stall in self._stalls.items())
+        # One that was asked just while it waited for the progress of others, in a change of view, was held up by none.
+        held_up = {x: stall for x, stall in self._stalls.items() if stall.op != CHANGE or stall.due or stall.lasts}
+        self._waited.update((rank, stall.last) for rank, stall in held_up.items())
         self._stalls.clear()
 
     def forget(self, replica: int) -> None:
@@ -123,11 +143,13 @@ class Blame:
     ) -> dict[int, Culprit]:
         """Returns the replica to remove now and why; empty if there is none. `present` have just given a sign of life.
         `mute` says what those do that live and do not speak; `held` have been mute of late."""
-        removal, lost = Removal.UNREACHABLE, self._unreachable(now, contributing, present)
+        removal, lasted = Removal.UNREACHABLE, 0.0
+        lost = self._unreachable(now, contributing, present)
         if not lost:
             removal, lost = Removal.STALL, self._waited_for(now, contributing, held)
+            lasted = max((stall.lasted + now - stall.last for stall in self._stalls.values() if stall.due), default=0.0)
         does = mute or {}
-        return {x: Culprit(removal, "; ".join(filter(None, (why, does.get(x))))) for x, why in lost.items()}
+        return {x: Culprit(removal, "; ".join(filter(None, (why, does.get(x)))), lasted) for x, why in lost.items()}
 
     def _unreachable(self, now: float, contributing: Set[int], present: Set[int]) -> dict[int, str]:
         """Choose between two replicas that cannot reach each other: first the one in more complaints, then one that

@@ -25,6 +25,9 @@ class Engine(Protocol):
     def waited(self, seconds: Mapping[int, float]) -> None:
         """Let the next op wait for replicas as if it had waited for so many seconds already."""
 
+    def wait_on(self, excused: float) -> None:
+        """Note that for so many seconds nobody could decide that a member is lost: they do not count for who waits."""
+
     def reach(self, view: View, severed: frozenset[int]) -> Iterable[int]:
         """Make the memory of the view's members reachable; returns the replicas whose process lives on this host.
         `severed` are members that have lost their connection to this one: it is made again even if it looks whole here.

@@ -24,6 +24,7 @@ import msgspec
 import requests
 from etcd3gw.exceptions import Etcd3Exception
 
+from ftcomm.control.decode import learn
 from ftcomm.control.store import StoreError
 
 SCHEME = "etcd://"
@@ -291,6 +292,9 @@ class Kept(msgspec.Struct, frozen=True):
 
 class Account(msgspec.Struct, frozen=True):
     token: str
+
+
+learn(Range, Txn, Lease, Kept, Account)
 
 
 def answered(kind: type[A], answer: object) -> A:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 SHORTEST = 2  # s of the shortest lease of etcd
 PATIENCE = 10.0  # s for an etcd that does not answer at the start or at the end
 PAUSE = 0.25  # s between two attempts
+MAX_NAME = 256  # characters of the name of a job, as of a `Name` in field_types
 LATE = 3.0  # s that a busy etcd may be late to end a lease
 WORDS, BEATS = 0, 1  # the two threads, so that the lease never waits
 
@@ -89,6 +90,9 @@ class EtcdStore(Store):
         self._doubt = asyncio.Event()
         self._keep_task: asyncio.Task[None] | None = None
         self._unheard: set[int] = set()  # threads whose last request got no answer
+
+    def job(self) -> str:
+        return self._prefix.strip("/")[-MAX_NAME:]
 
     # -- to own ------------------------------------------------------------------------------------------------
 

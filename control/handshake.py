@@ -34,6 +34,7 @@ import dataclasses
 import hmac
 import ipaddress
 import secrets
+import shlex
 import ssl
 from collections.abc import Callable, Generator, Mapping
 from typing import Annotated, Any
@@ -48,7 +49,7 @@ from ftcomm.control.sealed import Keys
 from ftcomm.control.tls import NoTls, Session, Tls, is_hello
 from ftcomm.control.views import Address
 
-VERSION = 7
+VERSION = 11
 MAX_HANDSHAKE = 4096  # bytes
 NONCE = 16  # bytes
 FILLER = 3600  # bytes
@@ -65,6 +66,14 @@ class Credentials:
     token: str = dataclasses.field(repr=False)
     job: str = ""  # the name of the job; a token may serve several jobs
     tls: Tls | None = dataclasses.field(default=None, repr=False)
+    called: Mapping[str, str] = dataclasses.field(
+        default_factory=dict, hash=False
+    )  # purpose -> its peers' name of the job
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if the token is not text: bytes of the environment that are no UTF-8."""
+        if any("\ud800" <= character <= "\udfff" for character in self.token):  # an error of `encode` would show it
+            raise ValueError("the token (FTCOMM_TOKEN) is no text in UTF-8; make one with: openssl rand -hex 16")
 
 
 class HandshakeError(ConnectionError):
@@ -251,15 +260,22 @@ def server_steps(credentials: Credentials, name: str = "", binding: bytes = b"",
             raise HandshakeError("it wants another process, which has listened here before", "target")
         yield _encode(Accepted(b"", _LED_ASTRAY))
         raise HandshakeError(f"it wants another process, and has dialled {opening.at}, which leads to {at}", "target")
-    if opening.job != credentials.job:
-        refused = (
-            f"it is of the job {opening.job!r}, expected {credentials.job!r}; set FTCOMM_JOB to the same on all of a "
-            "job, and let jobs have tokens of their own"
-        )
+    job = credentials.called.get(opening.purpose, credentials.job)
+    if opening.job != job:
+        refused = _other_job(opening.job, job)
         yield _encode(Accepted(_mac(token, b"refused", *signed, refused.encode()) if here else b"", refused))
         raise HandshakeError(refused, "job")
     yield _encode(Accepted(_mac(token, b"server", *signed), filler=bytes(FILLER)))
     return opening, Keys(_mac(token, b"session", *signed), client=False)
+
+
+def _other_job(its: str, ours: str) -> str:
+    named = f"it is of the job {its!r}" if its else "it names no job"
+    mend = f"export FTCOMM_JOB={shlex.quote(ours)}" if ours else "unset FTCOMM_JOB"
+    return (
+        f"{named}, expected {ours!r}. If it belongs to this job: {mend}. Otherwise it has the address of another job; "
+        "let jobs have tokens of their own"
+    )
 
 
 def place(address: Callable[[], Any]) -> str:

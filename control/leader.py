@@ -12,20 +12,25 @@ membership at the boundary of step m is agreed on without waiting for the coordi
 A leader that has said None does not take the commit from the coordinator any more, only from another leader. One that
 is not bound to P answers None at once and will not promise it any more. So either all install it or nobody runs in it,
 and nobody waits at the boundary for anyone but the other members.
+
+A leader speaks when all its ranks stand at the boundary. Who stays installs the commit when all have spoken who leave:
+a rank that leaves may still be in the op before the boundary, and what it waits for is not said in a newer view.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import msgspec
 
 from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
+from ftcomm.control.gathered import RESUMED, Installs, Losses, Resumptions
 from ftcomm.control.liveness import described
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,7 @@ class ToPeerLeader:
 
 Action = ToCoordinator | ToRank | ToPeerLeader
 
+NAMED = 16  # ranks that a text lists
 MANY = 256  # proposals of one view that a leader remembers; far more than there can be
 
 
@@ -60,13 +66,17 @@ class _Change:
     step: int
     epoch: int  # the view that the change replaces
     loop: int  # in which the joiners wait
+    joins: tuple[Member, ...] = ()
     promised: set[int] = dataclasses.field(default_factory=set)  # shards
     bound: bool = False  # all ranks have promised, so the leader has too
     commit: View | None = None
+    later: bool = False  # the boundary is of a later loop than that of the joiners, so the commit is refused
     asked: set[int] = dataclasses.field(default_factory=set)  # shards of the ranks that stand at the boundary
     heard: dict[int, View | None] = dataclasses.field(default_factory=dict)  # what the other leaders said
     said_none: bool = False
+    said_commit: bool = False
     decided: bool = False
+    word: m.Decision | None = None  # to each rank that asks, once it is decided
 
 
 class Leader:
@@ -91,7 +101,7 @@ class Leader:
         self._replicas: dict[int, int] = {}  # by rank: how many the job has, as it was told
         self._foreign: set[int] = set()  # ranks that belong to an earlier life of the replica
         self.view: View | None = None  # the newest view that this replica runs in
-        self.steps: dict[int, int] = {}
+        self.step = -1  # the last boundary that any rank has passed
         self.loop = 0  # the newest step loop of any rank
         self._deaf: dict[int, str] = {}  # ranks that do not hear this leader, though it hears them
         self._looks = m.Heartbeat(-1)  # the last heartbeat
@@ -99,7 +109,8 @@ class Leader:
         self._given: dict[str, m.Message] = {}  # the last message of each kind to all ranks, see `_again`
         self._refused: set[int] = set()  # proposals of which this leader has told another one that it holds nothing
         self._answered: set[tuple[int, int]] = set()  # (proposal, replica) of those leaders
-        self._installed: dict[int, int] = {}  # shard -> epoch
+        self._installed = Installs(ranks)
+        self._losses, self._resumptions = Losses(), Resumptions(ranks)
         self.epoch = 0  # the newest view that all ranks have installed
         self.heard = 0  # the newest view that this leader was told of
         self._told: dict[str, set[int]] = {"Ready": set(), "CaughtUp": set(), "Finished": set()}
@@ -118,7 +129,7 @@ class Leader:
         None once the coordinator has sent this replica away."""
         if len(self.addresses) < self.ranks or self._dismissed:
             return None
-        addresses = tuple(self.addresses[shard] for shard in range(self.ranks))
+        addresses = Addresses.of(self.addresses[shard] for shard in range(self.ranks))
         timeouts = dataclasses.astuple(self._timeouts)
         return m.Join(
             self.replica,
@@ -135,18 +146,16 @@ class Leader:
             replicas=next((said for said in self._replicas.values() if said != self._replicas[0]), self._replicas[0]),
         )
 
-    @property
-    def step(self) -> int:
-        return max(self.steps.values(), default=-1)
-
-    def tick(self, now: float) -> list[Action]:
-        """Send a sign of life, and tell how the ranks are. The caller does so several times per heartbeat timeout. The
-        silence of a rank proves nothing, so the coordinator decides; but a rank that is silent for longer than any op
-        may take ends the replica."""
+    def tick(self, now: float, unheard: float = 0.0) -> list[Action]:
+        """Send a sign of life, and tell how the ranks are; the ranks are told for how many seconds the coordinator is
+        `unheard`. The caller does so several times per heartbeat timeout. The silence of a rank proves nothing, so the
+        coordinator decides; but a rank that is silent for longer than any op may take ends the replica."""
         silent = self.detector.silent(now)
         self._looks = m.Heartbeat(self.step, self._mute(now), self._divided(silent), self._stands_in)
         actions: list[Action] = [ToCoordinator(self._looks)]
-        actions += [ToRank(shard, m.Ping()) for shard in range(1, self.ranks)]
+        actions += [ToCoordinator(said) for said in self._losses.tick(self.view)]
+        ping = m.Ping(unheard)
+        actions += [ToRank(shard, ping) for shard in range(1, self.ranks)]
         for shard, seconds in silent.items():
             if seconds > self._timeouts.give_up:
                 self.detector.forget(shard)
@@ -210,7 +219,7 @@ class Leader:
         change = self.change
         if change is None or change.number != view.proposal or (change.decided and change.commit is None):
             return [ToCoordinator(m.Withdrawn(view.proposal))]
-        if change.said_none or change.decided:
+        if change.said_none or change.later or change.decided:
             return []  # the leaders settle this among themselves
         change.commit = view
         return self._agree()
@@ -222,8 +231,8 @@ class Leader:
             return [ToCoordinator(m.Promise(prepare.proposal, False, self.step))]
         # One view has one proposal at a time: a new one means that the old one was never committed.
         given_up = [] if self.change is None or self.change.decided else self._decide(None)
-        self.change = _Change(prepare.proposal, prepare.step, prepare.epoch, prepare.loop)
-        return [*given_up, *self._to_ranks(prepare)]
+        self.change = _Change(prepare.proposal, prepare.step, prepare.epoch, prepare.loop, prepare.joins)
+        return [*given_up, *self._to_ranks(msgspec.structs.replace(prepare, joins=()))]
 
     # -- the ranks -----------------------------------------------------------------------------------------------
 
@@ -234,7 +243,7 @@ class Leader:
             return []
         if isinstance(message, m.Heartbeat):
             first = self.step < 0 <= message.step or message.loop > self.loop
-            self.steps[shard] = max(message.step, self.steps.get(shard, -1))
+            self.step = max(self.step, message.step)
             self.loop = max(self.loop, message.loop)
             self._deaf.pop(shard, None)
             if message.divided:
@@ -246,14 +255,13 @@ class Leader:
         if isinstance(message, m.AtBoundary):
             return self._at_boundary(shard, message)
         if isinstance(message, m.Installed):
-            self._installed[shard] = message.epoch
-            if sum(epoch == message.epoch for epoch in self._installed.values()) < self.ranks:
+            if not self._installed.by_all(shard, message.epoch):
                 return []
             self.epoch = message.epoch
             return [ToCoordinator(message)]
         if isinstance(message, m.Leave):
-            self.leaving = True
-            return [ToCoordinator(message)]
+            first, self.leaving = not self.leaving, True
+            return [ToCoordinator(message)] if first else []
         if isinstance(message, m.Finished) and not message.ok:
             return self.rank_lost(shard, message.reason)
         if isinstance(message, m.Ready):
@@ -270,7 +278,14 @@ class Leader:
             self.caught_up = self.caught_up or isinstance(message, m.CaughtUp)
             self.finished = self.finished or isinstance(message, m.Finished)
             return [ToCoordinator(m.Ready(self._ready_in) if isinstance(message, m.Ready) else message)]
-        if isinstance(message, m.Suspect | m.Severed | m.Reachable | m.Stalled | m.Report):
+        if isinstance(message, m.Suspect | m.Severed):
+            return [ToCoordinator(message)] if self._losses.is_news(message) else []
+        if isinstance(message, m.Report) and message.kind == RESUMED:
+            said = self._resumptions.by_all(message)
+            return [ToCoordinator(said)] if said is not None else []
+        if isinstance(message, m.Reachable):
+            self._losses.reached(message.replica, shard)
+        if isinstance(message, m.Reachable | m.Stalled | m.Report):
             return [ToCoordinator(message)]
         return []
 
@@ -313,8 +328,11 @@ class Leader:
         return given
 
     def _wait_for_siblings(self, shard: int, ready: set[int]) -> list[Action]:
-        missing = ", ".join(str(other) for other in range(self.ranks) if other not in ready)
-        reason = f"joins when all ranks of this replica are ready for it; missing: {missing}"
+        missing = (other for other in range(self.ranks) if other not in ready)
+        named = ", ".join(map(str, itertools.islice(missing, NAMED)))
+        more = self.ranks - len(ready) - NAMED
+        rest = f" and {more} more" if more > 0 else ""
+        reason = f"joins when all ranks of this replica are ready for it; missing: {named}{rest}"
         return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
 
     def rank_lost(self, shard: int, reason: str) -> list[Action]:
@@ -336,7 +354,7 @@ class Leader:
         return [ToCoordinator(m.Suspect(self.replica, self.incarnation, text, False, shard))]
 
     def _promised(self, shard: int, promise: m.Promise) -> list[Action]:
-        self.steps[shard] = max(promise.step, self.steps.get(shard, -1))
+        self.step = max(self.step, promise.step)
         change = self.change
         if change is None or change.number != promise.proposal or change.decided:
             return []
@@ -353,14 +371,14 @@ class Leader:
         change = self.change
         if change is None or change.number != message.proposal:
             return [ToRank(shard, m.Decision(message.proposal, None))]  # given up meanwhile
-        first = not change.asked
         change.asked.add(shard)
-        if first and message.later and not change.decided:
-            change.commit = None  # the others see the same loop, and do not go by it either
+        if message.later and not change.decided:
+            change.commit, change.later = None, True  # the others see the same loop, and do not go by it either
         if not change.decided:
-            return self._agree(first)
+            return self._agree(len(change.asked) == self.ranks)
         if change.commit is None or change.commit.has(self.replica, self.incarnation):
-            return [ToRank(shard, m.Decision(change.number, change.commit))]
+            assert change.word is not None
+            return [ToRank(shard, change.word)]
         return self._leave(change.number, change.commit)
 
     # -- the other leaders ---------------------------------------------------------------------------------------
@@ -371,8 +389,10 @@ class Leader:
         if self.view is None or not (ours or message.epoch == self.view.epoch):
             return []
         if change is not None and ours and not change.decided:
+            if message.view is not None and not all(self._addresses(member) for member in message.view.members):
+                return []  # not what the coordinator has committed
             if message.replica in self.view.replicas:
-                change.heard[message.replica] = message.view
+                change.heard[message.replica] = self._with_addresses(message.view)
             return self._agree()
         known = change.commit if change is not None and ours else None
         if len(self._refused) < MANY:
@@ -382,7 +402,20 @@ class Leader:
             return []
         if known is None:
             self._answered.add((message.proposal, message.replica))
-        return [ToPeerLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, known))]
+        return [ToPeerLeader(message.replica, m.Boundary(self.replica, message.epoch, message.proposal, _bare(known)))]
+
+    def _with_addresses(self, view: View | None) -> View | None:
+        """Returns the commit that another leader has told, with addresses."""
+        if view is None:
+            return None
+        members = (msgspec.structs.replace(member, ranks=self._addresses(member)) for member in view.members)
+        return msgspec.structs.replace(view, members=tuple(members))
+
+    def _addresses(self, member: Member) -> Addresses:
+        """Returns those of a member of the view in force, or of a joiner that the coordinator has proposed."""
+        known = (*(self.view.members if self.view else ()), *(self.change.joins if self.change else ()))
+        lives = (member.replica, member.incarnation)
+        return next((x.ranks for x in known if (x.replica, x.incarnation) == lives), NO_ADDRESSES)
 
     def again(self, replica: int) -> list[Action]:
         """Repeat over a new link to another leader what may have been lost."""
@@ -391,37 +424,47 @@ class Leader:
             return []
         answered = [number for number, asker in self._answered if asker == replica]
         said = {number: m.Boundary(self.replica, view.epoch, number, None) for number in answered}
-        if change is not None and (change.said_none or change.decided):
-            said[change.number] = m.Boundary(self.replica, change.epoch, change.number, change.commit)
+        if change is not None and (change.said_none or change.said_commit or change.decided):
+            said[change.number] = m.Boundary(self.replica, change.epoch, change.number, _bare(change.commit))
         return [ToPeerLeader(replica, said[number]) for number in sorted(said)]
 
     def waiting(self) -> tuple[int, ...]:
         """Returns the replicas whose leaders this one waits for at a boundary."""
         change, view = self.change, self.view
-        if change is None or view is None or change.decided or not change.asked:
+        if change is None or view is None or change.decided or len(change.asked) < self.ranks:
             return ()
-        return tuple(replica for replica in view.replicas if replica != self.replica and replica not in change.heard)
+        return tuple(replica for replica in self._awaited(change, view) if replica not in change.heard)
+
+    def _awaited(self, change: _Change, view: View) -> list[int]:
+        """Returns the replicas that have to speak before this one decides."""
+        others = [replica for replica in view.replicas if replica != self.replica]
+        if change.commit is None:
+            return others
+        stays = change.commit.has(self.replica, self.incarnation)
+        return [replica for replica in others if stays and replica not in change.commit.replicas]
 
     def _agree(self, first: bool = False) -> list[Action]:
-        """Tell the others at the boundary what this leader holds, and decide as soon as the answer cannot change."""
+        """Tell the others at the boundary what this leader holds, and decide as soon as the answer cannot change.
+        `first`: all ranks have come just now."""
         change, view = self.change, self.view
         assert change is not None
         assert view is not None
-        if change.decided or not change.asked:
+        if change.decided or len(change.asked) < self.ranks:
             return []
         others = [replica for replica in view.replicas if replica != self.replica]
         if change.commit is None:
             change.commit = next((seen for seen in change.heard.values() if seen is not None), None)
         actions: list[Action] = []
-        if change.commit is not None or first:
-            said = m.Boundary(self.replica, change.epoch, change.number, change.commit)
+        if first if change.commit is None else not change.said_commit:
+            said = m.Boundary(self.replica, change.epoch, change.number, _bare(change.commit))
             actions += [ToPeerLeader(replica, said) for replica in others]
             change.said_none = change.said_none or change.commit is None
+            change.said_commit = change.commit is not None
+        if any(replica not in change.heard for replica in self._awaited(change, view)):
+            return actions
         if change.commit is not None:
             return [*actions, *self._decide(change.commit)]
-        if all(replica in change.heard for replica in others):
-            return [*actions, *self._decide(None), ToCoordinator(m.Withdrawn(change.number))]
-        return actions
+        return [*actions, *self._decide(None), ToCoordinator(m.Withdrawn(change.number))]
 
     def _decide(self, view: View | None) -> list[Action]:
         change = self.change
@@ -429,13 +472,15 @@ class Leader:
         change.decided, change.commit = True, view
         if view is not None and not view.has(self.replica, self.incarnation):
             return self._leave(change.number, view)
-        asked: list[Action] = [ToRank(shard, m.Decision(change.number, view)) for shard in sorted(change.asked)]
+        change.word = word = m.Decision(change.number, view)
+        asked: list[Action] = [ToRank(shard, word) for shard in sorted(change.asked)]
         if view is not None:
             self.view = view  # ranks that are still under way ask later
             self._refused.clear()  # no promise of the earlier view is asked for any more
             self._answered.clear()
             return asked
-        freed = [ToRank(r, m.Cancel(change.number)) for r in range(self.ranks) if r not in change.asked]
+        cancel = m.Cancel(change.number)
+        freed = [ToRank(r, cancel) for r in range(self.ranks) if r not in change.asked]
         if self.view is None or change.said_none:
             return [*asked, *freed]
         said = m.Boundary(self.replica, change.epoch, change.number, None)
@@ -458,3 +503,7 @@ class Leader:
 
     def _to_ranks(self, message: m.Message) -> list[Action]:
         return [ToRank(shard, message) for shard in range(self.ranks)]
+
+
+def _bare(view: View | None) -> View | None:
+    return None if view is None else view.bare()

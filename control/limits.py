@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MEMBERS = 16  # replicas of a job, for which segments have words
-RANKS = 4096  # ranks of a replica
+RANKS = 1 << 16  # ranks of a replica
 IN_FLIGHT = 1 << 16  # ops of a group that one message may describe
 EPOCHS = 1 << 21  # all epochs are below, so that words hold them (ftcomm.kernels.epochs)
 

@@ -7,7 +7,6 @@ dropped is counted in `ftcomm.control.dropped`. So no task ends unseen.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import selectors
 import socket
@@ -18,11 +17,13 @@ import msgspec
 
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
+from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.crowd import Crowd, source_of
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Channel
+from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
 
@@ -43,32 +44,52 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 async def serve_messages(
     channel: Channel,
-    on_message: Callable[[m.AnyMessage], None],
+    on_message: Callable[[Any], None],
     writer_ready: Callable[[wire.Writer], None],
+    decode: Callable[[bytes], Any] = m.decode,
 ) -> str:
-    """Read messages until the connection ends; returns why it did. Owns `channel`.
+    """Read messages until the connection ends; returns why it did. Owns `channel`. `decode` makes a message of a
+    record, and raises `DecodeError`.
 
     A record that is not a message is dropped. A record that is too long, or not from the other side, ends the
-    connection, since what follows it cannot be trusted.
+    connection, since what follows it cannot be trusted; so does a view that leaves out what was never told, since the
+    next one would, too.
     """
     reader, stream = await asyncio.open_connection(sock=channel.detach())
+    views = ViewsReceived()
     try:
         writer_ready(wire.Writer(channel, stream))
         while True:
             data = await channel.read(reader, wire.MAX_MESSAGE)
             try:
-                message = m.decode(data)
+                message = decode(data)
             except msgspec.DecodeError as error:
                 drop("message", f"a frame of {len(data)} bytes that is no message: {error}")
                 continue
+            whole = views.complete(message)
             try:
-                on_message(message)
+                on_message(whole)
             except Exception as error:
                 drop("internal", f"{type(message).__name__}: {error!r}", error=error)
+    except UntoldError as error:
+        drop("message", f"{error}; it connects again")
+        return str(error)
     except (asyncio.IncompleteReadError, OSError) as error:
         return str(error) if isinstance(error, OSError) and str(error) else "its connection closed"
     finally:
         stream.close()
+
+
+class Told:
+    """The sending side of a connection that is told views, each time what is new in them. For one event loop."""
+
+    def __init__(self, writer: wire.Writer, once: EncodedOnce, shard: int | None = None) -> None:
+        """`once` is common to all connections of the sender; `shard` is as in `ViewsSent`."""
+        self._writer, self._once, self._sent = writer, once, ViewsSent(shard)
+        self.unanswered, self.close = writer.unanswered, writer.close
+
+    def send(self, message: m.Message) -> None:
+        self._writer.write(self._once.encode(message, self._sent))
 
 
 class Ended(ConnectionError):
@@ -96,14 +117,16 @@ class Link:
         *,
         to: Address | None = None,
         on_open: Callable[[], None],
-        on_message: Callable[[m.AnyMessage], None] = lambda message: None,
+        on_message: Callable[[Any], None] = lambda message: None,
         on_down: Callable[[Exception], None] = lambda error: None,
         on_mute: Callable[[], None] = lambda: None,
+        decode: Callable[[bytes], Any] = m.decode,
     ) -> None:
         self.address = address
         self._addresses = [address]  # the newest address, and the one of the start
         self._credentials, self._purpose, self._fields, self._to = credentials, purpose, fields, to
         self._on_open, self._on_message, self._on_down, self._on_mute = on_open, on_message, on_down, on_mute
+        self._decode = decode
         self._sock: socket.socket | None = None  # connected; the process may not have answered yet
         self._writer: wire.Writer | None = None
         self._opened_at = 0.0
@@ -134,6 +157,7 @@ class Link:
         self._task.cancel()
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -171,7 +195,7 @@ class Link:
         except BaseException:
             sock.close()
             raise
-        return Ended(await serve_messages(Channel(sock, *done), self._on_message, self._opened))
+        return Ended(await serve_messages(Channel(sock, *done), self._on_message, self._opened, self._decode))
 
     def unanswered(self) -> float | None:
         """Seconds for which the kernel at the other end has not answered; None without a connection. To be asked before
@@ -233,7 +257,8 @@ class Listener:
     process, by which others may want it.
 
     Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more
-    than `MAX_HANDSHAKES` may do so at a time; and what one source may cost is bounded, see `Crowd`.
+    than `MAX_HANDSHAKES` may do so at a time, see `ConnectionLimit`; and what one source may cost is bounded, see
+    `Crowd`.
     """
 
     def __init__(
@@ -247,7 +272,7 @@ class Listener:
         sock.setblocking(False)
         self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
         self._crowd = Crowd()
-        self._strangers: dict[asyncio.Task[None], str] = {}  # handshake -> its source; the oldest first
+        self._strangers = ConnectionLimit[asyncio.Task[None]](MAX_HANDSHAKES)  # handshakes
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
 
@@ -277,18 +302,13 @@ class Listener:
             sock.close()
             drop("crowded", f"a connection from {address[0]}, unread: too many have come from there without a proof")
             return
-        if len(self._strangers) >= MAX_HANDSHAKES:
-            most = collections.Counter(self._strangers.values()).most_common(1)[0][0]
-            oldest = next(task for task, source in self._strangers.items() if source == most)
-            del self._strangers[oldest]
-            oldest.cancel()
-            drop("crowded", f"the oldest from {most} of {MAX_HANDSHAKES} connections that had not proved who they are")
         task = self._start(self._incoming(sock, source))
-        self._strangers[task] = source
-        task.add_done_callback(self._known)
-
-    def _known(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        task.add_done_callback(self._strangers.gone)
+        if (excess := self._strangers.come(task, address[0])) is not None:
+            excess.key.cancel()
+            drop(
+                "crowded", f"one from {excess.source} of {MAX_HANDSHAKES} connections that had not proved who they are"
+            )
 
     async def _incoming(self, sock: socket.socket, source: str) -> None:
         task = asyncio.current_task()
@@ -298,7 +318,7 @@ class Listener:
             wire.tune(sock)
             steps = handshake.server(self._credentials, self._name, handshake.place(sock.getsockname))
             opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
-            self._known(task)
+            self._strangers.gone(task)
             self._crowd.proved(source)
             await self._on_peer(Channel(sock, keys, tunnel), opening)
         except OSError as error:

@@ -69,7 +69,11 @@ class Machine:
             self.loop, self._loop_began = loop, step
         if self.phase is not Phase.RUNNING:
             return self._tell_loop()  # passed once the change under way is complete
-        if self._promise is not None and self._promise.step <= step:
+        return self._ask_or_pass()
+
+    def _ask_or_pass(self) -> list[Action]:
+        """Ask the leader if this rank is bound to a change at the boundary where it stands, else pass it."""
+        if self._standing is not None and self._promise is not None and self._promise.step <= self._standing:
             self._asked = self._promise.proposal
             return [*self._tell_loop(), *map(ToLeader, self.asked())]
         return self._pass()
@@ -144,7 +148,7 @@ class Machine:
         if self._promise is not None and self._promise.proposal == proposal:
             self._promise = None
         if self._asked == proposal and self.phase is Phase.RUNNING:
-            return self._pass()
+            return self._ask_or_pass()  # a new connection brings the next proposal first, and it is promised by now
         return []
 
     def _decided(self, decision: m.Decision) -> list[Action]:

@@ -5,7 +5,7 @@ Who speaks to whom (a rank's Member machine lives beside the user's code, a Lead
     Coordinator  <->  Leader      Join, Heartbeat, Promise, Installed, ... / NewView, Prepare, Expelled, ...
     Leader       <->  Member      the same, for each rank of its replica; in process for rank 0
     Leader       <->  Leader      Boundary: the agreement on a change of membership at a step boundary
-    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive
+    Member       <->  Member      Progress: what each holds, after a view change, within one shard group; Alive, LeftOut
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ftcomm.control import field_types as t
 from ftcomm.control.decode import decode_with
-from ftcomm.control.views import Address, Addresses, View
+from ftcomm.control.views import Address, Addresses, Member, View
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -28,7 +28,19 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 # Only the coordinator, or the launcher around it, may log events of these kinds, since launchers and chaos act on them.
 # A rank reports other kinds.
 RESERVED = frozenset(
-    {"caught_up", "cut_off", "dismissed", "draining", "failed", "finished", "joined", "ready", "refused", "removed"}
+    {
+        "caught_up",
+        "cut_off",
+        "diagnosis",
+        "dismissed",
+        "draining",
+        "failed",
+        "finished",
+        "joined",
+        "ready",
+        "refused",
+        "removed",
+    }
     | {"ended", "outdated", "not_removed", "store", "suspect", "view"}
     | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
     | {"restart_asked", "restarting"}
@@ -212,6 +224,13 @@ class Welcome(Message, frozen=True):
     processes: t.Name = ""
 
 
+class RanksAt(Message, frozen=True):
+    """The leader's answer to a rank that has asked where ranks of another group are reached; empty if the leader does
+    not know them."""
+
+    ranks: Addresses
+
+
 class Queued(Message, frozen=True):
     """The coordinator knows the replica, which waits for its first view; `reason` says what it waits for."""
 
@@ -249,6 +268,7 @@ class Prepare(Message, frozen=True):
     epoch: t.Epoch  # the view that the change would replace
     step: t.Step
     loop: t.Loop = 0
+    joins: Annotated[tuple[Member, ...], t.MANY] = ()  # for the leader, who may hear of the commit from another one
 
 
 class Cancel(Message, frozen=True):
@@ -276,14 +296,18 @@ class FinishAck(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Makes the kernel of the receiver acknowledge it (`ftcomm.control.liveness`). The process itself does nothing."""
+    """Makes the kernel of the receiver acknowledge it (`ftcomm.control.liveness`). A leader also tells the ranks of its
+    replica for how many seconds it has not heard the coordinator; 0: it hears it."""
+
+    unheard: t.Seconds = 0.0
 
 
 # -- leader <-> leader -------------------------------------------------------------------------------------------
 
 
 class Boundary(Message, frozen=True):
-    """What a leader knows of a proposal when it reaches the boundary: the committed view, or None."""
+    """What a leader knows of a proposal when it reaches the boundary: the committed view, without addresses, or
+    None."""
 
     replica: t.Replica
     epoch: t.Epoch
@@ -352,6 +376,13 @@ class Alive(Message, frozen=True):
     incarnation: t.Name
 
 
+class LeftOut(Message, frozen=True):
+    """The answer to `Alive` of a life that is in the view in force no more: that view, without addresses. The leader
+    of that life, who would tell it, may be gone."""
+
+    view: View
+
+
 AnyMessage = (
     Hello
     | Join
@@ -371,6 +402,7 @@ AnyMessage = (
     | Report
     | NewView
     | Welcome
+    | RanksAt
     | Queued
     | Registered
     | Behind
@@ -385,6 +417,7 @@ AnyMessage = (
     | Boundary
     | MemberProgress
     | Alive
+    | LeftOut
 )
 
 _encoder = msgspec.msgpack.Encoder()

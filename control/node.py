@@ -59,6 +59,15 @@ class HandWaits:
 
 
 @dataclasses.dataclass(frozen=True)
+class WaitOn:
+    """Let waits for members go on: the last `excused` seconds do not count. For `seconds` nothing was heard of the
+    coordinator, and only it can decide that a member is lost."""
+
+    seconds: float
+    excused: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Acked:
     """The coordinator knows that this replica has finished."""
 
@@ -71,6 +80,7 @@ Action = (
     | Resume
     | LookAtWaits
     | HandWaits
+    | WaitOn
     | Passed
     | JoinPending
     | Known
@@ -110,12 +120,12 @@ class Node:
         self._up = False
         self._ended: set[m.Suspect] = set()  # proofs, repeated to a coordinator that was away
         self._severed: dict[int, tuple[m.Severed, float]] = {}  # by replica; with the time of the last report
-        self._unsaid: deque[m.Report] = deque(maxlen=KEPT)  # reports that no connection could take
+        self._unsaid: deque[m.Message] = deque(maxlen=KEPT)  # what no connection could take, and is not repeated
         self._detector: Detector[tuple[int, str]] = Detector(timeouts.unheard)
         self._peers: set[tuple[int, str]] = set()  # (replica, incarnation) that this rank listens to
         self._silent: dict[tuple[int, str], float] = {}  # the last complaint of each
         self._above: Detector[str] = Detector(timeouts.unheard)  # the leader, as its other ranks hear it
-        self._from_above = False  # the leader has spoken since the last tick
+        self._from_above = False  # the coordinator, or the leader, has spoken since the last tick
         self._up_refused = False  # the leader's port refuses
         self._leaderless = False  # neither the leader nor its kernel is heard; it may live
         self._lasting: dict[str, m.Message] = {}  # what this rank tells its leader once
@@ -124,6 +134,8 @@ class Node:
         self._unreachable: set[int] = set()  # replicas whose memory this rank fails to reach
         self._reaching: tuple[int, ...] = ()  # replicas whose memory it is about to reach
         self._ran = RunningTime()
+        self._heard_coordinator = 0.0  # in `_ran`, when this replica last did
+        self._unheard = False  # that is too long ago
         # The lives that a change of view, or a boundary, waits for: since when, in `_ran`. It goes on in the next view.
         self._since: dict[Life, float] = {}
         self._at_boundary: dict[Life, float] = {}  # the same, until the boundary is passed
@@ -138,6 +150,9 @@ class Node:
     def up_opened(self) -> list[Action]:
         """Note that the connection upwards is there, for the first time or again."""
         self._up, self._up_refused = True, False
+        # The leader's process has just answered, though it may never say a word. A coordinator that says none decides
+        # nothing: its views are older than the job.
+        self._from_above = self._from_above or self.leader is None
         if self.leader is None:
             hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)
             return [Up(hello), *self._said_again(), *self._said_late()]
@@ -180,6 +195,9 @@ class Node:
 
     def from_up(self, message: m.Message) -> list[Action]:
         self._from_above = True
+        if self.leader is None and isinstance(message, m.Ping):
+            self._unheard = message.unheard > 0.0
+            self._heard_coordinator = self._ran.seconds - message.unheard
         return self._do_leader(self.leader.from_coordinator(message)) if self.leader else self._from_leader(message)
 
     def from_rank(self, shard: int, message: m.Message, now: float) -> list[Action]:
@@ -328,7 +346,7 @@ class Node:
     def _say(self, message: m.Message) -> list[Action]:
         if isinstance(message, m.Suspect) and message.proof:
             self._ended.add(message)
-        if isinstance(message, m.Report) and not self._up:
+        if isinstance(message, m.Report | m.Reachable) and not self._up:
             self._unsaid.append(message)
             return []
         if self.leader is None and isinstance(message, m.Ready | m.CaughtUp | m.Leave | m.Finished):
@@ -406,7 +424,7 @@ class Node:
 
     def tick(self, now: float) -> list[Action]:
         """Send a sign of life, and report waits that are too long. To be called every `Timeouts.beat`."""
-        self._ran.at(now)
+        before, ran = self._ran.seconds, self._ran.at(now)
         self._short = self._dials.is_short(now)
         if self.leader is None:
             ended = self._look_up(now)
@@ -414,8 +432,30 @@ class Node:
             actions: list[Action] = [Up(self.machine.heartbeat(divided)), *ended]
         else:
             self.leader.from_rank(0, self.machine.heartbeat())
-            actions = self._do_leader(self.leader.tick(now))
-        return [*actions, *self._listen(now), *self._severed_still(now), *self._watch(now)]
+            actions = self._do_leader(self.leader.tick(now, self._listen_up()))
+        return [
+            *actions,
+            *self._listen(now),
+            *self._severed_still(now),
+            *self._watch(now),
+            *self._wait_on(ran - before),
+        ]
+
+    def _listen_up(self) -> float:
+        """Returns in rank 0 for how many seconds nothing was heard of the coordinator, which speaks every beat; 0.0 if
+        it is heard."""
+        if self._from_above:
+            self._from_above, self._heard_coordinator = False, self._ran.seconds
+        seconds = self._ran.seconds - self._heard_coordinator
+        self._unheard = seconds > self._timeouts.heartbeat
+        return seconds if self._unheard else 0.0
+
+    def _wait_on(self, excused: float) -> list[Action]:
+        """Let waits go on without a coordinator, but not for ever. Of each silence the time until it is noticed counts,
+        so waits end also with a coordinator that is heard now and then."""
+        seconds = self._ran.seconds - self._heard_coordinator
+        waits = self._unheard and self.view is not None and seconds <= self._timeouts.absence
+        return [WaitOn(seconds, excused)] if waits else []
 
     def _look_up(self, now: float) -> list[Action]:
         """Watch the leader. One whose host is gone, or that is cut off from its ranks, tells them nothing. So they wait
@@ -432,21 +472,21 @@ class Node:
                 return self._orphaned(f"the leader of the replica is lost: silent for {seconds:.1f} s")
         return []
 
-    def passed_by(self, alive: m.Message) -> m.NewView | None:
-        """Returns the answer to a peer that is in no view any more: the view in force. Its leader, who would tell it,
-        may be gone."""
+    def passed_by(self, alive: m.Message) -> m.LeftOut | None:
+        """Returns the answer to a peer that is in no view any more."""
         if not isinstance(alive, m.Alive) or self.view is None or self.view.has(alive.replica, alive.incarnation):
             return None
-        return m.NewView(self.view)
+        return m.LeftOut(self.view.bare())
 
     def peer_answered(self, message: m.Message) -> list[Action]:
-        """Take what a member of the view has answered: maybe a later view, without this replica."""
-        if not (self._leaderless or self._up_refused) or not isinstance(message, m.NewView):
+        """Take what a member of the view has answered: maybe a later view, without this replica. Who hears its leader
+        and the coordinator is told that by them."""
+        if not (self._leaderless or self._up_refused or self._unheard) or not isinstance(message, m.LeftOut):
             return []
         known, later = self.machine.view, message.view
         me = self.machine
         out = known is not None and later.epoch > known.epoch and not later.has(me.replica, me.incarnation)
-        return self._from_leader(message) if out else []
+        return self._from_leader(m.NewView(later)) if out else []
 
     def _watch(self, now: float) -> list[Action]:
         """Report a change of view or a boundary that does not come about: it is a stall like that of an op. Who has not

@@ -9,28 +9,33 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import handshake, links, wire
 from ftcomm.control import messages as m
 from ftcomm.control.dropped import drop
 from ftcomm.control.knock import KERNEL, Knocks
-from ftcomm.control.links import Listener, listen, serve_messages
+from ftcomm.control.links import Listener, Told, serve_messages
 from ftcomm.control.liveness import boot, state_of
+from ftcomm.control.port import Port
 from ftcomm.control.sealed import Channel
 from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.unstarted import HOPELESS, UNSTARTED
+from ftcomm.control.unstarted import HOPELESS, UNSTARTED, NamedRank
+from ftcomm.control.view_differences import EncodedOnce
 from ftcomm.control.views import View
 from ftcomm.control.wait_for import wait_for
 
 log = logging.getLogger("ftcomm.control")
 
 Event = dict[str, Any]
+Serve = Callable[[Channel, handshake.Fields], Coroutine[Any, Any, None]]
 
 RETRY = 1.0  # s between two attempts to store a view that could not be written
 
@@ -39,18 +44,19 @@ class ServerError(RuntimeError):
     """The coordinator cannot start; the message says why and what to do."""
 
 
-def _promises_nothing(action: c.Action) -> bool:
+def _promises_nothing(action: ca.Action) -> bool:
     """Whether an action says nothing of a view that is not written down yet."""
-    if isinstance(action, c.Send):
+    if isinstance(action, ca.Send):
         return isinstance(action.message, m.FinishAck | m.Queued | m.WhoWaits)
-    if isinstance(action, c.Log):
+    if isinstance(action, ca.Log):
         return action.kind == "finished"  # an acknowledged process may end at once
-    return isinstance(action, Probe)
+    return isinstance(action, Probe | ca.Keep)
 
 
 class CoordinatorServer:
     """The server. All methods belong to one event loop. It hands events to `on_event` there, as dicts that JSON can
-    hold."""
+    hold. `others` serve, at its port, connections of purposes that are none of a coordinator's. It keeps its port until
+    `stop`; where another server follows on it, the caller gives both the same `Port`, and closes that."""
 
     def __init__(
         self,
@@ -59,27 +65,32 @@ class CoordinatorServer:
         credentials: handshake.Credentials,
         *,
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: int | Port = 0,
         store: Path | Store | None = None,
         timeouts: Timeouts,
         on_event: Callable[[Event], None] = lambda event: None,
+        others: Mapping[str, Serve] = MappingProxyType({}),
     ) -> None:
+        self._others = others
         self._new = (replicas, ranks_per_replica, timeouts)
-        self._credentials, self._host, self._port = credentials, host, port
+        self.timeouts = timeouts
+        self._credentials, self._host = credentials, host
+        self._port, self._shares_port = (port, True) if isinstance(port, Port) else (Port(host, port), False)
         self._store = store if isinstance(store, Store) else ViewStore(store)
         self._store.tell = lambda text: self._log("store", {"text": text})
         self._on_event = on_event
         self._beat, self._presence = timeouts.beat, timeouts.presence
         self._machine: c.Coordinator | None = None
-        self._writers: dict[c.Conn, wire.Writer] = {}
-        self._here: dict[c.Conn, Any] = {}  # the replica that a connection named; its `Join` may be under way
+        self._once = EncodedOnce()
+        self._writers: dict[ca.Conn, Told] = {}
+        self._here: dict[ca.Conn, NamedRank] = {}  # the leaders that are here; their `Join` may be under way
         self._conns = 0
         self._listener: Listener | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._probes: set[asyncio.Task[None]] = set()
         self._knocks = Knocks(credentials)
         self._keep_task: asyncio.Task[None] | None = None
-        self._waiting: deque[c.Action] = deque()  # actions that wait for a view to be written
+        self._waiting: deque[ca.Action] = deque()  # actions that wait for a view to be written
         self._writing: asyncio.Future[None] | None = None
         self._done = asyncio.Event()
         self.ended = False  # the job has ended; otherwise it goes on, even without this coordinator
@@ -87,7 +98,8 @@ class CoordinatorServer:
 
     @property
     def endpoint(self) -> str:
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port.number}"
 
     @property
     def store(self) -> str:
@@ -98,6 +110,12 @@ class CoordinatorServer:
     def steps(self) -> dict[int, int]:
         """The last step that the heartbeats of each connected replica told."""
         return {} if self._machine is None else {link.replica: link.step for link in self._machine.links.values()}
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The address of the host of each member of the newest view."""
+        view = None if self._machine is None else self._machine.view
+        return {} if view is None else {member.replica: member.ranks[0].host for member in view.members}
 
     async def start(self) -> None:
         """Start. Waits for another coordinator if the store does. Raises `ServerError` if the port is taken or the
@@ -121,13 +139,14 @@ class CoordinatorServer:
                 "another --store, or the --ranks-per-replica of that job"
             )
         try:
-            sock = listen(self._host, self._port)
+            sock = self._port.listen()
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # no other port would help
             raise ServerError(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; another coordinator may run "
-                "there. Choose another --port, or 0 for any free one"
+                f"cannot listen on {self._host}:{self._port.number}: {error.strerror or error}; another coordinator "
+                "may run there. Choose another --port, or 0 for any free one"
             ) from None
-        self._port = sock.getsockname()[1]
         self._machine = c.Coordinator(
             *self._new,
             views=self._store.views,
@@ -136,6 +155,7 @@ class CoordinatorServer:
             state=state_of,
             room=self._store.room,
             boot=boot(),
+            unstarted=self._store.words,
         )
         self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
@@ -189,6 +209,8 @@ class CoordinatorServer:
             self._keep_task = None
         await self._give_up()
         await self._store.release()
+        if not self._shares_port:
+            self._port.close()
 
     async def _give_up(self) -> None:
         self._machine = None
@@ -206,23 +228,26 @@ class CoordinatorServer:
 
     async def _peer(self, channel: Channel, opening: handshake.Opening) -> None:
         if opening.purpose == UNSTARTED and self._machine is not None:
-            replica, reason = handshake.number(opening.fields, "replica"), handshake.text(opening.fields, "reason")
+            rank, reason = NamedRank.read(opening.fields), handshake.text(opening.fields, "reason")
             lasting = handshake.number(opening.fields, "lasting", most=1)
-            self._do(self._machine.unstarted(replica, reason, bool(lasting), self._here, time.monotonic()))
+            self._do(self._machine.unstarted(rank, reason, bool(lasting), self._here, time.monotonic()))
             channel.close()
             return
         if opening.purpose == HOPELESS and self._machine is not None:
             await self._answer(channel, opening.fields)
+            return
+        if opening.purpose in self._others:
+            await self._others[opening.purpose](channel, opening.fields)
             return
         if opening.purpose != "leader" or self._machine is None:
             drop("purpose", f"a connection for {opening.purpose!r}, which a coordinator does not serve")
             channel.close()
             return
         conn = self._next()
-        self._here[conn] = opening.fields.get("replica")
+        self._here[conn] = NamedRank.read(opening.fields)
 
         def ready(writer: wire.Writer) -> None:
-            self._writers[conn] = writer
+            self._writers[conn] = Told(writer, self._once)
 
         def received(message: m.AnyMessage) -> None:
             if self._machine is not None:
@@ -236,24 +261,24 @@ class CoordinatorServer:
         if self._machine is not None:
             self._do(self._machine.disconnected(conn, time.monotonic()))
 
-    def _next(self) -> c.Conn:
+    def _next(self) -> ca.Conn:
         self._conns += 1
         return self._conns
 
     async def _answer(self, channel: Channel, fields: handshake.Fields) -> None:
         """Tell a process that waits to get into a view whether it waits in vain."""
-        replica, lived = handshake.number(fields, "replica"), handshake.number(fields, "lived")
+        rank, lived = NamedRank.read(fields), handshake.number(fields, "lived")
         conn = self._next()
 
         def ready(writer: wire.Writer) -> None:
-            self._writers[conn] = writer
+            self._writers[conn] = Told(writer, self._once)
             if self._machine is not None:
-                self._do(self._machine.asked(conn, replica, lived / 1e3, time.monotonic()))
+                self._do(self._machine.asked(conn, rank, lived / 1e3, time.monotonic()))
 
         try:
             await wait_for(links.HANDSHAKE_TIMEOUT, serve_messages(channel, lambda message: None, ready))
         except asyncio.TimeoutError:
-            drop("handshake", f"a process of replica {replica} that has asked, and does not hang up")
+            drop("handshake", f"a process of replica {rank.replica} that has asked, and does not hang up")
         finally:
             self._writers.pop(conn, None)
 
@@ -272,22 +297,22 @@ class CoordinatorServer:
     def _ask_kernels(self, machine: c.Coordinator) -> None:
         """Look which kernels have acknowledged what they were sent, then send the next ping."""
         self._knocks.only(machine.lives)
-        ping = m.encode(m.Ping())
+        ping = m.Ping()
         for conn, writer in self._writers.items():
             seconds = writer.unanswered()
             if seconds is not None:
                 machine.acknowledged(conn, time.monotonic() - seconds)
-            writer.write(ping)
+            writer.send(ping)
 
     async def _probe(self, probe: Probe) -> None:
         machine = self._machine
         purpose = "asked"
         fields: handshake.Fields = {}
-        if (
-            probe.call and probe.life[0] not in self._here.values()
+        if probe.call and all(
+            leader.replica != probe.life[0] for leader in self._here.values()
         ):  # it may still hold a connection to an earlier coordinator
             purpose = "coordinator"
-            fields = {"port": self._port} if self._anywhere else {"host": self._host, "port": self._port}
+            fields = {"port": self._port.number} if self._anywhere else {"host": self._host, "port": self._port.number}
         # An accused process has that long to answer; a silent one is probed again in any case.
         patience = KERNEL if probe.why in (Why.ACCUSED, Why.SEVERED) else self._presence
         outcome = await self._knocks.outcome(probe, purpose, fields, patience)
@@ -298,13 +323,13 @@ class CoordinatorServer:
     def _anywhere(self) -> bool:
         return self._host in ("", "0.0.0.0", "::")
 
-    def _do(self, actions: list[c.Action]) -> None:
+    def _do(self, actions: list[ca.Action]) -> None:
         """Carry actions out in order. No action overtakes a view that is still being written, except those that promise
         nothing about it."""
         if not self._store.sure:  # `_keep` is about to give up
             return
         self._waiting.extend(actions)
-        held: deque[c.Action] = deque()
+        held: deque[ca.Action] = deque()
         while self._waiting:
             action = self._waiting.popleft()
             if self._writing is None or _promises_nothing(action):
@@ -313,29 +338,37 @@ class CoordinatorServer:
                 held.append(action)
         self._waiting = held
 
-    def _carry_out(self, action: c.Action) -> None:
-        if isinstance(action, c.Send):
+    def _carry_out(self, action: ca.Action) -> None:
+        if isinstance(action, ca.Send):
             writer = self._writers.get(action.conn)
             if writer is not None:
-                writer.write(m.encode(action.message))
-        elif isinstance(action, c.Persist):
+                writer.send(action.message)
+        elif isinstance(action, ca.Persist):
             try:
                 self._writing = self._store.append(action.view)
             except OSError as error:
                 self._writing = asyncio.ensure_future(self._write_again(action.view, error))
             if self._writing is not None:
                 self._writing.add_done_callback(self._written)
-        elif isinstance(action, c.Close):
+        elif isinstance(action, ca.Close):
             writer = self._writers.pop(action.conn, None)
             if writer is not None:
                 writer.close()
+        elif isinstance(action, ca.Keep):
+            try:
+                self._store.keep(action.words)
+            except OSError as error:  # then it is known until this coordinator ends
+                log.warning("what ranks say that cannot start is not kept in %s: %s", self._store.name, error.strerror)
         elif isinstance(action, Probe):
             task = asyncio.ensure_future(self._probe(action))
             self._probes.add(task)
             task.add_done_callback(self._probes.discard)
-        elif isinstance(action, c.Log):
+        elif isinstance(action, ca.Log):
             self._log(action.kind, action.fields)
-        elif isinstance(action, c.Unfit):
+        elif isinstance(action, ca.Unfit):
+            self._machine = None  # a coordinator that decides nothing must not be heard: members wait for another one
+            for writer in self._writers.values():
+                writer.close()
             self._over(action.reason)
         else:
             self.ended = True

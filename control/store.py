@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +21,24 @@ import msgspec
 
 from ftcomm.control.admission import MESSAGE, Room
 from ftcomm.control.decode import decode_with
+from ftcomm.control.field_types import Name
 from ftcomm.control.fork import apart
+from ftcomm.control.liveness import boot
+from ftcomm.control.unstarted import Unstarted, Words
 from ftcomm.control.views import View
 
 DECODER = msgspec.json.Decoder(View)
+_LONGEST = 64  # characters of a name that was made here
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """The words of ranks that cannot start. Their times are those of one kernel."""
+
+    boot: Name
+    words: Words
+
+
+_KEPT = msgspec.json.Decoder(_Kept)
 
 
 class StoreError(RuntimeError):
@@ -37,9 +53,15 @@ class Store(abc.ABC):
     """A place for views. Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
 
     views: list[View]  # the last two at most
+    words: tuple[Unstarted, ...] = ()  # what `keep` was given last
     room: Room = MESSAGE  # for each view
     name: str  # for messages
     tell: Callable[[str], None] = staticmethod(lambda text: None)  # is told, in words, what a person should know
+
+    @abc.abstractmethod
+    def job(self) -> str:
+        """Returns a name for the job, the same until `clear`, for a job to which nobody gives one. May block for a
+        time. Raises `StoreError`."""
 
     @abc.abstractmethod
     async def acquire(self) -> None:
@@ -59,6 +81,10 @@ class Store(abc.ABC):
         """Write `view`. Returns None if it is written, else a future, which lasts for as long as the view is not.
         Raises `OSError`; the future raises `StoreError` if a new attempt would not help."""
 
+    def keep(self, words: tuple[Unstarted, ...]) -> None:
+        """Keep what ranks have said that cannot start, at least for as long as this process lives. Raises `OSError`."""
+        self.words = words
+
     @abc.abstractmethod
     async def clear(self) -> None:
         """Remove the views, since the job is over and the next one of this name must not find them."""
@@ -70,6 +96,8 @@ class Store(abc.ABC):
 
 class ViewStore(Store):
     """Keeps the views of a job so that a restarted coordinator never reuses an epoch. With `path` None: memory only.
+    In `path`.unstarted is what ranks have said that cannot start, if any have; in `path`.job the name of the job, if it
+    was asked for.
 
     Not thread-safe. `append` returns when the view is on the disk.
     """
@@ -78,8 +106,36 @@ class ViewStore(Store):
         self.path, self.name = path, str(path)
         self._fd: int | None = None
         self._end = 0  # bytes of the file up to the last complete view
+        self._gone: list[View] = []  # complete once, and cut away
         apart(self, lambda store: () if store._fd is None else (store._fd,))  # a child would keep the lock
         self.views = []
+
+    def job(self) -> str:
+        made = secrets.token_hex(8)
+        if self.path is None:
+            return made
+        there, new = self._job_file(self.path), self.path.with_name(f"{self.path.name}.job.{made}")
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(made)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.link(new, there)
+            finally:
+                new.unlink()
+            with open(os.open(there, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                self._check(there, file.fileno())
+                name = file.read(_LONGEST + 1).decode("ascii", "replace").strip()
+        except OSError as error:
+            raise StoreError(
+                f"cannot keep the name of the job in {there}: {error.strerror}; choose another --store, or: "
+                f"export FTCOMM_JOB={made}"
+            ) from error
+        if not 0 < len(name) <= _LONGEST or not name.isprintable():
+            raise StoreError(f"{there} holds no name of a job; remove it, or choose another --store")
+        return name
 
     async def acquire(self) -> None:
         self.open()
@@ -87,6 +143,8 @@ class ViewStore(Store):
     async def clear(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+            self._word_file(self.path).unlink(missing_ok=True)
+            self._job_file(self.path).unlink(missing_ok=True)
 
     async def release(self) -> None:
         self.close()
@@ -100,7 +158,11 @@ class ViewStore(Store):
         except OSError as error:
             why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise StoreError(f"cannot open the file of views {self.path}: {why}; choose another --store") from error
-        self._check(self.path, fd)
+        try:
+            self._check(self.path, fd)
+        except StoreError:
+            os.close(fd)
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -111,6 +173,7 @@ class ViewStore(Store):
             ) from None
         self._fd = fd
         self.views = self._read(fd)
+        self.words = self._read_words(self._word_file(self.path))
 
     def _check(self, path: Path, fd: int) -> None:
         """Check that the file was not put there to deceive us, and that its name lasts. The owner of the folder could
@@ -120,7 +183,6 @@ class ViewStore(Store):
         try:
             trusted = (os.geteuid(), os.fstat(folder).st_uid)
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in trusted:
-                os.close(fd)
                 raise StoreError(
                     f"{path} is not a file of this user, but of user {found.st_uid}; remove it, or choose another "
                     "--store"
@@ -143,15 +205,55 @@ class ViewStore(Store):
             self.close()
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error
 
+    @staticmethod
+    def _word_file(path: Path) -> Path:
+        return path.with_name(f"{path.name}.unstarted")
+
+    @staticmethod
+    def _job_file(path: Path) -> Path:
+        return path.with_name(f"{path.name}.job")
+
+    def _read_words(self, path: Path) -> tuple[Unstarted, ...]:
+        """Returns what is kept there. No job needs it, so a file that is not good counts as none."""
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                found = os.fstat(file.fileno())
+                ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                kept = decode_with(_KEPT, file.read() if ours else b"")
+        except (OSError, msgspec.DecodeError):
+            return ()
+        return kept.words if kept.boot == boot() else ()
+
+    def keep(self, words: tuple[Unstarted, ...]) -> None:
+        super().keep(words)
+        if self.path is None:
+            return
+        if not words:
+            self._word_file(self.path).unlink(missing_ok=True)
+            return
+        new = self.path.with_name(f"{self.path.name}.unstarted.new")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(_Kept(boot(), words)))
+        new.rename(self._word_file(self.path))
+
     def append(self, view: View) -> None:
         if self._fd is not None:
-            line = msgspec.json.encode(view) + b"\n"
-            os.ftruncate(self._fd, self._end)  # the rest of an attempt that failed
-            if os.write(self._fd, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fdatasync(self._fd)
-            self._end += len(line)
+            if os.fstat(self._fd).st_size < self._end:  # it was cut from outside: what is known is written anew
+                self._end, self._gone = 0, self.views[-1:]
+            while self._gone:
+                self._write(self._fd, self._gone[0])
+                del self._gone[0]
+            self._write(self._fd, view)
         self.views = [*self.views[-1:], view]
+
+    def _write(self, fd: int, view: View) -> None:
+        line = msgspec.json.encode(view) + b"\n"
+        os.ftruncate(fd, self._end)  # the rest of an attempt that failed
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fdatasync(fd)
+        self._end += len(line)
 
     def close(self) -> None:
         """Release the lock; idempotent."""

@@ -9,6 +9,8 @@ op         THE NUMBER             the latest time; in between, the deadline foll
 grace      op / 4, 5 s at most    a stall is watched for so long before its cause is removed. If the cause lives and is
                                   mute, it has lasted for op: earlier ops do not tell how long it holds its interpreter
 give_up    2 * op                 then the op fails, whatever the coordinator does
+absence    30 * op                but as long as nobody hears the coordinator, who waits does so for so long: only the
+                                  coordinator can decide that a member is lost
 
 Who waits counts the seconds in which its own process runs (`ftcomm.control.running_time`).
 """
@@ -78,6 +80,10 @@ class Timeouts:
     @property
     def give_up(self) -> float:
         return 2 * self.op
+
+    @property
+    def absence(self) -> float:
+        return 30 * self.op
 
     def __post_init__(self) -> None:
         for name, seconds in dataclasses.asdict(self).items():

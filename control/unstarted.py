@@ -1,53 +1,114 @@
 """What ranks have said that cannot start, and whom it concerns. Pure.
 
-    the ranks of the same replica   they live and die as one
-    all other replicas              if trying again is of no use (`lasting`), and there is no view yet: the first one
-                                    needs all replicas
+    the other ranks of its replica   they live and die as one
+    all other replicas               if trying again is of no use (`lasting`), and there is no view yet: the first one
+                                     needs all replicas
 
 It concerns the processes that ran when it was said. Who begins later was started again, maybe with other settings, so
 no word is too old, and none is believed for too long.
+
+A process may have the number of a replica by mistake, beside the one that has it by right. Its word concerns no rank
+that has the same number in its replica, or that finds its leader elsewhere.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable
+from typing import Annotated
 
+import msgspec
+
+from ftcomm.control import handshake
 from ftcomm.control.dropped import printable
+from ftcomm.control.field_types import MANY, Name, Replica, Shard
 
 # What a connection to the coordinator is for:
 UNSTARTED = "unstarted"  # a process says why it cannot start
 HOPELESS = "hopeless"  # a process that is in no view asks whether it waits in vain; the answer is `Expelled`, or none
 
+ASKERS = 8  # ranks of one replica, besides its leader, that ask in a heartbeat timeout at most
 
-@dataclasses.dataclass(frozen=True)
-class Unstarted:
-    """The word of a rank of `replica` that it cannot start, said at `at`."""
 
-    replica: int
-    reason: str
+class NamedRank(msgspec.Struct, frozen=True):
+    """A rank as its settings name it. `leader` is where it finds rank 0 of its replica; "" if it is alone, or does not
+    know."""
+
+    replica: Replica
+    shard: Shard
+    leader: Name = ""
+
+    @classmethod
+    def of(cls, replica: int, shard: int, leader: tuple[str, int] | None) -> NamedRank:
+        return cls(replica, shard, "" if leader is None else f"{leader[0]}:{leader[1]}")
+
+    @classmethod
+    def read(cls, fields: handshake.Fields) -> NamedRank:
+        """Returns the rank that an opening names. Raises `BadFields`."""
+        leader = handshake.text(fields, "leader") if "leader" in fields else ""
+        return cls(handshake.number(fields, "replica"), handshake.number(fields, "shard"), leader)
+
+    @property
+    def fields(self) -> handshake.Fields:
+        """What names the rank in an opening."""
+        named: handshake.Fields = {"replica": self.replica, "shard": self.shard}
+        return {**named, "leader": self.leader} if self.leader else named
+
+    def needs(self, other: NamedRank) -> bool:
+        """Whether the other one is another rank of the same replica. One that does not know its leader may be."""
+        return self.replica == other.replica and self.shard != other.shard and other.leader in ("", self.leader)
+
+
+class Unstarted(msgspec.Struct, frozen=True):
+    """The word of a rank that it cannot start, said at `at` (s of the clock of this host's kernel)."""
+
+    rank: NamedRank
+    reason: Annotated[str, msgspec.Meta(max_length=handshake.LONGEST_FIELD)]
     lasting: bool
     at: float
+
+
+Words = Annotated[tuple[Unstarted, ...], MANY]
 
 
 class UnstartedRanks:
     """The last word from each replica, of `replicas`. Not thread-safe."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, words: Iterable[Unstarted] = ()) -> None:
+        """`words` were said to an earlier coordinator of the job."""
         self._replicas = replicas
-        self._words: dict[int, Unstarted] = {}
+        self._words = {word.rank.replica: word for word in words}
 
-    def said(self, replica: int, reason: str, lasting: bool, now: float) -> Unstarted:
-        word = Unstarted(replica, printable(reason, len(reason)), lasting, now)
-        if replica < self._replicas:  # replicas wait for no other one
-            self._words[replica] = word
+    @property
+    def words(self) -> tuple[Unstarted, ...]:
+        return tuple(self._words.values())
+
+    def said(self, rank: NamedRank, reason: str, lasting: bool, now: float) -> Unstarted:
+        word = Unstarted(rank, printable(reason, len(reason)), lasting, now)
+        if rank.replica < self._replicas:  # replicas wait for no other one
+            self._words[rank.replica] = word
         return word
 
-    def started(self, replica: int) -> None:
-        """Note that all ranks of a replica have started."""
-        self._words.pop(replica, None)
+    def started(self, replica: int) -> bool:
+        """Note that all ranks of a replica have started. True if one of them had said that it cannot."""
+        return self._words.pop(replica, None) is not None
 
-    def why(self, replica: int, begun: float, forming: bool) -> str:
-        """Returns why a process of `replica` that has run since `begun`, and is in no view, waits in vain; empty if it
-        may hope. `forming`: there is no view yet."""
-        words = (x for x in self._words.values() if begun <= x.at and (x.replica == replica or (forming and x.lasting)))
-        return next((x.reason for x in words), "")
+    def why(self, asker: NamedRank, begun: float, forming: bool) -> str:
+        """Returns why a process that has run since `begun`, and is in no view, waits in vain; empty if it may hope.
+        `forming`: there is no view yet."""
+        for word in self._words.values():
+            other = forming and word.lasting and word.rank.replica != asker.replica
+            if begun <= word.at and (other or asker.needs(word.rank)):
+                return word.reason
+        return ""
+
+
+def turn(shard: int, ranks: int, heartbeat: float) -> tuple[float, float]:
+    """Returns after how many seconds a rank begins to ask whether it waits in vain, and how often it does.
+
+    The leader asks at once, and once a heartbeat timeout. The others give it one to come, and then take turns, so that
+    the ranks of a large replica are no load for the coordinator: they end as one, so it is enough that one of them
+    hears."""
+    if shard == 0:
+        return 0.0, heartbeat
+    turns = max(1.0, (ranks - 1) / ASKERS)
+    return heartbeat * (1 + turns * (shard - 1) / (ranks - 1)), heartbeat * turns

@@ -1,8 +1,11 @@
-"""A view says who takes part in a job. The coordinator decides it; views are totally ordered by their epoch."""
+"""A view says who takes part in a job, and where the ranks are reached. The coordinator decides it; views are totally
+ordered by their epoch."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -40,7 +43,115 @@ class Address(msgspec.Struct, frozen=True):
         return f"{self.boot} {self.pids}" if self.pids else ""
 
 
-Addresses = Annotated[tuple[Address, ...], Meta(max_length=RANKS)]  # of the ranks of a replica, in order
+_TEXTS = ("host", "boot", "layout", "rack", "tuning", "arithmetic", "network", "pids")
+_NONCE = 16  # bytes
+
+_Index = Annotated[int, Meta(ge=0, le=8 * RANKS)]
+_Site = Annotated[tuple[_Index, ...], Meta(min_length=1 + len(_TEXTS), max_length=1 + len(_TEXTS))]
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """The addresses of consecutive ranks of one replica, from rank `first` on: of all, or of those that concern whoever
+    holds it. `addresses[i]` is that of rank i.
+
+    It stays as it was sent, in 26 bytes a rank and what the ranks of a host have in common: nothing is made of an
+    address before somebody asks for it, so a job of 100,000 ranks costs its coordinator a few megabytes.
+    """
+
+    first: t.Shard
+    texts: Annotated[tuple[t.Name, ...], Meta(max_length=len(_TEXTS) * RANKS)]  # each once
+    # One for each run of ranks with the same texts: how many ranks there are up to its end, and which texts they have.
+    sites: Annotated[tuple[_Site, ...], Meta(max_length=RANKS)]
+    ports: Annotated[bytes, Meta(max_length=2 * RANKS)]  # the numbers are little-endian
+    pids: Annotated[bytes, Meta(max_length=4 * RANKS)]
+    segments: Annotated[bytes, Meta(max_length=4 * RANKS)]
+    nonces: Annotated[bytes, Meta(max_length=_NONCE * RANKS)]
+
+    def __post_init__(self) -> None:
+        count = len(self)
+        sizes = tuple(map(len, (self.ports, self.pids, self.segments, self.nonces)))
+        ends = [site[0] for site in self.sites]
+        rising = all(end < next_ for end, next_ in itertools.pairwise((0, *ends)))
+        if sizes != (2 * count, 4 * count, 4 * count, _NONCE * count) or not rising or [0, *ends][-1] != count:
+            raise ValueError(
+                f"a table of {count} addresses whose columns have {sizes} bytes and whose sites end at {ends}"
+            )
+        if max((text for site in self.sites for text in site[1:]), default=-1) >= len(self.texts):
+            raise ValueError(f"an address names a text beyond the {len(self.texts)} of its table")
+        if max(self.pids[3::4], default=0) > 127 or max(self.segments[3::4], default=0) > 127:
+            raise ValueError("an address with the number of a process, or of its segment, above 2,147,483,647")
+
+    @classmethod
+    def of(cls, addresses: Iterable[Address], first: int = 0) -> Addresses:
+        """The table of `addresses`, of the ranks from `first` on."""
+        known: dict[str, int] = {}
+        sites: list[tuple[int, ...]] = []
+        ranks = tuple(addresses)
+        for end, rank in enumerate(ranks, 1):
+            texts = tuple(known.setdefault(getattr(rank, name), len(known)) for name in _TEXTS)
+            if sites and sites[-1][1:] == texts:
+                sites.pop()
+            sites.append((end, *texts))
+        return cls(
+            first,
+            tuple(known),
+            tuple(sites),
+            b"".join(rank.port.to_bytes(2, "little") for rank in ranks),
+            b"".join(rank.pid.to_bytes(4, "little") for rank in ranks),
+            b"".join(rank.segment.to_bytes(4, "little") for rank in ranks),
+            b"".join(bytes.fromhex(rank.nonce) for rank in ranks),
+        )
+
+    def __len__(self) -> int:
+        return len(self.nonces) // _NONCE
+
+    def __contains__(self, address: object) -> bool:
+        return any(address == known for known in self)
+
+    def has(self, shard: int) -> bool:
+        """Whether the address of rank `shard` is here."""
+        return 0 <= shard - self.first < len(self)
+
+    def __getitem__(self, shard: int) -> Address:
+        """Raises `IndexError` if the address of that rank is not here."""
+        if not self.has(shard):
+            raise IndexError(f"the address of rank {shard}, in a table of {len(self)} from rank {self.first} on")
+        at = shard - self.first
+        return self._at(at, self.sites[bisect.bisect_right(self.sites, at, key=_end)])
+
+    def __iter__(self) -> Iterator[Address]:
+        begins = 0
+        for site in self.sites:
+            for at in range(begins, site[0]):
+                yield self._at(at, site)
+            begins = site[0]
+
+    def _at(self, at: int, site: tuple[int, ...]) -> Address:
+        host, boot, *others = (self.texts[text] for text in site[1:])
+        return Address(
+            host,
+            int.from_bytes(self.ports[2 * at : 2 * at + 2], "little"),
+            boot,
+            int.from_bytes(self.pids[4 * at : 4 * at + 4], "little"),
+            int.from_bytes(self.segments[4 * at : 4 * at + 4], "little"),
+            self.nonces[_NONCE * at : _NONCE * (at + 1)].hex(),
+            *others,
+        )
+
+    def part(self, first: int, count: int) -> Addresses:
+        """Returns the part of it with `count` ranks from `first` on, as far as they are here."""
+        end = min(first + count, self.first + len(self))
+        first = max(first, self.first)
+        if (first, end) == (self.first, self.first + len(self)):
+            return self
+        return Addresses.of((self[shard] for shard in range(first, end)), first)
+
+
+def _end(site: tuple[int, ...]) -> int:
+    return site[0]
+
+
+NO_ADDRESSES = Addresses.of(())
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -76,8 +187,18 @@ class View(msgspec.Struct, frozen=True):
         return frozenset(m.replica for m in self.members if m.contributing)
 
     def member(self, replica: int) -> Member | None:
-        return next((m for m in self.members if m.replica == replica), None)
+        at = bisect.bisect_left(self.members, replica, key=_number)
+        return self.members[at] if at < len(self.members) and self.members[at].replica == replica else None
+
+    def bare(self) -> View:
+        """Returns the view without addresses, for one who knows them or needs none."""
+        members = (msgspec.structs.replace(member, ranks=NO_ADDRESSES) for member in self.members)
+        return msgspec.structs.replace(self, members=tuple(members))
 
     def has(self, replica: int, incarnation: str) -> bool:
         member = self.member(replica)
         return member is not None and member.incarnation == incarnation
+
+
+def _number(member: Member) -> int:
+    return member.replica

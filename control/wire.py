@@ -17,6 +17,7 @@ from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
 from ftcomm.control.handshake import Credentials, HandshakeError, HungUp, Unspoken, Wired, client, place
 from ftcomm.control.liveness import unanswered
+from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.views import Address
 from ftcomm.control.wait_for import wait_for
@@ -103,19 +104,20 @@ def connect(
     fields: dict[str, str | int],
     timeout: float,
     to: Address | None = None,
+    process: Patience | None = None,
 ) -> Channel:
     """Returns an authenticated blocking connection, to the process at `to` if that is known. Raises `OSError`, and
     `HandshakeError` if refused.
 
     The process at the other end has `timeout` seconds, since it may hold its interpreter or be stopped. Call once and
     wait: each call that is given up takes a place in its backlog until it runs again. Its kernel has `KERNEL` of these
-    seconds to answer, and so has the process once it has begun to answer.
+    seconds to answer, and so has the process once it has begun to answer. Seconds in which this process does not run do
+    not count. `process` is the patience with the process there if it is not `timeout`.
     """
-    deadline = time.monotonic() + timeout
     patience = min(timeout, KERNEL)
     sock = _connected(address, patience)
     steps = client(credentials, purpose, fields, to, place(sock.getpeername))
-    begun = False
+    deadline: float | None = None  # for what comes after the first word
     try:
         tune(sock)
         received: bytes | None = None
@@ -130,9 +132,9 @@ def connect(
                 with contextlib.suppress(ConnectionError):  # what was sent before the end may say why it ended
                     sock.sendall(data)
                 continue
-            if not begun:
-                _first_word(sock, deadline, patience)
-                begun, deadline = True, time.monotonic() + patience
+            if deadline is None:
+                _first_word(sock, process or Patience(timeout, time.monotonic), patience)
+                deadline = time.monotonic() + patience
             received = _recv_exactly(sock, data, deadline)
     except TimeoutError:
         why = late(steps, sock, timeout)
@@ -167,13 +169,13 @@ def _connected(address: tuple[str, int], timeout: float) -> socket.socket:
     raise failed
 
 
-def _first_word(sock: socket.socket, deadline: float, patience: float) -> None:
-    """Wait for the first byte. Raises `TimeoutError` at the deadline, or after `patience` seconds without an answer of
-    the kernel there."""
+def _first_word(sock: socket.socket, process: Patience, kernel: float) -> None:
+    """Wait for the first byte. Raises `TimeoutError` when the patience with the process is over, or its kernel has not
+    answered for `kernel` seconds."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    while not poll.poll(1e3 * max(0.0, min(_LOOK, deadline - time.monotonic()))):
-        if time.monotonic() >= deadline or (unanswered(sock) or 0.0) > patience:
+    while not poll.poll(1e3 * min(_LOOK, process.part())):
+        if not process.left() or (unanswered(sock) or 0.0) > kernel:
             raise TimeoutError
 
 

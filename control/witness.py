@@ -33,6 +33,7 @@ import msgspec
 
 from ftcomm.control import handshake, wire
 from ftcomm.control.fork import apart
+from ftcomm.control.running_time import Patience
 from ftcomm.control.tls import Files, Tls
 from ftcomm.control.wait_for import wait_for
 
@@ -54,6 +55,9 @@ class Charge(msgspec.Struct, frozen=True):
     job: str
     tls: Files | None
     patience: float  # s for which the witness calls the leader
+
+
+_CHARGE = msgspec.json.Decoder(Charge)
 
 
 class Witness:
@@ -140,18 +144,21 @@ def main() -> None:
         os._exit(0)
     sock = socket.socket(fileno=sys.stdin.fileno())
     data, (end,), _, _ = socket.recv_fds(sock, _LONGEST, 1)
-    charge = msgspec.json.decode(data, type=Charge)
+    charge = _CHARGE.decode(data)
     credentials = handshake.Credentials(charge.token, charge.job, None if charge.tls is None else Tls(charge.tls))
     with contextlib.suppress(OSError):  # the rank has already ended
         sock.send(b"b", socket.MSG_NOSIGNAL)
-    if dismissed(sock, end):
-        return
-    deadline = time.monotonic() + charge.patience
+    if not dismissed(sock, end):
+        tell(charge, credentials)
+
+
+def tell(charge: Charge, credentials: handshake.Credentials) -> None:
+    """Call the leader until it hears, or for as long as the charge says."""
+    patience = Patience(charge.patience, time.monotonic, most=wire.KERNEL)  # the leader may be stopped, or all may
     fields: handshake.Fields = {"shard": charge.shard, "nonce": charge.nonce}
-    while time.monotonic() < deadline:
+    while patience.left():
         try:
-            patience = max(wire.KERNEL, deadline - time.monotonic())  # the leader may be stopped
-            wire.connect(charge.leader, credentials, PURPOSE, fields, patience).close()
+            wire.connect(charge.leader, credentials, PURPOSE, fields, wire.KERNEL, process=patience).close()
             return
         except handshake.Refused:
             return

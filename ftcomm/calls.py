@@ -6,6 +6,8 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from sys import _getframe
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,16 +15,18 @@ import numpy as np
 from ftcomm.arrays import stage
 from ftcomm.arrays.flat import NONE, Flat, plain, to_read, to_write
 from ftcomm.collective import schedule
-from ftcomm.collective.compression import COMPRESSIONS
 from ftcomm.collective.member import GroupExchange
-from ftcomm.collective.operation import UNKNOWN, Operation
+from ftcomm.collective.operation import Operation
 from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.engines.base import CallEngine
 from ftcomm.engines.host import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
+from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
 from ftcomm.kernels.dtypes import BYTES
 from ftcomm.p2p.calls import Messages
 from ftcomm.process.turn import Series, Turn
+from ftcomm.recorder.callers import find, known
+from ftcomm.recorder.files import process_recorder
 from ftcomm.transport.segment import CHUNK
 
 Array = np.ndarray[Any, Any]
@@ -99,6 +103,15 @@ class Work:
         return tuple(Span(*span) for span in self._op.spans())
 
 
+_wrapper: CodeType | None = None
+
+
+def made_through(wrapper: CodeType) -> None:
+    """Let calls through `wrapper` be recorded with the line that has called it."""
+    global _wrapper
+    _wrapper = wrapper
+
+
 class Calls(Messages):
     """The eleven calls of a group. Every `root` is a rank: a position in `roster`.
 
@@ -107,6 +120,7 @@ class Calls(Messages):
     """
 
     _turn: Turn[Operation]
+    _site: tuple[CodeType | None, int, int] = (None, 0, 0)  # the last place of a call, and how it is recorded
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
@@ -393,12 +407,27 @@ class Calls(Messages):
 
     def _carry_out(self, op: Operation, result: Any, finish: Callable[[], Any] | None, async_op: bool) -> Any:
         op.stamp, op.lag = self._when()
+        frame = _getframe(2)
+        here = frame.f_code
+        if here is _wrapper:
+            frame = frame.f_back  # type: ignore[assignment]
+            here = frame.f_code
+        code, instruction, op.caller = self._site
+        if here is not code or frame.f_lasti != instruction:
+            op.caller = self._new_site(frame)
         if async_op:
             return self._carry_out_async(op, result, finish)
         self._turn.run(self._exchange.run, op)
         if op.error is None and finish is None:
             return result
         return Work(op, self._exchange, result, finish)._finish()
+
+    def _new_site(self, frame: FrameType) -> int:
+        """Returns how the place of a call is recorded that is not that of the last call."""
+        number = find(frame, process_recorder().text)
+        if number and known(frame) == number:  # else it is that of a frame further out, which another call may not have
+            self._site = frame.f_code, frame.f_lasti, number
+        return number
 
     def _carry_out_async(self, op: Operation, result: Any, finish: Callable[[], Any] | None) -> Work:
         exchange, turn, series = self._exchange, self._turn, None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,9 @@ import click
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import FtcommError, InitError, SettingsError
 from ftcomm.lab.netns.hosts import hosts_named, parse_delay, parse_rate
-from ftcomm.launch.torchrun_options import spellings, torchrun_options, whole_replicas
+from ftcomm.launch.listen import Listen
+from ftcomm.launch.torchrun_options import Rendezvous, spellings, torchrun_options, whole_replicas
+from ftcomm.monitoring.place import VARIABLE, default_path
 from ftcomm.settings import TRANSPORTS
 
 
@@ -24,11 +28,18 @@ class LazyGroup(click.Group):
     LAZY: ClassVar[dict[str, tuple[str, str]]] = {
         "bench": ("ftcomm.bench.cli:bench", "Measure collectives and recoveries on this machine."),
         "chaos": ("ftcomm.lab.chaos.cli:chaos", "Hit a running job with faults, and tell what came of it."),
+        "dashboard": ("ftcomm.dashboard.commands:dashboard", "Serve a running job as a page that lives."),
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
         "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
+        "report": ("ftcomm.dashboard.report:report", "Tell what interrupted jobs, and what it cost."),
         "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
         "simulate": ("ftcomm.simulation.simulate_cli:simulate", "Run the protocol in virtual time, all going wrong."),
+        "stragglers": ("ftcomm.launch.diagnosis_commands:stragglers", "Show who makes the others wait, and for what."),
         "status": ("ftcomm.launch.commands:status", "Show a running job: who is in it, and at which step."),
+        "top": ("ftcomm.dashboard.top:top", "Watch a running job in the terminal."),
+        "dump": ("ftcomm.launch.recordings:dump", "Write what all ranks of a job did, also of one that hangs."),
+        "trace": ("ftcomm.launch.recordings:trace", "Write a trace of all ranks on one clock, for Perfetto."),
+        "why": ("ftcomm.launch.diagnosis_commands:why", "Say why a job stands still: who, and at which line."),
         "demo": ("ftcomm.demo.show:demo", "Train four replicas, kill one, watch the others go on."),
     }
 
@@ -75,6 +86,19 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 help="Seconds without progress after which the replica that holds an op up is removed, at the latest; "
                 "after twice that the op raises an error. All other times follow from this one.",
+            ),
+            click.option(
+                "--history",
+                metavar="FILE|off",
+                callback=lambda context, option, text: default_path({**os.environ, VARIABLE: text} if text else None),
+                help="Where interruptions are kept for `ftcomm report`.  "
+                "[default: FTCOMM_HISTORY, or ~/.local/state/ftcomm/history.sqlite]",
+            ),
+            click.option(
+                "--dashboard",
+                metavar="[HOST:]PORT",
+                callback=lambda context, option, text: None if text is None else Listen.parse(text),
+                help="Serve the live view and metrics of the job there, as `ftcomm dashboard` does.",
             ),
             click.option(
                 "--op-timeout-floor",
@@ -184,14 +208,16 @@ def run(
     hosts: str,
     rate: float | None,
     delay: float,
+    rendezvous: Rendezvous,
     **options: Any,
 ) -> None:
-    """Run SCRIPT in N replicas here; restart one that dies.
+    """Run SCRIPT in N replicas; restart one that dies.
 
     Only the dead replica is restarted; it catches up while the others train on.
 
-    The command line of a torchrun on one host works, too: `ftcomm run --standalone --nproc-per-node 4 train.py` starts
-    four replicas. What says how hosts find each other (--rdzv-endpoint and so on) has no effect.
+    The command line of torchrun works, too: `ftcomm run --standalone --nproc-per-node 4 train.py` starts four replicas.
+    With --nnodes each host starts its share: replicas 0 to 3 on host 0 and 4 to 7 on host 1, say. A host that comes
+    back joins with the same command. A signal drains the job on host 0, on another one the replicas of that host.
 
     Options of ftcomm come before SCRIPT, all after it is for the script. Lines of the ranks get [replica] or
     [replica.rank] in front. Each rank gets OMP_NUM_THREADS, its share of the cores, unless you set it.
@@ -212,9 +238,10 @@ def run(
     """
     from ftcomm.launch.options import RunOptions
 
-    replicas = whole_replicas(replicas, processes, options["ranks_per_replica"])
+    node = rendezvous.place()
+    replicas = whole_replicas(replicas, processes, options["ranks_per_replica"], rendezvous.nnodes)
     where = hosts_named(hosts, rate, delay)
-    request = RunOptions(script=script, args=args, replicas=replicas, hosts=where, **options)
+    request = RunOptions(script=script, args=args, replicas=replicas, hosts=where, node=node, **options)
     request.check()
     from ftcomm.launch.run import run as run_job
 
@@ -252,6 +279,9 @@ def coordinator(**options: Any) -> None:
     \b
         export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')
 
+    Ranks of another job with the same secret are refused by the job's name, FTCOMM_JOB. If it is not set, a name is
+    made, and printed with what to export on the replicas.
+
     With --store etcd://, TLS and the account are read from FTCOMM_ETCD_CACERT, FTCOMM_ETCD_CERT, FTCOMM_ETCD_KEY,
     FTCOMM_ETCD_USER and FTCOMM_ETCD_PASSWORD, the limit of a request from FTCOMM_ETCD_MAX_REQUEST_BYTES.
 
@@ -271,6 +301,12 @@ def main(argv: list[str] | None = None) -> None:
     except FtcommError as error:
         click.echo(f"ftcomm: {error}", err=True)
         sys.exit(2 if isinstance(error, SettingsError | InitError) else 1)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        click.echo(f"ftcomm: this process may have {most} open files, too few for this: ulimit -n 1024", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ connections.
 
 The router of this rank, which knows a communicator by its name, hands it what others dial.
 
-What the three have in common is here. The rest of a subgroup answers views that come while ops are in flight: its
-members ask, reach and enter again and again. The rest of a static group meets once, by a deadline, and then says why it
-ends. As one class with two sources of members each method would be one of the two.
+Each source of members is a pure machine: `ftcomm.control.node`, `ftcomm.membership.derived`,
+`ftcomm.membership.static`. What drives it is a class of its own, since they are driven by different threads for
+different reasons. The agent of a rank drives the first. A subgroup answers views that come while ops are in flight: one
+thread asks, reaches and enters again and again, and is alone to do so. A static group meets once, by a deadline, in the
+thread that makes it; from then on it hears of ends from several threads, of which none may wait for another. All that
+waits, dials, accepts, enters and ends alike is here.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events, GroupEngine
 from ftcomm.errors import CollectiveTimeout, FtcommError
 from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.recorder.files import process_recorder
+from ftcomm.recorder.layout import GroupKind
 from ftcomm.settings.tuning import BUILT_IN, Tuning
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import CONNECTIONS, accept, here_is
@@ -62,12 +67,14 @@ class Communicator:
         events: Events,
         p2p: ProgressEngine,
         terms: Terms,
+        kind: GroupKind,
         *,
         on_died: Callable[[int, int], None] | None = None,
     ) -> None:
         self.name, self.me, self.terms, self.p2p = name, me, terms, p2p
         self.segment = engine.segment
-        self.exchange = engine.exchange(events)
+        self._recorder = process_recorder().group(name, me, kind)
+        self.exchange = engine.exchange(events, self._recorder)
         self.here = here_is(*terms.listens, self.segment, terms.tuning, terms.rack, engine.arithmetic, terms.data)
         self.connector = Connector(
             me,
@@ -151,6 +158,7 @@ class Communicator:
         """Let go of the memory, since nothing of the group runs any more: it ends with its last holder."""
         self.segment.close()
         self.exchange.forget()
+        self._recorder.close()
         self.p2p.forget()
         self.connector.forget()
         self._leave()

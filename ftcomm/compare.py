@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from ftcomm.arrays import is_torch
 from ftcomm.arrays.dtensor import local
 from ftcomm.collective.checksum import judge, named
 from ftcomm.errors import DivergenceError, StateError
@@ -67,7 +67,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
             yield from _leaves(item, f"{path}[{place}]")
-    elif isinstance(value, torch.Tensor):
+    elif is_torch(value):
+        import torch
+
         part = local(value)  # the own part of a tensor that is spread over a replica
         flat = part.cpu().contiguous().reshape(-1)
         yield path, f"{part.dtype} {tuple(part.shape)}", flat.view(torch.uint8).numpy().data

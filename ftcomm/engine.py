@@ -51,10 +51,14 @@ class LocalDataPlane:
     # -- what the control thread asks ----------------------------------------------------------------------------------
 
     def freeze(self, quiesced: Callable[[], None]) -> None:
+        self._communicator.router.job_changes()
         self._exchange.freeze(quiesced)
 
     def wake(self) -> None:
         self._exchange.wake()
+
+    def wait_on(self, excused: float) -> None:
+        self._communicator.router.coordinator_away(excused)
 
     def progress(self) -> m.Progress:
         return self._exchange.progress()
@@ -146,6 +150,12 @@ class LocalDataPlane:
         else:
             self._communicator.accept(call)
         return True
+
+    def job_changes(self) -> None:
+        self._exchange.job_changes()
+
+    def coordinator_away(self, seconds: float) -> None:
+        self._exchange.excuse(seconds)
 
     def entered(self, view: View) -> None:
         self._on_view(view)

@@ -12,18 +12,19 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.calls import Calls
+from ftcomm.calls import Calls, made_through
 from ftcomm.collective.checksum import Divergence
 from ftcomm.collective.member import GroupExchange
-from ftcomm.collective.operation import ELSEWHERE, UNKNOWN, stamp_of
+from ftcomm.collective.operation import stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms
 from ftcomm.compare import compare
 from ftcomm.control import fork
 from ftcomm.control import messages as m
-from ftcomm.control.agent import ACK, Agent, Gone, JoinError
+from ftcomm.control.agent import ACK, Agent
 from ftcomm.control.links import listen
+from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.engine import LocalDataPlane, expelled
@@ -31,10 +32,14 @@ from ftcomm.engines.base import Events, GroupEngine
 from ftcomm.engines.registry import open_engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError
 from ftcomm.internals import Internals
+from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.process import callers, ending
+from ftcomm.process import callers, ending, pending, stacks
 from ftcomm.process.descriptors import room_for
 from ftcomm.process.own import looked, own_process
+from ftcomm.recorder import files
+from ftcomm.recorder.layout import GroupKind, PhaseKind, RecordingEnd
+from ftcomm.recorder.recorder import Owner
 from ftcomm.settings import Settings, credentials, split_endpoint, unstarted
 from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
@@ -76,6 +81,8 @@ class Group(Calls):
         host = own_address(settings.host, coordinator, "FTCOMM_COORDINATOR", settings.init_timeout)
         self.settings = settings = dataclasses.replace(settings, host=host)
         mine = credentials.of(settings)
+        self._recorder = files.begin(_owner(settings), settings.coordinator)
+        self._stacks = stacks.serve(files.own_path())
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}")
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
@@ -99,6 +106,7 @@ class Group(Calls):
             Events(self._stalled, self._failed, self._lost, self._diverged),
             self._p2p,
             Terms((settings.host, port), settings.data, settings.algorithm, settings.tuning, settings.rack),
+            GroupKind.JOB,
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
         )
         self._segment, self._exchange = communicator.segment, communicator.exchange
@@ -151,7 +159,8 @@ class Group(Calls):
         self._engine.warm()
         self._agent.start()
         try:
-            runs = self._agent.register(self.settings.init_timeout)
+            with self._recorder.phase(PhaseKind.JOIN):
+                runs = self._agent.register(self.settings.init_timeout)
         except JoinError as error:
             self.close(failure=str(error))
             raise self._not_joined(error) from None
@@ -224,6 +233,8 @@ class Group(Calls):
     def _of_another_thread(self) -> int:
         """Returns the stamp of a call from another thread than that of the step loop. That thread passes no boundary
         during a backward, so the calls of autograd for it, in threads of its own on a GPU, belong to its step."""
+        if pending.called_here():
+            return stamp_of(self._step - 1)
         if getattr(callers.chained, "value", False):
             return UNKNOWN
         by_loop = callers.in_backward_of(self._loop)
@@ -327,6 +338,7 @@ class Group(Calls):
         boundary of a joiner is `step` of this group, see `ready`.
         """
         own_process()
+        pending.settle()
         self.ready()
         ending.goes_on()
         if self.drained:
@@ -334,8 +346,7 @@ class Group(Calls):
         try:
             for exchange in self._exchanges():
                 exchange.drain(timeout)
-            patience = self.settings.timeouts.give_up if timeout is None else timeout
-            view = self._agent.boundary(step, patience, self.internals.loop)
+            view = self._agent.boundary(step, timeout, self.internals.loop)
             for exchange in self._exchanges():
                 exchange.common(reset=True)
         except Gone as error:
@@ -343,6 +354,7 @@ class Group(Calls):
         except TimeoutError as error:
             raise CollectiveTimeout(f"replica {self.replica} rank {self.shard}: {error}") from None
         self._step = step + 1
+        self._turn.agree()
         self._loop = threading.get_ident()
         self.internals.outside = False
         self.drained = self._agent.left
@@ -406,7 +418,8 @@ class Group(Calls):
         then. Its calls have no order relative to those of other groups. Blocks until all members in the view in force
         have come; it does not block in a replica that joins a running job and is in no view yet. The group takes 16 MB
         of memory from its first collective on, and as much for each peer that does not share memory; before that, some
-        KB. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT.
+        KB. Raises `ArgumentError`, and `TransportError` after FTCOMM_INIT_TIMEOUT; in a step, whoever does not come is
+        removed as a stall before.
         """
         from ftcomm.subgroup import Subgroup
 
@@ -451,6 +464,7 @@ class Group(Calls):
         if finished and self._agent.view is not None:
             self._agent.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
         elif not finished:
+            self._agent.tell(m.Report("gives_up", {"rank": self.shard}))
             self._agent.give_up(failure)
         self._agent.stop()
         self._router.close()
@@ -458,6 +472,9 @@ class Group(Calls):
             FtcommError("the group was shut down (ftcomm.shutdown); call ftcomm.init() before any op")
         )
         self._engine.close()
+        if self._stacks is not None:
+            self._stacks.close()
+        files.end(RecordingEnd.CLOSED if finished else RecordingEnd.FAILED)
         fork.part(self)
 
     # -- callbacks -----------------------------------------------------------------------------------------------
@@ -473,6 +490,7 @@ class Group(Calls):
     def _entered(self, view: View) -> None:
         """Enter `view`, before any op runs in it: after an op, `epoch` and `members` are those that it ran in."""
         self._view = view
+        self._recorder.epoch = view.epoch
 
     def _failed(self, error: BaseException) -> None:
         """Note that an exchange of this rank cannot go on."""
@@ -505,7 +523,15 @@ class Group(Calls):
             waiting = ", ".join(map(str, stall.waiting_on))
             who = f"replica {self.replica} rank {self.shard}"
             log.warning("%s: op %d makes no progress; waiting for replicas %s", who, stall.op, waiting)
+            self.report("stalled", epoch=stall.epoch, op=stall.op, waiting=waiting)
         self._agent.stalled(*stall)
+
+
+def _owner(settings: Settings) -> Owner:
+    return Owner(
+        *(settings.replica, settings.shard, settings.replicas, settings.ranks_per_replica, settings.job),
+        socket.gethostname(),
+    )
 
 
 def _leader_socket(settings: Settings, leader: tuple[str, int]) -> socket.socket:
@@ -580,6 +606,7 @@ def _of_default_group(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 allreduce = _of_default_group(Group.allreduce)
+made_through(allreduce.__code__)  # all of them share it
 allgather = _of_default_group(Group.allgather)
 reduce_scatter = _of_default_group(Group.reduce_scatter)
 alltoall = _of_default_group(Group.alltoall)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ftcomm.control import handshake
     from ftcomm.control.agent import Agent
     from ftcomm.control.sealed import Channel
-    from ftcomm.control.views import View
+    from ftcomm.control.views import Address, View
     from ftcomm.transport.router import ConnectionRouter, Handler
 
 
@@ -92,11 +92,13 @@ class Internals:
 
     def dial_rank(self, replica: int, shard: int, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
         """Returns an authenticated blocking connection to any rank of the view in force. Raises `OSError`."""
-        view = self._view()
-        member = view.member(replica)
-        if member is None or shard >= len(member.ranks):
-            raise ConnectionError(f"the view of epoch {view.epoch} has no rank {shard} of replica {replica}")
-        return self._agent.dial_address(member.ranks[shard], purpose, fields, timeout)
+        there = self.address_of(replica, shard, timeout)
+        return self._agent.dial_address(there, purpose, fields, timeout)
+
+    def address_of(self, replica: int, shard: int, timeout: float) -> Address:
+        """Returns where any rank of the view in force is reached. Blocks for up to `timeout` seconds. Raises
+        `OSError`."""
+        return self._agent.address_of(self._view(), replica, shard, timeout)
 
     @property
     def loop_of_job(self) -> int:

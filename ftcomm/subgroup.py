@@ -31,6 +31,7 @@ from ftcomm.control.blame import CHANGE
 from ftcomm.control.dropped import drop
 from ftcomm.control.failed_dials import shortage
 from ftcomm.control.framing import Framing, receive_while
+from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import Address, View
 from ftcomm.engines.base import Events
@@ -48,6 +49,7 @@ from ftcomm.membership.derived import (
 )
 from ftcomm.p2p.calls import JobProgressEngine
 from ftcomm.process.own import own_process
+from ftcomm.recorder.layout import GroupKind
 from ftcomm.transport.base import Lost
 from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, Incoming
 from ftcomm.transport.segment import Segment
@@ -126,14 +128,18 @@ class Subgroup(Calls):
             Events(self._stalled, on_failed, self._connection_ended, on_divergence),
             self._p2p,
             Terms((settings.host, group.internals.port), settings.data, settings.algorithm, settings.tuning),
+            GroupKind.SUBGROUP,
         )
         self._segment = communicator.segment
         exchange = communicator.exchange
         assert isinstance(exchange, Exchange), "the ops of subgroups are driven by the host"
         self.exchange = self._exchange = exchange
-        self._membership = DerivedMembership(group.replica, replicas, communicator.here, settings.timeouts)
+        self._membership = DerivedMembership(
+            group.replica, replicas, communicator.here, settings.timeouts, in_step=bool(self._made)
+        )
         self._changed = threading.Condition(self._lock)  # of the membership, the next two, and the error
         self._last = float("inf")  # ops that can be done before the group ends, as a member has closed it
+        self._leaves = False  # this member closes it
         self._waiting = 0  # threads of the user that wait for a view
         self._ended: dict[int, tuple[int, str]] = {}  # in which epoch the connection with a member has ended, and why
         # The thread alone uses the rest.
@@ -152,6 +158,8 @@ class Subgroup(Calls):
         if view is None:
             return
         self.entered(view)
+        # In a step those that do not come are removed as stalls, which takes longer than an op may.
+        timeout = max(timeout, self._patience()) if self._made else timeout
         try:
             self._wait_for(view.epoch, timeout, "all that live have made this group")
         except CollectiveTimeout as error:
@@ -211,7 +219,8 @@ class Subgroup(Calls):
         """Block until this group runs in `view` too, in which a boundary was passed, so that it has all who are
         in the roster from now on. Takes an exchange of messages if the view is new, else nothing. In a replica that
         has joined, and was in no view of this group yet, its first call waits instead: the others may have closed
-        the group, and never make it again. Raises `CollectiveTimeout`."""
+        the group, and never make it again. Raises `CollectiveTimeout` after `timeout` seconds, which begin anew when
+        the job changes its view."""
         if self.error is None and self._membership.epoch > 0:
             self._wait_for(view.epoch, timeout, f"they have come to the view of epoch {view.epoch}")
 
@@ -223,6 +232,14 @@ class Subgroup(Calls):
         with self._lock:
             missing = self._membership.missing()
         return (CHANGE, missing) if missing and self._needed() else None
+
+    def job_changes(self) -> None:
+        """The job begins to change its view."""
+        self._exchange.job_changes()
+
+    def coordinator_away(self, seconds: float) -> None:
+        """The coordinator was not heard for so long, so who waits for a member waits on."""
+        self._exchange.excuse(seconds)
 
     def entered(self, view: View) -> None:
         """A view of the job is in force. Does not block."""
@@ -246,9 +263,10 @@ class Subgroup(Calls):
         self._communicator.fail(error)
 
     def close(self, until: float | None = None) -> None:
-        """Leave the group; idempotent. Ops in flight fail. Blocks until what was sent is received, and until the others
-        run in the view in which this member does, for 2 seconds each. With `until`, a time of `time.monotonic`, it
-        waits no longer than that for the others."""
+        """Leave the group; idempotent. Ops in flight fail, but for those that others may have returned. Blocks until
+        the others run in the view in which this member does, until what was sent is received, and until such ops have
+        returned, for 2 seconds each. With `until`, a time of `time.monotonic`, it waits no longer than that for the
+        first of these."""
         if fork.is_child():
             return
         error = closed(self)
@@ -257,13 +275,17 @@ class Subgroup(Calls):
             self._changed.wait_for(lambda: self.error is not None or not self._membership.is_needed(), patience)
         if self.error is None:
             self._p2p.close(error)
+            self._leaves = True
+            self._exchange.part(error)
+            self._communicator.drain()
         self.fail(error)
         self._communicator.drain()
         with self._lock:
             segments, fresh = self._membership.segments(), self._membership.is_fresh
         boundary = self.internals.next_boundary()
         unmet = (self.name, boundary) if fresh and boundary else None
-        self.internals.router.retire(segments, FRAMES.frame(Left(self._exchange.returned, fresh)), unmet)
+        left = Left(self._exchange.returned, self._exchange.taken, fresh)
+        self.internals.router.retire(segments, FRAMES.frame(left), unmet)
         if self._thread.is_alive():
             self._thread.join()
         self._communicator.forget()
@@ -271,15 +293,16 @@ class Subgroup(Calls):
 
     def _wait_for(self, epoch: int, timeout: float, until: str) -> None:
         own_process()
+        watch, membership = self._exchange.member.watch, self._membership
+        patience = Patience(timeout, time.monotonic, lambda: watch.changes, lambda: watch.excused)
         with self._changed:
             self._waiting += 1
             try:
-                there = self._changed.wait_for(
-                    lambda: self._membership.epoch >= epoch or self.error is not None, timeout
-                )
+                while membership.epoch < epoch and self.error is None and (part := patience.part()):
+                    self._changed.wait(part)
             finally:
                 self._waiting -= 1
-            missing, error = self._membership.missing(), self.error
+            there, missing, error = membership.epoch >= epoch, membership.missing(), self.error
         if error is not None:
             raise fresh(error)
         if not there:
@@ -294,7 +317,7 @@ class Subgroup(Calls):
             while self.error is None:
                 self._do(self._next())
         except Exception as error:
-            if self.error is None:  # else it is that one
+            if self.error is None and not self._leaves:  # else it is that one
                 drop("internal", f"{self}: {error!r}", error=error)
                 self.fail(FtcommError(f"{self}: internal error: {error!r}; please report it"))
                 self._on_failed(error)
@@ -380,18 +403,20 @@ class Subgroup(Calls):
             if isinstance(said, SubgroupProgress):
                 self._say(self._membership.told, epoch, replica, said)
             else:
-                self._ends_after(None if said.fresh else said.returned, replica)
+                self._ends_after(said, replica)
                 self._say(self._membership.left, epoch, replica)
 
-    def _ends_after(self, returned: int | None, replica: int) -> None:
-        """A member has closed the group: what it has returned is FINAL here, and no other op can be done. None: it has
-        never been in it, and what was done before it came counts."""
-        ops = self._exchange.returned if returned is None else returned
+    def _ends_after(self, said: Left, replica: int) -> None:
+        """A member has closed the group: what it has returned is FINAL here, what it has taken may have returned
+        elsewhere and goes on, and no other op can be done. One that has never been in it leaves what was done before it
+        came."""
+        ops = self._exchange.returned if said.fresh else said.taken
         with self._changed:
             self._last = min(self._last, ops)
-        if returned is not None:
-            self._exchange.returned_elsewhere(returned)
-        if self._exchange.issued > self._last:
+        if not said.fresh:
+            self._exchange.returned_elsewhere(said.returned)
+        goes_on = not said.fresh and max(said.returned, self._exchange.returned) < self._last
+        if self._exchange.issued > self._last and not goes_on:  # else the op that comes then is a stall
             self.fail(FtcommError(f"{self}: replica {replica} has closed the group after {ops} ops; {_MEND}"))
 
     def _reach_member(self, reach: ReachMember) -> None:
@@ -425,7 +450,7 @@ class Subgroup(Calls):
     # -- connections -------------------------------------------------------------------------------------------------
 
     def take(self, call: Incoming) -> bool:
-        """See `ftcomm.transport.router.Receiver`, also for `entered` and `waiting`."""
+        """See `ftcomm.transport.router.Receiver`, also for the other methods that it has."""
         if call.member not in self._membership.among:
             call.sock.close()
         elif call.what in (ASK, ENTERED):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+
+
+os.environ["FTCOMM_HISTORY"] = "off"  # jobs of tests are not those of a person
 
 
 def pytest_configure() -> None:
@@ -26,24 +31,43 @@ def pytest_configure() -> None:
 ORDER = ("kernels", "hosts", "process", "torch")  # of the folders in tests/; the others follow
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of each collection of garbage what is imported by now. Looking through it takes most of the time, and
+    its size makes collections rare: rigs, which are cycles and hold segments, took up 20 GB in between."""
+    gc.collect()
+    gc.freeze()
+
+
+ALL_PROTOCOL = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.protocol\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which `-m "not protocol"` chooses no test is imported by none of the workers."""
+    if config.getoption("markexpr") != "not protocol" or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    independent = _folder(collection_path) == "unit" and "import torch" not in text
+    return True if independent or ALL_PROTOCOL.search(text) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests go first, so that none runs alone at the end. A unit test that does not import torch does not depend
     on which one there is."""
     for item in items:
-        if _folder(item) == "unit" and "torch" not in vars(getattr(item, "module", None)):
+        if _folder(item.path) == "unit" and "torch" not in vars(getattr(item, "module", None)):
             item.add_marker(pytest.mark.protocol)
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> tuple[bool, int]:
-    folder = _folder(item)
+    folder = _folder(item.path)
     return item.get_closest_marker("slow") is None, ORDER.index(folder) if folder in ORDER else len(ORDER)
 
 
-def _folder(item: pytest.Item) -> str:
-    """Of tests/, in which its file lies."""
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _folder(path: Path) -> str:
+    """Of tests/, in which the file lies."""
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture

@@ -8,18 +8,11 @@ from collections.abc import Collection
 from typing import Any
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import (
-    Action,
-    Coordinator,
-    Done,
-    Persist,
-    Probe,
-    Send,
-    Unfit,
-)
-from ftcomm.control.suspicion import Outcome, Why
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Action, Done, Persist, Send, Unfit
+from ftcomm.control.suspicion import Outcome, Probe, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import Address, Addresses, View
 
 TIMEOUTS = Timeouts.derive(120.0, 10.0)
 CHAIN = dataclasses.astuple(TIMEOUTS)
@@ -27,7 +20,9 @@ CHAIN = dataclasses.astuple(TIMEOUTS)
 
 def joins(conn: int, life: str = "", epoch: int = 0, **more: Any) -> m.Join:
     said: dict[str, Any] = {"step": 4 if epoch else -1, "timeouts": CHAIN, **more}
-    return m.Join(conn % 10, life or f"life-{conn}", (Address("h", 1, "b", conn, 3, "n"),), epoch, **said)
+    return m.Join(
+        conn % 10, life or f"life-{conn}", Addresses.of((Address("h", 1, "b", conn, 3, "0" * 32),)), epoch, **said
+    )
 
 
 class Script:
@@ -165,7 +160,7 @@ def two_that_catch_up() -> Script:
 
 
 def search(replica: int, life: str) -> Probe:
-    return Probe(Why.SEARCH, (replica, life), 0, Address("h", 1, "b", replica, 3, "n"))
+    return Probe(Why.SEARCH, (replica, life), 0, Address("h", 1, "b", replica, 3, "0" * 32))
 
 
 def pass_time(

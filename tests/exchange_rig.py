@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import socket
 import threading
@@ -20,6 +21,8 @@ from ftcomm.engine import LocalDataPlane
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine
+from ftcomm.recorder.layout import GroupKind
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.transport.base import Peer
 from ftcomm.transport.router import ALL, ConnectionRouter
 from ftcomm.transport.segment import HOST, Segment
@@ -98,7 +101,7 @@ class NoEngine(HostCalls):
         self.transport, self.reach, self.leave = transport, on_reached, on_left
         self.segment = Segment()
 
-    def exchange(self, events: Events) -> NoExchange:
+    def exchange(self, events: Events, recorder: GroupRecorder) -> NoExchange:
         return NoExchange()
 
 
@@ -118,7 +121,7 @@ def data_plane(
     p2p = JobProgressEngine(0, 0, nothing)
     terms = Terms(("127.0.0.1", 1), "none", algorithm)
     events = Events(nothing, nothing, nothing, nothing)
-    communicator = Communicator(ALL, 0, engine, events, p2p, terms, on_died=nothing)
+    communicator = Communicator(ALL, 0, engine, events, p2p, terms, GroupKind.JOB, on_died=nothing)
     made = LocalDataPlane(0, communicator, p2p, dial=nothing)
     communicator.open(ConnectionRouter(SimpleNamespace(serve=nothing)), made)
     return made, communicator
@@ -145,6 +148,8 @@ class Rig:
         for member in self.members.values():
             member.exchange.fail(RuntimeError("the test is over"))
             member.segment.close()
+        self.members.clear()
+        gc.collect()  # an exchange is part of cycles, and holds a segment
 
     def view(self, replicas: Iterable[int], contributing: Iterable[int] | None = None) -> None:
         """Install a view at its members, as the control plane does. Those left out are told nothing."""

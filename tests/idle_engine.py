@@ -16,6 +16,8 @@ class IdleEngine:
 
     def wake(self) -> None: ...
 
+    def wait_on(self, excused: float) -> None: ...
+
     def progress(self) -> m.Progress:
         return m.Progress(0, ())
 

@@ -309,6 +309,45 @@ def _rejoin(result: Result) -> list[str]:
     return lines
 
 
+def _control(result: Result) -> list[str]:
+    request, data = result.data["request"], result.data
+    lines = [
+        f"A job of {request['replicas']} replicas of {request['ranks']} ranks on one machine. The coordinator and the "
+        "leaders are those of a real job, each in a process of its own; the other ranks are light: production state "
+        "machines with a real connection to their leader each, many in a process, which move no data. The seconds are "
+        "from a fault until the survivors run in the view without the lost replica, and from its start until all run "
+        f"in the view that has it again. At rest there are {data['messages_per_second']:.0f} messages a second between "
+        "light ranks and leaders.",
+        "",
+        *_heading("what", "ranks", "decided (s)", "p50 (s)", "p99 (s)", "max (s)"),
+    ]
+    for loss in data["losses"]:
+        seconds = (f"{loss[name]:.2f}" for name in ("decided", "p50", "p99", "max"))
+        lines.append(_line(loss["what"], str(loss["survivors"]), *seconds))
+    lines += ["", *_heading("what", "part", "CPU (s)", "in (s)", "sent (MB)", "received (MB)", "memory (MB)")]
+    for cost in data["costs"]:
+        used = (f"{cost['cpu']:.2f}", f"{cost['seconds']:.1f}", f"{cost['sent']:.2f}", f"{cost['received']:.2f}")
+        lines.append(_line(cost["what"], cost["part"], *used, f"{cost['memory']:.0f}"))
+    return lines
+
+
+def _views(result: Result) -> list[str]:
+    request = result.data["request"]
+    lines = [
+        f"These are {request['replicas']} replicas of {request['ranks']:,} ranks on {request['hosts']:,} hosts each. "
+        "The state machines of the coordinator and of all leaders run in one process, and all their messages are "
+        "encoded and decoded; there is no socket and no store, and a rank is only what it answers. So this says what "
+        "the protocol costs, and not how long it takes.",
+        "",
+        *_heading("what", "part", "CPU (s)", "messages in", "MB in", "messages out", "MB out"),
+    ]
+    for cost in result.data["costs"]:
+        came = (f"{cost['received']:,}", f"{cost['received_mb']:.3f}")
+        went = (f"{cost['sent']:,}", f"{cost['sent_mb']:.3f}")
+        lines.append(_line(cost["what"], cost["part"], f"{cost['cpu']:.3f}", *came, *went))
+    return lines
+
+
 def _micro(result: Result) -> list[str]:
     lines = [*_heading("part", "median (us)", "least (us)", "rounds")]
     for one in result.data["benchmarks"]:
@@ -333,6 +372,9 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
     "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),
     "fleet": ("A fleet of 1,000 to 131,072 GPUs, reckoned", "ftcomm bench fleet", _fleet),
+    "control": ("The control plane of many ranks", "ftcomm bench control", _control),
+    "control-768": ("The same, of more ranks", "ftcomm bench control --replicas 12", _control),
+    "views": ("Changes of view of many ranks", "ftcomm bench views", _views),
     "micro": ("Parts", "make bench-micro", _micro),
 }
 

@@ -5,6 +5,9 @@
     torch CUDA tensor, CuPy array             a host copy; copied back into the caller's array
     JAX array, other immutable array          a host copy; a new array of the same type on the same device
 
+No library is imported here but NumPy: who passes an array of another one has imported it. So a job of NumPy or JAX pays
+nothing for torch, and runs without it.
+
 Dense but permuted memory (channels_last, Fortran order) is copied too: it could be reduced in memory order only if all
 ranks had the same strides, which is not known here.
 """
@@ -17,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
 from ftcomm.errors import ArgumentError
 
@@ -30,8 +32,6 @@ DTYPES = (
 # NumPy has no type for these, so integers hold them.
 CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
-_CARRIED = {name: getattr(torch, carrier) for name, carrier in CARRIERS.items()}
-_TORCH_NAMES = {getattr(torch, name): name for name in DTYPES}
 # Keyed by type number, since the name of a NumPy dtype costs more than all the rest. `long` and `long long` share one.
 _NUMPY_NAMES = {np.dtype(c).num: np.dtype(c).name for c in "?bBhHiIlLqQefd"}
 _HOST_DEVICES = (1, 3, 11)  # DLPack: CPU, CUDA pinned host, ROCm pinned host
@@ -51,14 +51,34 @@ class Staged:
     finish: Callable[[], Any] | None = None
 
 
+STAGE_TORCH: dict[type, Callable[[Any], Staged]] = {}  # the classes of tensors that have come so far
+
+
 def stage(x: Any) -> Staged:
     """Returns the memory of `x` as one flat host array, or raises `ArgumentError`, before anything is exchanged.
 
     Thread-safe. A device array is copied to the host before this returns: it blocks until the work queued on the
     current stream is done. Autograd does not see what happens to a tensor that requires grad, as in torch.distributed.
     """
-    if isinstance(x, torch.Tensor):
-        return _stage_torch(x)
+    kind = type(x)
+    if kind is np.ndarray:
+        return _stage_numpy(x)
+    stage_torch = STAGE_TORCH.get(kind)
+    return stage_torch(x) if stage_torch else _stage_other(x)
+
+
+def is_torch(x: Any) -> bool:
+    """Whether `x` is a tensor of torch, which is not imported here: a holder of such a tensor has imported it."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
+
+
+def _stage_other(x: Any) -> Staged:
+    if is_torch(x):
+        from ftcomm.arrays.tensors import stage_tensor
+
+        STAGE_TORCH[type(x)] = stage_tensor
+        return stage_tensor(x)
     if isinstance(x, np.ndarray):
         return _stage_numpy(x)
     if type(x).__module__.partition(".")[0] == "cupy" and hasattr(x, "get"):
@@ -71,110 +91,9 @@ def stage(x: Any) -> Staged:
     scalar = isinstance(x, (bool, int, float, complex, np.generic))
     array = "torch.tensor([value])" if scalar else "torch.tensor(values) or np.array(values)"
     refuse(
-        f"a value of type {_type_name(x)}; it has to be an array",
+        f"a value of type {type_name(x)}; it has to be an array",
         f"Put the values into one, e.g. {array}, and reduce that.",
     )
-
-
-# ---- torch --------------------------------------------------------------------------------------------------------
-
-
-def _stage_torch(x: torch.Tensor) -> Staged:
-    name = _TORCH_NAMES.get(x.dtype)
-    if name is None or not x.is_cpu:
-        return _stage_torch_elsewhere(x)
-    plain = x.detach() if x.requires_grad else x
-    try:
-        host = (plain.view(_CARRIED[name]) if name in _CARRIED else plain).numpy()
-    except (RuntimeError, TypeError) as error:
-        return _stage_torch_odd(x, name, error)
-    if not host.flags.carray:  # contiguous, aligned, writable
-        return _stage_torch_copy(x, name)
-    if x.data_ptr() == 0 and x.numel():
-        refuse("a torch tensor whose storage was freed", "Allocate it again before the call.")
-    return Staged(host if host.ndim == 1 else host.reshape(-1), name)
-
-
-def _stage_torch_copy(x: torch.Tensor, name: str) -> Staged:
-    if may_overlap(x.shape, x.stride(), 1):
-        refuse(
-            f"a torch tensor of shape {tuple(x.shape)} and strides {x.stride()}: several elements share one address",
-            "Pass x.contiguous(), and use that as the result.",
-        )
-    caller = x.detach()
-    private = torch.empty(x.shape, dtype=x.dtype)
-    private.copy_(caller)
-
-    def finish() -> torch.Tensor:
-        caller.copy_(private)
-        return x
-
-    return Staged(_torch_flat(private, name), name, finish)
-
-
-def _stage_torch_elsewhere(x: torch.Tensor) -> Staged:
-    """Stages a dtype or a device that is not the plain case: CUDA through pinned memory, all else is an error."""
-    name = torch_dtype(x)
-    if x.device.type != "cuda":
-        refuse(
-            f"a torch tensor on device {x.device}",
-            "ftcomm serves cpu and cuda: reduce x.cpu() and copy the result back.",
-        )
-    caller = x.detach()
-    stream = torch.cuda.current_stream(x.device)
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(caller)  # in order with the caller's stream, and blocks until the bytes are here
-
-    def finish() -> torch.Tensor:
-        with torch.cuda.stream(
-            stream
-        ):  # the call's stream, whichever thread waits; pinned memory lives until it is done
-            caller.copy_(host, non_blocking=True)
-        stream.synchronize()
-        return x
-
-    return Staged(_torch_flat(host, name), name, finish)
-
-
-def torch_dtype(x: torch.Tensor) -> str:
-    """Returns the dtype, one of DTYPES, of a tensor with its own memory on its device. Raises `ArgumentError` for
-    others."""
-    name = _TORCH_NAMES.get(x.dtype)
-    if name is None:
-        mend = "Pass torch.view_as_real(x)." if x.is_complex() else "Cast it, e.g. x.to(torch.bfloat16)."
-        _refuse_dtype("torch tensor", str(x.dtype).removeprefix("torch."), mend)
-    if x.layout is not torch.strided or _is_wrapper(x):
-        _stage_torch_odd(x, name, TypeError(f"layout {x.layout} on device {x.device}"))
-    if x.device.type == "meta":
-        refuse(
-            "a torch tensor on device meta, which has no data", "Give it memory, e.g. module.to_empty(device='cpu')."
-        )
-    if may_overlap(x.shape, x.stride(), 1):
-        refuse("an expanded torch tensor (several elements share one address)", "Pass x.contiguous().")
-    return name
-
-
-def _stage_torch_odd(x: torch.Tensor, name: str, error: Exception) -> Staged:
-    """Stages or refuses a CPU tensor that has no plain memory of its own."""
-    if type(x) is torch.Tensor and x.layout is torch.strided and x.is_neg():
-        return _stage_torch_copy(x, name)  # a lazily negated view: the copy resolves it, the copy back negates it
-    mend = "Pass a dense tensor of its values."
-    if x.layout is not torch.strided:
-        mend = "Pass x.to_dense(), or the dense x.values()."
-    elif hasattr(x, "to_local"):
-        mend = "Pass x.to_local()."
-    refuse(f"a {_type_name(x)} without plain memory ({_first_line(error)})", mend, error)
-
-
-def _torch_flat(x: torch.Tensor, name: str) -> np.ndarray:
-    """Returns contiguous host memory as (count,), without a copy."""
-    flat: np.ndarray = (x.view(_CARRIED[name]) if name in _CARRIED else x).numpy().reshape(-1)
-    return flat
-
-
-def _is_wrapper(x: torch.Tensor) -> bool:
-    """Whether `x` only looks like a tensor on its device (DTensor, FakeTensor, NestedTensor)."""
-    return type(x) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(x, "__tensor_flatten__")
 
 
 # ---- NumPy and what goes through it -------------------------------------------------------------------------------
@@ -235,11 +154,12 @@ def _stage_cupy(x: Any) -> Staged:
 
 def _stage_jax(jax: Any, x: Any) -> Staged:
     if isinstance(x, jax.core.Tracer):
-        refuse("a JAX array that is being traced", "Call it outside jit, grad and vmap, on the arrays they return.")
+        mend = "Call it outside jit, grad and vmap, on the arrays they return; ftcomm.jax.allreduce works inside jit."
+        refuse("a JAX array that is being traced", mend)
     if not x.is_fully_addressable:
         refuse("a JAX array with shards in other processes", "Reduce the arrays of x.addressable_shards.")
     if not isinstance(x.dtype, np.dtype):
-        _refuse_dtype("JAX array", str(x.dtype), "Pass jax.random.key_data(x).")
+        refuse_dtype("JAX array", str(x.dtype), "Pass jax.random.key_data(x).")
     name = _numpy_name(x.dtype, "JAX array")
     if x.is_deleted():
         refuse("a JAX array that was deleted or donated", "Keep it: leave it out of donate_argnums.")
@@ -258,14 +178,14 @@ def _stage_dlpack(x: Any) -> Staged:
     device = tuple(x.__dlpack_device__())
     if device[0] not in _HOST_DEVICES:
         refuse(
-            f"a {_type_name(x)} on DLPack device {device}",
+            f"a {type_name(x)} on DLPack device {device}",
             "ftcomm serves torch, CuPy and JAX arrays on devices: pass torch.from_dlpack(x), which shares its memory.",
         )
     try:
         view = np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         refuse(
-            f"a {_type_name(x)} that NumPy cannot read ({_first_line(error)})",
+            f"a {type_name(x)} that NumPy cannot read ({first_line(error)})",
             "Pass torch.from_dlpack(x), which shares its memory, or np.asarray(x).",
             error,
         )
@@ -281,11 +201,11 @@ def _stage_dlpack(x: Any) -> Staged:
         return Staged(staged.flat, staged.dtype, in_place)
     if not hasattr(x, "__array_namespace__"):
         refuse(
-            f"a {_type_name(x)}, which is read-only, and whose library does not say how to make a new one",
+            f"a {type_name(x)}, which is read-only, and whose library does not say how to make a new one",
             "Pass np.array(x), and make an array of that as the result.",
         )
     namespace = x.__array_namespace__()
-    name = _numpy_name(view.dtype, _type_name(x))
+    name = _numpy_name(view.dtype, type_name(x))
     private = view.copy(order="C")
     return Staged(_numpy_flat(private, name), name, lambda: namespace.from_dlpack(private))
 
@@ -301,7 +221,7 @@ def _numpy_name(dtype: np.dtype[Any], owner: str) -> str:
         name = dtype.name
     if name is None:
         mend = f"Pass x.view(np.float{dtype.itemsize * 4})." if dtype.kind == "c" else "Cast it to one of these."
-        _refuse_dtype(owner, dtype.name, mend)
+        refuse_dtype(owner, dtype.name, mend)
     return name
 
 
@@ -323,7 +243,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], item: int) -> bool
     return False
 
 
-def _refuse_dtype(owner: str, dtype: str, mend: str) -> NoReturn:
+def refuse_dtype(owner: str, dtype: str, mend: str) -> NoReturn:
     refuse(f"a {owner} of dtype {dtype}", f"Supported: {', '.join(DTYPES)}. {mend}")
 
 
@@ -331,10 +251,10 @@ def refuse(what: str, mend: str, cause: Exception | None = None) -> NoReturn:
     raise ArgumentError(f"cannot reduce {what}. {mend}") from cause
 
 
-def _type_name(x: Any) -> str:
+def type_name(x: Any) -> str:
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

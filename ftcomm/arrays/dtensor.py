@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ftcomm.errors import StateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Layout = tuple[tuple[int, ...], tuple[str, ...], str]  # shape of the whole, placements, the mesh's dimensions
 
@@ -64,6 +64,7 @@ class Meshes:
                 f"A tensor arrived that is spread as {', '.join(how[1])} over the mesh ({how[2]}), and none here is. "
                 "Build the model with the same mesh and the same fully_shard calls on every replica."
             )
+        import torch
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(how[0], device="meta").stride()

@@ -9,18 +9,17 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from ftcomm.arrays import DTYPES, refuse, stage
+from ftcomm.arrays import DTYPES, is_torch, refuse, stage
 from ftcomm.kernels.dtypes import BYTES, CODES
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-_REDUCED = frozenset(getattr(torch, name) for name in DTYPES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,8 +38,9 @@ NONE = Flat(np.empty(0, np.uint8), BYTES, 0, 1)
 
 def plain(x: Any) -> Any:
     """Returns `x`, or a copy if it is an array that could not be changed in place, and need not be."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().contiguous() if x.layout is torch.strided and not x.is_contiguous() else x
+    if is_torch(x):
+        strided = x.layout is sys.modules["torch"].strided
+        return x.detach().contiguous() if strided and not x.is_contiguous() else x
     if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
         return x if x.flags.carray else np.array(x, order="C")
     return x
@@ -59,8 +59,10 @@ def to_write(x: Any) -> Flat:
 
 
 def _flat(x: Any) -> Flat:
-    if isinstance(x, torch.Tensor):
-        if x.dtype not in _REDUCED:
+    if is_torch(x):
+        from ftcomm.arrays.tensors import NAMES
+
+        if x.dtype not in NAMES:
             return _odd_torch(x)
     elif isinstance(x, np.ndarray):
         if x.dtype.name not in DTYPES or not x.dtype.isnative:
@@ -72,7 +74,9 @@ def _flat(x: Any) -> Flat:
     return Flat(flat.view(np.uint8), staged.dtype, flat.size, flat.itemsize, staged.finish)
 
 
-def _odd_torch(x: torch.Tensor) -> Flat:
+def _odd_torch(x: Tensor) -> Flat:
+    import torch
+
     if x.layout is not torch.strided or x.is_quantized:
         refuse(f"a torch tensor of layout {x.layout}, dtype {x.dtype}", "Pass a dense tensor of its values.")
     caller = x.detach()
@@ -80,7 +84,7 @@ def _odd_torch(x: torch.Tensor) -> Flat:
     staged = stage(plain.reshape(-1).view(torch.uint8))
     private = plain.data_ptr() != caller.data_ptr()
 
-    def finish() -> torch.Tensor:
+    def finish() -> Tensor:
         if staged.finish is not None:
             staged.finish()
         if private:

@@ -17,12 +17,11 @@ them gets after a view change as they are.
 
 from __future__ import annotations
 
+from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import HOST_DTYPES
 from ftcomm.kernels.host.fp8 import DTYPES as CODED_DTYPES
 from ftcomm.kernels.host.fp8 import OPS as CODED_OPS
 
-# The index of a form is its number in the call that members compare; never reuse one.
-COMPRESSIONS = ("input", "fp32", "fp8")
 FP8 = COMPRESSIONS[2]
 
 

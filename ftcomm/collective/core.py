@@ -6,6 +6,7 @@
     step     do the next thing that can be done       wait      nothing can be done: wait for others
                                                       blocked   they did not come for a while: who is to blame
     fail     the end                                  abandon   the end of every op in flight, too
+    part     the end, as soon as nothing is in flight here that may have returned elsewhere
 
 It has no thread and no clock. `ftcomm.collective.driver` drives it, in threads and in virtual time, and
 `ftcomm.simulation.live` in all orders of its steps.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
@@ -74,6 +76,7 @@ class ExchangeCore:
     ) -> None:
         self.member = member
         self._inflight, self._watch = member.inflight, member.watch
+        self._recorder = member.watch.recorder
         self._segment, self._waiter, self._reducer = segment, waiter, reducer
         self._on_lost, self._on_divergence = on_lost, on_divergence
         self._poller = poller
@@ -82,6 +85,8 @@ class ExchangeCore:
         self._pending = PendingReaders()
         self._severed: dict[int, str] = {}  # the lives of peers whose connection has ended
         self.elsewhere = 0  # how many ops a member has returned that has left
+        self.parting = False  # it has failed, and is not abandoned before what it has taken has returned
+        self.taken = 0  # ops that were taken here in the end, which others may have returned; see `Exchange.taken`
 
     @property
     def epoch(self) -> int:
@@ -92,11 +97,12 @@ class ExchangeCore:
 
     def submit(self, op: Operation) -> None:
         """Add an op. Raises `ArgumentError` if there are too many."""
-        inflight, stream = self._inflight, self.stream
+        inflight, stream, watch = self._inflight, self.stream, self._watch
+        now = watch.clock()
         if not inflight.ops:
-            watch = self._watch
-            watch.began = watch.clock()
+            watch.began = now
         inflight.add(op)
+        self._recorder.called(op, now)
         if stream is not None:
             stream.pipeline.unposted.append(op)
 
@@ -127,6 +133,8 @@ class ExchangeCore:
             return RETURNED
         if stream.pipeline.posted >= LAST and op.end < 0:
             raise used_up(self.member.replica, stream.view.epoch)
+        if self.parting and not stream.pipeline.has_taken(op):
+            self.parting, self._waiter.interrupted = False, True  # the driver looks around, and abandons it
         return NOTHING
 
     def wait(self) -> bool:
@@ -156,14 +164,14 @@ class ExchangeCore:
     def admit(self, reader: MirrorWriter) -> None:
         """Keep a reader until it is `due`, or until no epoch can serve it any more."""
         late = reader.epoch <= self.epoch and not is_current(reader, self.epoch, self.member.lives)
-        if self.member.error is not None or late:
+        if self.is_over or late:
             reader.close()
             return
         self._pending.add(reader)
 
     def due(self) -> list[MirrorWriter]:
         """Returns the readers that this epoch serves from now on, to be given to `welcome` without the mutex."""
-        stops = self.member.frozen or self.member.error is not None or self.stream is None
+        stops = self.member.frozen or self.is_over or self.stream is None
         return [] if stops else self._pending.take(self.epoch, self.member.lives)
 
     def welcome(self, readers: list[MirrorWriter]) -> None:
@@ -209,6 +217,7 @@ class ExchangeCore:
             self._send_failed,
             self._on_divergence,
             self._poller(member.peers.values()),
+            self._recorder,
         )
         if self.stream is not None:  # first, since it may send from the arrays of ops that return now
             for reader in self.stream.close(lives):
@@ -220,11 +229,27 @@ class ExchangeCore:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has failed, and waits for nothing any more."""
+        return self.member.error is not None and (not self.parting or self.member.frozen)
+
+    def part(self) -> None:
+        """Begin nothing any more; called by who drives, while it is `parting`. What was taken here may have returned
+        elsewhere, and `step` returns it when all others have taken it, too."""
+        if self.stream is not None:
+            self.stream.pipeline.stop()
+
     def abandon(self) -> None:
         """End every op in flight with the error. No memory operation is under way."""
+        taken = 0
         if self.stream is not None:
+            pipeline, flight = self.stream.pipeline, self._inflight
+            pipeline.stop()
+            taken = flight.returned + sum(1 for _ in itertools.takewhile(pipeline.has_taken, flight.ops))
             self.stream.close()  # first, since it may send from the arrays of the ops
         self._inflight.return_below(self.elsewhere)
+        self.taken = max(self.taken, taken)
         self.member.abandon()
         self._pending.close()
 

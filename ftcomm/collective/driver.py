@@ -22,8 +22,7 @@ from ftcomm.collective.operation import Operation
 from ftcomm.collective.stream import Interrupted
 from ftcomm.collective.threads import Threads
 from ftcomm.collective.watchdog import Stall, no_view
-from ftcomm.control.running_time import RunningTime
-from ftcomm.control.timeouts import REPORT
+from ftcomm.control.running_time import LOOK, RunningTime
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.sync.futex import Waiter
 
@@ -37,7 +36,6 @@ class Pause(enum.Enum):
 
 
 ENDED, BLOCKED, PARKED = Pause
-LOOK = REPORT / 2  # s between two looks of a parked driver at how long it has waited
 
 
 class Driver:
@@ -62,7 +60,8 @@ class Driver:
         # then know whether it was the one.
         self._by: object = None
         self._parked = False  # a thread drives, but waits for `resume` or `fail`
-        self.deadline: float | None = None  # when, in `Watchdog.ran`, it waits for a view no longer; None: it does not
+        # When, in `Watchdog.ran`, it waits for a view no longer, unless the job goes on to the next; None: it does not.
+        self.deadline: float | None = None
         self._quiesced: list[Callable[[], None]] = []
         self._forgotten = False
         self.worker = threads.worker(f"ftcomm-exchange-{core.member.replica}")
@@ -151,6 +150,7 @@ class Driver:
         with self.mutex:
             if self._by is not driver:
                 return
+            self._core.parting = False
             first = self._member.fail(failed)
         self.leave(None)
         if first:
@@ -206,9 +206,17 @@ class Driver:
         self.changed.notify_all()
         return first
 
+    def part(self, error: BaseException) -> None:
+        """Fail, but not before what may have returned elsewhere has returned here."""
+        with self.mutex:
+            self._core.parting = self._member.error is None and self._by is not None
+            self.end(error)
+        self._waiter.interrupt()
+
     def fail(self, error: BaseException, *, tell: bool) -> None:
         """Fail. With `tell`, `on_failed` hears of it, if it has not before."""
         with self.mutex:
+            self._core.parting = False
             first = self.end(error)
         self._waiter.interrupt()
         if first and tell:
@@ -266,7 +274,7 @@ class Driver:
         """Leave. False: the worker goes on, since an op has come meanwhile. A calling thread hands that over."""
         core, member = self._core, self._member
         with self.mutex:
-            if member.error is not None:
+            if member.error is not None and core.is_over:  # asked in two parts: this is on the way of every op
                 core.abandon()
             more, calls = True, self._quiesced
             if not member.inflight.ops:
@@ -306,15 +314,17 @@ class Driver:
                             call()
                     finally:
                         self.mutex.acquire()
-                elif now < self.deadline:
+                elif now < max(self.deadline, member.watch.renewed + member.watch.give_up):
                     self._waiter.interrupted = True  # it looks around again
                     return True
                 else:
                     failed = no_view(member.inflight.ops[0], member.watch.give_up)
                     member.fail(failed)
             self.deadline = None
-            if member.error is not None:
+            if core.is_over:
                 core.abandon()
+            elif core.parting:
+                core.part()
             readers = core.due()
             self._parked = member.frozen and member.error is None
         if failed is not None:

@@ -26,6 +26,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.errors import DivergenceError, TransportError
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.process.own import own_process
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.sched import cores
 from ftcomm.transport.base import Lost, MirrorWriter, Peer
@@ -51,6 +52,7 @@ class Exchange(GroupExchange[Operation]):
     is called by the driving thread for every chunk that differs. If this member is not in the majority, or there is
     none, the engine then fails with `DivergenceError`. `ranks_per_replica` tells how crowded the host is. `reducer` is
     what reduces, and of this exchange alone; None: the processor does. `threads` are its share of the process.
+    `recorder` records its ops; None: for nobody.
     """
 
     core_type: type[ExchangeCore] = ExchangeCore
@@ -70,13 +72,15 @@ class Exchange(GroupExchange[Operation]):
         ranks_per_replica: int = 1,
         reducer: Reducer | None = None,
         threads: Threads | None = None,
+        recorder: GroupRecorder | None = None,
     ) -> None:
         self._on_lost, self._on_failed, self._on_divergence = on_lost, on_failed, on_divergence
         self._ranks_per_replica = ranks_per_replica
         threads = Threads() if threads is None else threads
         self._mutex = threads.mutex
         self._waiter = waiter = threads.waiter(segment.words, ASLEEP)
-        member = GroupMember[Operation](replica, Watchdog(deadline_floor, deadline_ceiling, give_up, threads.clock))
+        watch = Watchdog(deadline_floor, deadline_ceiling, give_up, threads.clock, recorder)
+        member = GroupMember[Operation](replica, watch)
         super().__init__(member, threads.changed)
         self.core = self.core_type(
             member,
@@ -167,6 +171,17 @@ class Exchange(GroupExchange[Operation]):
         comes after this."""
         with self._mutex:
             self.core.elsewhere = max(self.core.elsewhere, ops)
+
+    @property
+    def taken(self) -> int:
+        """The number of first ops that this member has taken whole, so that others may have returned them, and no other
+        op. Called after `fail` and `drain`."""
+        return max(self.core.taken, self.returned)
+
+    def part(self, error: BaseException) -> None:
+        """Fail as by `fail`, but only when nothing is in flight here that others may have returned. They do not need
+        this member for that; who wants to wait no longer for them calls `fail`."""
+        self.driver.part(error)
 
     def fail(self, error: BaseException) -> None:
         self.driver.fail(error, tell=False)

@@ -56,7 +56,7 @@ class FastPath:
         """Run `op`, which was just submitted, with nothing else in flight. True: all members hold it FINAL. False: the
         stream has to go on with it."""
         pipeline = self._pipeline
-        index, place, call = pipeline.taken, op.number | op.stamp, op.call
+        index, place, call = pipeline.taken, op.place, op.call
         if pipeline.posted != index or index >= LAST or len(pipeline.unposted) > 1:
             return False
         views = self._kept[index % NEAR].get(call)

@@ -49,6 +49,7 @@ class Inflight(Generic[Op]):
                 "some (Work.wait) before you start the next"
             )
         op.number = number
+        op.place = number | op.stamp
         self.issued = number + 1
         ops.append(op)
 
@@ -116,6 +117,7 @@ class Inflight(Generic[Op]):
         self.returned = self.issued = base(progress.values())
         for op in self.ops:
             op.number = self.issued
+            op.place = op.number | op.stamp
             self.issued += 1
 
     def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> Resumed:

@@ -18,6 +18,8 @@ from ftcomm.collective.roster import RosterTracker, pass_boundary
 from ftcomm.collective.watchdog import Stall, Watchdog
 from ftcomm.control.messages import Progress, Roster
 from ftcomm.errors import FtcommError
+from ftcomm.recorder.layout import PhaseKind
+from ftcomm.recorder.recorder import listed
 from ftcomm.transport.base import MirrorWriter, Peer
 
 
@@ -37,6 +39,7 @@ class GroupMember(Generic[Op]):
         self.peers: dict[int, Peer] = {}
         self.frozen = True
         self.error: BaseException | None = None
+        self._change: tuple[int, int] | None = None  # the change of view, as it is recorded
 
     @property
     def lives(self) -> dict[int, str]:
@@ -45,6 +48,9 @@ class GroupMember(Generic[Op]):
 
     def freeze(self) -> None:
         """Stop: nothing moves from now on, before `enter`. A connection that ends meanwhile is no news."""
+        if not self.frozen:
+            recorder = self.watch.recorder
+            self._change = recorder.recorder.begin(PhaseKind.VIEW, note=recorder.name)
         self.frozen = True
         for peer in self.peers.values():
             peer.quiet()
@@ -73,8 +79,12 @@ class GroupMember(Generic[Op]):
     def go_on(self, view: GroupView, progress: Mapping[int, Progress], stay: Collection[int]) -> Entered:
         """Enter `view` with what all its members have told: return what is done, and plan what is left of the rest.
         `stay` is what `replace_peers` has returned."""
+        ops = list(self.inflight.ops)
         if self.view is None:
+            places = [op.place for op in ops]
             self.inflight.number_from(progress)
+            for op, before in zip(ops, places, strict=True):
+                self.watch.recorder.renumbered(op, before)
         self.view = view
         self.rosters.agree(view, progress)
         resumed = Resumed(0, 0, 0)
@@ -86,8 +96,24 @@ class GroupMember(Generic[Op]):
         if not view.contributing:
             error = FtcommError("no contributing member is left; the state of the training is lost")
         self.watch.disturbed(self.inflight.issued, frozenset(self.peers), stay)
+        self._record(view, ops)
         self.frozen = False
         return Entered(resumed, error)
+
+    def _record(self, view: GroupView, ops: Collection[Op]) -> None:
+        """Record the view that is entered, and what has become of the ops that were in flight."""
+        recorder, now = self.watch.recorder, self.watch.clock()
+        transports = {replica: peer.transport for replica, peer in self.peers.items()}
+        members = {**dict.fromkeys(view.ring or view.members, ""), **transports}
+        recorder.entered(view.epoch, *listed(members))
+        for op in ops:
+            if op.done:
+                recorder.ended(op, now, op.error is not None)
+            else:
+                recorder.goes_on(op)
+        change, self._change = self._change, None
+        if change is not None:
+            recorder.recorder.finish(change, number=view.epoch)
 
     def stalled(self, op: Operation, missing: tuple[int, ...], come: Callable[[int], int]) -> Stall | None:
         """`op` has waited for the replicas `missing`, and nothing has moved. See `Watchdog.waits`."""
@@ -104,6 +130,8 @@ class GroupMember(Generic[Op]):
     def abandon(self) -> None:
         """End every op in flight with the error. No memory operation is under way."""
         assert self.error is not None
+        for op in self.inflight.ops:
+            self.watch.recorder.ended(op, self.watch.clock(), failed=True)
         self.inflight.abandon(self.error)
         for peer in self.peers.values():
             peer.close()
@@ -190,9 +218,25 @@ class GroupExchange(ABC, Generic[Op]):
         """Pass a boundary, as `ftcomm.collective.roster.pass_boundary` says."""
         member = self.member
         moves = lambda: not member.frozen or member.error is not None  # noqa: E731
-        return pass_boundary(member.rosters, self._changed, moves, step, timeout)
+        return pass_boundary(
+            member.rosters,
+            self._changed,
+            moves,
+            step,
+            timeout,
+            lambda: member.watch.changes,
+            lambda: member.watch.excused,
+        )
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
+
+    def job_changes(self) -> None:
+        """Note that the job begins to change its view, as `Watchdog.job_changes` says."""
+        self.member.watch.job_changes()
+
+    def excuse(self, seconds: float) -> None:
+        """Let waits go on, as `Watchdog.excuse` says."""
+        self.member.watch.excuse(seconds)
 
     @abstractmethod
     def freeze(self, quiesced: Callable[[], None]) -> None:

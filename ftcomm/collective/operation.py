@@ -11,29 +11,21 @@ import numpy as np
 
 from ftcomm.collective.buffer_pool import Bytes, acquire, release
 from ftcomm.collective.chunks import Contributors, chunk_count, spans
-from ftcomm.collective.compression import COMPRESSIONS, unsupported_compression, widest
+from ftcomm.collective.compression import FP8, unsupported_compression, widest
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task, all_reduce, resume_tasks
 from ftcomm.collective.schedule import Batch, Schedule, explained
 from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
+from ftcomm.kernels.call_codes import ATOMIC, COMPRESSION, COMPRESSIONS, ELSEWHERE, MOVES, NAMES, NUMBER, UNKNOWN
 from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported_on_host
+from ftcomm.kernels.host.tensors import torch_missing
 from ftcomm.transport.segment import CHUNK
 
-# The byte of the reduction: its number in 5 bits, the compression in 2, and
-_ATOMIC = 0x80
-MOVES = 0x7F  # in place of both, if nothing is reduced
-_COMPRESSION = 5
-
-# A place says which op a call is and when it was made: the number of the op in 40 bits, above it the stamp in 24. The
-# stamp is the boundary that the thread of the step loop has passed, plus 2, so a call that one member has skipped meets
-# one of another step. After 16 million steps it begins anew, and so do the steps that an error names.
-_NUMBER = 40
-UNKNOWN = 0  # before the first boundary, or in a group without steps: agrees with any stamp
-ELSEWHERE = 1 << _NUMBER  # called by another thread than that of the step loop: it may be at any step
-_STEPS = (1 << 64 - _NUMBER) - 2
-
-_NAMES = {code: name for name, code in CODES.items()}
+# A place says which op a call is and when it was made. The stamp in its upper bits is the boundary that the thread of
+# the step loop has passed, plus 2, so a call that one member has skipped meets one of another step. After 16 million
+# steps it begins anew, and so do the steps that an error names.
+_STEPS = (1 << 64 - NUMBER) - 2
 
 # The elements, the bytes of one and of all, how many elements are in each chunk but the last, the chunks, and what
 # members compare. A bare tuple: one with names costs several times as much to take apart.
@@ -56,6 +48,9 @@ class Operation:
     # makes a training step of it for the error, see `ftcomm.internals`.
     stamp = UNKNOWN
     lag = 0
+    place = 0  # both of them in one word; given at submission
+    caller = 0  # the line of the script that has called it, as a recorder numbers it
+    record = 0  # what is recorded of it, see `ftcomm.recorder`
     done = False
     atomic = False
     compression = COMPRESSIONS[0]
@@ -176,7 +171,7 @@ def outline_of(
     form in which they travel, or `as_is`."""
     call, itemsize, width = call_of(dtype, op, compression)
     elements = chunk // (itemsize if as_is else width)
-    call |= count << 16 | (_ATOMIC if atomic else 0)
+    call |= count << 16 | (ATOMIC if atomic else 0)
     return count, itemsize, count * itemsize, elements, chunk_count(count, elements), call
 
 
@@ -187,21 +182,23 @@ def call_of(dtype: str, op: str, compression: str = COMPRESSIONS[0]) -> tuple[in
     if not op:
         return CODES[dtype] << 8 | MOVES, 1, 1
     reason = unsupported_on_host(dtype, op) or unsupported_compression(dtype, op, compression)
+    if not reason and (HOST_DTYPES[dtype].kind == "half" or compression == FP8):
+        reason = torch_missing(dtype)  # here, in the caller's thread: an import takes seconds
     if reason:
         raise ArgumentError(reason)
-    code = HOST_DTYPES[dtype].code << 8 | COMPRESSIONS.index(compression) << _COMPRESSION | HOST_OPS.index(op)
+    code = HOST_DTYPES[dtype].code << 8 | COMPRESSIONS.index(compression) << COMPRESSION | HOST_OPS.index(op)
     return code, HOST_DTYPES[dtype].itemsize, widest(dtype, compression)
 
 
 def stamp_of(boundary: int) -> int:
     """Returns the stamp of a call that the thread of the step loop makes after it has passed this boundary."""
-    return (boundary % _STEPS + 2) << _NUMBER
+    return (boundary % _STEPS + 2) << NUMBER
 
 
 def unlike(places: Collection[int]) -> bool:
     """Whether members with these places cannot have made the same call. All members judge the same places."""
-    numbers = {place & (1 << _NUMBER) - 1 for place in places}
-    return len(numbers) > 1 or len({place >> _NUMBER for place in places} - {UNKNOWN}) > 1
+    numbers = {place & (1 << NUMBER) - 1 for place in places}
+    return len(numbers) > 1 or len({place >> NUMBER for place in places} - {UNKNOWN}) > 1
 
 
 def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> MismatchError:
@@ -209,10 +206,10 @@ def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> Mismat
     who: dict[tuple[int, int, int], list[int]] = {}
     for replica, *made in calls:
         who.setdefault((made[0], made[1], made[2]), []).append(replica)
-    if len(who) > 1 and len({(place & (1 << _NUMBER) - 1, call, detail) for place, call, detail in who}) == 1:
+    if len(who) > 1 and len({(place & (1 << NUMBER) - 1, call, detail) for place, call, detail in who}) == 1:
         return _out_of_step(who, lag)
     said = "; ".join(
-        f"{_named(members)}: op {place & (1 << _NUMBER) - 1}{_when(place, lag)}, {describe(call, detail)}"
+        f"{_named(members)}: op {place & (1 << NUMBER) - 1}{_when(place, lag)}, {describe(call, detail)}"
         for (place, call, detail), members in who.items()
     )
     return MismatchError(
@@ -224,9 +221,9 @@ def mismatch(calls: Iterable[tuple[int, int, int, int]], lag: int = 0) -> Mismat
 def _out_of_step(who: Mapping[tuple[int, int, int], Sequence[int]], lag: int) -> MismatchError:
     """Makes the error for equal calls that were not made at the same step, or not by the same thread."""
     (place, call, detail), _ = next(iter(who.items()))
-    op = f"op {place & (1 << _NUMBER) - 1}, {describe(call, detail)}"
+    op = f"op {place & (1 << NUMBER) - 1}, {describe(call, detail)}"
     said = ", ".join(f"{_named(members)}{_when(place, lag)}" for (place, *_), members in who.items())
-    if any(place >> _NUMBER == ELSEWHERE >> _NUMBER for place, *_ in who):
+    if any(place >> NUMBER == ELSEWHERE >> NUMBER for place, *_ in who):
         return MismatchError(
             f"{op}, was called by different threads: {said}. Threads that call collectives of one group need an order "
             "between their calls that is the same on all ranks; better give each thread a group of its own."
@@ -242,25 +239,25 @@ def _named(members: Sequence[int]) -> str:
 
 
 def _when(place: int, lag: int) -> str:
-    stamp = place >> _NUMBER << _NUMBER
+    stamp = place >> NUMBER << NUMBER
     if stamp == UNKNOWN:
         return ""
     if stamp == ELSEWHERE:
         return " in another thread than that of the step loop"
-    return f" at step {(stamp >> _NUMBER) - 2 - lag}"
+    return f" at step {(stamp >> NUMBER) - 2 - lag}"
 
 
 def describe(call: int, detail: int = 0) -> str:
     """Describes a call in words."""
-    dtype = _NAMES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
-    code = call & 0xFF & ~_ATOMIC
+    dtype = NAMES.get(call >> 8 & 0xFF, f"dtype {call >> 8 & 0xFF}")
+    code = call & 0xFF & ~ATOMIC
     kind, more = explained(detail)
     said = [more] if more else []
     if code != MOVES:
-        code, wire = code & (1 << _COMPRESSION) - 1, code >> _COMPRESSION
+        code, wire = code & (1 << COMPRESSION) - 1, code >> COMPRESSION
         said.insert(0, f"op={HOST_OPS[code]!r}" if code < len(HOST_OPS) else f"op={code}")
         if wire:
             said.insert(1, f"compression={COMPRESSIONS[wire]!r}" if wire < len(COMPRESSIONS) else f"compression={wire}")
-    if call & _ATOMIC:
+    if call & ATOMIC:
         said.append("atomic=True")
     return f"{kind}({', '.join(said)}) of {call >> 16} x {dtype}"

@@ -133,6 +133,7 @@ class Pipeline:
         self.view = view
         self.algorithms = algorithms
         self.posted = self.arrived = self.taken = 0
+        self.stepped = 0  # every task before it is known to have no step left: `to_step` begins there
         self.unposted: deque[Operation] = deque()  # ops with tasks to post
         self.slots = [Slot() for _ in range(SLOTS)]
         self.peers = others = tuple(peers[m] for m in view.members if m != view.me)
@@ -313,14 +314,17 @@ class Pipeline:
         was looked at, may be open for this one a moment later.
         """
         reached: dict[Algorithm, int] = {}  # the next step of the task before
-        for index in range(self.taken, self.arrived):
+        self.stepped = max(self.stepped, self.taken)
+        for index in range(self.stepped, self.arrived):
             slot = self.slots[index % SLOTS]
-            if slot.op.error is not None or not (steps := len(slot.gates) - 1) > 0:
-                continue
-            algorithm, number = slot.algorithm, slot.number
-            if number < min(steps, reached.get(algorithm, steps)) and slot.gates[number].is_open(index + 1):
-                yield slot
-            reached[algorithm] = slot.number
+            number, steps = slot.number, len(slot.gates) - 1
+            if number < steps and slot.op.error is None:
+                algorithm = slot.algorithm
+                if number < reached.get(algorithm, steps) and slot.gates[number].is_open(index + 1):
+                    yield slot
+                reached[algorithm] = number = slot.number
+            if index == self.stepped and (number >= steps or slot.op.error is not None):
+                self.stepped = index + 1
 
     def step(self, slot: Slot) -> int:
         """Note that a step is done; returns the word that this member raises then, or 0."""
@@ -353,6 +357,17 @@ class Pipeline:
     def is_stable(self, op: Operation) -> bool:
         """Whether all members are known to hold all of `op` FINAL, or to have failed it. Looks at the words now."""
         return 0 <= op.end <= self.taken and self.taken_by_all.is_open(op.end)
+
+    def stop(self) -> None:
+        """Begin no task any more, and leave those unfinished that are not taken."""
+        self.posted = self.arrived = self.taken
+        if self.unposted:
+            self._next_op()  # of ops before it nothing is left to do
+            self.unposted.clear()
+
+    def has_taken(self, op: Operation) -> bool:
+        """Whether all that was left of `op` is taken here, so that others may return it. Called after `stop`."""
+        return 0 <= op.end <= self.taken
 
     @property
     def counts(self) -> str:

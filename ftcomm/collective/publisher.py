@@ -104,7 +104,7 @@ class Publisher:
     def describe(self, slot: Slot) -> None:
         """Write beside the slot the op and the call whose first task it has, before it is posted."""
         op, at = slot.op, descriptor(slot.index % SLOTS)
-        self._own[at] = op.number | op.stamp
+        self._own[at] = op.place
         self._own[at + 1] = op.call
         self._own[at + DETAIL] = self._pipeline.detail(op)
 

@@ -16,12 +16,14 @@ accounts that of the newest epoch counts; all that have entered an epoch have th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import Progress, Roster
+from ftcomm.control.running_time import Patience
 from ftcomm.errors import CollectiveTimeout
 
 NONE = -1  # boundaries passed: none yet
@@ -75,15 +77,26 @@ class RosterTracker:
 
 
 def pass_boundary(
-    rosters: RosterTracker, changed: threading.Condition, moves: Callable[[], bool], step: int, timeout: float
+    rosters: RosterTracker,
+    changed: threading.Condition,
+    moves: Callable[[], bool],
+    step: int,
+    timeout: float,
+    changes: Callable[[], int] = lambda: 0,
+    excused: Callable[[], float] = lambda: 0.0,
 ) -> Roster:
     """Pass the boundary of `step`, and return the roster from there on. Waits for the end of a view change under way:
-    until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout`."""
+    until `moves` holds, which may be once `changed` was told. Raises `CollectiveTimeout` after `timeout` seconds; they
+    begin anew with each of the `changes` of view, and those `excused` do not count."""
+    patience = Patience(timeout, time.monotonic, changes, excused)
     with changed:
-        if not changed.wait_for(moves, timeout):
-            raise CollectiveTimeout(
-                f"boundary {step}: no view was agreed upon within {timeout:g}s. Is the coordinator reachable? "
-                "FTCOMM_OP_TIMEOUT sets half of that time."
-            )
+        while not moves():
+            part = patience.part()
+            if not part:
+                raise CollectiveTimeout(
+                    f"boundary {step}: no view was agreed upon within {timeout:g}s. Is the coordinator reachable? "
+                    "FTCOMM_OP_TIMEOUT sets half of that time."
+                )
+            changed.wait(part)
         rosters.stand(step)
         return rosters.at(step)

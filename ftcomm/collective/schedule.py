@@ -35,19 +35,8 @@ from typing import NamedTuple
 
 from ftcomm.collective.chunks import Contributors
 from ftcomm.collective.resume import REDUCE, Task
+from ftcomm.kernels.call_codes import KINDS
 
-# The index of a kind is its number on the wire; never reuse one.
-KINDS = (
-    "allreduce",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "reduce_scatter",
-    "alltoall",
-    "gather",
-    "scatter",
-    "barrier",
-)
 AROUND = 1 << 8  # the detail of an all-reduce, if large ones go around a ring
 HIERARCHICAL = 2 << 8  # if they are hierarchical
 

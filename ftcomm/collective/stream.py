@@ -24,6 +24,7 @@ from ftcomm.collective.resume import REDUCE, Task
 from ftcomm.collective.schedule import Batch
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.recorder.recorder import GroupRecorder, unread
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
@@ -55,8 +56,10 @@ class Stream:
         on_lost: Callable[[int, int, str], None],
         on_divergence: Callable[[Divergence], None] | None = None,
         lines: Poller | None = None,
+        recorder: GroupRecorder | None = None,
     ) -> None:
         self.view, self._peers = view, peers
+        self._recorder = unread() if recorder is None else recorder
         self._waiter, self._lines = waiter, lines
         memories: dict[int, Memory] = {**peers, view.me: segment}
         self._left = peers.get(view.ring[view.ring.index(view.me) - 1]) if view.ring else None
@@ -93,7 +96,7 @@ class Stream:
             self.publisher.relay()
         pipeline = self.pipeline
         moved = False
-        if pipeline.unposted:
+        if pipeline.unposted and pipeline.posted - pipeline.taken < pipeline.ahead:
             op = pipeline.to_post()
             if op is not None:
                 self.post(op)
@@ -102,9 +105,12 @@ class Stream:
             slot = pipeline.to_arrive()
             if slot is not None:
                 pipeline.arrive(slot)
+                if slot.first:
+                    self._recorder.arrived(slot.op)
                 moved = True
         if pipeline.taken < pipeline.arrived:
-            if pipeline.slots[pipeline.taken % SLOTS].gates:  # otherwise that task is taken now, and others step later
+            # A task without gates is taken now, and others step later.
+            if pipeline.stepped < pipeline.arrived and pipeline.slots[pipeline.taken % SLOTS].gates:
                 for slot in pipeline.to_step():
                     self.step(slot)
                     moved = True
@@ -122,6 +128,7 @@ class Stream:
         slot = pipeline.begin(op)
         if slot.first:
             self.publisher.describe(slot)
+            self._recorder.posted(op, slot.algorithm.name)
         if op.atomic and len(op.finals) > 1:
             assert isinstance(task, Task)
             for chunk in range(task.chunk, task.chunk + slot.span):

@@ -15,6 +15,7 @@ from ftcomm.collective.operation import Operation, describe
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.timeouts import REPORT
 from ftcomm.errors import CollectiveTimeout
+from ftcomm.recorder.recorder import GroupRecorder, unread
 
 
 class Stall(NamedTuple):
@@ -52,8 +53,15 @@ class Watchdog:
     """
 
     def __init__(
-        self, floor: float, ceiling: float, give_up: float, clock: Callable[[], float] = time.monotonic
+        self,
+        floor: float,
+        ceiling: float,
+        give_up: float,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: GroupRecorder | None = None,
     ) -> None:
+        """`recorder` records ops and waits; None: for nobody."""
+        self.recorder = unread(clock) if recorder is None else recorder
         self.give_up = give_up
         self.clock = clock
         # (since when, what for); None: it does not wait. The driver sets it to None itself when something has moved,
@@ -69,6 +77,11 @@ class Watchdog:
         self._members: Collection[int] = ()  # the others of the view
         self.stood = 0.0  # s of waits that were reported, or that only a view change has ended
         self._reported: float | None = None  # when the reported wait began
+        self.changes = 0  # of the view of the job, how often one has begun
+        self._known = 0  # of these
+        self.excused = 0.0  # s of waits, of all, that do not count
+        self._excused = 0.0  # of these, those that are in `renewed`
+        self.renewed = 0.0  # in `_ran`: when the last of the `changes` was noticed, later by what was excused since
         self.began = 0.0  # when the first op in flight became the first
         self._steady = 0  # the first op that has seen no view change
 
@@ -78,13 +91,26 @@ class Watchdog:
         """Note that the first op in flight is about to return, and the next to become the first."""
         now = self.clock()
         self.wait = None
+        self.recorder.returned(op, now)
         if self._before or self._handed:
             self._before, self._handed = {}, {}
         if self._reported is not None:
             self._stood(now, self._reported)
-        if op.number >= self._steady and op.error is None:
+        if op.error is not None:
+            self.recorder.failed(op)
+        elif op.number >= self._steady:
             self._deadlines.took(op.nbytes, now - self.began)
         self.began = now
+
+    def job_changes(self) -> None:
+        """Note that the job begins to change its view. Whom an op waits for may be lost, one after the other, and a
+        subgroup hears of it only when the job has come through: so ops have all their patience again. Any thread."""
+        self.changes += 1
+
+    def excuse(self, seconds: float) -> None:
+        """Let an op wait for so many seconds more before it gives up: for so long nobody could decide that those whom
+        it waits for are lost. For one thread, any."""
+        self.excused += seconds
 
     def disturbed(self, issued: int, members: Collection[int], stay: Collection[int]) -> None:
         """Note a view change: how long the first `issued` ops of the group take says nothing about others. `members`
@@ -111,6 +137,7 @@ class Watchdog:
         if self.wait is None:
             self._since, self._limit = ran, self._deadlines.of(op.nbytes)
         self.wait = since, Stall(epoch, op.number, missing)
+        self.recorder.waits(op, missing, since, now)
         if self._before:
             self._before = {replica: known for replica, known in self._before.items() if come(replica) <= known[1]}
         handed, self._handed = self._handed, {}
@@ -125,9 +152,15 @@ class Watchdog:
             if self._reported is None:
                 self._reported = since
             return Stall(epoch, op.number, late, max(ran - begun[replica] for replica in late))
-        if ran - self._since >= self.give_up:
+        if ran - max(self._since, self.renewed) >= self.give_up:
             raise gave_up(op, self.give_up, missing)
         return None
+
+    @property
+    def unmoved(self) -> float:
+        """The seconds for which the process has run and nothing has moved, neither here nor in the views of the job.
+        Called while the driver waits."""
+        return self._ran.seconds - max(self._since, self.renewed)
 
     def _waits(self) -> dict[int, float]:
         """Returns the replicas that are waited for, and when, in `_ran`, that began."""
@@ -137,7 +170,14 @@ class Watchdog:
     def ran(self) -> float:
         """Returns for how many seconds the process has run. To be called every `REPORT` by who drives, also while it
         waits for a view."""
-        return self._ran.at(self.clock())
+        ran = self._ran.at(self.clock())
+        excused = self.excused
+        more, self._excused = excused - self._excused, excused
+        if self._known != self.changes:
+            self._known, self.renewed = self.changes, ran
+        elif more:
+            self.renewed = min(ran, max(self._since, self.renewed) + more)
+        return ran
 
     def hand(self, waited: Mapping[int, float]) -> None:
         """Take over waits for replicas that stand still, and how long each has taken. Any thread."""

@@ -46,7 +46,7 @@ def draw(story: Story, path: Path) -> None:
         _draw_marks(loss, rate, story)
         figure.subplots_adjust(left=0.08, right=0.975, top=0.79, bottom=0.085)
         figure.text(0.08, 0.945, "A training that loses a replica and goes on", fontsize=15, weight="bold")
-        figure.text(0.08, 0.907, _subtitle(story), fontsize=10, color="#5c6570")
+        figure.text(0.08, 0.925, _subtitle(story), fontsize=10, color="#5c6570", va="top")
         figure.savefig(path)
         plt.close(figure)
 
@@ -128,6 +128,10 @@ def _subtitle(story: Story) -> str:
     text = f"{len(story.replicas)} replicas, {story.total} steps"
     if story.victim is not None:
         text += f"; replica {story.victim} was killed inside an all-reduce, which the others finished"
+    if story.recorded is not None:
+        found = story.recorded
+        text += f"\nrecorded as: {found.cause.detail}, {found.gpu_seconds:.2f} GPU-s"
+        text += f"; it was in {story.victim_in}" if story.victim_in else ""
     if story.equal():
         text += f"; final weights equal on all: {next(iter(story.hashes.values()))[:8]}"
     return text

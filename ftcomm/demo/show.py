@@ -28,6 +28,9 @@ from ftcomm.demo.kill import Kill, kill_in_mid_op
 from ftcomm.demo.story import Event, Story, named
 from ftcomm.errors import FtcommError
 from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch.listen import LOOPBACK, Listen
+from ftcomm.recorder.files import folders
+from ftcomm.recorder.reader import SUFFIX, RecordingError, read
 
 STYLES = {
     "starting": "yellow",
@@ -97,10 +100,12 @@ class Demo:
             module=True,
             args=tuple(f"--{k}={v}" for k, v in arguments.items()),
             log_dir=self.out / "ranks",
+            history=self.out / "history.sqlite",
+            dashboard=Listen(LOOPBACK, 0),
             env={"OMP_NUM_THREADS": "1", "FTCOMM_LOG": "warning"},
         )
         self._lines: list[str] = []
-        launcher = Launcher(options, self._on_event, self._on_line, self._on_log)
+        self._launcher = launcher = Launcher(options, self._on_event, self._on_line, self._on_log)
         with self._view(live):
             code = await launcher.run(handle_signals=True)
             if self.killing is not None:
@@ -112,6 +117,8 @@ class Demo:
             self.console.print(f"[bold red]no step was made[/]; all output of the replicas is in {self.out / 'ranks'}")
             self._print_last_lines()
             return 1
+        story = self.story
+        story.recorded = next((x for x in launcher.overview().newest if x.replica == story.victim), None)
         missing = self._missing(code)
         self.console.print(self._table())
         self._write(missing)
@@ -132,7 +139,9 @@ class Demo:
         self._lines = [*self._lines[-50:], f"[{replica}] {line}"]
 
     def _on_log(self, line: str) -> None:
-        """The launcher's own lines say what the story says in its words."""
+        """Print the address of the live view; of the launcher's other lines the story tells in its words."""
+        if line.startswith("live view: "):
+            self.console.print(line, markup=False, soft_wrap=True)
 
     async def _kill(self) -> None:
         pids = {number: replica.pid for number, replica in self.story.replicas.items()}
@@ -141,7 +150,11 @@ class Demo:
         def announce(kill: Kill) -> None:
             loop.call_soon_threadsafe(self.story.killed, self.victim, kill)
 
-        await asyncio.to_thread(kill_in_mid_op, pids.pop(self.victim), pids.values(), announce)
+        victim = pids.pop(self.victim)
+        await asyncio.to_thread(kill_in_mid_op, victim, pids.values(), announce)
+        with contextlib.suppress(RecordingError, StopIteration):  # it lies there as long as the run does
+            path = next(folders()[self._launcher.run_id].glob(f"*.pid-{victim}{SUFFIX}"))
+            self.story.recorded_op(await asyncio.to_thread(read, path))
 
     def _print_last_lines(self) -> None:
         for line in self._lines[-15:]:
@@ -242,6 +255,7 @@ class Demo:
         validation = [value for _, value in sorted(story.validation.items())]
         elapsed = max(story.ended.values(), default=0.0)
         return {
+            "recorded as": self._recorded(),
             "killed": unknown
             if kill is None
             else f"replica {self.victim}, inside an all-reduce of step {self._step_of_kill()}",
@@ -270,6 +284,13 @@ class Demo:
         text = f"joined at step {self.story.rejoined_at}"
         return text + (f", contributes from step {again} on" if again is not None else "")
 
+    def _recorded(self) -> str:
+        found = self.story.recorded
+        if found is None:
+            return "?"
+        parts = ", ".join(f"{phase} {amount:.2f}" for phase, amount in found.price.items() if amount >= 0.005)
+        return f"{found.cause.kind.value}, {found.cause.detail}; {found.gpu_seconds:.2f} GPU-s ({parts})"
+
     def _equal(self) -> str:
         hashes = self.story.hashes
         if self.story.equal():
@@ -281,6 +302,7 @@ class Demo:
         story = self.story
         checks = {
             f"the job ended with exit code {code}": code != 0,
+            "the interruption was not recorded": story.recorded is None,
             f"replica {self.victim} could not be killed inside an all-reduce": story.kill is None,
             "the loss was not detected": story.detected is None,
             "not every survivor reported that it resumed its all-reduce": story.resume_ms() is None,
@@ -319,6 +341,7 @@ class Demo:
             "victim": self.victim,
             "kill": dataclasses.asdict(story.kill) if story.kill else None,
             "results": self.results(),
+            "victim_in": story.victim_in,
             "missing": missing,
             "log": [[round(at, 4), text] for at, text in story.log],
             "marks": [dataclasses.asdict(mark) for mark in story.marks],

@@ -9,6 +9,8 @@ from typing import Any
 
 from ftcomm.demo.kill import Kill
 from ftcomm.launch.event_text import counted, replicas
+from ftcomm.monitoring.interruptions import Interruption
+from ftcomm.recorder.reader import Recording
 
 Event = dict[str, Any]
 
@@ -58,6 +60,8 @@ class Story:
         self.fetched: Event | None = None
         self.rejoined_at: int | None = None  # step
         self.contributes_again: int | None = None  # step
+        self.victim_in = ""  # the op that the victim was in, as its recording says
+        self.recorded: Interruption | None = None  # what the history keeps of the kill
         self._now = 0.0
 
     # -- what is fed in ----------------------------------------------------------------------------------------------
@@ -70,6 +74,12 @@ class Story:
             f"{counted(kill.posted, 'chunk')} posted, {kill.reduced} reduced, {kill.taken} taken in epoch {kill.epoch}"
         )
         self._mark(kill.at, "killed", f"replica {replica} killed", text)
+
+    def recorded_op(self, recording: Recording) -> None:
+        """Take the op that the victim was in from its recording, which outlives it."""
+        op = next((op for op in recording.ops if op.returned is None), None)
+        if op is not None:
+            self.victim_in = f"{op.kind} {op.number} of {op.elements:,} {op.dtype}, at {op.caller}"
 
     def event(self, event: Event) -> None:
         """Unknown kinds are ignored."""

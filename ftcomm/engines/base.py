@@ -10,6 +10,7 @@ from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.watchdog import Stall
 from ftcomm.p2p.slots import Slots
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.segment import Segment
 
@@ -57,8 +58,8 @@ class GroupEngine(CallEngine, Protocol):
     def arithmetic(self) -> str:
         """Names how this engine computes: members where it is equal reduce to the same bits. "" is equal to nothing."""
 
-    def exchange(self, events: Events) -> GroupExchange[Any]:
-        """What runs its ops, once."""
+    def exchange(self, events: Events, recorder: GroupRecorder) -> GroupExchange[Any]:
+        """What runs its ops, once, and lets `recorder` record them."""
 
     def warm(self) -> None:
         """Prepare what any op needs, before the first one. Blocks, for seconds maybe."""

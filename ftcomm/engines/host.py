@@ -11,6 +11,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.engines.base import Events, Finish
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.p2p.slots import Slots
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import CHUNK, HOST, Layout, Segment, layout_for
@@ -79,7 +80,7 @@ class HostEngine(HostCalls):
     def arithmetic(self) -> str:
         return self._reducer.arithmetic
 
-    def exchange(self, events: Events) -> Exchange:
+    def exchange(self, events: Events, recorder: GroupRecorder) -> Exchange:
         floor, ceiling, give_up = self._deadlines
         return Exchange(
             self._me,
@@ -93,6 +94,7 @@ class HostEngine(HostCalls):
             on_divergence=events.on_divergence if self._verify else None,
             ranks_per_replica=self._ranks_per_replica,
             reducer=self._reducer,
+            recorder=recorder,
         )
 
     def warm(self) -> None:

@@ -6,11 +6,18 @@
 
     ftcomm run --replicas 4 train.py
 
+Replicas of several ranks shard the model, by FSDP2 and tensor parallelism, with one line more in `configure_model`:
+
+    trainer = Trainer(strategy=ReplicaModelParallelStrategy(...), devices=8, ...)      # of ModelParallelStrategy(...)
+    fully_shard(layer, mesh=self.device_mesh["replica", "data_parallel"])              # of ["data_parallel"]
+
+    ftcomm run --replicas 4 --ranks-per-replica 8 train.py
+
 Each optimizer step is a step of ftcomm's step loop. What Lightning takes for the world is one replica (see
 `ftcomm.integrations.replica`), so its own barriers, broadcasts and gathers cannot fail because another one is lost.
 These things go between replicas:
 
-    gradients                        DistributedDataParallel over the group of all replicas
+    gradients                        DistributedDataParallel over the group of all replicas, or FSDP2 over the mesh
     `self.log(..., sync_dist=True)`  the mean, or the sum, over those that contribute
     decisions of callbacks           those that Lightning reduces, such as that of EarlyStopping
 
@@ -21,6 +28,7 @@ that contributes writes checkpoints and logs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -28,40 +36,45 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ftcomm.errors import ArgumentError
 from ftcomm.integrations.replica import StepExchange, join
+from ftcomm.torch.mesh import init_device_mesh
 from ftcomm.torch.own_world import across
 from ftcomm.training import StepLoop
 from ftcomm.training.rng import Rng
 
 
 class ReplicaEnvironment(ClusterEnvironment):  # type: ignore[misc]
-    """The world that Lightning sees: one process, which something else has started."""
+    """The world that Lightning sees: the ranks of one replica, which something else has started."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
     main_port = 0
+    rank, size = 0, 1  # until the job is joined
 
     @staticmethod
     def detect() -> bool:
         return False
 
     def world_size(self) -> int:
-        return 1
+        return self.size
 
     def set_world_size(self, size: int) -> None:
         """Do nothing: the world stays one replica."""
 
     def global_rank(self) -> int:
-        return 0
+        return self.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing, see `set_world_size`."""
@@ -73,28 +86,31 @@ class ReplicaEnvironment(ClusterEnvironment):  # type: ignore[misc]
         return 0
 
 
-class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
-    """`DDPStrategy` between replicas of one rank, with the same options.
-
-    Automatic optimization with one optimizer, and map-style data sets. Raises `ArgumentError` for others.
-    """
+class _Replicas(ParallelStrategy):  # type: ignore[misc]
+    """What both strategies have: a replica as the world, and steps between replicas."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cluster_environment=ReplicaEnvironment(), **options)
+        super().__init__(**options)
+        self.cluster_environment: ReplicaEnvironment = ReplicaEnvironment()
         self._exchange: StepExchange | None = None
         self._loop: StepLoop | None = None
         self._stepping = False  # a step has begun whose update is not made
 
     # -- the world of Lightning ----------------------------------------------------------------------------------------
 
-    def setup_distributed(self) -> None:
-        self._exchange = StepExchange(join(self._timeout))
+    def _join(self, *, several: bool = False) -> StepExchange:
+        group = join(self._timeout, several=several)
+        self.cluster_environment.rank, self.cluster_environment.size = group.shard, group.shards
+        self._exchange = StepExchange(group)
         self._set_place()
         if self._exchange.joined_late:
             _read_no_checkpoint(self.lightning_module.trainer)
+        return self._exchange
 
     def _set_place(self) -> None:
-        rank_zero.rank_zero_only.rank = fabric_rank_zero.rank_zero_only.rank = self.exchange.place
+        group = self.exchange.group
+        place = self.exchange.place * group.shards + group.shard
+        rank_zero.rank_zero_only.rank = fabric_rank_zero.rank_zero_only.rank = place
 
     @property
     def exchange(self) -> StepExchange:
@@ -103,29 +119,30 @@ class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the replica that writes checkpoints and logs."""
-        return self._exchange is not None and self._exchange.place == 0
+        """Whether this is the rank that writes checkpoints and logs: the first of the lowest replica."""
+        return self._exchange is not None and self._exchange.place == 0 and self._exchange.group.shard == 0
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this replica: its index on this host tells which."""
+        """The device of this rank: its index on this host tells which."""
         devices = self.parallel_devices
         assert devices
+        if len(devices) == 1 and devices[0].type == "cuda":  # of devices=1, which is right for each replica by itself
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         device: torch.device = devices[self.local_rank % len(devices)]
         return device
 
+    def _part(self) -> tuple[int, int]:
+        """Which part this rank has of the data of its replica, and of how many."""
+        return 0, 1
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The share of this replica of the samples to train on; all of those to validate on."""
-        group = self.exchange.group
+        """The share of this rank of the samples to train on, or of those that its replica validates on: all."""
+        group, (part, parts) = self.exchange.group, self._part()
         if not self.lightning_module.trainer.training:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": group.replicas, "rank": group.replica}
-
-    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(
-            model, device_ids=self.determine_ddp_device_ids(), process_group=across(), **self._ddp_kwargs
-        )
+            return {"num_replicas": parts, "rank": part}
+        return {"num_replicas": group.replicas * parts, "rank": group.replica * parts + part}
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -139,12 +156,19 @@ class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
         values = tensor.detach().double().reshape(-1).tolist()
         reduced = self.exchange.sums(values) if name == "sum" else self.exchange.means(values)
         dtype = tensor.dtype if name == "sum" or tensor.is_floating_point() else torch.float32
-        return torch.tensor(reduced, dtype=dtype, device=tensor.device).reshape(tensor.shape)
+        here = torch.tensor(reduced, dtype=dtype, device=tensor.device).reshape(tensor.shape)
+        return (
+            here if self.exchange.group.shards == 1 else super().reduce(here, None, "sum" if name == "sum" else "mean")
+        )
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide to stop if any that contributes does. What all have to agree on, as the best checkpoint, each decides
-        by itself: metrics are equal, and a replica that comes back may not ask."""
-        return decision if all else bool(self.exchange.largest([float(decision)])[0])
+        """Decide to stop if any that contributes does. What all have to agree on, as the best checkpoint, each replica
+        decides by itself: metrics are equal, and a replica that comes back may not ask."""
+        said = torch.tensor(decision if all else self.exchange.largest([float(decision)])[0], device=self.root_device)
+        if self.exchange.group.shards > 1:
+            said = said.float()
+            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(said)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -159,7 +183,7 @@ class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
         state: dict[str, Any] = {"model": self.lightning_module, "optimizer": self.optimizers[0]}
         for i, config in enumerate(trainer.lr_scheduler_configs):
             state[f"scheduler {i}"] = config.scheduler
-        state["rng"] = Rng(int(os.environ.get("PL_GLOBAL_SEED", "0")), self.exchange.group)
+        state["rng"] = Rng(int(os.environ.get("PL_GLOBAL_SEED", "0")), self.exchange.group, part=self._part()[0])
         before = trainer.global_step
         self._loop = StepLoop(state, self.exchange.group, vote=False, start=before, initial_state="lowest")
         step = self._begin()
@@ -195,7 +219,68 @@ class ReplicaStrategy(DDPStrategy):  # type: ignore[misc]
             self._loop = None
 
 
-def _check(trainer: Trainer, strategy: ReplicaStrategy) -> None:
+class ReplicaStrategy(_Replicas, DDPStrategy):  # type: ignore[misc]
+    """`DDPStrategy` between replicas of one rank, with the same options.
+
+    Automatic optimization with one optimizer, and map-style data sets. Raises `ArgumentError` for others.
+    """
+
+    def setup_distributed(self) -> None:
+        self._join()
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            model, device_ids=self.determine_ddp_device_ids(), process_group=across(), **self._ddp_kwargs
+        )
+
+
+class ReplicaModelParallelStrategy(_Replicas, ModelParallelStrategy):  # type: ignore[misc]
+    """`ModelParallelStrategy` (FSDP2, tensor parallelism) in each replica, with the same options; its two sizes are
+    those of a replica.
+
+    The module's `device_mesh` has the dimensions "replica", "data_parallel", "tensor_parallel". `configure_model` gives
+    every parameter to `fully_shard(..., mesh=self.device_mesh["replica", "data_parallel"])`, or `ArgumentError` is
+    raised. All ranks of the lowest replica write a checkpoint, as the option save_distributed_checkpoint says. Further
+    as `ReplicaStrategy`.
+    """
+
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        group = self._join(several=True).group
+        data, tensor = self._data_parallel_size, self._tensor_parallel_size
+        sizes: dict[str, int] = {"replica": group.replicas}
+        sizes["data_parallel"] = self.num_nodes if data == "auto" else data
+        sizes["tensor_parallel"] = group.shards // sizes["data_parallel"] if tensor == "auto" else tensor
+        self._device_mesh = init_device_mesh(self.root_device.type, sizes, inner="nccl")
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.training:
+            _check_mesh(self.lightning_module)
+
+    def _part(self) -> tuple[int, int]:
+        mesh = self.device_mesh["data_parallel"]
+        return mesh.get_local_rank(), mesh.size()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let gradients that are accumulated be reduced within the replica alone."""
+        sharded = [each for each in self.model.modules() if isinstance(each, FSDPModule)]
+        for each in sharded:
+            each.set_requires_all_reduce(False, recurse=False)
+        yield
+        for each in sharded:
+            each.set_requires_all_reduce(True, recurse=False)
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Let the ranks of the lowest replica write it; the others wait for them in their next step."""
+        if self.exchange.place == 0:
+            super().save_checkpoint(*args, **options)
+
+
+def _check(trainer: Trainer, strategy: _Replicas) -> None:
     """Refuse what would go past the step loop."""
     module = trainer.lightning_module
     if len(strategy.optimizers) != 1 or not module.automatic_optimization:
@@ -214,6 +299,18 @@ def _check(trainer: Trainer, strategy: ReplicaStrategy) -> None:
             raise ArgumentError(
                 f"a {type(loader).__name__} without a batch sampler: a replica that comes back could not find its "
                 "place in the data. Give a DataLoader of a map-style data set."
+            )
+
+
+def _check_mesh(module: torch.nn.Module) -> None:
+    """Refuse parameters that replicas would train each for itself."""
+    for name, each in module.named_parameters():
+        names = (each.device_mesh.mesh_dim_names or ()) if isinstance(each, DTensor) else ()
+        if each.requires_grad and "replica" not in names:
+            raise ArgumentError(
+                f"parameter {name} of {type(module).__name__} lies on the mesh {names}, so its gradient stays within "
+                "the replica; in configure_model, call fully_shard(..., "
+                'mesh=self.device_mesh["replica", "data_parallel"]).'
             )
 
 

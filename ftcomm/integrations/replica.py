@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftcomm")
 
 
-def join(timeout: timedelta = default_pg_timeout) -> Group:
-    """Join the job as a replica of one rank, and make the world of torch that of this replica alone; idempotent.
+def join(timeout: timedelta = default_pg_timeout, *, several: bool = False) -> Group:
+    """Join the job as a replica of one rank, or of `several`, and make the world of torch that of this replica alone;
+    idempotent.
 
     Works under `ftcomm run`, torchrun, and wherever `dist.init_process_group("ftcomm")` does; call it instead of that,
     before the library looks at the environment. Blocks like `ftcomm.init`. Raises `InitError` if the process has a
-    process group already, or the replica several ranks.
+    process group already, or the replica more ranks than one.
     """
     group = own_world(usual_backend(), timeout)
-    if group.shards > 1:
+    if group.shards > 1 and not several:
         raise InitError(
-            f"replica {group.replica} has {group.shards} ranks; trainers of other libraries are replicas of one rank. "
-            "Leave out --ranks-per-replica, or train with ftcomm.training (docs/training.md)."
+            f"replica {group.replica} has {group.shards} ranks; trainers of other libraries are replicas of one rank, "
+            "but for ReplicaModelParallelStrategy of Lightning. Leave out --ranks-per-replica, or train with "
+            "ftcomm.training (docs/training.md)."
         )
     return group
 

@@ -22,7 +22,6 @@ lowest that contributes writes checkpoints and logs.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -31,13 +30,12 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ftcomm.errors import ArgumentError, StateError
+from ftcomm.integrations.accelerate import be_alone, seen_as, set_place
 from ftcomm.integrations.replica import StepExchange, join
 from ftcomm.torch.own_world import across
 from ftcomm.training import StepLoop
@@ -55,6 +53,8 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
         join()
+        if getattr(self, "ddp_backend", None) == "ftcomm":  # between replicas it is so in any case
+            self.ddp_backend: str | None = None
         device: torch.device = super()._setup_devices
         return device
 
@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         self.exchange = StepExchange(join())
-        PartialState._shared_state["distributed_type"] = DistributedType.NO  # or it makes a DDP of its own on CPUs
+        be_alone()
         if self.args.data_seed is None:  # all replicas shuffle alike
             self.args.data_seed = self.args.seed
         self.args.accelerator_config.dispatch_batches = False  # that would send them through the world
@@ -88,7 +88,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of this replica's share."""
-        with _seen_as(self.exchange.group.replica, self.exchange.group.replicas):
+        with seen_as(self.exchange.group.replica, self.exchange.group.replicas):
             return super().get_train_dataloader()
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self._loop is not None
         step = exchange.begin(self._loop, self.state.max_steps)
         place = exchange.place
-        _set_place(place)
+        set_place(place)
         self.state.is_world_process_zero = self.state.is_local_process_zero = place == 0
         if step is None:
             self.control.should_training_stop = True
@@ -287,27 +287,3 @@ def _check(trainer: Any) -> None:
     for name, why in refused.items():
         if why:
             raise ArgumentError(f"TrainingArguments({name}={getattr(args, name)!r}) with replicas: {why}.")
-
-
-@contextlib.contextmanager
-def _seen_as(index: int, count: int) -> Iterator[None]:
-    """A context in which accelerate takes this process for that one of so many, as it cuts the data."""
-    states = _states()
-    before = [{name: state[name] for name in ("process_index", "num_processes")} for state in states]
-    for state in states:
-        state.update(process_index=index, num_processes=count)
-    try:
-        yield
-    finally:
-        for state, old in zip(states, before, strict=True):
-            state.update(old)
-
-
-def _set_place(place: int) -> None:
-    """Let accelerate, and who asks it or the arguments, know which process is the main one: that with place 0."""
-    for state in _states():
-        state["process_index"] = place
-
-
-def _states() -> list[dict[str, Any]]:
-    return [state for state in (PartialState._shared_state, AcceleratorState._shared_state) if state]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from ftcomm.control.limits import beyond
 from ftcomm.control.server import CoordinatorServer, ServerError
-from ftcomm.control.store import JobOver, Store, StoreError
+from ftcomm.control.store import JobOver, Store, StoreError, ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
+from ftcomm.launch.coordinator_admin import CoordinatorAdmin
+from ftcomm.launch.dashboard_process import DashboardProcess
 from ftcomm.launch.event_text import describe
-from ftcomm.launch.options import TIMEOUT_OPTIONS
+from ftcomm.launch.listen import Listen
+from ftcomm.launch.options import MAKE_TOKEN, TIMEOUT_OPTIONS
 from ftcomm.launch.torch_store import TorchStore
+from ftcomm.monitoring.history import HistoryWriter
 from ftcomm.settings import chain
 from ftcomm.settings.credentials import from_env
 from ftcomm.sync.sched import request_short_slice
@@ -27,8 +32,6 @@ FINISHED, FAILED, STOPPED = 0, 1, 3  # exit codes
 
 ETCD = "etcd://"  # the prefix of a --store in etcd
 LEAST_HEARTBEAT = 1.0  # s, where the coordinator has to hear of etcd in that time
-
-MAKE_TOKEN = "export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,8 @@ class CoordinatorOptions:
     heartbeat_timeout: float | None = None
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
+    history: Path | None = None  # where interruptions are kept; None: nowhere
+    dashboard: Listen | None = None  # where the live view is served; None: nowhere
 
     def check(self) -> None:
         """Raise `SettingsError`, with the mend, if the options cannot work."""
@@ -77,12 +82,12 @@ class CoordinatorOptions:
         """Returns the timeouts. Raises `SettingsError` if they cannot work together."""
         return chain(self.op_timeout, self.heartbeat_timeout, self.op_timeout_floor, TIMEOUT_OPTIONS)
 
-    def open_store(self) -> Path | Store:
+    def open_store(self) -> Store:
         """Returns the store, which is not opened yet. Raises `SettingsError`."""
         if self.store is None:
-            return Path(f"ftcomm-views-{self.port}.jsonl")
+            return ViewStore(Path(f"ftcomm-views-{self.port}.jsonl"))
         if not self.store.startswith(ETCD):
-            return Path(self.store)
+            return ViewStore(Path(self.store))
         try:
             from ftcomm.control.etcd import Place
             from ftcomm.control.etcd_store import EtcdStore
@@ -102,15 +107,31 @@ def run(options: CoordinatorOptions) -> int:
 
 
 async def _serve(options: CoordinatorOptions) -> int:
+    admin: CoordinatorAdmin | None = None
+    dashboard: DashboardProcess | None = None
+
+    def say(event: dict[str, Any]) -> None:
+        text = event.get("reason") if event["kind"] == "failed" else describe(event)
+        if text:
+            _tell(text)
+        if admin is not None:
+            admin.event(event, text)
+
+    views = options.open_store()
+    mine = from_env(options.token)
+    try:
+        mine = mine if mine.job else dataclasses.replace(mine, job=views.job())
+    except StoreError as error:
+        raise InitError(f"the coordinator cannot start: {error}") from None
     server = CoordinatorServer(
         replicas=options.replicas,
         ranks_per_replica=options.ranks_per_replica,
-        credentials=from_env(options.token),
+        credentials=mine,
         host=options.host,
         port=options.port,
-        store=options.open_store(),
+        store=views,
         timeouts=options.timeouts,
-        on_event=_say,
+        on_event=say,
     )
     request_short_slice()
     store = None if options.torch_store is None else TorchStore(options.host, _tell, options.torch_store)
@@ -118,13 +139,16 @@ async def _serve(options: CoordinatorOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     try:
+        admin = await _open_admin(options, lambda: server)
         if store is not None and not options.standby:
             await store.start()
         if not await _unless(stopped, server.start()):  # this may wait for another coordinator
             return STOPPED
         if store is not None and options.standby:  # on one host the other coordinator has had its port until now
             await store.start()
-        print(_instructions(options, server.endpoint, store), flush=True)
+        print(_instructions(options, server.endpoint, mine.job, store), flush=True)
+        if options.dashboard is not None and admin is not None:
+            dashboard = DashboardProcess(admin.socket, options.dashboard, _tell)
         if await _unless(stopped, server.wait_done()):
             if server.ended:  # otherwise the job goes on, and needs what is stored
                 await server.clear()
@@ -137,9 +161,26 @@ async def _serve(options: CoordinatorOptions) -> int:
         _tell(str(error))
         return FINISHED
     finally:
+        if dashboard is not None:
+            dashboard.close()
         if store is not None:
             await store.close()
         await server.stop()
+        if admin is not None:
+            await admin.close()
+
+
+async def _open_admin(options: CoordinatorOptions, server: Callable[[], CoordinatorServer]) -> CoordinatorAdmin | None:
+    """Open the admin socket; None, and a line that says so, where there is no place for it: the job needs none."""
+    loop = asyncio.get_running_loop()
+    history = HistoryWriter(options.history, lambda text: loop.call_soon_threadsafe(_tell, text))
+    try:
+        admin = CoordinatorAdmin(server, options.replicas, options.ranks_per_replica, history)
+        await admin.open()
+    except (OSError, SettingsError) as error:
+        _tell(f"no status, live view or history of this job: {error}")
+        return None
+    return admin
 
 
 async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
@@ -155,12 +196,12 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> bo
     return True
 
 
-def _instructions(options: CoordinatorOptions, endpoint: str, store: TorchStore | None) -> str:
+def _instructions(options: CoordinatorOptions, endpoint: str, job: str, store: TorchStore | None) -> str:
     lines = [
         f"ftcomm: coordinator at {endpoint}, waiting for {options.replicas} replicas. On every replica:",
         f"  export FTCOMM_COORDINATOR={endpoint}",
         "  export FTCOMM_TOKEN=...   # the same secret as here",
-        *([f"  export FTCOMM_JOB={os.environ['FTCOMM_JOB']}"] if os.environ.get("FTCOMM_JOB") else []),
+        f"  export FTCOMM_JOB={shlex.quote(job)}",
         *(["  export FTCOMM_TLS_CERT=... FTCOMM_TLS_KEY=...   # its own"] if os.environ.get("FTCOMM_TLS_CERT") else []),
         f"  export FTCOMM_REPLICAS={options.replicas}",
         f"  export FTCOMM_REPLICA=0   # to {options.replicas - 1}, its own",
@@ -180,12 +221,6 @@ def _instructions(options: CoordinatorOptions, endpoint: str, store: TorchStore 
             f"  export FTCOMM_OP_TIMEOUT={options.timeouts.op:g}",
         ]
     return "\n".join(lines)
-
-
-def _say(event: dict[str, Any]) -> None:
-    text = event.get("reason") if event["kind"] == "failed" else describe(event)
-    if text:
-        _tell(text)
 
 
 def _tell(text: str) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ftcomm.control.handshake import Credentials
-from ftcomm.control.server import CoordinatorServer, ServerError
+from ftcomm.control.port import Port
+from ftcomm.control.server import CoordinatorServer, Serve, ServerError
 from ftcomm.errors import FtcommError, InitError
 from ftcomm.launch.options import RunOptions
 from ftcomm.sync.sched import request_short_slice
@@ -29,12 +30,16 @@ class EmbeddedCoordinator:
         store: Path,
         on_event: Callable[[dict[str, Any]], None],
         emit: Callable[[str], None],
+        port: int = 0,
+        others: Mapping[str, Serve] = MappingProxyType({}),
     ) -> None:
+        self._others = others
         self._options, self._credentials, self._host, self._store = options, credentials, host, store
         self._on_event, self._emit = on_event, emit
         self._draining = False
         self._returning: asyncio.Task[None] | None = None
-        self.server = self._new(0)  # replaced by `restart`
+        self._port = Port(host, port)
+        self.server = self._new()  # replaced by `restart`
 
     @property
     def away(self) -> bool:
@@ -53,11 +58,11 @@ class EmbeddedCoordinator:
         self._draining = True
         self.server.drain()
 
-    def restart(self, away: float, lost: Callable[[str], None]) -> asyncio.Task[None]:
-        """Restart, as `Launcher.restart_coordinator` says. Calls `lost(why)` if no coordinator comes back."""
+    def restart(self, away: float) -> asyncio.Task[None]:
+        """Restart, as `Launcher.restart_coordinator` says."""
         if self._returning is not None:
             raise FtcommError("the coordinator is being restarted already; ask again when it is back")
-        self._returning = asyncio.get_running_loop().create_task(self._replace(away, lost))
+        self._returning = asyncio.get_running_loop().create_task(self._replace(away))
         return self._returning
 
     async def stop(self) -> None:
@@ -65,17 +70,19 @@ class EmbeddedCoordinator:
             self._returning.cancel()
             await asyncio.wait([self._returning])
         await self.server.stop()
+        self._port.close()
 
-    def _new(self, port: int) -> CoordinatorServer:
+    def _new(self) -> CoordinatorServer:
         return CoordinatorServer(
             replicas=self._options.replicas,
             ranks_per_replica=self._options.ranks_per_replica,
             credentials=self._credentials,
             host=self._host,
-            port=port,
+            port=self._port,
             store=self._store,
             timeouts=self._options.timeouts,
             on_event=self._on_event,
+            others=self._others,
         )
 
     async def _return(self) -> None:
@@ -99,23 +106,15 @@ class EmbeddedCoordinator:
     def _tell(self, text: str) -> None:
         self._on_event({"kind": "store", "text": text, "time": time.time(), "mono": time.monotonic()})
 
-    async def _replace(self, away: float, lost: Callable[[str], None]) -> None:
-        port = int(self.server.endpoint.rpartition(":")[2])
+    async def _replace(self, away: float) -> None:
         try:
             await self.server.stop()
             self._emit("coordinator_stopped")
-            # Bound, and not listening: connections are refused, and no other process, nor a rank that tries to
-            # connect, is given this port meanwhile.
-            with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as place:
-                place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                place.bind((self._host, port))
-                await asyncio.sleep(away)
-                self.server = self._new(port)
-                await self._return()
+            await asyncio.sleep(away)
+            self.server = self._new()
+            await self._return()
             self._emit("coordinator_started")
             if self._draining:
                 self.server.drain()
-        except OSError as error:
-            lost(f"the coordinator did not come back: {error}")
         finally:
             self._returning = None

@@ -20,6 +20,9 @@ def describe(event: Mapping[str, Any]) -> str | None:
         return f"replica {event.get('replica')} was removed, and its process may live: it ends when it hears of that"
     if kind == "refused":
         return f"somebody was refused: {event.get('reason')}"
+    if kind == "stalled":
+        who = f"replica {event.get('replica')} rank {event.get('rank')}"
+        return f"{who} waits in op {event.get('op')} for replica {event.get('waiting')}"
     if kind in ("cut_off", "ended", "outdated"):
         return str(event.get("reason"))
     if kind == "not_removed":

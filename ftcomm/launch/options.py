@@ -14,9 +14,12 @@ from ftcomm.control.limits import beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.launch.hosts import HostPlacement
+from ftcomm.launch.listen import Listen
+from ftcomm.launch.node_place import NodePlace
 from ftcomm.settings import TRANSPORTS, chain
 
 TIMEOUT_OPTIONS = "--op-timeout, --heartbeat-timeout, --op-timeout-floor"
+MAKE_TOKEN = "export FTCOMM_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +40,15 @@ class RunOptions:
     transport: str = "auto"
     host: str = "127.0.0.1"
     hosts: HostPlacement | None = None  # None: they share this host's network
+    node: NodePlace | None = None  # of several hosts that start the job together; None: this one starts all of it
     heartbeat_timeout: float | None = None  # derived from op_timeout by default, like op_timeout_floor
     op_timeout: float = 120.0
     op_timeout_floor: float | None = None
     grace: float = 30.0  # to leave after a first signal
     backoff: float = 0.5  # before the first restart; doubled each time
     backoff_limit: float = 30.0
+    history: Path | None = None  # where interruptions are kept; None: nowhere
+    dashboard: Listen | None = None  # where the live view is served; None: nowhere
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)  # may hold secrets
 
     def check(self) -> None:
@@ -64,6 +70,15 @@ class RunOptions:
             raise SettingsError(f"--max-restarts {self.max_restarts}: expected 0 (never restart) or more.")
         if self.hosts is not None:
             self.hosts.check(self.replicas)
+        if self.node is not None:
+            self.node.check(self.replicas)
+            if self.hosts is not None:
+                raise SettingsError("--hosts netns with --nnodes: namespaces stand for hosts; leave one of them away.")
+            if not self.token:
+                raise SettingsError(
+                    f"--nnodes {self.node.count}: FTCOMM_TOKEN is not set; all hosts of a job share one secret. Make "
+                    f"it once, and give it to all, with: {MAKE_TOKEN}"
+                )
         if self.transport not in TRANSPORTS:
             raise SettingsError(f"--transport {self.transport}: expected one of {', '.join(TRANSPORTS)}.")
         for name in ("grace", "backoff", "backoff_limit"):
@@ -80,6 +95,25 @@ class RunOptions:
             check_module(self.script)
         else:
             check_script(self.script)
+
+    @property
+    def token(self) -> str:
+        """Returns the secret that several hosts share; "" if there is none."""
+        return {**os.environ, **self.env}.get("FTCOMM_TOKEN", "")
+
+    @property
+    def started_here(self) -> range:
+        """Returns the replicas that this host starts."""
+        return range(self.replicas) if self.node is None else self.node.started_here(self.replicas)
+
+    @property
+    def alike(self) -> str:
+        """Returns what all hosts of a job have to be given alike, as they would be typed."""
+        nodes, times = 1 if self.node is None else self.node.count, self.timeouts
+        return (
+            f"--nnodes {nodes} --replicas {self.replicas} --ranks-per-replica {self.ranks_per_replica} --op-timeout "
+            f"{times.op:g} --heartbeat-timeout {times.heartbeat:g} --op-timeout-floor {times.op_floor:g}"
+        )
 
     @property
     def timeouts(self) -> Timeouts:

@@ -16,6 +16,7 @@ from typing import IO, BinaryIO
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # ANSI foregrounds, one a replica
 HELD = 1 << 20  # bytes that may wait for a slow terminal before ranks must wait
+PATIENCE = 5.0  # s for which they wait; a rank that waits for longer may be taken for the cause of a stall
 
 
 class LineSplitter:
@@ -62,18 +63,21 @@ class Console:
 
     The event loop also drives the coordinator, so it must not stop because a user selects text in a terminal or pages
     through the output. When `HELD` bytes wait, `hold(True)` asks for a pause in reading from the ranks, and
-    `hold(False)` ends it; both are called on the event loop.
+    `hold(False)` ends it; both are called on the event loop. After `PATIENCE` seconds of it lines are left out instead,
+    until half of those bytes are written. Then a line says how many.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, hold: Callable[[bool], None]) -> None:
         self._loop = loop
         self._hold = hold
-        self._held = False
+        self._held = self._leaving_out = self._closed = False
+        self._left_out = 0  # lines
         self._waiting = 0
-        self._lock = threading.Lock()  # guards _waiting and _held; never held during a wait
+        self._lock = threading.Lock()  # guards these; never held during a wait
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._streams: dict[int, IO[str]] = {1: sys.stdout, 2: sys.stderr}
         self._broken: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
         self.colour = {
             number: stream.isatty() and "NO_COLOR" not in os.environ for number, stream in self._streams.items()
         }
@@ -84,15 +88,24 @@ class Console:
         """Write one line, without its end, to 1 (stdout) or 2 (stderr). From the event loop; does not block."""
         data = line + b"\n"
         with self._lock:
+            if self._leaving_out and self._waiting > HELD:
+                self._left_out += 1
+                return
             self._waiting += len(data)
-            full = self._waiting > HELD and not self._held
+            full = self._waiting > HELD and not (self._held or self._leaving_out or self._closed)
             self._held |= full  # before the line is in the queue, so that the thread cannot miss it
         self._queue.put((stream, data))
         if full:
             self._hold(True)
+            self._timer = self._loop.call_later(PATIENCE, self._leave_out)
 
     def close(self, patience: float) -> None:
         """Close when all is written, or after `patience` seconds if the terminal does not take it. Blocks."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            lines, self._left_out, self._leaving_out, self._closed = self._left_out, 0, False, True
+        self._tell_of(lines)
         self._queue.put(None)
         self._thread.join(patience)
 
@@ -106,16 +119,31 @@ class Console:
                     self._broken.add(stream)
             with self._lock:
                 self._waiting -= len(data)
-                release = self._held and self._waiting <= HELD // 2
+                release = (self._held or self._leaving_out) and self._waiting <= HELD // 2
             if release:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._release)
 
+    def _leave_out(self) -> None:
+        """Let the ranks go on, though the terminal takes nothing."""
+        with self._lock:
+            self._held, self._leaving_out = False, True
+        self._hold(False)
+
     def _release(self) -> None:
         with self._lock:
-            held, self._held = self._held, False
+            held, self._held, self._leaving_out = self._held, False, False
+            lines, self._left_out = self._left_out, 0
         if held:
+            if self._timer is not None:
+                self._timer.cancel()
             self._hold(False)
+        self._tell_of(lines)
+
+    def _tell_of(self, lines: int) -> None:
+        if lines:
+            note = f"ftcomm: {lines} lines were left out, since the terminal did not take them; --log-dir keeps all"
+            self.write(2, note.encode())
 
 
 def _write_all(stream: IO[str], data: bytes) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 WINDOW = 3600.0  # s for which a restart counts against --max-restarts
 HEALTHY = 60.0  # s of life after which the back-off starts anew
+TERM_TO_KILL = 5.0  # s between SIGTERM and SIGKILL
+REMOVED_TO_TERM = 5.0  # s in which a removed or lost replica may end by itself: it is told, and most can hear
 
 
 class State(enum.Enum):

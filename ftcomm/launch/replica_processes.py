@@ -8,16 +8,20 @@ import dataclasses
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from ftcomm.errors import InitError
 from ftcomm.launch import reaper, torchrun
 from ftcomm.launch.hosts import HostNetwork
+from ftcomm.launch.launcher_words import Heard, ReplicaIs
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import LineSplitter, LogFile
 from ftcomm.launch.policy import Restarts, State
 from ftcomm.launch.process import RankProcess
 from ftcomm.launch.rundir import RunDir
+
+LINES, WIDTH = 12, 300  # the last lines of a rank that are remembered, and bytes of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ReplicaListener:
 
 
 class ReplicaProcesses:
-    """Starts over after `start()`; `state` and `restarts` are the launcher's to set. Lives on one event loop."""
+    """Starts over after `start()`; `state` and `restarts` are others' to set. Lives on one event loop."""
 
     def __init__(
         self,
@@ -59,12 +63,15 @@ class ReplicaProcesses:
         self.started = 0.0  # time.monotonic()
         self.death: Death | None = None
         self.asked_to_end = False  # by the launcher, so its death is no failure
+        self.came = False  # to a coordinator since it started: a view may still have its last life before
+        self.ahead = False  # of what its launcher on another host has told: its next life has come to the coordinator
         self.joining = ""  # into a running job, and not in yet: "prepares", and then "joins"
         self.joined = False  # was in a view since it started
         self.contributed = False  # in some view since it started, so it held the state of the training
         self.said_finished = False  # since it started
         self.trained = False  # all steps of its newest loop, since it started
         self.left = False  # at a step boundary, since it started
+        self.gives_up = False  # since it started: its script has ended with an error, and the process ends by itself
         self.removed = ""  # since it started: why the job goes on without it, though its process lived
         self.reason = ""  # why it is not in the job, or was not when it last ended; "" while it contributes
         self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
@@ -79,7 +86,9 @@ class ReplicaProcesses:
         self._network = network
         self.place = 0 if options.hosts is None else options.hosts.place(number)  # its host in `network`
         self.host = options.host if network is None else network.address(self.place)
+        self.here = number in options.started_here  # started by this launcher, and not by that of another host
         self._ranks: dict[int, RankProcess] = {}
+        self._last: dict[int, deque[bytes]] = {}
 
     @property
     def holds_state(self) -> bool:
@@ -89,22 +98,70 @@ class ReplicaProcesses:
     def pids(self) -> dict[tuple[int, int], int]:
         return {(self.number, rank): process.pid for rank, process in self._ranks.items()}
 
-    def start(self) -> None:
-        """Start all its ranks. Raises `InitError` if the system refuses a process; those already started are killed."""
+    def last_lines(self, rank: int) -> list[str]:
+        """Returns the last lines that a rank has written since it started."""
+        return [line.decode(errors="replace") for line in self._last.get(rank, ())]
+
+    def begin_life(self, starts: int) -> None:
+        """Note that it is started, for so many times now: nothing of its last life holds for this one."""
         self.state = State.RUNNING
         self.started = time.monotonic()
         self.death = None
         self.asked_to_end = False
+        self.came = self.ahead = False
         self.joining = ""
         self.joined = False
         self.contributed = False
         self.said_finished = False
         self.trained = False
         self.left = False
+        self.gives_up = False
         self.removed = ""
         self.restart_wanted = False
         self.timer = None
-        self.starts += 1
+        self.starts = starts
+
+    def cancel_start(self, state: State) -> None:
+        """Give the next start up, if there is to be one, and set the state."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None
+        self.state = state
+
+    def comes(self) -> None:
+        """Note that a process of it has come to the coordinator. That may be known here before the launcher that has
+        started the process tells of it."""
+        if self.came and not self.here:
+            self.begin_life(self.starts)
+            self.ahead = True
+        self.came = True
+
+    def is_told(self, word: ReplicaIs) -> None:
+        """Note what its launcher on another host tells of it."""
+        if word.starts != self.starts or (word.state is State.RUNNING and self.state is not State.RUNNING):
+            if not self.ahead:
+                self.begin_life(word.starts)
+            self.starts, self.ahead = word.starts, False
+        self.state = word.state
+
+    def heard(self, number: int) -> Heard:
+        """Returns what was heard of its present life, as the answer to question `number`."""
+        said = self.joined, self.contributed, self.said_finished, self.trained, self.left
+        return Heard(self.number, number, self.starts, *said, self.removed)
+
+    def note(self, word: Heard) -> None:
+        """Note what host 0 has heard of it, if that is of the life that is known here."""
+        if word.starts == self.starts:
+            self.came |= word.joined
+            self.joined |= word.joined
+            self.contributed |= word.contributed
+            self.said_finished |= word.finished
+            self.trained |= word.trained
+            self.left |= word.left
+
+    def start(self) -> None:
+        """Start all its ranks. Raises `InitError` if the system refuses a process; those already started are killed."""
+        self.begin_life(self.starts + 1)
         environment = {
             **self._environment,
             **self._options.env,
@@ -122,8 +179,7 @@ class ReplicaProcesses:
                 environment["FTCOMM_LEADER"] = f"{self.host}:{leader.getsockname()[1]}"
             for rank in range(self._options.ranks_per_replica):
                 environment["FTCOMM_RANK"] = str(rank)
-                place = self.number * self._options.ranks_per_replica + rank
-                environment.update(torchrun.of_rank(place, self.starts - 1))
+                environment.update(torchrun.of_rank(self._options, self.number, rank, self.starts - 1))
                 pass_fds: tuple[int, ...] = ()
                 if leader is not None and rank == 0:
                     pass_fds = (leader.fileno(),)
@@ -136,17 +192,22 @@ class ReplicaProcesses:
         mark = self._run_dir.mark(self.number, self.starts - 1, rank)
         splitters = {1: LineSplitter(), 2: LineSplitter()}
         log = self._log_file(rank)
+        last = self._last[rank] = deque(maxlen=LINES)
+
+        def on_line(stream: int, line: bytes) -> None:
+            last.append(line[:WIDTH])
+            self._listener.line(self.number, rank, stream, line)
 
         def on_output(stream: int, data: bytes) -> None:
             if log is not None:
                 log.write(data)
             for line in splitters[stream].feed(data, time.monotonic()):
-                self._listener.line(self.number, rank, stream, line)
+                on_line(stream, line)
 
         def on_exit(code: int) -> None:
             for stream, splitter in splitters.items():
                 for line in splitter.flush():
-                    self._listener.line(self.number, rank, stream, line)
+                    on_line(stream, line)
             if log is not None:
                 log.close()
             self._rank_ended(rank, mark, code)
@@ -214,6 +275,6 @@ def rank_environment(options: RunOptions, coordinator: str, token: str, job: str
         FTCOMM_OP_TIMEOUT=repr(options.timeouts.op),
     )
     # Each rank's numerical libraries would else start a thread for every core of the machine.
-    threads = len(os.sched_getaffinity(0)) // (options.replicas * options.ranks_per_replica)
+    threads = len(os.sched_getaffinity(0)) // (len(options.started_here) * options.ranks_per_replica)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     return environment

@@ -4,62 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import signal
+import socket
 import threading
-import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import msgspec
+
+from ftcomm.control.handshake import Credentials
 from ftcomm.control.server import CoordinatorServer
-from ftcomm.errors import FtcommError, InitError
-from ftcomm.launch.admin.handlers import answer
+from ftcomm.errors import FtcommError
+from ftcomm.launch.admin.handlers import answer, status
 from ftcomm.launch.admin.protocol import SOCKET
 from ftcomm.launch.admin.server import AdminServer
+from ftcomm.launch.coordinator_events import CoordinatorEvents
+from ftcomm.launch.dashboard_process import DashboardProcess
+from ftcomm.launch.diagnose import Diagnosis, StallDiagnosis, stands_still
+from ftcomm.launch.dumper import DELAY, Dumper, cause_of
 from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
-from ftcomm.launch.event_text import describe, replicas
+from ftcomm.launch.event_text import describe
 from ftcomm.launch.hosts import HUB, HostNetwork
+from ftcomm.launch.job_state import JobState
+from ftcomm.launch.launcher_words import LAUNCHER, RankFailed
+from ftcomm.launch.monitor import MonitorLoop
+from ftcomm.launch.node_place import NO_NAME
 from ftcomm.launch.options import RunOptions
-from ftcomm.launch.policy import (
-    GiveUp,
-    JobLost,
-    Restart,
-    Restarts,
-    State,
-    after_death,
-    how_it_ended,
-    signal_name,
-)
+from ftcomm.launch.other_hosts import OtherHosts
+from ftcomm.launch.places import Places, Whereabouts
+from ftcomm.launch.policy import State, how_it_ended, signal_name
+from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
+from ftcomm.launch.replicas_elsewhere import ReplicasElsewhere
 from ftcomm.launch.report import Event, Reporter
 from ftcomm.launch.rundir import VIEWS, RunDir
+from ftcomm.launch.shutdown import SAME, Shutdown
+from ftcomm.launch.supervisor import Supervisor
 from ftcomm.launch.torch_store import TorchStore
+from ftcomm.monitoring.evidence import KernelKills, without
+from ftcomm.monitoring.history import HistoryWriter
+from ftcomm.monitoring.job import JobMonitor, Overview
+from ftcomm.recorder.files import FOLDER
+from ftcomm.recorder.reader import stands_since
 from ftcomm.settings.credentials import from_env
 
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
-CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}  # that a process causes itself
-
-TERM_TO_KILL = 5.0  # s between SIGTERM and SIGKILL
-REMOVED_TO_TERM = 5.0  # s in which a removed replica may end by itself: it is told, and most can hear
-SAME = 2.0  # s in which a second signal is the same one: timeout(1) and some batch systems signal a child and its group
 
 
 def _ignore(event: Event) -> None:
     pass
 
 
-class Whereabouts(NamedTuple):
-    """What a replica does in the job."""
-
-    state: State
-    member: bool  # whether it is in the newest view
-    contributes: bool
-    joining: str  # before it is a member: "prepares" while its script does, then "joins"
-
-
 class Launcher:
-    """One job on this machine. For one `run()`; everything is called on the event loop that runs it, nothing blocks.
+    """One job on this machine, or this host's share of one. For one `run()`; everything is called on the event loop
+    that runs it, nothing blocks.
+
+    If several hosts start the job, each has a launcher, which knows all replicas and starts its own. Host 0 has the
+    coordinator, and tells the others what that says.
 
     `on_event` gets every event of the coordinator and of the processes. With `on_line(replica, rank, line)` the ranks'
     output goes there and not to the console, with `on_log(text)` so do the launcher's own lines. Start it in a thread
@@ -75,25 +79,26 @@ class Launcher:
     ) -> None:
         self.options = options
         self._on_event = on_event
-        self._report = Reporter(options, self._happened, on_line, on_log)
-        self._token = secrets.token_hex(16)
-        self._replicas: list[ReplicaProcesses] = []
-        self._has_views = False  # the script uses ftcomm
-        self._is_awaited = False  # a replica waits for the first view
-        self._draining = False
-        self._unclean = False  # a member died while draining
-        self._lost = False
-        self._killed = False
+        report = self._report = Reporter(options, self._happened, on_line, on_log)
+        self._token = secrets.token_hex(16) if options.node is None else options.token
+        job = self._job = JobState(options)
+        hosts = self._hosts = OtherHosts(options)
+        places = self._places = Places(job, hosts)
+        timers = Timers()
+        removed = self._removed = RemovedReplicas(job, timers, report)
+        shutdown = self._shutdown = Shutdown(job, hosts, places, removed, timers, report)
+        self._supervisor = Supervisor(job, hosts, places, shutdown, report)
+        self._events = CoordinatorEvents(job, hosts, places, removed, shutdown, self._tell)
         self._signalled_at = -SAME  # when the last signal counted
-        self._timers: list[asyncio.TimerHandle] = []
-        self._coordinator: EmbeddedCoordinator | None = None
+        self._coordinator: EmbeddedCoordinator | None = None  # None on other hosts than the first
         self._admin: AdminServer | None = None
+        self._monitor: MonitorLoop | None = None
+        self._kernel: KernelKills | None = None
+        self._dumper: Dumper | None = None
+        self._diagnosis: StallDiagnosis | None = None
         self.run_id = ""
+        self.endpoint = ""  # of the coordinator
         self.network: HostNetwork | None = None
-        self.view: Event | None = None  # the newest
-        self.steps: dict[int, int] = {}  # replica -> the last step that it reported
-        self._places: dict[int, tuple[Whereabouts, float]] = {}  # replica -> its place, and since when (time.time())
-        self.effective: dict[int, float] = {}  # replica -> the share of its time that was training, if it says so
 
     # -- for users ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +111,6 @@ class Launcher:
         """
         self.options.check()
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close_report)
             self._report.open(self._hold_output)
@@ -115,45 +119,42 @@ class Launcher:
             run_dir = RunDir()
             stack.push_async_callback(asyncio.to_thread, run_dir.remove)
             self.run_id = run_dir.run
-            host = self.options.host
+            self._open_monitor(stack)
+            dumper = self._dumper = Dumper(run_dir.path / FOLDER, run_dir.run, self._report.log)
+            stack.push_async_callback(dumper.close)
+            host, options, node = self.options.host, self.options, self.options.node
+            mine = from_env(self._token, {**os.environ, **options.env})
+            known = mine.job or (NO_NAME if node is None else node.job)  # to all launchers, before they have met
+            job = self.run_id if known == NO_NAME else known
+            if node is None or node.rank == 0:
+                mine = dataclasses.replace(mine, job=job, called={LAUNCHER: known})
+            else:
+                mine = dataclasses.replace(mine, job=known)
+            if node is not None:
+                self._hosts.open(node, self.run_id, mine, self._hosts_listener(run_dir.path / FOLDER))
+                stack.callback(self._hosts.close)
+                host, here = await asyncio.to_thread(self._hosts.addresses)
+                options = dataclasses.replace(options, host=here)  # its ranks'
             if self.options.hosts is not None:
                 self.network = await asyncio.to_thread(self.options.hosts.open, self.options.replicas)
                 stack.callback(self.network.close)
                 # The coordinator is at the hub, now and after a restart; a replica goes to its own place to start.
                 stack.enter_context(self.network.inside(HUB))
                 host = self.network.address(HUB)
-            mine = from_env(self._token, {**os.environ, **self.options.env}, job=self.run_id)
-            self._coordinator = EmbeddedCoordinator(
-                self.options, mine, host, run_dir.path / VIEWS, self._coordinator_event, self._report.emit
-            )
-            stack.push_async_callback(self._stop_coordinator)
-            await self._coordinator.start()
-            store = TorchStore(host, self._report.log)
-            stack.push_async_callback(store.close)
-            await store.start()
-            environment = rank_environment(
-                self.options, self.coordinator.endpoint, self._token, mine.job, store.endpoint
-            )
-            listener = ReplicaListener(
-                self._report.line, self._rank_started, self._rank_exited, self._replica_ended, self._report.log
-            )
-            self._replicas = [
-                ReplicaProcesses(number, self.options, environment, run_dir, listener, self.network)
-                for number in range(self.options.replicas)
-            ]
-            stack.push_async_callback(self._kill_rest)
-            self._admin = AdminServer(run_dir.path / SOCKET, lambda request: answer(self, request))
-            stack.push_async_callback(self._admin.close)
-            await self._admin.open()
-            for replica in self._replicas:
-                if self._draining:  # interrupted before anything began
-                    replica.state = State.STOPPED
-                else:
-                    replica.start()
-            self._check_over()
-            await self._over
-            self._tell_who_finished()
-        return self._exit_code()
+            if self._hosts.is_first:
+                torch_store = await self._open_coordinator(stack, mine, host, run_dir.path / VIEWS)
+            else:
+                torch_store, job = await self._hosts.follow(host)
+                self.endpoint = self._hosts.endpoint(host)
+            environment = rank_environment(self.options, self.endpoint, self._token, job, torch_store)
+            self._job.replicas = self._new_replicas(options, environment, run_dir)
+            stack.push_async_callback(self._shutdown.finish)
+            await self._open_admin(stack, run_dir.path / SOCKET)
+            self._start()
+            await self._shutdown.over.wait()
+            await dumper.close()  # it has something to say, too, and the last line is how the job has ended
+            self._shutdown.tell_who_finished()
+        return _exit_code(self._job)
 
     @property
     def coordinator(self) -> CoordinatorServer:
@@ -164,23 +165,37 @@ class Launcher:
 
     def pids(self) -> dict[tuple[int, int], int]:
         """Returns (replica, rank) -> pid of every rank that lives."""
-        return {key: pid for replica in self._replicas for key, pid in replica.pids().items()}
+        return {key: pid for replica in self._job.replicas for key, pid in replica.pids().items()}
 
     def states(self) -> dict[int, State]:
-        return {replica.number: replica.state for replica in self._replicas}
+        return {replica.number: replica.state for replica in self._job.replicas}
 
     @property
     def replicas(self) -> list[ReplicaProcesses]:
-        return list(self._replicas)
+        return list(self._job.replicas)
+
+    @property
+    def view(self) -> Event | None:
+        """The newest view."""
+        return self._job.view
+
+    @property
+    def effective(self) -> Mapping[int, float]:
+        """The share of its time that was training, by replica that says so."""
+        return self._job.effective
+
+    @property
+    def _runs_here(self) -> bool:
+        return any(replica.here for replica in self._job.those_in(State.RUNNING))
 
     @property
     def draining(self) -> bool:
-        return self._draining or self._lost
+        return self._job.is_ending
 
     @property
     def away(self) -> bool:
-        """Whether the coordinator is being restarted."""
-        return self._coordinator is not None and self._coordinator.away
+        """Whether the coordinator is being restarted, or not reached from this host."""
+        return not self._hosts.reached or (self._coordinator is not None and self._coordinator.away)
 
     @property
     def last_said(self) -> str:
@@ -188,21 +203,26 @@ class Launcher:
 
     def contributing(self) -> frozenset[int]:
         """The contributing replicas of the newest view."""
-        members = self.view["members"] if self.view is not None else ()
-        return frozenset(member["replica"] for member in members if member["contributing"])
+        return self._job.contributing()
+
+    def overview(self) -> Overview:
+        """Returns the job as people look at it."""
+        assert self._monitor is not None
+        return self._monitor.overview()
 
     def place(self, replica: ReplicaProcesses) -> Whereabouts:
         """Returns what a replica does in the job."""
-        members = self.view["members"] if self.view is not None else ()
-        # The newest view may still have its last life.
-        member = replica.joined and any(member["replica"] == replica.number for member in members)
-        contributes = replica.contributed and replica.number in self.contributing()
-        return Whereabouts(replica.state, member, contributes, replica.joining)
+        return self._places.of(replica)
 
     def since(self, replica: ReplicaProcesses) -> float:
         """Returns the time.time() since when a replica has its place."""
-        self._note_places()
-        return self._places[replica.number][1]
+        return self._places.since(replica)
+
+    def known_steps(self) -> dict[int, int]:
+        """Returns the last step that is known of each replica."""
+        heard = {} if self._coordinator is None else self._coordinator.server.steps
+        steps = self._job.steps
+        return {number: max(steps.get(number, -1), heard.get(number, -1)) for number in {**steps, **heard}}
 
     def restart_coordinator(self, away: float = 0.0) -> asyncio.Task[None]:
         """Put a new coordinator at the same address that knows only what was stored, as after a crash.
@@ -210,45 +230,17 @@ class Launcher:
         The old one goes at once, the task ends when the new one is there, `away` seconds later. Raises `FtcommError` if
         another restart is under way.
         """
-        assert self._coordinator is not None
-        return self._coordinator.restart(away, lambda why: self._job_lost(JobLost(why)))
+        if self._coordinator is None:
+            raise FtcommError("the coordinator is on host 0; ask its launcher")
+        return self._coordinator.restart(away)
 
     def interrupt(self) -> None:
         """Act as a signal does: the first drains the job, the second ends it with SIGTERM, the third with SIGKILL."""
-        if self._lost:
-            self._kill_all()
-        elif not self._draining:
-            self.drain()
-        elif not self._killed:
-            self._killed = True
-            self._report.log("interrupted again: all replicas are ended now")
-            self._end_all()
-        else:
-            self._kill_all()
+        self._shutdown.interrupt(self._coordinator)
 
     def drain(self) -> None:
         """Let all replicas leave at one common step; what is not gone after the grace is ended by force."""
-        if self._draining or self._over.done():
-            return
-        self._draining = True
-        self._report.log(
-            f"draining: the replicas leave together at a coming step, within {self.options.grace:g} s at most "
-            f"(interrupt again, after {SAME:g} s, to end them now)"
-        )
-        for replica in self._replicas:
-            if replica.state is State.WAITING:
-                self._cancel_start(replica, State.STOPPED)
-            elif replica.removed:
-                self._end_removed(replica, replica.starts)
-            elif not replica.joined:
-                # It is starting, or does not use ftcomm: there is no step for it to leave at.
-                replica.asked_to_end = True
-                replica.signal(signal.SIGTERM)
-        if self._replicas:
-            assert self._coordinator is not None
-            self._coordinator.drain()
-            self._timers.append(self._loop.call_later(self.options.grace, self._grace_is_over))
-            self._check_over()
+        self._shutdown.drain(self._coordinator)
 
     def restart_replica(self, number: int) -> None:
         """Let one replica leave at a step boundary, and start it again; or start one again that has left or failed.
@@ -256,31 +248,115 @@ class Launcher:
         Returns at once. What has not left after the grace is killed, and started again. Raises `FtcommError` with the
         reason if that cannot be, or would end the job.
         """
-        if not 0 <= number < len(self._replicas):
-            raise FtcommError(f"there is no replica {number}; this job has 0 to {len(self._replicas) - 1}")
-        if self.draining:
-            raise FtcommError("the job is ending, so no replica is started any more")
-        replica = self._replicas[number]
-        others = [r for r in self.contributing() - {number} if self._replicas[r].holds_state]  # a view comes late
-        if replica.state is State.WAITING or replica.restart_wanted:
-            raise FtcommError(f"replica {number} is being restarted already")
-        if replica.state is State.FINISHED:
-            raise FtcommError(f"replica {number} has finished its training")
-        if not others:
-            raise FtcommError(
-                f"no other replica contributes now, so the state of the training would be lost with replica {number}; "
-                "wait until another has caught up (ftcomm status)"
-            )
-        if replica.state is State.RUNNING:
-            replica.restart_wanted = True
-            self._report.log(f"replica {number} is asked to leave at a coming step, and started again then")
-            self._report.emit("restart_asked", replica=number)
-            replica.signal(signal.SIGTERM)
-            replica.timer = self._loop.call_later(self.options.grace, self._did_not_leave, replica, replica.starts)
-        else:
-            replica.restarts = Restarts()
-            self._report.log(f"replica {number} is started again")
-            self._restart(replica)
+        self._supervisor.restart(number)
+
+    # -- what is opened ----------------------------------------------------------------------------------------------
+
+    def _open_monitor(self, stack: contextlib.AsyncExitStack) -> None:
+        options = self.options
+        self._kernel = KernelKills()
+        stack.callback(self._kernel.close)
+        job = JobMonitor(self.run_id, options.script, options.replicas, options.ranks_per_replica, self._host_name)
+        written = options.history if self._hosts.is_first else None  # once for all hosts
+        history = HistoryWriter(written, lambda text: self._loop.call_soon_threadsafe(self._report.log, text))
+        self._monitor = MonitorLoop(job, self.known_steps, history)
+        stack.push_async_callback(asyncio.to_thread, self._monitor.close)
+        self._monitor.start()
+
+    async def _open_coordinator(
+        self, stack: contextlib.AsyncExitStack, mine: Credentials, host: str, views: Path
+    ) -> str:
+        """Start the coordinator and torch's store, and on the first of several hosts wait for the others; returns the
+        endpoint of that store. Raises `InitError`."""
+        node = self.options.node
+        self._coordinator = EmbeddedCoordinator(
+            self.options,
+            mine,
+            host,
+            views,
+            self._events.hear,
+            self._report.emit,
+            0 if node is None else node.port,
+            self._hosts.served,
+        )
+        stack.push_async_callback(self._stop_coordinator)
+        await self._coordinator.start()
+        self.endpoint = self.coordinator.endpoint
+        store = TorchStore(host, self._report.log)
+        stack.push_async_callback(store.close)
+        await store.start()
+        if node is not None:
+            await self._hosts.gather(store.endpoint)
+        return store.endpoint
+
+    def _hosts_listener(self, recordings: Path) -> ReplicasElsewhere:
+        return ReplicasElsewhere(
+            self._job,
+            self._removed,
+            self._shutdown,
+            self._events,
+            judge=lambda replica: self._supervisor.ended(replica, away=self.away),
+            exited=self._tell_exit,
+            stands=lambda: stands_since(recordings) if self._runs_here else 0.0,
+            log=self._report.log,
+        )
+
+    def _new_replicas(
+        self, options: RunOptions, environment: Mapping[str, str], run_dir: RunDir
+    ) -> list[ReplicaProcesses]:
+        listener = ReplicaListener(
+            self._report.line, self._rank_started, self._rank_exited, self._replica_ended, self._report.log
+        )
+        return [
+            ReplicaProcesses(number, options, environment, run_dir, listener, self.network)
+            for number in range(self.options.replicas)
+        ]
+
+    async def _open_admin(self, stack: contextlib.AsyncExitStack, path: Path) -> None:
+        self._admin = AdminServer(path, lambda request: answer(self, request))
+        stack.push_async_callback(self._admin.close)
+        await self._admin.open()
+        if self.options.dashboard is not None:
+            dashboard = DashboardProcess(path, self.options.dashboard, self._report.log)
+            stack.push_async_callback(asyncio.to_thread, dashboard.close)
+        self._diagnosis = StallDiagnosis(lambda: status(self), self._tell_why)
+        stack.push_async_callback(self._diagnosis.close)
+
+    def _start(self) -> None:
+        """Start all replicas of this host, and hear of the others."""
+        for replica in self._job.replicas:
+            if self._job.draining:  # interrupted before anything began
+                replica.state = State.STOPPED
+            elif replica.here:
+                replica.start()
+            else:  # until another is told
+                replica.begin_life(1)
+        self._hosts.ready()
+        self._shutdown.check()
+
+    async def _stop_coordinator(self) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            await coordinator.stop()
+
+    async def _close_report(self) -> None:
+        await asyncio.to_thread(self._report.close, 1.0 if self._job.killed else 30.0)
+
+    def _handle_signals(self, stack: contextlib.AsyncExitStack) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("handle_signals works only in the main thread; call interrupt() from your own handler")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                self._loop.add_signal_handler(number, self._signalled)
+                stack.callback(self._loop.remove_signal_handler, number)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._dump, "signal", 0.0)
+        stack.callback(self._loop.remove_signal_handler, signal.SIGUSR1)
+
+    def _signalled(self) -> None:
+        now = self._loop.time()
+        if now - self._signalled_at >= SAME:
+            self._signalled_at = now
+            self.interrupt()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -290,373 +366,88 @@ class Launcher:
     def _rank_exited(self, replica: int, rank: int, pid: int, code: int) -> None:
         killed_by = signal_name(code)
         exit_code = None if killed_by else code
-        self._report.emit("process_exited", replica=replica, rank=rank, pid=pid, code=exit_code, signal=killed_by)
-        if code > 0 and self._coordinator is not None:  # by a signal: it may have finished first
-            self._coordinator.server.exited(replica, how_it_ended(code))
+        known: Event = {"replica": replica, "rank": rank, "pid": pid, "code": exit_code, "signal": killed_by}
+        if code != 0:
+            lines = self._job.replicas[replica].last_lines(rank)
+            known["lines"] = [without(line, (self._token,)) for line in lines]
+        if code == -signal.SIGKILL and self._kernel is not None and self._kernel.killed(pid):
+            known["out_of_memory"] = True
+        self._report.emit("process_exited", **known)
+        if code != 0 and not self._job.replicas[replica].asked_to_end and not (self._job.is_ending or self._job.killed):
+            self._dump("crash")
+            if code > 0 and self._diagnosis is not None:
+                self._diagnosis.look({"kind": "process_exited"})  # members may have made different calls
+        if code > 0:  # by a signal: it may have finished first
+            self._tell_exit(replica, how_it_ended(code))
+
+    def _tell_exit(self, replica: int, how: str) -> None:
+        """Let the coordinator know that a rank has ended by an error."""
+        if self._coordinator is not None:
+            self._coordinator.server.exited(replica, how)
+        else:
+            self._hosts.tell(RankFailed(replica, how))
 
     def _replica_ended(self, replica: ReplicaProcesses) -> None:
         """All ranks of `replica` are gone."""
         if replica.state is not State.RUNNING:
             return  # it could not be started, and we have given it up already
-        if replica.restart_wanted and (replica.left or replica.death) and self.contributing() and not self.draining:
-            how = "left" if replica.death is None else f"did not leave: it {how_it_ended(replica.death.code)}"
-            self._report.log(f"replica {replica.number} {how}; starting it again")
-            self._cancel_start(replica, State.WAITING)
-            self._restart(replica)
-        elif self._ended_well(replica):
-            replica.state = State.STOPPED if self._draining else State.LEFT if replica.left else State.FINISHED
-            self._report.log(f"replica {replica.number} {'finished' if replica.state is State.FINISHED else 'left'}")
-        else:
-            self._replica_died(replica)
-        self._check_over()
-
-    def _ended_well(self, replica: ReplicaProcesses) -> bool:
-        """Exit code 0 alone proves nothing of who was in the job: os._exit(0) gives it, and an atexit of a library
-        after an error. Who finishes or leaves says so, and waits until that was heard; while the coordinator is away
-        nobody can hear it, so the code has to do."""
-        if replica.death is not None or replica.removed:
-            return False
-        said = replica.said_finished or replica.trained or replica.left
-        return said or not replica.joined or self._draining or self.away
-
-    def _did_not_leave(self, replica: ReplicaProcesses, starts: int) -> None:
-        if replica.restart_wanted and replica.starts == starts:
-            self._report.log(f"replica {replica.number} did not leave within {self.options.grace:g} s and is killed")
-            replica.kill()
-
-    def _end_removed(self, replica: ReplicaProcesses, starts: int) -> None:
-        """End a removed replica that hangs, is stopped, or has not heard of it: its place is needed for its next
-        life."""
-        if replica.starts != starts or replica.state is not State.RUNNING or not replica.removed:
-            return
-        if replica.asked_to_end:
-            return  # by a drain
-        replica.asked_to_end = True
-        self._report.log(f"replica {replica.number} was removed ({replica.removed}) and still runs: it is ended now")
-        self._report.emit("ending_removed", replica=replica.number, reason=replica.removed)
-        replica.signal(signal.SIGTERM)
-        self._timers.append(self._loop.call_later(TERM_TO_KILL, self._kill_removed, replica, starts))
-
-    def _kill_removed(self, replica: ReplicaProcesses, starts: int) -> None:
-        if replica.starts == starts and replica.removed:
-            replica.kill()
-
-    def _replica_died(self, replica: ReplicaProcesses) -> None:
-        death, who, code = replica.death, f"replica {replica.number}", 0
-        untold = death is None and not replica.removed  # that it finished or left
-        if death is not None:
-            rank = f"rank {death.rank}, " if self.options.ranks_per_replica > 1 else ""
-            who, code = f"{who} ({rank}pid {death.pid})", death.code
-        how = f"{how_it_ended(code)} before it had said that it finished or left" if untold else how_it_ended(code)
-        what = f"{who} {how}"
-        replica.reason = how + (f" ({replica.removed})" if replica.removed else "")
-        replica.failed_at_end |= replica.trained
-        failed = untold or code > 0 or -code in CRASHES
-        replica.failed_by_itself |= replica.contributed and failed and not replica.removed
-        if self._draining or self._lost or self._killed:
-            self._unclean |= not replica.asked_to_end
-            replica.state = State.STOPPED
-            self._report.log(what)
-            return
-        lost = not replica.contributed or replica.number not in self.contributing()
-        if lost and self._is_complete():
-            replica.state = State.FAILED if self._has_failed(replica) else State.STOPPED
-            self._report.log(f"{what}; it was not back in the job when the others finished")
-            return
-        now = self._loop.time()
-        decision = after_death(
-            {other.number: other.state for other in self._replicas if other is not replica},
-            code,
-            replica.said_finished,
-            replica.restarts.after(now, time.monotonic() - replica.started),
-            now,
-            began=self._has_views,
-            max_restarts=self.options.max_restarts,
-            min_replicas=self.options.min_replicas,
-            backoff=self.options.backoff,
-            backoff_limit=self.options.backoff_limit,
-        )
-        if isinstance(decision, Restart):
-            replica.state = State.WAITING
-            replica.restarts = decision.restarts
-            replica.timer = self._loop.call_later(decision.delay, self._restart, replica)
-            which = f"restart {decision.count} of {self.options.max_restarts}"
-            self._report.log(f"{what}; restarting it in {decision.delay:g} s ({which})")
-            self._report.emit("restarting", replica=replica.number, delay=decision.delay, restart=decision.count)
-        elif isinstance(decision, GiveUp):
-            replica.state = State.FAILED
-            self._report.log(f"{what}; {decision.reason}")
-            self._report.emit("failed", replica=replica.number, reason=decision.reason)
-            self._check_begin()
-        else:
-            replica.state = State.FAILED
-            self._report.log(what)
-            self._report.emit("failed", reason=decision.reason)
-            self._job_lost(decision)
-
-    def _check_begin(self) -> None:
-        """End a job whose first view will never come, since that has all replicas."""
-        missing = [replica.number for replica in self._replicas if replica.state is State.FAILED]
-        if missing and self._is_awaited and not (self._has_views or self._draining):
-            self._job_lost(JobLost(f"it cannot begin without {replicas(missing)}"))
-
-    def _restart(self, replica: ReplicaProcesses) -> None:
-        """Start a replica again. What the system refuses now, it may grant later: try again with a back-off."""
-        if replica.pids():  # of an attempt that has failed
-            replica.timer = self._loop.call_later(self.options.backoff, self._restart, replica)
-            return
-        try:
-            replica.start()
-        except (InitError, OSError) as error:
-            replica.kill()
-            delay = replica.restarts.delay(self.options.backoff, self.options.backoff_limit)
-            replica.restarts = replica.restarts.refused()
-            replica.state = State.WAITING
-            replica.timer = self._loop.call_later(delay, self._restart, replica)
-            self._report.log(f"replica {replica.number} is started again in {delay:g} s: {error}")
-            self._report.emit(
-                "restarting",
-                replica=replica.number,
-                delay=delay,
-                restart=len(replica.restarts.times),
-                reason=str(error),
-            )
-            self._check_over()
-        except Exception as error:
-            replica.kill()
-            replica.state = State.FAILED
-            self._report.log(f"replica {replica.number} is given up: {error}")
-            self._report.emit("failed", replica=replica.number, reason=str(error))
-            self._check_over()
-
-    def _job_lost(self, lost: JobLost, grace: float = 0.0) -> None:
-        """End all replicas, after `grace` seconds in which those that are told of it may end by themselves."""
-        if self._lost:
-            return
-        self._lost = True
-        self._report.log(f"the job failed: {lost.reason}")
-        for replica in self._replicas:
-            if replica.state is State.WAITING:
-                self._cancel_start(replica, State.FAILED)
-        if grace:
-            self._timers.append(self._loop.call_later(grace, self._end_all))
-        else:
-            self._end_all()
-
-    def _cancel_start(self, replica: ReplicaProcesses, state: State) -> None:
-        if replica.timer is not None:
-            replica.timer.cancel()
-        replica.timer = None
-        replica.state = state
-
-    def _check_over(self) -> None:
-        """End replicas that cannot rejoin any more, and the job if it is over. Called at each change of a state."""
-        self._note_places()
-        running = [replica for replica in self._replicas if replica.state is State.RUNNING]
-        if any(replica.state in (State.FINISHED, State.LEFT) for replica in self._replicas) and not self._draining:
-            complete = any(replica.state is State.FINISHED for replica in self._replicas)
-            for replica in self._replicas:
-                if replica.state is State.WAITING and not running:
-                    missed = complete and not self._has_failed(replica)
-                    self._cancel_start(replica, State.STOPPED if missed else State.FAILED)
-                    self._report.log(f"replica {replica.number} is not restarted: the others have ended")
-            # Of those that run, somebody must be in the job for the rest to catch up from.
-            if running and self._has_views and not any(r.joined and not r.removed for r in running):
-                for replica in running:
-                    self._end_outsider(replica)
-        if not running and all(replica.state.over for replica in self._replicas) and not self._over.done():
-            self._over.set_result(None)
-
-    def _is_complete(self) -> bool:
-        """All that live and have held the state of the training have done all of it."""
-        here = self.contributing()
-        holders = [
-            replica
-            for replica in self._replicas
-            if (replica.contributed and replica.state is State.FINISHED)
-            or (replica.holds_state and (replica.said_finished or replica.number in here))
-        ]
-        return bool(holders) and all(replica.said_finished or replica.state is State.FINISHED for replica in holders)
-
-    def _has_trained(self) -> bool:
-        """All that have held the state of the training say that they have done all of it, though the coordinator, who
-        may have been away then, did not hear that."""
-        holders = [x for x in self._replicas if x.contributed and x.state in (State.RUNNING, State.FINISHED)]
-        done = [x.state is State.FINISHED or x.said_finished or x.trained for x in holders]
-        return bool(done) and all(done)
-
-    def _has_failed(self, replica: ReplicaProcesses) -> bool:
-        """Whether a replica that was not back when the others had finished has failed, and was not only late.
-
-        A step loop tells when all of its steps are done, so those that did them have what the late one missed. Of a
-        script without one nobody knows that: an error or a crash of its own may be the reason why there was no more to
-        do. A signal from outside, such as SIGKILL, is none of its own.
-        """
-        complete = any(other.trained for other in self._replicas)
-        return replica.failed_at_end or (replica.failed_by_itself and not complete)
-
-    def _end_outsider(self, replica: ReplicaProcesses) -> None:
-        if not replica.asked_to_end:
-            replica.asked_to_end = True
-            self._report.log(f"replica {replica.number} is ended: the others finished before it could rejoin")
-            replica.signal(signal.SIGTERM)
-            self._timers.append(self._loop.call_later(TERM_TO_KILL, replica.kill))
-
-    def _tell_who_finished(self) -> None:
-        finished, failed, missed = (
-            [replica.number for replica in self._replicas if replica.state is state]
-            for state in (State.FINISHED, State.FAILED, State.STOPPED)
-        )
-        if finished and (failed or missed) and not (self._lost or self._killed or self._draining):
-            said = [f"{replicas(failed)} failed"] if failed else []
-            said += [f"{replicas(missed)} {_were(missed)} not back in time"] if missed else []
-            self._report.log(f"the training is complete on {replicas(finished)}; {'; '.join(said)}")
-
-    def _exit_code(self) -> int:
-        """The exit code of `ftcomm run`: 0 if the training is complete and no replica was given up.
-
-        How a replica died does not matter where a step loop says that the training is complete, nor who was not back
-        in time then. Without a step loop an error or a crash fails the job, see `_has_failed`.
-        """
-        if self._killed:
-            return KILLED
-        if self._lost or any(replica.state is State.FAILED for replica in self._replicas):
-            return FAILED
-        if self._draining:
-            return FAILED if self._unclean else DRAINED
-        # Each was told to go away on its own: that is a drain.
-        return FINISHED if any(replica.state is State.FINISHED for replica in self._replicas) else DRAINED
-
-    # -- the end -----------------------------------------------------------------------------------------------------
-
-    def _grace_is_over(self) -> None:
-        late = [replica.number for replica in self._replicas if replica.state is State.RUNNING]
-        if late and not self._killed:
-            self._unclean = True
-            self._report.log(
-                f"{replicas(late)} did not leave within {self.options.grace:g} s and {_are(late)} ended now"
-            )
-            self._end_all()
-
-    def _end_all(self) -> None:
-        """SIGTERM, then SIGKILL."""
-        for replica in self._replicas:
-            replica.signal(signal.SIGTERM)
-        self._timers.append(self._loop.call_later(TERM_TO_KILL, self._kill_all))
-
-    def _kill_all(self) -> None:
-        for replica in self._replicas:
-            replica.kill()
-
-    async def _kill_rest(self) -> None:
-        """Kill what is left. In the normal case nothing is."""
-        for timer in self._timers:
-            timer.cancel()
-        for replica in self._replicas:
-            if not replica.state.over:
-                self._cancel_start(replica, State.STOPPED)
-        self._kill_all()
-        deadline = self._loop.time() + TERM_TO_KILL
-        while self.pids() and self._loop.time() < deadline:  # their deaths come as events of the loop
-            await asyncio.sleep(0.005)
-
-    async def _stop_coordinator(self) -> None:
-        coordinator, self._coordinator = self._coordinator, None
-        if coordinator is not None:
-            await coordinator.stop()
-
-    async def _close_report(self) -> None:
-        await asyncio.to_thread(self._report.close, 1.0 if self._killed else 30.0)
-
-    def _handle_signals(self, stack: contextlib.AsyncExitStack) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("handle_signals works only in the main thread; call interrupt() from your own handler")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                self._loop.add_signal_handler(number, self._signalled)
-                stack.callback(self._loop.remove_signal_handler, number)
-
-    def _signalled(self) -> None:
-        now = self._loop.time()
-        if now - self._signalled_at >= SAME:
-            self._signalled_at = now
-            self.interrupt()
+        if not self._hosts.asks(replica.number, replica.starts):
+            self._supervisor.ended(replica, away=self.away)
 
     # -- what is said -------------------------------------------------------------------------------------------------
 
-    def _coordinator_event(self, event: Event) -> None:
-        kind = event["kind"]
-        if kind == "joined" and not self._is_awaited:
-            self._is_awaited = True
-            self._check_begin()
-        if kind == "view":
-            self._has_views = True
-            self.view = event
-            contributing = {member["replica"]: member["contributing"] for member in event["members"]}
-            for replica in self._replicas:
-                # A view of a loss has no step; of who finished we hear before.
-                gone = replica.joined and replica.number not in contributing and not replica.said_finished
-                replica.left |= gone and event["step"] is not None
-                if replica.number in contributing:
-                    replica.joined, replica.joining = True, ""
-                if contributing.get(replica.number):
-                    replica.contributed, replica.reason = True, ""
-                    replica.failed_at_end = replica.failed_by_itself = False
-        for replica in self._replicas:
-            if replica.number == event.get("replica"):
-                self._of_replica(replica, kind, str(event.get("reason", "")))
-        if isinstance(step := event.get("step"), int) and isinstance(number := event.get("replica"), int):
-            self.steps[number] = step
-            if kind == "metrics":
-                self.effective[number] = event["effective"]
-        if kind not in ("report", "metrics"):
-            self._note_places()
+    def _tell(self, event: Event) -> None:
+        """Tell what the coordinator says, and find out what is behind it."""
+        self._dump(cause_of(event))
         self._report.record(event)
+        if self._diagnosis is not None and stands_still(event):
+            self._diagnosis.look(event)
         if (text := describe(event)) is not None:
             self._report.log(text)
-        if kind in ("failed", "ended") and not (self._draining or self._over.done() or self._has_trained()):
-            self._job_lost(JobLost(str(event.get("reason", "the coordinator gave it up"))))
-        if event.get("hopeless") and not (self._has_views or self._draining):
-            asked = 2 * self.options.timeouts.heartbeat  # by then all ranks that have started have asked
-            self._job_lost(JobLost("it cannot begin, and a restart would not help"), grace=asked)
 
-    def _of_replica(self, replica: ReplicaProcesses, kind: str, reason: str) -> None:
-        if kind == "finished":
-            replica.said_finished = True
-        elif kind in ("trains", "trained"):
-            replica.trained = kind == "trained"
-        elif kind == "dismissed":  # it has left in order, though it was in no view that it could have left
-            replica.left = True
-        elif kind == "removed" and replica.joined and not replica.removed:
-            replica.removed = replica.reason = reason
-            self._timers.append(self._loop.call_later(REMOVED_TO_TERM, self._end_removed, replica, replica.starts))
-        elif kind == "joined" and self._has_views:
-            replica.joining, replica.removed = "prepares", ""  # its process may have made a new group
-        elif kind == "ready":
-            replica.joining = "joins"
+    def _dump(self, cause: str, delay: float = DELAY) -> None:
+        if cause and self._dumper is not None:
+            self._dumper.dump(cause, delay)
 
-    def _note_places(self) -> None:
-        for replica in self._replicas:
-            place = self.place(replica)
-            if replica.number not in self._places or self._places[replica.number][0] != place:
-                self._places[replica.number] = place, time.time()
+    def _tell_why(self, found: Diagnosis) -> None:
+        self._report.emit("diagnosis", verdict=msgspec.to_builtins(found.verdict))
+        self._report.log(
+            f"why: {' '.join(found.verdict.sentences(found.facts.at))} (all of it: ftcomm why {self.run_id})"
+        )
+
+    def _host_name(self, replica: int) -> str:
+        """The name of the host of a replica: its address, if it has a network of its own."""
+        node = self.options.node
+        if node is not None and not self._job.replicas[replica].here:
+            return f"host {self._job.node_of(self._job.replicas[replica])}"
+        return socket.gethostname() if self.network is None else self._job.replicas[replica].host
 
     def _happened(self, event: Event) -> None:
+        if self._monitor is not None:
+            self._monitor.event(event)
         if self._admin is not None:
             self._admin.tell(event)
         self._on_event(event)
 
     def _hold_output(self, held: bool) -> None:
-        for replica in self._replicas:
+        for replica in self._job.replicas:
             replica.hold(held)
 
 
-def _are(numbers: list[int]) -> str:
-    return "is" if len(numbers) == 1 else "are"
+def _exit_code(job: JobState) -> int:
+    """The exit code of `ftcomm run`: 0 if the training is complete and no replica was given up.
 
-
-def _were(numbers: list[int]) -> str:
-    return "was" if len(numbers) == 1 else "were"
+    How a replica died does not matter where a step loop says that the training is complete, nor who was not back in
+    time then. Without a step loop an error or a crash fails the job, see `JobState.has_failed`.
+    """
+    if job.killed:
+        return KILLED
+    if job.lost or job.those_in(State.FAILED):
+        return FAILED
+    if job.draining:
+        return FAILED if job.unclean else DRAINED
+    # Each was told to go away on its own: that is a drain.
+    return FINISHED if job.those_in(State.FINISHED) else DRAINED
 
 
 def run(options: RunOptions) -> int:

@@ -7,37 +7,15 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftcomm.errors import SettingsError
 from ftcomm.launch import reaper
+from ftcomm.process.user_dir import LOCK, base_dir, locked, unused
 
 VIEWS = "views"  # the coordinator's store
-LOCK = "lock"  # held by the launcher and its reaper for as long as either lives
-
-
-def base_dir() -> Path:
-    """Returns the directory of this user's runs; made if missing, mode 0700. Raises `SettingsError` if others have
-    access."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    parent = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    base = parent / f"ftcomm-{os.getuid()}"
-    mend = "remove it, or set TMPDIR to a directory that you can write to"
-    try:
-        with contextlib.suppress(FileExistsError):
-            base.mkdir(mode=0o700)
-        info = base.lstat()
-    except OSError as error:
-        raise SettingsError(f"cannot use {base} for the files of a run: {error.strerror}; {mend}") from None
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        # In a shared /tmp another user could have made it first, to read or change what we put there.
-        raise SettingsError(f"{base} is not a directory that only you can use; {mend}")
-    return base
 
 
 @contextlib.contextmanager
@@ -51,18 +29,24 @@ def short(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
+class SocketDir:
+    """A fresh directory for the socket of a process that starts none of its own. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.path, self._lock = _fresh()
+        self.run = self.path.name
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
 class RunDir:
     """A fresh directory, and the reaper that cleans up after this process. Not thread-safe."""
 
     def __init__(self) -> None:
-        base = base_dir()
-        self.run = secrets.token_hex(8)
-        self.path = base / self.run
-        with _locked(base):
-            _remove_stale(base)
-            self.path.mkdir(mode=0o700)
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path, self._lock = _fresh()
+        self.run = self.path.name
         # Not passed on: with the settings of a run in its environment, the reaper could be taken for a part of that
         # run when one launcher runs inside another.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
@@ -110,16 +94,16 @@ class RunDir:
             self._reaper.stdin.write(line.encode())
 
 
-@contextlib.contextmanager
-def _locked(base: Path) -> Iterator[None]:
-    """Hold the lock under which directories are made and cleaned, so that a new one is locked before it can look
-    stale."""
-    fd = os.open(base / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+def _fresh() -> tuple[Path, int]:
+    """Makes the directory of a run, which names the run; returns it, and the lock that says it is in use."""
+    base = base_dir()
+    path = base / secrets.token_hex(8)
+    with locked(base):
+        _remove_stale(base)
+        path.mkdir(mode=0o700)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return path, lock
 
 
 def _remove_stale(base: Path) -> None:
@@ -127,19 +111,6 @@ def _remove_stale(base: Path) -> None:
     for path in base.iterdir():
         if not path.is_dir() or path.is_symlink():
             continue
-        try:
-            fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # in use
-        else:
+        if unused(path):
             reaper.kill_all(f"{path.name}:", set(), patience=1.0)
             shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(fd)

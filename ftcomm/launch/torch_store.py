@@ -7,28 +7,33 @@ torch. It lives in the launcher: it outlives each rank, and a coordinator that i
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ftcomm.control.connection_limit import ConnectionLimit
 from ftcomm.control.dropped import Lines
 from ftcomm.errors import InitError
 from ftcomm.launch.store_contents import LIFE_PREFIX, MOST, Parser, QueryError, StoreContents, shown
 
 SLOW = 10.0  # s after which somebody who waits for a key is told of
 DEADLINE = 60.0  # s in which a query has to come to its end
+SILENT = 10.0  # s in which the first query has to come
 SLICE = 0.005  # s after which the queries of one connection wait for what else the event loop has to do
 
 
 class TorchStore:
     """The server, on one event loop, at any free port if `port` is 0. `tell` gets a line when a client waits long, or
-    sends something else than a query."""
+    sends something else than a query. Connections take half of the descriptors that the process may open, at most."""
 
     def __init__(self, host: str, tell: Callable[[str], None], port: int = 0) -> None:
         self.host, self.port = host, port
         self._tell = tell
+        self._limit = ConnectionLimit[int](max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._keys = StoreContents()
-        self._links: dict[int, _Client] = {}
+        self._links: dict[int, _Client] = {}  # the oldest first
+        self._last = 0  # the number of the newest
         self._held = 0  # bytes of queries that have not come to their end, of all connections
         self._lines = {"refused": Lines(), "slow": Lines()}
         self._server: asyncio.Server | None = None
@@ -57,13 +62,19 @@ class TorchStore:
             link.cut()
 
     def opened(self, link: _Client) -> int:
-        number = max(self._links, default=0) + 1
+        number = self._last = self._last + 1
         self._links[number] = link
+        if (excess := self._limit.come(number, link.source)) is not None:
+            self._links[excess.key].refuse(
+                f"a query or none, beside {self._limit.most} others; ulimit -n has no room for more"
+            )
+            self.closed(excess.key)
         return number
 
     def closed(self, number: int) -> None:
-        del self._links[number]
-        self._keys.gone(number)
+        if self._links.pop(number, None) is not None:
+            self._limit.gone(number)
+            self._keys.gone(number)
 
     def holds(self, more: int) -> None:
         """Note that queries that have not come to their end take `more` bytes. Cuts off who holds most of too many."""
@@ -80,6 +91,7 @@ class TorchStore:
 
     def asked(self, number: int, name: str, fields: list[Any]) -> None:
         """Raises `QueryError`."""
+        self._limit.spoke(number)
         for connection, answer in self._keys.ask(number, name, fields):
             self._links[connection].answer(answer)
         if name == "wait" and self._keys.waits_for(number):
@@ -111,6 +123,7 @@ class _Client(asyncio.Protocol):
     def __init__(self, store: TorchStore) -> None:
         self._store = store
         self._number = 0
+        self.source = ""
         self._parser = Parser()
         self.held = 0  # bytes of queries that have not come to their end
         self._full = False  # as many replies are unread as the transport likes to hold
@@ -128,6 +141,8 @@ class _Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.source = str(transport.get_extra_info("peername")[0])
+        self._deadline = asyncio.get_running_loop().call_later(SILENT, self.refuse, f"nothing for {SILENT:g} s")
         self._number = self._store.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -15,27 +15,28 @@ OUTER = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELAS
 def of_job(options: RunOptions, job: str, store: str) -> dict[str, str]:
     """What all ranks have alike. `store`: host:port of torch's store."""
     host, port = split_endpoint(store, "FTCOMM_STORE")
-    size = str(options.replicas * options.ranks_per_replica)
+    size, node = str(options.replicas * options.ranks_per_replica), options.node
     return {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(len(options.started_here) * options.ranks_per_replica),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_RANK": str(0 if node is None else node.rank),
+        "GROUP_WORLD_SIZE": str(1 if node is None else node.count),
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # so nobody else serves one at that address
     }
 
 
-def of_rank(place: int, restarts: int) -> Mapping[str, str]:
-    """What is its own. `place`: its index among all ranks of the job. `restarts`: of its replica up to now."""
+def of_rank(options: RunOptions, replica: int, rank: int, restarts: int) -> Mapping[str, str]:
+    """What is its own. `restarts`: of its replica up to now."""
+    place = replica * options.ranks_per_replica + rank
     return {
         "RANK": str(place),
-        "LOCAL_RANK": str(place),
+        "LOCAL_RANK": str(place - options.started_here.start * options.ranks_per_replica),
         "ROLE_RANK": str(place),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
     }

@@ -14,9 +14,9 @@ stops, and asks the others of that view for their accounts:
       told by all: ReachMember, reached: Resume
       AskMember(epoch, entered)        --->     asked: j may leave, as far as i is concerned
 
-A member that closes the group waits until the others have entered what it has entered. A later caller gets `Left`, and
-leaves it out of that view. What it has returned is FINAL everywhere, so the others need nothing more from it; ops that
-it has not called cannot be completed.
+A member that closes the group waits until the others have entered what it has entered, and until what it has taken has
+returned. A later caller gets `Left`, and leaves it out of that view. What it has returned is FINAL everywhere, so the
+others need nothing more from it; ops that it has not taken cannot be completed.
 
 To make the group is the same again: a first view, in which no op was called. So a loss while a group is being made is a
 loss like others, and a replica that comes back makes it as in its first life, and goes on in its numbering.
@@ -37,7 +37,7 @@ from ftcomm.control import field_types as t
 from ftcomm.control.actions import Freeze, Resume
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.transport.router import ENTERED, Incoming
 
 _PAUSE = 0.02  # s before a silent member is asked again
@@ -52,10 +52,12 @@ class SubgroupProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The member has closed the group, after it had returned so many ops. `fresh`: it had just come, and was in no view
-    of the group yet, so that number says nothing of those of the others."""
+    """The member has closed the group, after it had returned so many ops: they are FINAL everywhere. It has taken so
+    many: others may have returned them, and nobody can return one after them. `fresh`: it had just come, and was in no
+    view of the group yet, so these numbers say nothing of those of the others."""
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]
+    taken: Annotated[int, Meta(ge=0, le=1 << 53)]
     fresh: bool = False
 
 
@@ -102,10 +104,14 @@ Action = Freeze | AskMember | TellCaller | ReachMember | Resume | ReportStall
 
 class DerivedMembership:
     """The membership of one member. Not thread-safe. Every method but the first returns actions in order. `here` is the
-    segment of this member, and `among` are all replicas that may ever be members."""
+    segment of this member, and `among` are all replicas that may ever be members. `in_step`: it was made in a step of
+    the job, as the scripts of the others do in that step."""
 
-    def __init__(self, replica: int, among: Collection[int], here: Address, timeouts: Timeouts) -> None:
+    def __init__(
+        self, replica: int, among: Collection[int], here: Address, timeouts: Timeouts, *, in_step: bool = False
+    ) -> None:
         self.replica, self.among = replica, frozenset(among)
+        self._in_step = in_step
         self.epoch = 0  # the epoch that the exchange runs in
         self.view: View | None = None  # the job's newest view, restricted; entered, or about to be
         self._here, self._timeouts = here, timeouts
@@ -332,7 +338,7 @@ class DerivedMembership:
         accounts = {**self._accounts, self.replica: self._account}
         nobody = not self.view.contributing
         members = tuple(
-            Member(m.replica, m.incarnation, (accounts[m.replica].address,), m.contributing or nobody)
+            Member(m.replica, m.incarnation, Addresses.of((accounts[m.replica].address,)), m.contributing or nobody)
             for m in self.view.members
         )
         view = msgspec.structs.replace(self.view, members=members)
@@ -340,11 +346,12 @@ class DerivedMembership:
 
     def _overdue(self) -> float:
         """Returns when a stall is reported next. After a loss all hear of the view at once. Otherwise a member waits
-        for the scripts of others. When the group is made, or this member has just come, that has no limit."""
-        if not self.epoch:
+        for the scripts of others. When the group is made before the first step, or this member has just come, that has
+        no limit."""
+        if not self.epoch and not self._in_step:
             return float("inf")
         assert self.view is not None
-        patience = self._timeouts.op if self.view.proposal else self._timeouts.op_floor
+        patience = self._timeouts.op_floor if self.epoch and not self.view.proposal else self._timeouts.op
         return max(self._said + REPORT, self._begun + patience)
 
 

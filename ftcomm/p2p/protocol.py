@@ -1,4 +1,4 @@
-"""The messages between sender and receiver, and what each keeps of their connection.
+"""The messages between sender and receiver: their frames, and the sends and receives that callers have started.
 
 `ftcomm.p2p.progress` has the picture.
 """
@@ -6,17 +6,13 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import struct
 import threading
-from collections import deque
 from typing import Any
 
 import numpy as np
 
-from ftcomm.control.sealed import Connection as Socket
-from ftcomm.p2p.matching import Unexpected
-from ftcomm.p2p.slots import DeviceMemory, Track
+from ftcomm.p2p.slots import DeviceMemory
 
 EAGER = 64 << 10  # bytes of the longest message that is sent unasked
 MAX_MESSAGE = 1 << 48  # bytes
@@ -120,43 +116,6 @@ class RecvRequest(MessageRequest):
         """Let bytes of the connection go into `memory` from now on."""
         if self.place is not None and self.landed is None:
             self.memory = self.landed = np.empty(self.nbytes, np.uint8).data
-
-
-class MessageConnection:
-    """A connection. `queue` has what is to be written, each with the send that ends with it. Any thread appends to it,
-    with the lock of the engine; only the engine's thread takes from it."""
-
-    def __init__(self, peer: int, sock: Socket | None) -> None:
-        self.peer, self.sock = peer, sock
-        self.queue: deque[tuple[memoryview, SendRequest | None]] = deque()
-        self.interest = 0  # the events of the selector
-        self.head = bytearray()
-        self.rest = memoryview(b"")  # the rest of the head, or of its bytes, being read
-
-
-class SendChannel(MessageConnection):
-    """A connection to a receiver. It has no socket while it is dialled."""
-
-    def __init__(self, peer: int) -> None:
-        super().__init__(peer, None)
-        self.numbers = itertools.count()
-        self.held: deque[SendRequest] = deque()  # not sent yet, for want of room or of a connection
-        self.offers: dict[int, SendRequest] = {}
-        self.unasked: dict[int, int] = {}  # number -> bytes of each message sent ahead and not received yet
-        self.nbytes = 0  # their sum
-        self.track = Track()
-        self.fetching: list[SendRequest] = []  # being copied to the host, to be sent as bytes
-
-
-class RecvChannel(MessageConnection):
-    """A connection from a sender."""
-
-    def __init__(self, peer: int, sock: Socket, nonce: str = "") -> None:
-        super().__init__(peer, sock)
-        self.nonce = nonce  # names the sender's memory
-        self.expected: dict[int, RecvRequest] = {}  # offers that were accepted
-        self.arrival: Unexpected | None = None  # the arrival whose bytes are being read
-        self.receive: RecvRequest | None = None
 
 
 def head(kind: int, message: MessageRequest) -> bytes:

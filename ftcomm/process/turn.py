@@ -31,7 +31,8 @@ class Series:
 
 class Turn(Generic[Op]):
     """Tells whose call it is, in one group. Two threads that call at the same time have no order, so the ranks may have
-    mixed their calls: where that is noticed, both are told.
+    mixed their calls: where that is noticed, both are told. What the group calls next may be matched with a wrong call,
+    too, so all further calls are refused until `agree`.
 
     It is noticed if a thread calls while another one is in a call that blocks, or while the last op that another one
     has started is in flight. A thread that has waited for that op, or finds it done, has an order.
@@ -50,6 +51,11 @@ class Turn(Generic[Op]):
         self._starting = _thread.allocate_lock()  # guards the next two; held for some lines
         self._series: Series | None = None  # the newest
         self._last: weakref.ref[Op] | None = None  # its last op; nobody's buffers are kept
+        self._lost = ""  # the name of the thread by which the order was lost
+
+    def agree(self) -> None:
+        """Note that all ranks have passed a point by which calls are matched from now on."""
+        self._lost = ""
 
     def run(self, call: Callable[[Op], object], op: Op) -> None:
         """Make a `call` that blocks until `op` is done. Raises `ArgumentError` if another thread is in a call, or has
@@ -59,6 +65,8 @@ class Turn(Generic[Op]):
         if holder is not None and holder[0] == me:
             call(op)  # inside another one of this thread
             return
+        if self._lost:
+            self._refuse()
         mine: list[Any] = [me]
         try:
             while held.setdefault(0, mine) is not mine:
@@ -78,6 +86,8 @@ class Turn(Generic[Op]):
     def start(self, op: Op) -> Series:
         """A call begins that does not block. Raises `ArgumentError`, as `run` does."""
         me = get_ident()
+        if self._lost:
+            self._refuse()
         with self._starting:
             series = self._series
             if series is None or series.thread != me:
@@ -117,11 +127,20 @@ class Turn(Generic[Op]):
         return op is not None and not self._ended(op)
 
     def _cross(self, here: str) -> None:
-        """Tell the other thread that has started what is in flight. What it starts from now on is not concerned."""
+        """The order is lost. Tell the other thread that has started what is in flight."""
+        self._lost = here
         series = self._series
         if series is not None and series.thread != get_ident() and self._in_flight():
             series.crossed = here
             self._series = Series(series.thread)
+
+    def _refuse(self) -> None:
+        raise ArgumentError(
+            f"the order of calls of this group was lost when thread {self._lost!r} called a collective while another "
+            "thread was in one: the ranks may have mixed their calls. The group of a step loop matches calls again "
+            "behind the next step boundary; close any other group, and make a new one. Give each thread a group of "
+            "its own (Group.subgroup, dist.new_group)"
+        )
 
 
 def _told(other: str) -> str:

@@ -35,5 +35,5 @@ def _make(token: str, job: str, files: tuple[str, str, str] | None) -> Credentia
         )
     try:
         return Credentials(token, job, None if files is None else Tls(Files(*files)))
-    except TlsError as error:
+    except (TlsError, ValueError) as error:
         raise SettingsError(f"{error}.") from None

@@ -28,11 +28,14 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: dict[str, Any] = {}  # where, when and by what; for people
 
 
+_FILE = msgspec.json.Decoder(File)
+
+
 def load(path: str) -> Tuning:
     """Reads the file. Raises `SettingsError` on one that is none."""
     name = f"FTCOMM_TUNING={path}"
     try:
-        file = msgspec.json.decode(Path(path).read_bytes(), type=File)
+        file = _FILE.decode(Path(path).read_bytes())
     except OSError as error:
         raise SettingsError(f"{name}: {error.strerror or error}; name a file that `ftcomm bench tune` wrote.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

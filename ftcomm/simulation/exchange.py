@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ftcomm.collective.core import NOTHING, RETURNED, Did, ExchangeCore
-from ftcomm.collective.driver import ENDED, LOOK, PARKED, Pause
+from ftcomm.collective.driver import ENDED, PARKED, Pause
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.operation import Operation
@@ -27,6 +27,7 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.threads import Threads, Worker
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control import messages as m
+from ftcomm.control.running_time import LOOK
 from ftcomm.control.views import Address, View
 from ftcomm.errors import CollectiveTimeout, FtcommError, TransportError
 from ftcomm.kernels.host.reduce import Reducer
@@ -151,7 +152,8 @@ class VirtualThreads(Threads, Worker):
 
 
 class SimulatedExchange:
-    """`group` is empty for that of all. See `ftcomm.collective.exchange.Exchange` for the callbacks."""
+    """`group` is empty for that of all, and `me` the number of the member; None: that of its replica. See
+    `ftcomm.collective.exchange.Exchange` for the callbacks."""
 
     def __init__(
         self,
@@ -162,16 +164,18 @@ class SimulatedExchange:
         on_stall: Callable[[Stall], object],
         on_failed: Callable[[FtcommError], object],
         group: str = "",
+        me: int | None = None,
     ) -> None:
         self.rank, self.group = rank, group
-        self.memory = TinyMemory(rank.replica, nonce=nonce)
+        self.me = rank.replica if me is None else me
+        self.memory = TinyMemory(self.me, nonce=nonce)
         self._asleep: Pause | None = None  # why the thread that drives sleeps; None: it does not, or there is none
         self._drives = False
         self._until: Operation | None = None  # for which op
         self._on_lost, self._on_stall, self._on_failed = on_lost, on_stall, on_failed
         timeouts = rank.timeouts
         self.exchange = PacedExchange(
-            rank.replica,
+            self.me,
             self.memory,  # type: ignore[arg-type]
             deadline_floor=timeouts.op_floor,
             deadline_ceiling=timeouts.op,
@@ -225,7 +229,7 @@ class SimulatedExchange:
         way = random.Random(f"{self.rank.world.seed} {self.group} {view.epoch}").choice(ways)
         plan = group_view(
             view.epoch,
-            self.rank.replica,
+            self.me,
             members,
             view.contributing,
             ring=way is Way.RING,
@@ -234,7 +238,10 @@ class SimulatedExchange:
         )
         return dataclasses.replace(plan, alike=way is not Way.TWO_SHOT)
 
-    def end(self, error: FtcommError) -> None:
+    def part(self, error: BaseException) -> None:
+        self.exchange.part(error)
+
+    def end(self, error: BaseException) -> None:
         self.exchange.fail(error)
 
     # -- between hosts -----------------------------------------------------------------------------------------------
@@ -257,7 +264,7 @@ class SimulatedExchange:
         """A member has dialled that reads this memory."""
         sock = TinySocket(connection, 1)
         sock.on_room = self.kick
-        self.exchange.admit(TcpMirrorWriter(sock, replica, epoch, life))  # type: ignore[arg-type]
+        self.exchange.admit(TcpMirrorWriter(sock.protected(), replica, epoch, life))
 
     # -- the thread that drives ----------------------------------------------------------------------------------------
 

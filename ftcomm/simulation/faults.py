@@ -7,7 +7,9 @@ import functools
 from ftcomm.control import messages as m
 from ftcomm.control.blame import SETTLED
 from ftcomm.control.timeouts import REPORT
+from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.job import Replica, SimulatedJob
+from ftcomm.simulation.missed_boundary import MissedBoundary
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import Scenario
 
@@ -33,6 +35,7 @@ _OF_KIND = {
     "squatted": ("squat", "squat", "kill", "coordinator", "flap"),
     "divided": ("divide", "divide", "divide", "kill", "coordinator", "cut"),
     "severed": ("sever", "sever", "sever", "sever", "kill", "coordinator", "hold"),
+    "attacked": ("attack", "attack", "attack", "attack", "attack", "kill", "sever"),
 }
 
 
@@ -71,7 +74,14 @@ class Faults:
     def _length(self) -> float:
         """How long a single fault of the histories of one fault lasts."""
         op = self.scenario.timeouts.op
-        lengths = {"frozen": 6.0, "stuck": 40.0, "suspended": 3 * op, "standing": 3 * op}
+        lengths = {
+            "frozen": 6.0,
+            "stuck": 40.0,
+            "suspended": 3 * op,
+            "standing": 3 * op,
+            "missed": 3 * op,
+            "away": 4 * op,  # twice as long as ops wait
+        }
         return lengths.get(self.scenario.kind, 0.0)
 
     # -- histories of one fault --------------------------------------------------------------------------------------
@@ -82,7 +92,7 @@ class Faults:
     def _begin_stuck(self) -> None:
         replica = self.random.choice(self.job.replicas)
         if replica.running:
-            self._excuse(replica, "its script stands still", stalls=True)
+            self.excuse(replica, "its script stands still", stalls=True)
             self.random.choice(replica.scripts).stuck = True
 
     def _begin_standing(self) -> None:
@@ -95,7 +105,7 @@ class Faults:
             return
         stands, _, *others = self.random.sample(running, len(running))
         life = stands.ranks[0].incarnation
-        self._excuse(stands, "stands still", stalls=True)
+        self.excuse(stands, "stands still", stalls=True)
         if self.random.random() < 0.3:
             self.random.choice(stands.scripts).stuck = True
         else:
@@ -114,10 +124,16 @@ class Faults:
 
     def _kill_if_running(self, replica: Replica) -> None:
         if replica.running:
-            self._kill(replica)
+            self.kill(replica)
+
+    def _begin_missed(self) -> None:
+        MissedBoundary(self)
 
     def _begin_suspended(self) -> None:
         """Stop one after the other, so that most are stopped while they wait, and let them go on in another order."""
+        if not all(replica.running for replica in self.job.replicas):  # one alone would be a stall
+            self.world.after(0.001, None, self._begin_suspended)
+            return
         seconds = self.scenario.timeouts.give_up + 1.0
         for rank in self._everybody():
             self.world.after(0.5 * self.random.random(), None, rank.freeze)
@@ -143,6 +159,23 @@ class Faults:
         else:
             self.world.after(0.05, None, self._watch_quiet)
 
+    def _begin_away(self) -> None:
+        """Take the coordinator away until all is mended, stopped or dead, and kill a member meanwhile."""
+        job = self.job
+        machine = None if job.coordinator is None else job.coordinator.machine
+        if machine is None or not machine.job.settled:
+            self.world.after(0.001, None, self._begin_away)
+            return
+        if self.random.random() < 0.5:
+            self._stop_coordinator(self.end)
+        else:
+            job.kill_coordinator()
+        if self.random.random() < 0.5:
+            self._arm("kill")
+        else:
+            pause = self.scenario.storm * self.random.random()
+            self.world.after(pause, None, self.strike, "kill")
+
     def _begin_rolling(self, number: int = 0) -> None:
         """The next one only when all contribute again."""
         job = self.job
@@ -150,7 +183,7 @@ class Faults:
             return
         view = job.stored[-1] if job.stored else None
         if view is not None and len(view.contributing) == len(job.replicas) and job.replicas[number].running:
-            self.random.choice((self._kill, self._leave))(job.replicas[number])
+            self.random.choice((self.kill, self.leave))(job.replicas[number])
             number += 1
         self.world.after(0.01, None, self._begin_rolling, number)
 
@@ -170,19 +203,19 @@ class Faults:
             if not others and self.random.random() < 0.9:
                 return  # seldom the end of the job
             if kind == "kill":
-                self._kill(replica)
+                self.kill(replica)
             else:
-                self._excuse(replica, "no power")
+                self.excuse(replica, "no power")
                 self.job.kill(replica, power=True, first=self.random.randrange(len(replica.ranks)))
         elif kind == "orphan":
-            self._excuse(replica, "killed, with a child")
+            self.excuse(replica, "killed, with a child")
             child = self.random.choice((0.5, 3.0, 12.0))
             self.job.kill(replica, first=self.random.randrange(len(replica.ranks)), child=child)
         elif kind == "half" and self.job.stored:  # else the others wait for it to start, up to their init timeout
-            self._excuse(replica, "a host of it has no power")
+            self.excuse(replica, "a host of it has no power")
             self.job.lose_host(replica, self.random.randrange(len(replica.ranks)))
-        elif kind == "squat" and self.job.stored:  # without it no job begins
-            self._excuse(replica, "killed, and its port taken")
+        elif kind == "squat" and self._has_begun:
+            self.excuse(replica, "killed, and its port taken")
             self.job.lose_ports(replica)
         elif kind == "freeze":
             self._freeze(replica, self.random.choice((0.05, 0.5, 1.5, 5.0)))
@@ -191,7 +224,7 @@ class Faults:
         elif kind == "late-news":
             here, there = self.scenario.coordinator_host, replica.hosts[0]
             ways = self.random.choice(([(here, there)], [(there, here)], [(here, there), (there, here)]))
-            self._block(ways, self._briefly())
+            self.block(ways, self._briefly())
         elif kind in ("hold", "hold-some", "hold-all"):
             self._hold(kind, running)
         elif kind == "cut-off":
@@ -201,7 +234,7 @@ class Faults:
         elif kind == "divide":
             self._divide()
         elif kind == "slow":
-            self._excuse(replica, "slow", stalls=True)
+            self.excuse(replica, "slow", stalls=True)
             for rank in replica.ranks:
                 rank.slow = self.random.choice((10.0, 100.0))
         elif kind in ("partition", "one-way", "lonely"):
@@ -214,7 +247,7 @@ class Faults:
         elif kind == "flap":
             self._flap(replica)
         elif kind == "leave":
-            self._leave(replica)
+            self.leave(replica)
         elif kind == "mid-decision" and self.job.coordinator is not None:
             self.job.coordinator.crash_in = self.random.randrange(4)
             self.world.after(0.3 * self.random.random(), None, self.job.kill_coordinator)
@@ -235,6 +268,14 @@ class Faults:
             self._accuse(replica, running)
         elif kind == "sever":
             self._sever(replica)
+        elif kind == "attack":
+            self._attack(replica)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a member that is neither heard nor proved dead is removed as a stall. Before that the others wait for
+        all to join, and to make their first groups, up to their init timeout."""
+        return bool(self.job.promises.returns or (self.job.stored and not self.scenario.work.groups))
 
     def _sever(self, replica: Replica) -> None:
         """Connections for data, of one rank or of all, to one replica or to several: at both ends, or at one."""
@@ -244,6 +285,19 @@ class Faults:
             self.world.say("chance", "resets the way from %s to %s, at %s", other.number, replica.number, ends)
             for rank in self.random.sample(replica.ranks, self.random.randint(1, len(replica.ranks))):
                 rank.break_data(other.number, ends)
+
+    def _attack(self, replica: Replica) -> None:
+        """Something happens to the next record on the way from another replica to a rank of this one."""
+        other = self.random.choice(self.job.replicas)
+        how = self.random.choice(list(Attack))
+        rank = self.random.choice(replica.ranks)
+        if other is not replica and rank.attack_data(other.number, how):
+            self.world.say("chance", "%s: the next record from %s to %s", how.name, other.number, rank.name)
+            if how.keeps_back:  # until another record comes, who waits for it waits, and is waited for
+                for one in (replica, other):
+                    if one.number not in self.job.promises.touched:
+                        self._touch(one, "a record is kept back")
+                        self.job.promises.stalling.add(one.number)
 
     def _accuse(self, accused: Replica, running: list[Replica]) -> None:
         for by in running:
@@ -266,7 +320,7 @@ class Faults:
         others = [replica for replica in running if replica is not kept]
         self.job.kill_coordinator()
         for replica in self.random.sample(others, self.random.randint(min(1, len(others)), len(others))):
-            self._kill(replica)
+            self.kill(replica)
         self.world.after(self.random.choice((0.0, 0.01, 0.4)), None, self.job.start_coordinator)
 
     def _hold(self, kind: str, running: list[Replica]) -> None:
@@ -296,7 +350,7 @@ class Faults:
         here, there = ({hosts[rank] for hosts in self.scenario.hosts} for rank in (0, 1))
         out = [(a, b) for a in sorted(here) for b in sorted(there)]
         back = [(b, a) for a, b in out]
-        self._block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
+        self.block(self.random.choice((out, back, out + back)), self.random.choice((0.5, 3.0, 12.0)))
 
     def _reject(self) -> None:
         """Let the coordinator's host refuse all, as a filter before it would, and reset what there is."""
@@ -317,8 +371,8 @@ class Faults:
         """Some steps, but not so long that anybody may call it a loss."""
         return min(0.2, 20 * self.scenario.work.compute) * self.random.random()
 
-    def _kill(self, replica: Replica) -> None:
-        self._excuse(replica, "killed")
+    def kill(self, replica: Replica) -> None:
+        self.excuse(replica, "killed")
         self.job.kill(replica, first=self.random.randrange(len(replica.ranks)))
 
     def _freeze(self, replica: Replica, seconds: float) -> None:
@@ -327,7 +381,7 @@ class Faults:
             return  # it has not started yet
         timeouts = self.scenario.timeouts
         if seconds > 0.8 * (timeouts.op_floor + timeouts.grace):
-            self._excuse(replica, "stopped", stalls=True)
+            self.excuse(replica, "stopped", stalls=True)
         ranks = list(replica.ranks)
         ranks = ranks if self.random.random() < 0.5 else [self.random.choice(ranks)]
         for rank in ranks:
@@ -347,8 +401,8 @@ class Faults:
         for rank in replica.ranks:
             rank.break_links(other.number)
 
-    def _leave(self, replica: Replica) -> None:
-        self._excuse(replica, "asked to leave")
+    def leave(self, replica: Replica) -> None:
+        self.excuse(replica, "asked to leave")
         for rank in replica.ranks:
             known = rank.node.view is not None or rank.node.machine.preview is not None
             if rank.alive and not rank.gone and not rank.frozen and known:
@@ -380,9 +434,10 @@ class Faults:
         for other in self.job.replicas:
             if apart & set(other.hosts):
                 self._touch(other, "a blocked path")
-        self._block(ways, seconds)
+        self.block(ways, seconds)
 
-    def _block(self, ways: list[tuple[int, int]], seconds: float) -> None:
+    def block(self, ways: list[tuple[int, int]], seconds: float) -> None:
+        self.job.promises.blocked = True
         ways = [way for way in ways if way[0] != way[1]]
         self.world.say("chance", "blocks the paths %s for %s s", ways, seconds)
         number = self.network.partition(
@@ -397,6 +452,8 @@ class Faults:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def mend(self) -> None:
+        if self.over:
+            return
         self.over = True
         self.world.say("chance", "mends all")
         self.network.heal()
@@ -406,7 +463,7 @@ class Faults:
                     self._thaw(rank)
                 rank.slow = min(rank.slow, 20.0)
             for script in replica.scripts:
-                script.stuck = False
+                script.stuck, script.misses = False, None
         if self.scenario.kind != "quiet":
             if self.job.coordinator is not None:
                 self.job.coordinator.thaw()
@@ -419,7 +476,7 @@ class Faults:
         self.job.promises.stalling.discard(replica.number)
         self.world.say("chance", "replica %s: %s", replica.number, why)
 
-    def _excuse(self, replica: Replica, why: str, *, stalls: bool = False) -> None:
+    def excuse(self, replica: Replica, why: str, *, stalls: bool = False) -> None:
         """The present life of it may go; `stalls`: as a stall alone."""
         life = replica.ranks[0].incarnation
         self.job.promises.excuse(life, why, stalls=stalls)

@@ -13,10 +13,11 @@ from ftcomm.simulation.faults import Faults
 from ftcomm.simulation.job import SimulatedJob
 from ftcomm.simulation.network import SimulatedNetwork
 from ftcomm.simulation.promises import BrokenPromise, Promises
-from ftcomm.simulation.scenario import draw, with_groups, with_loops
+from ftcomm.simulation.scenario import draw, with_groups, with_loops, with_protection, with_statics
 from ftcomm.simulation.world import World
 
-ENDS_WELL = ("calm", "quiet", "frozen", "stuck", "suspended")  # kinds of histories in which some holder is never hit
+# Kinds of histories in which some holder is never hit.
+ENDS_WELL = ("calm", "quiet", "frozen", "stuck", "suspended", "away")
 CALM = 400.0  # s of virtual time within which a job must end once faults have: 25 deadlines in a row
 
 
@@ -38,8 +39,9 @@ class History:
     trace: tuple[str, ...] = ()
 
 
-def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = False) -> History:
-    """The history of a seed; the same for the same arguments. Raises nothing that happens in it."""
+def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = False, extended: bool = True) -> History:
+    """The history of a seed; the same for the same arguments. Raises nothing that happens in it. Some that are
+    `extended` have static groups, or protected data."""
     began = time.process_time()
     world = World(seed, traced=traced)
     scenario = draw(world.random, least, most, kinds)
@@ -47,8 +49,13 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
         scenario = with_groups(scenario, random.Random(f"groups of {seed}"))
     if seed % 3 == 0:
         scenario = with_loops(scenario, random.Random(f"loops of {seed}"))
+    waits = scenario.kind in ("standing", "missed")  # a member that meets for a static group waits, too
+    if extended and seed % 7 == 3 and not waits:
+        scenario = with_statics(scenario, random.Random(f"static groups of {seed}"))
+    if (extended and seed % 5 == 2) or scenario.kind == "attacked":
+        scenario = with_protection(scenario, random.Random(f"protection of {seed}"))
     promises = Promises()
-    network = SimulatedNetwork(world, scenario.weather)
+    network = SimulatedNetwork(world, scenario.weather, scenario.data, attacked=scenario.kind == "attacked")
     job = SimulatedJob(scenario, world, network, promises)
     world.say("seed", "%s: %s", seed, scenario)
     broken = ""

@@ -7,10 +7,12 @@ from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control.blame import Removal
 from ftcomm.control.suspicion import Outcome, Probe, Why
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import View
 from ftcomm.simulation.network import SimulatedConnection, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
@@ -48,6 +50,7 @@ class SimulatedCoordinator(Process):
         number = self._count
         self._conns[number] = connection
         connection.receive[1] = lambda message: self.do(self.machine.receive(number, message, self.clock()))
+        connection.told = ViewsSent()
         connection.closed[1] = lambda reason: self._closed(number)
         return True
 
@@ -67,9 +70,9 @@ class SimulatedCoordinator(Process):
     def _probed(self, probe: Probe, outcome: Outcome) -> None:
         self.do(self.machine.probed(probe, outcome, self.clock()))
 
-    def do(self, actions: list[c.Action]) -> None:
+    def do(self, actions: list[ca.Action]) -> None:
         crash = -1
-        told = [action.fields for action in actions if isinstance(action, c.Log)]
+        told = [action.fields for action in actions if isinstance(action, ca.Log)]
         stalls: set[Any] = {fields["replica"] for fields in told if fields.get("removal") == Removal.STALL.value}
         for action in actions:
             if crash == 0:
@@ -78,7 +81,7 @@ class SimulatedCoordinator(Process):
                 return
             crash -= 1
             kind = type(action)
-            if kind is c.Send:
+            if kind is ca.Send:
                 connection = self._conns.get(action.conn)  # type: ignore[union-attr]
                 message: m.Message = action.message  # type: ignore[union-attr]
                 if type(message) is m.NewView:
@@ -86,13 +89,13 @@ class SimulatedCoordinator(Process):
                 if connection is not None:
                     self._job.network.check(message)
                     connection.send(1, message)
-            elif kind is c.Persist:
+            elif kind is ca.Persist:
                 view: View = action.view  # type: ignore[union-attr]
                 self.say("decides %s", described(view))
                 self._job.store(view, stalls)
                 if self.crash_in >= 0:
                     crash = self.crash_in
-            elif kind is c.Close:
+            elif kind is ca.Close:
                 connection = self._conns.pop(action.conn, None)  # type: ignore[union-attr]
                 if connection is not None:
                     connection.close(1)
@@ -100,12 +103,12 @@ class SimulatedCoordinator(Process):
                 port = action.address.pid  # type: ignore[union-attr]
                 asks = action.why in (Why.ACCUSED, Why.SEVERED)  # type: ignore[union-attr]
                 self._job.network.knock(self, port, functools.partial(self._probed, action), patient=asks)  # type: ignore[arg-type]
-            elif kind is c.Unfit:
+            elif kind is ca.Unfit:
                 self.say("decides nothing more: %s", action.reason)  # type: ignore[union-attr]
                 self._job.kill_coordinator()
                 self._job.unfit = True
                 return
-            elif kind is c.Done:
+            elif kind is ca.Done:
                 self._job.done(action.failed)  # type: ignore[union-attr]
 
 

@@ -110,8 +110,9 @@ class SteppedStream(Stream):
 
 
 # Of the product's objects: what is saved apart, what tells of time, and what is found again.
-_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch"))
-_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages"))
+_RECORDED = frozenset(("record",))  # of an op: where it is in the recording, which decides nothing
+_APART = frozenset(("inflight", "rosters", "stream", "view", "peers", "watch", "_change"))
+_APART_OF_PIPELINE = frozenset(("unposted", "slots", "stages", "stepped"))
 
 Resumption = Callable[[Inflight[Operation], GroupView], None]  # may spoil what is left to do, in a mutation
 
@@ -224,7 +225,7 @@ class Live:
             save(member, _APART),
             save(member.inflight, ("ops",)),
             save(member.rosters),
-            tuple((op.number, save(op)) for op in ops),
+            tuple((op.number, save(op, _RECORDED)) for op in ops),
             None if self.stream is None else self._save_stream(self.stream),
             None if self.pending is None else (self.pending[0], freeze(self.pending[1])),
         )
@@ -275,7 +276,7 @@ class Live:
         if live.checksums is not None:
             load(live.checksums, sums)
         pipeline.unposted = deque(by_number[number] for number in unposted)
-        pipeline.slots = [Slot() for _ in range(SLOTS)]
+        pipeline.slots, pipeline.stepped = [Slot() for _ in range(SLOTS)], pipeline.taken
         for index, (number, state) in enumerate(slots, start=pipeline.taken):
             slot = pipeline.slots[index % SLOTS]
             slot.op = by_number[number]
@@ -286,7 +287,7 @@ class Live:
 
     def _operation(self, number: int, state: Any) -> Operation:
         op = self._operations[number]
-        self._references.load(op, state)
+        self._references.load(op, state, _RECORDED)
         op.latch.acquire(blocking=False)  # as it is until the op is done
         return op
 

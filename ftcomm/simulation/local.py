@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.suspicion import Probe, Why
@@ -281,9 +282,9 @@ class Coordination:
                 actions.extendleft(reversed(live.probed(action, "unreachable", 0.0)))
             elif isinstance(action, Probe) and action.why is Why.SEVERED:
                 actions.extendleft(reversed(live.probed(action, "answered", 0.0)))
-            elif isinstance(action, c.Send):
+            elif isinstance(action, ca.Send):
                 sent.append((action.conn, action.message))
-            elif isinstance(action, c.Persist):
+            elif isinstance(action, ca.Persist):
                 if views and action.view.epoch <= views[-1].epoch:
                     raise BrokenPromise(f"epoch {action.view.epoch} is used twice")
                 views = (*views, action.view)

@@ -1,7 +1,8 @@
 """Memory between simulated hosts: the mirrors and writers of `ftcomm.transport.tcp`, on sockets of a simulated network.
 
 A socket takes as many bytes as the kernels have room for, maybe a part of what it is given, and the reader has them
-when it looks. So frames are sent by halves, left in queues, and left unread, as they are in the product.
+when it looks. So frames are sent by halves, left in queues, and left unread, as they are in the product. Where the
+history protects data, they travel in the records of `ftcomm.transport.secure`, and an attacker may sit on the path.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import errno
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ftcomm.control.sealed import Channel, Connection, Keys
+from ftcomm.simulation.attacker import Attack, Attacker
 from ftcomm.simulation.memory import CHUNK
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Lost, MirrorWriter, Poller
+from ftcomm.transport.secure import plane
 from ftcomm.transport.tcp.mirror import TcpMirror
 
 if TYPE_CHECKING:
@@ -47,13 +51,20 @@ class TinySocket:
         self._connection, self._end = connection, end
         self._random = connection.network.world.random
         self._inbox = bytearray()
-        self._left = self._random.choice(_ROOM)
+        # An attacker holds whole records, for which a kernel has room.
+        self._left = _ROOM[-1] if connection.network.attacked else self._random.choice(_ROOM)
         self._over: NoConnection | None = None
         self.on_room: Callable[[], None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None
+        self.attacker = Attacker(self._random) if connection.network.attacked else None
         connection.sockets[end] = self
         connection.receive[end] = self._came
         connection.closed[end] = self._ended
+
+    def protected(self) -> Connection:
+        """This end, with the protection that the history gives to data. Both ends have the same secret."""
+        keys = Keys(self._connection.number.to_bytes(32, "big"), client=self._end == 0)
+        return plane(Channel(self, keys), self._connection.network.data)  # type: ignore[arg-type]
 
     # -- what the product calls ----------------------------------------------------------------------------------------
 
@@ -62,6 +73,12 @@ class TinySocket:
 
     def setsockopt(self, *option: int) -> None:
         """Do nothing: a simulated socket has no options."""
+
+    def getpeername(self) -> tuple[str, int]:
+        return f"host{self._connection.processes[1 - self._end].host}", self._connection.number
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        return self.sendmsg((data,), (), flags)
 
     def sendmsg(self, buffers: Iterable[Any], ancillary: object = (), flags: int = 0) -> int:
         self._check()
@@ -123,7 +140,7 @@ class TinySocket:
             self.on_room()
 
     def _came(self, data: bytes) -> None:
-        self._inbox += data
+        self._inbox += data if self.attacker is None else self.attacker.lets_pass(data)
         self.on_news()
 
     def _ended(self, reason: NoConnection) -> None:
@@ -138,7 +155,7 @@ class Mirror(TcpMirror):
 
     def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: Lost) -> None:
         self.sock = sock
-        super().__init__(replica, epoch, sock, on_lost)  # type: ignore[arg-type]
+        super().__init__(replica, epoch, sock.protected(), on_lost)
 
     def start(self) -> None:
         """Start nothing: there is no thread."""
@@ -146,6 +163,11 @@ class Mirror(TcpMirror):
     def reset(self, ends: Iterable[int]) -> None:
         """A fault: the connection is reset at these ends, and the others hear nothing of it."""
         self.sock.reset(ends)
+
+    def attack(self, how: Attack) -> None:
+        """A fault: something on the path does so with the next record."""
+        assert self.sock.attacker is not None
+        self.sock.attacker.next = how
 
     def attend(self) -> None:
         """The connection has ended: find its end, behind all that has come."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from ftcomm.control import messages as m
 from ftcomm.control.suspicion import Outcome
+from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.simulation.mirror import NoConnection, TinySocket
 from ftcomm.simulation.world import Process, World
 
@@ -57,16 +58,21 @@ class SimulatedConnection:
         "held",
         "last",
         "network",
+        "number",
         "open",
         "processes",
         "receive",
         "rough",
         "sockets",
+        "told",
+        "views",
         "way",
     )
 
     def __init__(self, network: SimulatedNetwork, dialler: Process, acceptor: Process) -> None:
         self.network = network
+        network.made += 1
+        self.number = network.made
         self.processes = (dialler, acceptor)
         self.way = ((dialler.host, acceptor.host), (acceptor.host, dialler.host))
         self.open = [True, True]
@@ -76,6 +82,8 @@ class SimulatedConnection:
         self.closed: list[Callable[[NoConnection], object]] = [_nobody, _nobody]
         self.rough = False
         self.sockets: list[TinySocket | None] = [None, None]  # where bytes are carried
+        self.told: ViewsSent | None = None  # of end 1, where that tells views
+        self.views = ViewsReceived()  # of end 0
         now = network.world.now
         self._due: list[deque[float]] = [deque(), deque()]  # when what was sent is to be acknowledged
         self._acked = [now, now]  # when the last acknowledgement came
@@ -85,6 +93,8 @@ class SimulatedConnection:
     def send(self, end: int, message: Any) -> None:
         if self.open[end]:
             network = self.network
+            if end and self.told is not None:
+                message = self.told.shorten(message)
             if self.rough and network.random() < network.weather.rough:
                 network.astray(self, end, message)
             self._carry(end, message)
@@ -168,13 +178,16 @@ class SimulatedConnection:
             self.closed[other](NoConnection.CLOSED)
         else:
             self._acked[other] = self.network.world.now  # what comes acknowledges, too
-            self.receive[other](what)
+            self.receive[other](what if other else self.views.complete(what))
 
 
 class SimulatedNetwork:
-    def __init__(self, world: World, weather: Weather) -> None:
+    def __init__(self, world: World, weather: Weather, data: str = "none", *, attacked: bool = False) -> None:
+        """`data` as FTCOMM_DATA. `attacked`: somebody is on the paths."""
         self.world = world
         self.weather = weather
+        self.data, self.attacked = data, attacked
+        self.made = 0  # connections
         self.random = world.random.random
         self.blocked: dict[tuple[int, int], int] = {}  # (from, to) -> which partition did it
         self.since: dict[tuple[int, int], float] = {}  # when

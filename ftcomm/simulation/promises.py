@@ -5,11 +5,14 @@
 2 the op survives    `holds`: at every standstill a chunk is the caller's input, or the exact sum of those it names;
                      `returned`: no op fails because somebody died
 3 no hang            `history.run`: the job ends in bounded time once faults have ended; `stood_still`: the cause of a
-                     stall is removed in time, however many views change meanwhile
+                     stall is removed in time, however many views change meanwhile; `left_behind`: who leaves is waited
+                     for, as nobody says in the next view how the last op ends
 4 no ghost writes    the bytes in 1 and 2
 5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
                      epochs are never used twice, no view is heard of that was not written down first
 catch-up             `persisted`: nobody is in a view, and so waited for, before its script is ready
+static groups        `returned`, `fails_in_static`: as in 1; `ends_static`: nobody is lost who lives, and what one that
+                     leaves has returned returns everywhere
 6 a clear word       `returned`: calls that differ are an error that is the same everywhere
 7 no verdict         `removed`: nobody is removed without a fault that forces it, and who lives is removed as a stall
   without proof      alone; `over`: the job ends only when no holder of its state lives, whatever faults there were
@@ -32,6 +35,10 @@ Which fault may take a member out, and which may end the job, and why there is n
       tor reset, and new ones refused
     connections reset, links broken,   nobody: they are made again               never
       those for data, too
+    data changed on the way, repeated  nobody: it is noticed, and connected      never
+      or inserted, where protected       again
+    the same, left out or swapped      one of the two, as a stall, if nothing    never
+                                         more comes by which it is noticed
     a proof of an end that is none     nobody: who is asked answers              never
     packets lost, late, twice          nobody                                    never
     coordinator killed, stopped, or    nobody                                    never
@@ -54,10 +61,13 @@ from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
 from ftcomm.control.views import Member, View
 from ftcomm.errors import MismatchError
+from ftcomm.membership.derived import Left
+from ftcomm.membership.static import LastWord
 
 if TYPE_CHECKING:
     from ftcomm.simulation.exchange import SimulatedExchange
     from ftcomm.simulation.rank import Rank
+    from ftcomm.simulation.static import SimulatedStaticGroup
 
 ELEMENTS = 16  # float32 in a chunk of the simulation's memory
 MOST = 6 * ELEMENTS + 1  # elements of an op
@@ -88,6 +98,7 @@ class Promises:
         self.returns = 0
         self.mismatches = 0
         self.reordered = False  # some view sums in another order than that of the members
+        self.blocked = False  # some path was: connections may have ended for want of an answer
         self.copies = 0  # chunks that were copied after a view change
         self._ready: set[tuple[str, int]] = set()  # (incarnation, rank) of scripts that may be waited for
         self._members: set[str] = set()  # incarnations that were in some view
@@ -97,6 +108,9 @@ class Promises:
         self._outcomes: dict[tuple[str, int, int], object] = {}
         self._returners: dict[tuple[str, int, int], list[Rank]] = {}
         self._models: dict[tuple[int, int], int] = {}
+        self._left: dict[tuple[str, int, int], Left] = {}  # (static group, index, member) -> what it said
+        self._failed: dict[tuple[str, int, int], Rank] = {}  # ops of static groups -> where one fails, as a member left
+        self._ended_statics: set[tuple[str, int, int]] = set()
 
     # -- views -----------------------------------------------------------------------------------------------------
 
@@ -156,13 +170,38 @@ class Promises:
         if self.views.get(view.epoch) != view:
             raise BrokenPromise(f"view {view.epoch} is sent, but {self.views.get(view.epoch)} was written down")
 
+    def knows(self, rank: Rank, view: View) -> None:
+        """A rank knows of this view, and where its members are."""
+        written = self.views[view.epoch]
+        at = rank.index
+        others = (
+            known.ranks[at] != member.ranks[at] for known, member in zip(written.members, view.members, strict=False)
+        )
+        if view.bare() != written.bare() or any(others):
+            raise BrokenPromise(f"{rank.name} knows {view}, but {written} was written down")
+
     def enters(self, rank: Rank, view: View, progress: dict[int, m.Progress]) -> None:
-        if self._entered.setdefault(view.epoch, view) != view:
+        if self._entered.setdefault(view.epoch, view.bare()) != view.bare():
             raise BrokenPromise(f"{rank.name} enters another view of epoch {view.epoch} than others")
         for replica, told in progress.items():
             known = self._told.setdefault((rank.index, view.epoch, replica), told)
             if known is not told and known != told:
                 raise BrokenPromise(f"{rank.name} has heard {told} of {replica} for epoch {view.epoch}, others {known}")
+
+    def leavers(self, view: View) -> list[Member]:
+        """Returns the members that leave with that view at a boundary."""
+        before = max((epoch for epoch in self.views if epoch < view.epoch), default=0)
+        if not view.proposal or not before:
+            return []
+        return [member for member in self.views[before].members if not view.has(member.replica, member.incarnation)]
+
+    def left_behind(self, rank: Rank, view: View, leavers: list[Rank]) -> None:
+        """Check that those who leave with a view are through with their ops: none ends in that view."""
+        for leaver in leavers:
+            ops = leaver.exchange.inflight.ops
+            if leaver.alive and not leaver.gone and ops:
+                where = f"{leaver.name}, which leaves there, is in op {ops[0].number}"
+                raise BrokenPromise(f"{rank.name} enters view {view.epoch}, and {where}")
 
     def enters_group(self, rank: Rank, group: str, view: View, progress: dict[int, m.Progress]) -> None:
         """Check a view that is restricted to the members of a group: each has a segment for it alone."""
@@ -203,6 +242,7 @@ class Promises:
                 for at in [at for at in self._models if at[0] == rank.index]:
                     del self._models[at]
         holders.append(rank)
+        self._uniform(key)
         if known is None:
             self._outcomes[key] = outcome
             self._first(exchange, op)
@@ -238,7 +278,7 @@ class Promises:
         rank, array, number = exchange.rank, op.array, exchange.input_of(op)
         for chunk, who in enumerate(op.finals):
             start, stop = chunk * op.elements, min(op.count, (chunk + 1) * op.elements)
-            first, *others = (rank.replica,) if who is None else who
+            first, *others = (exchange.me,) if who is None else who
             want = input_of(first, number, stop)[start:]
             for other in others:
                 want = want + input_of(other, number, stop)[start:]
@@ -246,6 +286,56 @@ class Promises:
             if array[start:stop].tobytes() != want.tobytes() and not near:
                 what = "its input" if who is None else f"the sum of {who}"
                 raise BrokenPromise(f"chunk {chunk} of op {number} at {rank.name} should be {what} and is not")
+
+    # -- static groups ---------------------------------------------------------------------------------------------
+
+    def fails_static(self, group: SimulatedStaticGroup) -> None:
+        """Note that no op goes on at a member, since another one has left."""
+        returned = group.exchange.inflight.returned
+        of = group.name, group.rank.index
+        left = [said.taken for (name, index, _), said in self._left.items() if (name, index) == of]
+        if returned < min(left):
+            raise BrokenPromise(
+                f"{group.name}: members have left after {sorted(left)} ops, and ops fail at {group.rank.name} after "
+                f"{returned}"
+            )
+
+    def fails_in_static(self, exchange: SimulatedExchange, op: Operation) -> None:
+        """Note that an op has failed, since a member has left: then it returns nowhere."""
+        key = exchange.group, exchange.rank.index, exchange.input_of(op)
+        self._failed[key] = exchange.rank
+        self._uniform(key)
+
+    def _uniform(self, key: tuple[str, int, int]) -> None:
+        failed, returned = self._failed.get(key), [rank for rank in self._returners.get(key, ()) if rank.alive]
+        if failed is not None and failed.alive and returned:
+            raise BrokenPromise(
+                f"{key[0]}: an op returns at {', '.join(rank.name for rank in returned)}, and fails at {failed.name}, "
+                "since a member has left"
+            )
+
+    def ends_static(self, group: SimulatedStaticGroup, last: LastWord) -> None:
+        """Note that a member ends, and says why. Nobody is lost who lives, and what a member has returned before it has
+        left returns at those who hear of it, unless somebody else is lost."""
+        rank = group.rank
+        if isinstance(last, Left):
+            self._left[group.name, rank.index, group.me] = last
+            return
+        self._ended_statics.add((group.name, rank.index, group.me))
+        if last.lost < 0 or self.blocked:
+            return
+        of = group.name, rank.index, last.lost
+        process = group.process_of(last.lost)
+        member = None if self.last is None else self.last.member(process.replica)
+        is_member = member is not None and member.incarnation == process.incarnation
+        if of in self._left:
+            if self._left[of].returned > group.exchange.inflight.returned:
+                raise BrokenPromise(
+                    f"{group.name}: {process.name} has left with {self._left[of]}, and {rank.name}, which "
+                    f"takes it for lost, {group.exchange.inflight.returned}: {last.why}"
+                )
+        elif process.alive and not process.gone and is_member and of not in self._ended_statics:
+            raise BrokenPromise(f"{group.name}: {rank.name} takes {process.name} for lost, which lives: {last.why}")
 
     # -- the training ----------------------------------------------------------------------------------------------
 

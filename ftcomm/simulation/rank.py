@@ -3,6 +3,7 @@
 Node                      as `ftcomm.control.agent` drives it: links, ticks, Freeze and Resume
 ExchangeCore              see `ftcomm.simulation.exchange`: one of the group of all, and one of each subgroup
 DerivedMembership         of a subgroup, see `ftcomm.simulation.subgroup`
+StaticMembership          of a static group, see `ftcomm.simulation.static`
 TcpMirror and its writer  between hosts, on sockets that are simulated, see `ftcomm.simulation.mirror`
 script                    the user's loop, see `ftcomm.simulation.script`
 
@@ -11,6 +12,7 @@ All of a history belongs to one thread.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,17 +23,20 @@ from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.failed_dials import Cause
 from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.view_differences import ViewsSent
 from ftcomm.control.views import Address, Member, View
 from ftcomm.errors import ExpelledError, FtcommError
 from ftcomm.membership.derived import Left
+from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.exchange import SimulatedExchange
 from ftcomm.simulation.mirror import Mirror, NoConnection
 from ftcomm.simulation.network import SimulatedConnection, SimulatedLink, SimulatedNetwork
 from ftcomm.simulation.promises import Promises
+from ftcomm.simulation.static import SimulatedStaticGroup
 from ftcomm.simulation.subgroup import SimulatedSubgroup
 from ftcomm.simulation.world import Process, World
 from ftcomm.transport.peer_cache import PeerCache
-from ftcomm.transport.router import ASK, ENTERED, Incoming
+from ftcomm.transport.router import ASK, EARLY, ENTERED, Incoming
 
 COORDINATOR = 1  # its port
 
@@ -70,6 +75,7 @@ class Rank(Process):
         )
         self.exchanges = {nonce: self.exchange}  # by the nonce of their memories
         self.groups: dict[str, SimulatedSubgroup] = {}
+        self.statics: dict[str, SimulatedStaticGroup] = {}
         self.waits_for_groups = False
         self._made = 0  # groups
         self.next_boundary = 0  # as of `Internals`
@@ -135,10 +141,21 @@ class Rank(Process):
             self._links[replica][1].break_()
 
     def break_data(self, replica: int, ends: tuple[int, ...]) -> None:
-        """The connection by which this one reads `replica`, at its own end (0), at the other one (1), or at both."""
+        """The connection by which this one reads `replica`, at its own end (0), at the other one (1), or at both. In
+        static groups, too."""
         peer = self.exchange.exchange.member.peers.get(replica)
         if isinstance(peer, Mirror):
             peer.reset(ends)
+        for group in self.statics.values():
+            group.break_data(replica, ends)
+
+    def attack_data(self, replica: int, how: Attack) -> bool:
+        """Let somebody on the path do so by which this one reads `replica`. False if there is no connection."""
+        peer = self.exchange.exchange.member.peers.get(replica)
+        if not isinstance(peer, Mirror) or peer.ended:
+            return False
+        peer.attack(how)
+        return True
 
     def accepts(self, connection: SimulatedConnection, purpose: str, fields: dict[str, Any]) -> bool:
         if purpose == "member":
@@ -148,6 +165,7 @@ class Rank(Process):
             shard = fields["shard"]
             self._ranks[shard] = connection
             connection.receive[1] = lambda message: self.do(self.node.from_rank(shard, message, self.clock()))
+            connection.told = ViewsSent(shard)
             connection.closed[1] = lambda reason: self._rank_lost(shard, connection, reason)
             return True
         if purpose == "data":
@@ -197,7 +215,7 @@ class Rank(Process):
         self._look()
         self.do(self.node.tick(self.clock()))
         self.exchange.exchange.wake()
-        for group in self.groups.values():
+        for group in self._of_some():
             group.exchange.kick()
 
     def _look(self) -> None:
@@ -241,6 +259,9 @@ class Rank(Process):
                     self.do(self.node.waits(*self._waiting()))
                 case act.Known():
                     self.wake("known", None)
+                case n.WaitOn(_, excused):
+                    for exchange in {self.exchange, *self.exchanges.values()}:
+                        exchange.exchange.excuse(excused)
                 case n.HandWaits(seconds):
                     self.exchange.exchange.member.watch.hand(seconds)
                 case act.Passed():
@@ -332,14 +353,18 @@ class Rank(Process):
     def data_lost(self, replica: int, epoch: int, reason: str) -> None:
         self.do(self.node.severed(replica, epoch, reason, self.clock()))
 
+    def _process_of(self, member: Member) -> Rank:
+        process = self.network.listeners[member.ranks[self.index].pid]
+        assert isinstance(process, Rank)
+        return process
+
     def _watch_processes(self, view: View) -> None:
         """The end of a process of this host is an event."""
         for replica, memory in self._cache.of(view.epoch).items():
             member = view.member(replica)
             if not memory.shares_memory or member is None or replica in self._watched:
                 continue
-            process = self.network.listeners[member.ranks[self.index].pid]
-            assert isinstance(process, Rank)
+            process = self._process_of(member)
             if not process.alive:
                 self._lost(member, "no such process", proof=True)
                 continue
@@ -347,6 +372,8 @@ class Rank(Process):
             process.watchers[self] = None
 
     def saw_end(self, process: Rank) -> None:
+        for group in list(self.statics.values()):
+            group.saw_end(process)
         if self._watched.get(process.replica) is process and not self.gone:
             self._watched[process.replica] = None
             view = self._linked
@@ -358,7 +385,11 @@ class Rank(Process):
 
     def _freeze(self, view: View) -> None:
         self.say("hears of %s", described(view))
+        self.promises.knows(self, view)
         self._connect(view)
+        for group in self.groups.values():
+            group.exchange.exchange.job_changes()
+        self.exchange.exchange.job_changes()
         self.exchange.freeze(lambda: self._quiesced(view))
 
     def _quiesced(self, view: View) -> None:
@@ -380,8 +411,7 @@ class Rank(Process):
             replica, there = member.replica, member.ranks[self.index]
             if replica == self.replica or self._cache.find(view.epoch, replica, there.nonce) is not None:
                 continue
-            process = self.network.listeners[there.pid]
-            assert isinstance(process, Rank)
+            process = self._process_of(member)
             if process.host != self.host or not process.alive:
                 self._dial_data(view, replica, there, progress)
                 return
@@ -419,15 +449,16 @@ class Rank(Process):
 
     def _enter(self, view: View, progress: dict[int, m.Progress]) -> None:
         self.promises.enters(self, view, progress)
+        self.promises.left_behind(self, view, [self._process_of(member) for member in self.promises.leavers(view)])
         self._cache.enter(view.epoch)
         peers = self._cache.peers
         for member in view.members:
-            process = self.network.listeners[member.ranks[self.index].pid]
-            if process is not self and isinstance(process, Rank) and peers[member.replica] is process.exchange.memory:
+            process = self._process_of(member)
+            if process is not self and peers[member.replica] is process.exchange.memory:
                 process.exchange.onlookers[self.exchange] = None
         first = self.exchange.core.stream is None
         self._entered = view
-        for group in self.groups.values():
+        for group in self._of_some():
             group.entered(view)
         resumed = self.exchange.enter(view, self.index, peers, progress)
         self.say("enters %s: %s", described(view), resumed)
@@ -442,7 +473,7 @@ class Rank(Process):
         stall = self.exchange.exchange.waiting(self.timeouts.beat)
         if stall is not None:
             return stall.op, stall.waiting_on
-        waits = (group.waiting() for group in self.groups.values())
+        waits = (group.waiting() for group in self._of_some())
         return next((wait for wait in waits if wait is not None), (0, ()))
 
     def _stalled(self, stall: Stall) -> None:
@@ -464,6 +495,25 @@ class Rank(Process):
         if self._entered is not None:
             group.entered(self._entered)
         self._deal_again()
+
+    def _of_some(self) -> list[SimulatedSubgroup | SimulatedStaticGroup]:
+        """Returns all groups but that of all."""
+        return [*self.groups.values(), *self.statics.values()]
+
+    def make_static(self, name: str, view: View, seconds: float) -> SimulatedStaticGroup:
+        """Make a static group of the members of `view`, who have so many seconds to come."""
+        self._made += 1
+        group = self.statics[name] = SimulatedStaticGroup(self, name, view, self._made)
+        self.exchanges[group.exchange.memory.nonce] = group.exchange
+        group.begin(self._entered or view, seconds)
+        self._deal_again()
+        return group
+
+    def close_static(self, name: str) -> Generator[float, None, None]:
+        group, seed = self.statics[name], self.world.seed
+        ops = random.Random(f"{seed} {name}").choice((0, 1, 12))
+        yield from group.close(ops, random.Random(f"{seed} {name} {self.name}").randint(0, ops))
+        del self.statics[name], self.exchanges[group.exchange.memory.nonce]
 
     def _deal_again(self) -> None:
         calls, self._calls_for_groups = self._calls_for_groups, []
@@ -487,7 +537,8 @@ class Rank(Process):
     def deal(self, call: Incoming) -> None:
         """Deal with a connection as `ftcomm.transport.router.ConnectionRouter` does: it is for a group, which may be
         still to come."""
-        group, left = self.groups.get(call.group), None
+        group: SimulatedSubgroup | SimulatedStaticGroup | None = self.groups.get(call.group)
+        group, left = group or self.statics.get(call.group), None
         if call.what in (ASK, ENTERED):
             boundary, unmet = self._unmet.get(call.group, (0, None))
             left = self._retired.get(call.there) or self._retired.get(call.nonce)
@@ -498,7 +549,7 @@ class Rank(Process):
             return
         if group is not None and group.take(call):
             return
-        if call.what == ASK:
+        if call.what in EARLY:
             self._calls_for_groups.append(call)
         else:
             call.sock.close()

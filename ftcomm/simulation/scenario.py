@@ -23,8 +23,10 @@ KINDS = {
     "frozen": 1,  # exactly one member is stopped, and nobody else may be removed
     "stuck": 1,  # the script of exactly one stands still
     "standing": 2,  # exactly one stands still, while others are lost and come back, in one view after the other
+    "missed": 2,  # two do not come to the boundary of a change, and one of them is killed
     "suspended": 1,  # all processes are stopped for longer than ops wait, and go on one after the other
     "quiet": 2,  # the coordinator is away until the training has ended
+    "away": 2,  # the coordinator is, for longer than ops wait, and a member is lost meanwhile
     "rolling": 1,  # all replicas are restarted one by one
     "coordinator": 2,  # it dies again and again, in the middle of a decision, too
     "leaving": 1,
@@ -40,9 +42,11 @@ KINDS = {
     "squatted": 2,  # a replica that dies stays away, and another program has its port
     "divided": 2,  # the hosts of the ranks of every replica hear nothing of each other, for up to twelve heartbeats
     "severed": 3,  # connections for data are reset, at both ends or at one
+    "attacked": 1,  # an attacker on the path changes, repeats, inserts, leaves out or swaps records
 }
 
 
+_STILL = ("standing", "missed")  # the members that stand still are chosen
 _LONG = ("storm", "partitions", "coordinator", "together", "forks", "accused")
 _LONGER = (
     "cut-off",
@@ -75,6 +79,7 @@ class Scenario:
     every: float  # s between two faults, on the average
     drains: bool
     wrong: int  # calls with other arguments
+    data: str = "none"  # how data are protected between hosts
 
 
 def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ()) -> Scenario:
@@ -85,8 +90,10 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     ranks = 1 if replicas > 6 else rng.choice((1, 1, 1, 1, 2))
     if kind == "standing":  # one that stands still, one that waits for it, and who comes and goes
         replicas = max(replicas, 3)
-    topology = rng.choice(("one", "one", "each", "pairs") if kind != "growth" else ("each",))
-    if kind in ("rejected", "squatted", "severed") and topology == "one":
+    if kind == "missed":  # one that makes the change, two that do not come, and one that waits for them
+        replicas = min(max(replicas, 4), 5)
+    topology = rng.choice(("one", "one", "each", "pairs") if kind not in ("growth", "missed") else ("each",))
+    if kind in ("rejected", "squatted", "severed", "attacked") and topology == "one":
         topology = "each"
     if kind == "halves":
         replicas, ranks, topology = min(replicas, 6), 2, "each"
@@ -133,19 +140,22 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     drains = kind in ("calm", "kills", "storm", "coordinator") and rng.random() < 0.15
     if drains:  # it goes on until it is told to end
         work = dataclasses.replace(work, steps=1_000_000, compute=max(work.compute, length / 16))
+    if kind == "missed":
+        drains = True
+        work = dataclasses.replace(work, steps=1_000_000, compute=rng.choice((0.1, 0.4)))
     return Scenario(
         kind=kind,
         replicas=replicas,
         ranks=ranks,
         hosts=hosts,
-        coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected") else 99,
+        coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected", "missed") else 99,
         work=work,
         weather=weather,
         timeouts=TIMEOUTS,
         burst=rng.choice((1, 1, 3, 20)),
         pace=pace,
         skew=rng.choice((0.0, 0.0, 0.05)),
-        slow={rng.randrange(replicas): rng.choice((3.0, 20.0))} if rng.random() < 0.15 and kind != "standing" else {},
+        slow={rng.randrange(replicas): rng.choice((3.0, 20.0))} if rng.random() < 0.15 and kind not in _STILL else {},
         restart_pause=restart_pause,
         storm=length,
         every=length / rng.choice((1, 2, 4)),
@@ -171,6 +181,16 @@ def with_loops(scenario: Scenario, rng: random.Random) -> Scenario:
     steps = range(1, min(scenario.work.steps, 20))
     loops = tuple(sorted(rng.sample(steps, min(len(steps), rng.choice((1, 2, 4))))))
     return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, loops=loops))
+
+
+def with_statics(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same, with static groups of all members."""
+    return dataclasses.replace(scenario, work=dataclasses.replace(scenario.work, statics=rng.choice((1, 2, 4))))
+
+
+def with_protection(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same, with data protected between hosts."""
+    return dataclasses.replace(scenario, data=rng.choice(("mac", "aes-gcm")))
 
 
 def _members(rng: random.Random, least: int, most: int) -> int:

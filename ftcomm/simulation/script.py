@@ -40,6 +40,7 @@ class Workload:
     blocks: int  # of a state that is fetched
     groups: tuple[tuple[int, ...], ...] = ()  # of some replicas
     renew: int = 0  # steps after which each of them is closed and made again; 0: never
+    statics: int = 0  # steps after which the static group of all members is closed, and the next one made; 0: never
     loops: tuple[int, ...] = ()  # the first steps of the step loops after the first one
 
     def loop_of(self, step: int) -> int:
@@ -49,7 +50,8 @@ class Workload:
 class Script:
     def __init__(self, rank: Rank, work: Workload) -> None:
         self.rank, self.work = rank, work
-        self.stuck = False
+        self.stuck = False  # behind the next boundary
+        self.misses: int | None = None  # the boundary to which it does not come
         self._step = -1  # the boundary that was passed last
         self._snapshots: Snapshots[tuple[int, int]] = Snapshots()  # (step, model)
         self._asking: list[tuple[SimulatedConnection, dict[str, Any]]] = []
@@ -76,6 +78,8 @@ class Script:
         joiner: SimulatedJoiner | None = None
         rank.holds_state = not fresh
         while True:
+            while self.misses == step:
+                yield 0.05
             view = yield "boundary", step, work.loop_of(step)
             rank.next_boundary = step + 1
             rank.view = view
@@ -86,6 +90,8 @@ class Script:
             if self.work.renew and step % self.work.renew == self.work.renew - 1:
                 yield from self._make_groups()
             self._at_boundary(step, view, model, rank.holds_state)
+            if work.statics and step % work.statics == 0:
+                yield from self._renew_static(step, view)
             if fresh:
                 fresh, joiner = False, SimulatedJoiner(rank, view, step, work.blocks)
             if joiner is not None:
@@ -109,6 +115,7 @@ class Script:
             for name in rank.groups:
                 yield from self._enter_group(name, 1)
             called = [group.call(step) for group in rank.groups.values()]
+            static = [group.call(step) for group in rank.statics.values() if group.membership.error is None]
             results = []
             for result in self._ops(step):
                 if isinstance(result, Operation) and not result.done:
@@ -120,6 +127,9 @@ class Script:
                     yield op
                 if op.error is not None:
                     raise RankEnded(str(op.error))
+            for op in static:
+                if not op.done:
+                    yield op  # it may fail, and the training goes on
             said = step_result(results)
             if joiner is not None:
                 joiner.kept.append(said)
@@ -160,6 +170,20 @@ class Script:
                 if rank.view is not None:
                     yield from self._enter_group(name, rank.view.epoch)
 
+    def _renew_static(self, step: int, view: View) -> Generator[Any, None, None]:
+        """Make a static group of all who pass this boundary, if they agree on who they are, in place of the last."""
+        rank = self.rank
+        yield from self._close_statics()
+        group = rank.make_static(f"s{step}", view, rank.timeouts.op_floor / 2)
+        while not group.is_running and not group.membership.is_over:
+            if rank.gone:
+                raise RankEnded(rank.gone)
+            yield "static"
+
+    def _close_statics(self) -> Generator[float, None, None]:
+        for name in list(self.rank.statics):
+            yield from self.rank.close_static(name)
+
     def _groups_enter(self, view: View) -> Generator[str, None, None]:
         """Wait until all groups run in that view, as `ftcomm.subgroup.Subgroup.follow` does."""
         for name, group in self.rank.groups.items():
@@ -185,8 +209,9 @@ class Script:
             yield "group"
         rank.close_group(name)
 
-    def _ends(self) -> Generator[str, None, None]:
+    def _ends(self) -> Generator[Any, None, None]:
         """Whatever happens now, the script has ended well."""
+        yield from self._close_statics()
         for name in list(self.rank.groups):
             yield from self._close_group(name)
         self.rank.finishing = True

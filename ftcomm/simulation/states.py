@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Iterable
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,49 +31,64 @@ class _Frozen(tuple[Any, ...]):
     """The hashable form of a value that can change: its kind, and its content."""
 
 
+class _Again(int):
+    """The hashable form of an object of the product that was met before: which one it was."""
+
+
 def freeze(value: Any) -> Hashable:
-    """Returns `value` as a hashable, equal for equal values, whatever the identities."""
+    """Returns `value` as a hashable, equal for equal values, whatever the identities. Objects of the product that refer
+    to one and the same object will do so again."""
+    return _freeze(value, {})
+
+
+def _freeze(value: Any, met: dict[int, _Again]) -> Hashable:
     kind = type(value)
     if kind in _ATOMS or isinstance(value, _IMMUTABLE):
         same: Hashable = value  # immutable all the way down; if not, its hash fails
         return same
     if kind is list or kind is deque:
-        return _Frozen((kind, tuple(map(freeze, value))))
+        return _Frozen((kind, tuple(_freeze(one, met) for one in value)))
     if kind is set:
         return _Frozen((set, frozenset(value)))
     if kind is dict:
-        return _Frozen((dict, tuple((key, freeze(value[key])) for key in sorted(value))))
+        return _Frozen((dict, tuple((key, _freeze(value[key], met)) for key in sorted(value))))
     if kind is np.ndarray:
         return _Frozen((np.ndarray, (value.dtype.str, value.tobytes())))
     if isinstance(value, BaseException):
         return _Frozen((BaseException, (kind, value.args)))
     if kind.__module__.startswith("ftcomm.") and hasattr(value, "__dict__"):
-        return _Frozen((object, (kind, attributes(value, set()))))
+        if id(value) in met:
+            return met[id(value)]
+        met[id(value)] = _Again(len(met))
+        content = value.__dict__
+        return _Frozen((object, (kind, tuple((name, _freeze(content[name], met)) for name in sorted(content)))))
     raise TypeError(f"the exhaustive check cannot save {value!r} of {kind}; teach ftcomm/simulation/states.py to")
 
 
 def thaw(frozen: Any) -> Any:
+    return _thaw(frozen, [])
+
+
+def _thaw(frozen: Any, made: list[object]) -> Any:
+    if type(frozen) is _Again:
+        return made[frozen]
     if type(frozen) is not _Frozen:
         return frozen
     kind, content = frozen
     if kind is list or kind is deque:
-        return kind(map(thaw, content))
+        return kind(_thaw(one, made) for one in content)
     if kind is set:
         return set(content)
     if kind is dict:
-        return {key: thaw(value) for key, value in content}
+        return {key: _thaw(value, made) for key, value in content}
     if kind is np.ndarray:
         return np.frombuffer(content[1], content[0]).copy()
     if kind is BaseException:
         return content[0](*content[1])
     value = object.__new__(content[0])
-    value.__dict__.update((key, thaw(one)) for key, one in content[1])
+    made.append(value)
+    value.__dict__.update((key, _thaw(one, made)) for key, one in content[1])
     return value
-
-
-def attributes(value: object, constant: Set[str]) -> tuple[tuple[str, Hashable], ...]:
-    attributes = value.__dict__
-    return tuple((name, freeze(attributes[name])) for name in sorted(attributes) if name not in constant)
 
 
 _PLAIN = _ATOMS | {np.ndarray}

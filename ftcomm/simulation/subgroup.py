@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftcomm.collective.operation import Operation
@@ -40,9 +40,11 @@ _LATER = 1e-6  # s, so that a time that is due is over in spite of rounding
 
 
 class AcceptedEnd(NamedTuple):
-    """The accepted end of a connection that was dialled for a group, in place of a socket."""
+    """The accepted end of a connection that was dialled for a group, in place of a socket. `came` has what has come
+    before the group took it."""
 
     connection: SimulatedConnection
+    came: Sequence[Any] = ()
 
     def close(self) -> None:
         self.connection.close(1)
@@ -65,7 +67,7 @@ class SimulatedSubgroup:
         )
         here = Address(f"host{rank.host}", rank.port % 65536, f"boot{rank.host}", rank.port, 0, self._nonce)
         self._made = None if rank.view is None else rank.next_boundary
-        self.membership = DerivedMembership(rank.replica, among, here, rank.timeouts)
+        self.membership = DerivedMembership(rank.replica, among, here, rank.timeouts, in_step=bool(self._made))
         self._over = False
         self._cache = PeerCache()
         self._asking: dict[SimulatedConnection, None] = {}
@@ -108,7 +110,8 @@ class SimulatedSubgroup:
 
     @property
     def left(self) -> Left:
-        return Left(self.exchange.inflight.returned, self.membership.is_fresh)
+        exchange = self.exchange.exchange
+        return Left(exchange.returned, exchange.taken, self.membership.is_fresh)
 
     def end(self, error: FtcommError) -> None:
         """End the group: it is closed, or the rank cannot go on."""
@@ -187,7 +190,7 @@ class SimulatedSubgroup:
             self._asking.pop(connection, None)
             connection.close(0)
             if isinstance(said, Left):
-                last = self.exchange.inflight.returned if said.fresh else said.returned
+                last = self.exchange.inflight.returned if said.fresh else said.taken
                 if self.exchange.inflight.issued > last:
                     raise AssertionError(f"{self.rank.name} has called ops that {replica}, which has left, has not")
                 self._happens(self.membership.left, epoch, replica)

@@ -5,7 +5,8 @@
                                or the end of its connection
     an op takes too long       the member that gives up says so                CollectiveTimeout; elsewhere LostError
     abort()                    the member says so                              LostError
-    close(), and others go on  the member says after how many ops              LostError, in a later op
+    close(), and others go on  the member says after how many ops              LostError, in a later op;
+                                                                               messages between others go on
 
 Whatever comes first is the one error of the group: it ends every op in flight and every later one, here and, said by
 those who have noticed, everywhere. A new group with the same members, or with those that are left, needs a new name.
@@ -29,23 +30,37 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.calls import Calls
 from ftcomm.collective.checksum import Divergence
+from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
-from ftcomm.control.dropped import printable
 from ftcomm.control.messages import Progress
+from ftcomm.control.running_time import Patience, RunningTime
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Member, View
+from ftcomm.control.views import View
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostEngine
-from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, LostError, TransportError, fresh
-from ftcomm.membership.derived import Left
+from ftcomm.errors import ArgumentError, FtcommError, TransportError, fresh
+from ftcomm.membership.static import (
+    DOUBT,
+    EPOCH,
+    Action,
+    End,
+    FailOps,
+    LastWord,
+    LoseMember,
+    MemberHello,
+    Said,
+    StaticMembership,
+    TellMember,
+)
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.process.descriptors import room_for
 from ftcomm.process.own import looked, own_process
+from ftcomm.recorder.layout import GroupKind
 from ftcomm.settings import check_data
 from ftcomm.static.endpoint import Endpoint, parse, shown
-from ftcomm.static.pairs import Arrivals, MemberFailed, MemberHello, Pairs, PeerInfo, Said, discard, meet
+from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, Incoming
 from ftcomm.transport.segment import LIVES, Segment, life
@@ -56,9 +71,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-EPOCH = 1  # the only one
 MOST = 256  # members
-_DOUBT = 0.5  # s that a member may take to say why its connection for data has ended
+_PARTING = 5.0  # s in which a member that cannot be reached may say that it has closed the group
 
 
 class StaticGroup(Calls):
@@ -67,6 +81,8 @@ class StaticGroup(Calls):
     Made by `in_job` or `from_handles`, at the same time on all members. Ranks are numbers of this group, and every rank
     contributes.
     """
+
+    _exchange: Exchange
 
     def __init__(
         self,
@@ -96,11 +112,9 @@ class StaticGroup(Calls):
         self.roster = tuple(range(len(infos)))
         self.op_timeout = op_timeout
         self._infos = tuple(infos)
-        self._replicas = tuple(replicas)
-        self._lives: dict[int, str] = {}  # of the ranks, as the first view that had them has said
         self.name, self._me = name, me
-        self.error: BaseException | None = None  # why no op can succeed any more; None while all is well
         self._lock = threading.Lock()  # never held across a wait
+        self._happened = threading.Condition(self._lock)
         verify = job is not None and job.settings.verify
         self._p2p = ProgressEngine(str(self), self._dial_p2p, lambda rank: self._infos[rank].name)
         self._communicator = communicator = Communicator(
@@ -110,21 +124,26 @@ class StaticGroup(Calls):
             Events(self._stalled, self._broken, self._connection_ended, self._diverged),
             self._p2p,
             terms,
-            on_died=lambda rank, epoch: self._lose(rank, "its process died"),
+            GroupKind.STATIC,
+            on_died=lambda rank, epoch: self._lost(rank, "its process died"),
         )
-        self._segment, self._exchange = communicator.segment, communicator.exchange
-        # The lock guards the next five, and the error.
-        self._over = False  # nothing is left to be ended
-        self._left: dict[int, int] = {}  # ranks that have closed the group -> after how many ops
-        self._doubts: dict[int, tuple[float, str]] = {}  # connections that ended: when, and what is known of it
+        exchange = communicator.exchange
+        assert isinstance(exchange, Exchange), "the ops of static groups are driven by the host"
+        self._segment, self._exchange = communicator.segment, exchange
+        members = hashlib.blake2b("\n".join(info.name for info in infos).encode(), digest_size=16).hexdigest()
+        # The lock guards the next three.
+        self._membership = StaticMembership(
+            name, me, [info.name for info in infos], MemberHello(members, communicator.here), replicas
+        )
         self._events: Arrivals | None = queue.SimpleQueue()  # while we meet
         self._closed = False
+        self._ran = RunningTime(DOUBT / 10)  # of the thread of the pairs
         self._stall: tuple[int, int, tuple[int, ...]] | None = None  # the last that was logged
         lives = [self._segment.address + 8 * life(reader) for reader in range(min(LIVES, len(infos)))]
         self._pairs = Pairs(
             name,
             on_said=self._heard,
-            on_end=self._lose,
+            on_end=self._lost,
             settle=self._settle,
             on_start=lambda: hold(*lives),
             on_stop=lambda: release(*lives),
@@ -250,64 +269,79 @@ class StaticGroup(Calls):
 
         From any thread; does not block, idempotent. The endpoint and its handle stay, for a new group.
         """
-        why = f"it was aborted{': ' if reason else ''}{reason}"
-        self._end(LostError(f"{self}: {why}; make a new group to go on"), MemberFailed(-1, printable(why, 1000)))
+        self._happens(lambda: self._membership.aborts(reason))
 
     def close(self) -> None:
-        """Leave the group; idempotent. Ops in flight fail, ops that have returned here return everywhere.
+        """Leave the group; idempotent. Ops in flight fail, but for those that others may have returned. Those return
+        here, and on all others.
 
-        Blocks until what was sent is received, 2 seconds at most.
+        Blocks until what was sent is received, and such ops have returned, for 2 seconds each at most.
         """
         if fork.is_child():
             return
         with self._lock:
             again, self._closed = self._closed, True
+            self._membership.parts()
         if not again:
             error = closed(self)
             self._p2p.close(error)  # what was sent arrives
+            self._exchange.part(error)
+            self._communicator.drain()
             self._exchange.fail(error)
             self._communicator.drain()  # then nothing returns any more
-            self._end(error, Left(self._exchange.returned))
+            self._happens(lambda: self._membership.leaves(error, self._exchange.returned, self._exchange.taken))
         self._pairs.join()
         self._communicator.forget()
 
     # -- how it begins -------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        members = hashlib.blake2b("\n".join(info.name for info in self._infos).encode(), digest_size=16).hexdigest()
+        patience = Patience(timeout, time.monotonic)
         communicator, events = self._communicator, self._events
         assert events is not None
         try:
-            met = meet(self.name, self._me, self._infos, MemberHello(members, communicator.here), events, deadline)
+            met = meet(self._membership, self.name, self._infos, events, patience)
         finally:
             with self._lock:
                 self._events = None
             discard(events)
-        self._nonces = {member: there.address.nonce for member, there in met.items()}
+        self._nonces = {member: there.hello.address.nonce for member, there in met.items()}
         self._pairs.add({member: there.sock for member, there in met.items()})
         communicator.connector.expect(EPOCH, self.roster)
+        complete = True
         for member, there in met.items():
             try:
-                communicator.reach(EPOCH, member, there.address, functools.partial(self._dial, member, deadline))
+                communicator.reach(
+                    EPOCH, member, there.hello.address, functools.partial(self._dial, member, patience.left())
+                )
             except (OSError, TransportError) as error:
-                raise TransportError(f"{self}: cannot reach {self._infos[member].name}: {error}") from error
-        addresses = {self._me: communicator.here, **{member: there.address for member, there in met.items()}}
-        seated = tuple(Member(rank, "", (addresses[rank],), True) for rank in self.roster)
-        view = View(EPOCH, None, seated)
-        communicator.enter(communicator.plan(view), dict.fromkeys(self.roster, Progress(0, ())))
-        if self.error is not None:  # a member was lost meanwhile
+                if not self._has_closed(member):
+                    raise TransportError(f"{self}: cannot reach {self._infos[member].name}: {error}") from error
+                complete = False
+        if complete:
+            view = self._membership.view()
+            communicator.enter(communicator.plan(view), dict.fromkeys(self.roster, Progress(0, ())))
+        if self._membership.is_over:  # a member was lost meanwhile; if one has closed the group, messages go on
+            assert self.error is not None
             raise fresh(self.error)
 
-    def _dial(self, member: int, deadline: float, fields: handshake.Fields) -> Channel:
-        return self._infos[member].dial(PURPOSE, fields, max(0.001, deadline - time.monotonic()))
+    def _has_closed(self, member: int) -> bool:
+        """Whether a member that cannot be reached has closed the group before any op, so that no op needs it. What it
+        has said may take a moment to be heard."""
+        membership = self._membership
+        with self._happened:
+            self._happened.wait_for(lambda: membership.is_over or membership.left_after(member) is not None, _PARTING)
+            return not membership.is_over and membership.left_after(member) == 0
+
+    def _dial(self, member: int, seconds: float, fields: handshake.Fields) -> Channel:
+        return self._infos[member].dial(PURPOSE, fields, max(0.001, seconds))
 
     def _dial_p2p(self, member: int) -> Channel:
         fields = self._communicator.fields(P2P, self._nonces[member], EPOCH)
-        return self._dial(member, time.monotonic() + self.op_timeout, fields)
+        return self._dial(member, self.op_timeout, fields)
 
     def take(self, call: Incoming) -> bool:
-        """See `ftcomm.transport.router.Receiver`, also for `entered` and `waiting`."""
+        """See `ftcomm.transport.router.Receiver`, also for the other methods that it has."""
         if call.what == LINK:
             return self._meets(call)
         if call.member not in self.roster:
@@ -325,64 +359,49 @@ class StaticGroup(Calls):
             self._events.put(call)
         return True
 
+    def job_changes(self) -> None:
+        """The job begins to change its view: a member may be waiting for that, and an op here for the member."""
+        self._exchange.job_changes()
+
+    def coordinator_away(self, seconds: float) -> None:
+        """The members of this group find out by themselves who is lost. But one of them may be waiting for a member of
+        the job, and an op here for that one."""
+        self._exchange.excuse(seconds)
+
     def entered(self, view: View) -> None:
-        """Treat whoever is not in `view` as lost. In a job, when a view is in force."""
-        for rank, replica in enumerate(self._replicas):
-            member = view.member(replica)
-            life = None if member is None else member.incarnation
-            known = self._lives.get(rank)
-            if life is not None and known is None:
-                self._lives[rank] = life
-            elif life != known and rank != self._me:
-                self._lose(rank, f"its replica is not in the view of epoch {view.epoch}")
+        self._happens(lambda: self._membership.entered(view))
 
     # -- how it ends ---------------------------------------------------------------------------------------------
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why no op can succeed any more; None while all is well."""
+        return self._membership.error
+
     def _heard(self, rank: int, said: Said) -> None:
-        """Another member ends. In the thread of the pairs."""
-        if isinstance(said, Left):
-            with self._lock:
-                self._left[rank] = said.returned
-            self._p2p.lose(rank, "it has closed the group")
-        elif isinstance(said, MemberFailed):
-            if said.lost in self.roster and said.lost != self._me:
-                self._lose(said.lost, f"{said.why} (as {self._infos[rank].name} has noticed)")
-            else:
-                self._broken(LostError(f"{self}: {self._infos[rank].name} has given up: {said.why}; {_MEND}"))
+        self._happens(lambda: self._membership.said(rank, said))
+
+    def _lost(self, rank: int, why: str) -> None:
+        self._happens(lambda: self._membership.lost(rank, why))
+
+    def _broken(self, error: BaseException) -> None:
+        self._happens(lambda: self._membership.failed(error))
 
     def _connection_ended(self, rank: int, epoch: int, why: str) -> None:
-        """The connection for data to or from a member has ended. What that means, the member says itself, or its end
-        does, a moment later; if nothing comes, it is lost."""
         with self._lock:
-            self._doubts.setdefault(rank, (time.monotonic(), why))
+            self._membership.severed(rank, why)
         self._pairs.wake()
 
-    def _settle(self, looked: float) -> bool:
+    def _settle(self, heard: float) -> bool:
         """Whether something is still to be waited for. In the thread of the pairs. A doubt ends by what was heard until
-        `looked`: this thread itself may not have run for longer than that."""
+        then: this thread itself may not have run for longer than that, and then not all of it counts."""
+        ran = self._ran.at(heard)
         with self._lock:
-            doubts = {rank: doubt for rank, doubt in self._doubts.items() if rank not in self._left}
-            left = dict(self._left) if self.error is None else {}
-        for rank, (since, why) in doubts.items():
-            if looked - since > _DOUBT:
-                self._lose(rank, why)
-        for rank, returned in left.items():
-            # What it has returned is FINAL here, so nobody is needed to return it here too.
-            if self._exchange.returned >= returned:
-                name = self._infos[rank].name
-                error = LostError(f"{self}: Connection closed by peer: {name} has closed the group; {_MEND}")
-                with self._lock:
-                    self.error = self.error or error
-                self._exchange.fail(error)
-        return (bool(doubts) and not self._over) or (bool(left) and self.error is None)
-
-    def _lose(self, rank: int, why: str) -> None:
+            if not self._membership.waits:
+                return False
+        self._happens(lambda: self._membership.look(self._exchange.returned, ran))
         with self._lock:
-            if rank in self._left:
-                return
-        self._end(
-            LostError(f"{self}: {self._infos[rank].name} was lost: {why}; {_MEND}"), MemberFailed(rank, why[:1000])
-        )
+            return self._membership.waits
 
     def _diverged(self, divergence: Divergence) -> None:
         log.warning("%s: %s", self, divergence)
@@ -391,37 +410,39 @@ class StaticGroup(Calls):
         """Tells for which replicas an op waits, in a job. It may be this one: then another rank of it has to move, and
         says for whom it waits."""
         stall = self._exchange.waiting(seconds)
-        if stall is None or not self._replicas:
-            return None
-        return stall.op, tuple(sorted({self._replicas[rank] for rank in stall.waiting_on}))
+        replicas = () if stall is None else self._membership.replicas_of(stall.waiting_on)
+        return (stall.op, replicas) if stall is not None and replicas else None
 
     def _stalled(self, stall: Stall) -> None:
         """Report a stall. In a job that is said from a deadline on that follows how long ops take; otherwise it is the
         end, after `op_timeout`."""
-        who = ", ".join(self._infos[rank].name for rank in stall.waiting_on)
-        if self._exchange.waiting(self.op_timeout) is None:
-            if stall[:3] != self._stall:
-                self._stall = stall[:3]
-                log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
-            return
-        error = CollectiveTimeout(
-            f"{self}: op {stall.op} has waited {self.op_timeout:g} s for {who}. Did they make the same call? A longer "
-            "timeout waits longer"
-        )
-        self._broken(error)
+        if self._exchange.member.watch.unmoved >= self.op_timeout:
+            self._happens(lambda: self._membership.gives_up(stall.op, stall.waiting_on, self.op_timeout))
+        elif stall[:3] != self._stall:
+            self._stall = stall[:3]
+            who = self._membership.names(stall.waiting_on)
+            log.warning("%s: op %d makes no progress; waiting for %s", self, stall.op, who)
 
-    def _broken(self, error: BaseException) -> None:
-        self._end(error, MemberFailed(-1, printable(str(error), 1000)))
+    def _happens(self, what: Callable[[], list[Action]]) -> None:
+        """Tell the membership what has happened, and do what follows. Any thread; does not block."""
+        with self._happened:
+            actions = what()
+            self._happened.notify_all()
+        for action in actions:
+            match action:
+                case LoseMember(rank, why):
+                    self._p2p.lose(rank, why)
+                case FailOps(error):
+                    self._exchange.fail(error)
+                case TellMember(rank, said):
+                    self._pairs.tell(rank, said)
+                case End(error, last):
+                    self._end(error, last)
 
-    def _end(self, error: BaseException, last: Left | MemberFailed) -> None:
-        """End the group, and tell the others why. Any thread; does not block; the first end counts."""
+    def _end(self, error: BaseException, last: LastWord) -> None:
         if fork.is_child():
             return
         with self._lock:
-            if self._over:
-                return
-            self._over = True
-            self.error = self.error or error
             if self._events is not None and isinstance(error, Exception):
                 self._events.put(error)
         atexit.unregister(self._at_exit)
@@ -441,9 +462,6 @@ def _deadlines(op_timeout: float, of_job: Timeouts | None = None) -> tuple[float
     job; and the time at which the exchange ends by itself, long after the group has ended it."""
     floor, ceiling = (op_timeout, op_timeout) if of_job is None else (of_job.op_floor, of_job.op)
     return min(floor, op_timeout), min(ceiling, op_timeout), 2 * op_timeout
-
-
-_MEND = "make a new group of those that are left"
 
 
 def _position(name: str, members: Sequence[Any], me: Any, show: Callable[[Any], str] = str) -> int:

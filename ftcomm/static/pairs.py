@@ -4,12 +4,14 @@
       dial, MemberHello(who, where)  --->
                                      <--- MemberHello(who, where)   now both know where the other's segment is
       ...                                 ...                       nothing is said while all goes well
-      Left(returned)                 --->                           I am done, after so many ops
+      Left(returned, taken)          --->                           I am done, after so many ops
       MemberFailed(lost, why)        --->                           I cannot go on
+      DataEnded(why)                 --->                           the connection for data has ended
+                                     <---     MemberLeft(who, taken)        since somebody has left, or MemberFailed
       (the connection ends)          --->                           I am dead
 
-Each says one thing and hangs up. Who hangs up with something unread takes back what he has said, but only from one who
-has ended too.
+After `Left` or `MemberFailed` each hangs up. Who hangs up with something unread takes back what he has said, but only
+from one who has ended too, or has waited for that word for longer than `DOUBT`.
 """
 
 from __future__ import annotations
@@ -21,47 +23,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from ftcomm.collective.core import nothing
-from ftcomm.control import field_types as t
 from ftcomm.control import handshake
 from ftcomm.control.dropped import drop, printable
 from ftcomm.control.fork import apart
 from ftcomm.control.framing import Framing, receive_while
+from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection, pending
-from ftcomm.control.views import Address
-from ftcomm.errors import ArgumentError, TransportError
-from ftcomm.membership.derived import Left
+from ftcomm.errors import TransportError
+from ftcomm.membership.static import LastWord, MemberFailed, MemberHello, Said, StaticMembership
 from ftcomm.static.endpoint import Dial
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.router import LINK, PURPOSE, Incoming
 
 MAX_FRAME = 1 << 14  # bytes
 _PAUSE = 0.02  # s before the second attempt to reach a member; doubled up to half a second
+_LEAST = 0.001  # s that a dial may take
 _LOOK = 0.002  # s between two looks while `settle` has something to wait for
-
-Why = Annotated[str, Meta(max_length=4096)]
-
-
-class MemberHello(msgspec.Struct, frozen=True, tag=True):
-    """`members` is a digest of who belongs to the group, in which order."""
-
-    members: t.Hex
-    address: Address
-
-
-class MemberFailed(msgspec.Struct, frozen=True, tag=True):
-    """The member has given up, because of the loss of the rank `lost`, or (-1) for a reason of its own."""
-
-    lost: Annotated[int, Meta(ge=-1, le=1 << 16)]
-    why: Why
-
-
-Said = MemberHello | Left | MemberFailed
 
 FRAMES: Framing[Said] = Framing(Said, MAX_FRAME)
 
@@ -79,30 +61,35 @@ class PeerInfo(NamedTuple):
 class Met(NamedTuple):
     member: int
     sock: Connection  # blocking
-    address: Address
+    hello: MemberHello
 
 
 Arrivals = queue.SimpleQueue["Incoming | Met | Exception"]
 
 
 def meet(
-    group: str, me: int, infos: Sequence[PeerInfo], hello: MemberHello, events: Arrivals, deadline: float
+    membership: StaticMembership, group: str, infos: Sequence[PeerInfo], events: Arrivals, patience: Patience
 ) -> dict[int, Met]:
-    """Blocks until every member has come. `deadline` is one of `time.monotonic`; whoever owns incoming connections
-    puts them into `events`.
+    """Blocks until every member has come, or `patience` is over; whoever owns incoming connections puts them into
+    `events`.
 
     Raises `TransportError`, which names who did not come, and `ArgumentError` if members disagree on who they are.
     """
-    meeting = _Meeting(group, me, infos, hello, events, deadline)
+    me = membership.me
+    meeting = _Meeting(group, me, infos, membership.hello, events, patience.left())
     for member in range(me):
         meeting.start(meeting.dial, member)
     met: dict[int, Met] = {}
     try:
-        while len(met) < len(infos) - 1:
+        while membership.missing():
+            part = patience.part()
+            meeting.left = patience.left()
             try:
-                event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+                event = events.get(timeout=part)
             except queue.Empty:
-                raise TransportError(meeting.absent(met)) from None
+                if part:
+                    continue
+                raise TransportError(membership.absent(meeting.waited, meeting.news)) from None
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Incoming):
@@ -115,6 +102,7 @@ def meet(
             if event.member in met:  # it has called again, and means the newer one
                 met[event.member].sock.close()
             met[event.member] = event
+            membership.came(event.member, event.hello)
     except BaseException as error:
         gone = FRAMES.frame(MemberFailed(-1, printable(str(error), 1000)))
         for there in met.values():
@@ -136,47 +124,41 @@ def discard(events: Arrivals) -> None:
 
 
 class _Meeting:
-    """Attempts to meet, each in a thread that ends by the deadline, or soon after `over`."""
+    """Attempts to meet, each in a thread that ends soon after `over`. `left`: s until then at most."""
 
     def __init__(
-        self, group: str, me: int, infos: Sequence[PeerInfo], hello: MemberHello, events: Arrivals, deadline: float
+        self, group: str, me: int, infos: Sequence[PeerInfo], hello: MemberHello, events: Arrivals, left: float
     ) -> None:
         self._group, self._me, self._infos, self._hello = group, me, infos, hello
-        self._events, self._deadline = events, deadline
+        self._events, self.left = events, left
         self._begun = time.monotonic()
-        self._news: dict[int, str] = {}  # why the last attempt to meet a member has failed
+        self.news: dict[int, str] = {}  # why the last attempt to meet a member has failed
         self.over = threading.Event()
 
     def start(self, work: Callable[..., object], member: int, *how: object) -> None:
         name = f"ftcomm-meet-{member}"
         threading.Thread(target=work, args=(member, *how), name=name, daemon=True).start()
 
-    def absent(self, met: Mapping[int, Met]) -> str:
-        """What there is to say at the deadline."""
-        missing = [member for member in range(len(self._infos)) if member != self._me and member not in met]
-        who = "; ".join(
-            f"{self._infos[m].name} did not come ({self._news.get(m, 'it has not called')})" for m in missing
-        )
-        return (
-            f"group {self._group!r}: {who}. {self._infos[self._me].name} has waited for "
-            f"{time.monotonic() - self._begun:.1f} s. Do all members run, and do they make this group?"
-        )
+    @property
+    def waited(self) -> float:
+        """The seconds since it has begun."""
+        return time.monotonic() - self._begun
 
     def dial(self, member: int) -> None:
         info = self._infos[member]
         fields: handshake.Fields = {"group": self._group, "what": LINK, "member": self._me}
         pause = _PAUSE
-        while not self.over.is_set() and (left := self._deadline - time.monotonic()) > 0:
-            self._news.setdefault(member, "it has not answered")
+        while not self.over.is_set():
+            self.news.setdefault(member, "it has not answered")
             try:
-                sock = info.dial(PURPOSE, fields, left)
+                sock = info.dial(PURPOSE, fields, max(_LEAST, self.left))
             except handshake.Refused as error:
                 self._events.put(TransportError(f"group {self._group!r}: {info.name} refuses: {error}"))
                 return
             except OSError as error:
-                self._news[member] = f"it cannot be reached: {error}"
+                self.news[member] = f"it cannot be reached: {error}"
             else:
-                self._news[member] = "it listens, but has not made this group"
+                self.news[member] = "it listens, but has not made this group"
                 if self.greet(member, sock):
                     return
             self.over.wait(pause)
@@ -186,7 +168,7 @@ class _Meeting:
         """Tell each other who we are; False if it came to nothing, and may be tried again."""
         try:
             sock.sendall(FRAMES.frame(self._hello))
-            said = FRAMES.read(receive_while(sock, self._goes_on))
+            said = FRAMES.read(receive_while(sock, lambda: not self.over.is_set()))
             sock.settimeout(None)
             if not isinstance(said, MemberHello):
                 raise ConnectionError(said.why if isinstance(said, MemberFailed) else "it has closed the group")
@@ -194,19 +176,11 @@ class _Meeting:
             sock.close()
             return False
         except (OSError, msgspec.DecodeError) as error:
-            self._news[member] = f"its connection has failed: {error}"
+            self.news[member] = f"its connection has failed: {error}"
             sock.close()
             return False
-        if said.members == self._hello.members:
-            self._events.put(Met(member, sock, said.address))
-        else:
-            sock.close()
-            other = f"{self._infos[member].name} makes it of other members, or in another order"
-            self._events.put(ArgumentError(f"group {self._group!r}: {other}; pass the same members to all"))
+        self._events.put(Met(member, sock, said))
         return True
-
-    def _goes_on(self) -> bool:
-        return not self.over.is_set() and time.monotonic() <= self._deadline
 
 
 # -- staying in touch ------------------------------------------------------------------------------------------------
@@ -215,8 +189,8 @@ class _Meeting:
 class Pairs:
     """A thread that hears what the other members say, and how they end.
 
-    `on_said(member, said)` is called for `Left` and `MemberFailed`, `on_end(member, why)` if a connection ends
-    without either; both in this thread. While `settle(looked)` returns True it is called again, a few hundred times a
+    `on_said(member, said)` is called for what a member says until its last word, `on_end(member, why)` if a connection
+    ends without one; both in this thread. While `settle(looked)` returns True it is called again, a few hundred times a
     second; what had come at the moment `looked` is heard by then.
     `on_start` is the first and `on_stop` the last thing that the thread does, which lives as long as the member does.
     `on_broken(error)` is called if it cannot go on.
@@ -244,6 +218,7 @@ class Pairs:
         self._parted: set[int] = set()  # have said that they end
         self._lock = threading.Lock()  # guards what follows; never held across a wait
         self._new: dict[int, Connection] = {}
+        self._asides: list[tuple[int, bytes]] = []  # what we say before
         self._last: bytes | None = None  # what we say when we end
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ftcomm-pairs-{name}", daemon=True)
@@ -256,7 +231,13 @@ class Pairs:
             self._new = dict(socks)
         self.wake()
 
-    def end(self, last: Said) -> None:
+    def tell(self, member: int, said: Said) -> None:
+        """Say something to one, and go on. Does not block."""
+        with self._lock:
+            self._asides.append((member, FRAMES.frame(said)))
+        self.wake()
+
+    def end(self, last: LastWord) -> None:
         """Say `last` to all, and end; the first `last` counts. Does not block."""
         with self._lock:
             if self._last is None:
@@ -296,12 +277,16 @@ class Pairs:
         while True:
             with self._lock:
                 new, self._new = self._new, {}
+                asides, self._asides = self._asides, []
                 last = self._last
             for member, sock in new.items():
                 sock.setblocking(False)
                 self._socks[member] = sock
                 self._heard[member] = bytearray()
                 self._selector.register(sock, selectors.EVENT_READ, member)
+            for member, said in asides:
+                with contextlib.suppress(OSError, KeyError):  # it has ended, which is heard, or does not listen
+                    self._socks[member].sendall(said)
             if last is not None:
                 for sock in self._socks.values():
                     with contextlib.suppress(OSError):
@@ -325,7 +310,8 @@ class Pairs:
                 heard += sock.recv(MAX_FRAME)
             while (said := FRAMES.cut(heard)) is not None:
                 if member not in self._parted:
-                    self._parted.add(member)  # nothing but an end is ever said here
+                    if isinstance(said, LastWord):
+                        self._parted.add(member)
                     self._on_said(member, said)
         except BlockingIOError:
             return

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ftcomm.collective.compression import COMPRESSIONS
 from ftcomm.errors import ArgumentError
+from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.torch.process_group import FtProcessGroup
 
 

@@ -5,20 +5,21 @@ FTCOMM_COORDINATOR is set       the job is joined here; rank and size are those 
                                 through torch's store: it is for groups of other backends, and for the script
                                 (`job_store`)
 MASTER_ADDR, RANK, ...          torch meets as ever (torchrun, mp.spawn); rank 0 starts a coordinator, and torch's
-                                store carries its address to the others. It carries no secret: the token is
-                                FTCOMM_TOKEN, or lies where the ranks of one host can read it (`secret`)
+                                store carries its address and the job's name to the others. It carries no secret: the
+                                token is FTCOMM_TOKEN, or lies where the ranks of one host can read it (`secret`)
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, cast
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import parse_qs, quote, unquote, urlparse
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -26,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch.store_contents import LIFE
 from ftcomm.process import ending
-from ftcomm.settings import Settings, own, split_endpoint
+from ftcomm.settings import MAX_LABEL, Settings, own, split_endpoint
 from ftcomm.settings.launchers import numbered
 from ftcomm.torch.secret import MEND, Secret, read
 from ftcomm.transport.address import own_address
@@ -61,7 +62,12 @@ def meet(
 ) -> Iterator[tuple[dist.Store, int, int]]:
     """Meet as torch's rendezvous for `env://` does; returns (store, rank, size). `torchs` is its own handler."""
     if not in_job():
-        yield from torchs(_numbered(url), **options)
+        try:
+            yield from torchs(_numbered(url), **options)
+        except ValueError as error:
+            if "expected, but not set" not in str(error):
+                raise
+            raise ValueError(f"{error}. A launcher sets it: `ftcomm run --replicas 4 SCRIPT`, or torchrun.") from None
         return
     group = joined()
     rank, size = place(group)
@@ -169,11 +175,13 @@ def join_by_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -
             if not token:
                 secret = meanwhile.enter_context(contextlib.closing(Secret()))
                 token, place = secret.token, secret.place
-            endpoint = start(size // shards, shards, token, host)
-            store.set(f"{keys}/coordinator", f"{endpoint} {place}")
+            asked["job"] = job = asked["job"] or secrets.token_hex(8)
+            endpoint = start(size // shards, shards, token, job, host)
+            store.set(f"{keys}/coordinator", f"{endpoint} {place} {quote(job)}")
         else:
-            endpoint, place = told(store.get(f"{keys}/coordinator"))
+            endpoint, place, job = told(store.get(f"{keys}/coordinator"))
             token = _token(token, place)
+            asked["job"] = asked["job"] or job
         _ours = _join(store, keys, endpoint, token, rank, shards, size, host, asked)
     return _ours
 
@@ -222,17 +230,20 @@ def _join(
     return ftcomm.group.init(settings)
 
 
-def told(value: bytes) -> tuple[str, str]:
-    """The endpoint of the coordinator and where its token lies, as rank 0 has put it into torch's store, to which
-    anybody may write. Raises `InitError`."""
-    endpoint, _, place = value.decode("ascii", "replace").partition(" ")
+def told(value: bytes) -> tuple[str, str, str]:
+    """The endpoint of the coordinator, where its token lies, and the name of the job, as rank 0 has put them into
+    torch's store, to which anybody may write. Raises `InitError`."""
+    parts = value.decode("ascii", "replace").split(" ")
+    endpoint, place, quoted = parts if len(parts) == 3 else ("", "", "")
     host, _, port = endpoint.rpartition(":")
-    if not (1 <= len(host) <= 255 and port.isdecimal() and len(port) <= 5 and 1 <= len(place) <= 64):
+    job = unquote(quoted)
+    lengths = 1 <= len(host) <= 255 and len(port) <= 5 and 1 <= len(place) <= 64 and 1 <= len(job) <= MAX_LABEL
+    if not (lengths and port.isdecimal()):
         raise InitError(
             f"torch's store holds {len(value)} bytes where the address of the coordinator should be; is it the store "
             "of another program?"
         )
-    return endpoint, place
+    return endpoint, place, job
 
 
 def _shards(size: int) -> int:

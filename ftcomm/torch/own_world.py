@@ -95,9 +95,7 @@ def _store(group: Group, timeout: timedelta) -> dist.Store:
     """The store of this life of the replica. It listens where its rank 0 does, at a port of its own."""
     if group.shards == 1:
         return dist.HashStore()
-    member = group.view.member(group.replica)
-    assert member is not None, "this replica is in its view"
-    host, port = member.ranks[0].host, 0
+    host, port = group.internals.address_of(group.replica, 0, group.settings.timeouts.give_up).host, 0
     store: dist.Store | None = None
     if group.shard == 0:
         listener = socket.create_server((host, 0))
@@ -105,7 +103,7 @@ def _store(group: Group, timeout: timedelta) -> dist.Store:
         store = _tcp(host, port, timeout, listener.detach())
     meet = IntraReplicaExchange(group)
     with contextlib.closing(meet):
-        port = int(meet.exchange(b"%05d" % port)[0])
+        port = int(meet.exchange(b"%05d" % port, lambda rows: rows[0]))
     return store or _tcp(host, port, timeout)
 
 

@@ -28,6 +28,8 @@ from ftcomm.control.liveness import unanswered
 from ftcomm.control.sealed import Connection
 from ftcomm.control.views import View
 from ftcomm.errors import StateError, TransportError
+from ftcomm.recorder.files import process_recorder
+from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.block_scheduler import BlockScheduler, Joiner, Snapshots, sources_of
 from ftcomm.training.catchup_protocol import (
     BLOCK,
@@ -77,6 +79,8 @@ class StateSource:
         self._overlap = overlap
         self._throttle = Throttle(None) if throttle is None else throttle
         self._copying: Snapshot | None = None
+        self._recorder = process_recorder()
+        self._recorded: tuple[int, int] | None = None
         self._step = -1
         self._broken = ""  # why there is no snapshot
         self._snapshots: Snapshots[Snapshot] = Snapshots()
@@ -103,9 +107,11 @@ class StateSource:
     def _snapshot(self, step: int) -> Snapshot | None:
         """Take a snapshot. None if the state cannot be copied: the joiner loses by that, and a healthy replica must not
         end."""
+        self._recorded = self._recorder.begin(PhaseKind.SNAPSHOT, step=step)
         try:
             return Snapshot(step, self._state, self._overlap)
         except Exception as error:
+            self._recorder.finish(self._recorded, failed=True)
             self._broken = f"its state cannot be copied ({type(error).__name__}: {error})"[:1000]
             log.warning(
                 "replica %d rank %d: %s; a replica that comes back cannot have it from here",
@@ -122,6 +128,8 @@ class StateSource:
         if snapshot is None:
             return 0.0
         snapshot.finish()
+        if self._recorded is not None:
+            self._recorder.finish(self._recorded, number=snapshot.nbytes)
         fields = dict(step=snapshot.step, bytes=snapshot.nbytes, seconds=round(snapshot.seconds, 6))
         if snapshot.spoiled:
             self._overlap = False

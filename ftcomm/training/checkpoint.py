@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed.checkpoint as dcp
 
 from ftcomm.control.failed_dials import start
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 CLOSE = 600.0  # s that `close` waits for a checkpoint that is still being written
+_INDEX = msgspec.json.Decoder(Index)
 _LOOK = 0.05  # s between two looks whether another replica has written it
 _COMPLETE = re.compile(r"step-(\d{8,18})")  # more digits are no step
 _UNNAMED = re.compile(r"\.step-(\d{8,})\..+")
@@ -258,7 +260,10 @@ def write(path: Path, flat: FlatState) -> None:
     """Writes the part of one rank. Its index comes last, by a rename. Raises `OSError`, `FtcommError`."""
     path.mkdir(parents=True, exist_ok=True)
     _write_file(path / "skeleton", flat.skeleton)
-    tensors = dict(zip(names(flat.skeleton), flat.tensors, strict=True))
+    tensors = {
+        name: torch.from_numpy(held) if isinstance(held, np.ndarray) else held
+        for name, held in zip(names(flat.skeleton), flat.tensors, strict=True)
+    }
     try:
         metadata = dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True)
     except dcp.api.CheckpointException as error:  # not a subclass of `Exception`
@@ -286,7 +291,7 @@ def read(path: Path) -> FlatState:
 
 def _index(file: Path) -> Index:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Index)
+        return _INDEX.decode(file.read_bytes())
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from ftcomm.control.decode import learn
 from ftcomm.errors import ArgumentError, StateError
 from ftcomm.training.vote import Outcome, Verdict
 
@@ -50,6 +51,9 @@ class Ledger(msgspec.Struct, frozen=True):
         first = max(self.first, 1 + max(trained, default=-1))
         late = sorted({*self.late, *range(self.first, first)} - trained)
         return Ledger(first, tuple(late), order)
+
+
+learn(Ledger)
 
 
 class Batches:

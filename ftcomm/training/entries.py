@@ -16,12 +16,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
-import torch
 
+from ftcomm.arrays import is_torch
 from ftcomm.errors import StateError
 from ftcomm.training.state import Stateful
 
-_KINDS = (np.ndarray, torch.Tensor, MutableMapping, list)
+_KINDS = (np.ndarray, MutableMapping, list)
 
 
 class ValueEntry:
@@ -42,7 +42,7 @@ def as_entry(name: str, value: Any) -> Stateful:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         stateful: Stateful = value
         return stateful
-    if isinstance(value, _KINDS):
+    if isinstance(value, _KINDS) or is_torch(value):
         return ValueEntry(value)
     raise StateError(
         f"the entry {name!r} of `state` is a {type(value).__module__}.{type(value).__qualname__}, which a replica that "
@@ -56,9 +56,8 @@ def _update(here: Any, there: Any) -> Any:
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray) and here.flags.writeable:
         np.copyto(here, there)
         return here
-    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
-        with torch.no_grad():
-            here.copy_(there)
+    if is_torch(here) and is_torch(there):
+        here.detach().copy_(there)
         return here
     if isinstance(here, MutableMapping) and isinstance(there, Mapping):
         for key in [key for key in here if key not in there]:

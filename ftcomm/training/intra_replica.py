@@ -1,7 +1,9 @@
-"""Exchanges a few bytes between the ranks of one replica: all send theirs to rank 0, which answers with everybody's.
+"""Exchanges a few bytes between the ranks of one replica: all send theirs to rank 0, which answers with what follows
+from all of them, in as many bytes.
 
 It uses the authenticated connections that the ranks can make to each other anyway. They live and die together: if one
-is gone, so is the replica, and an error raised here ends this rank, too.
+is gone, so is the replica, and an error raised here ends this rank, too. Another rank may wait at a boundary, or in an
+op, until the job has removed others one after the other, so a wait begins anew with each view.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ftcomm.control import handshake
-from ftcomm.control.framing import Framing
+from ftcomm.control.framing import Framing, receive_while
+from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection
 from ftcomm.errors import CollectiveTimeout, TransportError
 
@@ -23,17 +26,17 @@ if TYPE_CHECKING:
     from ftcomm.group import Group
 
 RETRY = 0.05  # seconds
-_HEAD = 32  # bytes of a frame beside its rows, at most
+_HEAD = 32  # bytes of a frame beside its row, at most
 
 
-class Rows(msgspec.Struct, frozen=True, array_like=True):
-    """The row of a rank in exchange `number`, or those of all. Exchange 0 says that rank 0 serves."""
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """The row of a rank in exchange `number`, or what follows from those of all. Exchange 0 says that rank 0 serves."""
 
     number: int
-    rows: bytes
+    row: bytes
 
 
-_FRAMES: Framing[Rows] = Framing(Rows, _HEAD)
+_FRAMES: Framing[Row] = Framing(Row, _HEAD)
 
 
 class IntraReplicaExchange:
@@ -51,12 +54,14 @@ class IntraReplicaExchange:
         if group.shard == 0:
             group.internals.serve("inside", self._serve)
 
-    def exchange(self, row: bytes) -> list[bytes]:
-        """Returns the row of each rank, in order, all as long as `row`. Blocks until all ranks have called it. Raises
-        `TransportError` if one is gone or sends something else, `CollectiveTimeout` if one does not come."""
+    def exchange(self, row: bytes, fold: Callable[[list[bytes]], bytes]) -> bytes:
+        """Returns what `fold` makes of the rows of all ranks, in order, all as long as `row`, as is the result. Rank 0
+        alone calls it. Blocks until all ranks have called this. Raises `TransportError` if one is gone or sends
+        something else, `CollectiveTimeout` if one does not come."""
         self._number += 1
+        patience = self._wait()
         try:
-            rows = self._collect(row) if self._group.shard == 0 else self._ask(row)
+            return self._collect(row, fold, patience) if self._group.shard == 0 else self._ask(row, patience)
         except TimeoutError:
             raise CollectiveTimeout(
                 f"{self._who()}: the other ranks of this replica did not come within {self._patience:g} s; "
@@ -64,7 +69,6 @@ class IntraReplicaExchange:
             ) from None
         except OSError as error:
             raise TransportError(f"{self._who()}: another rank of this replica is gone: {error}") from None
-        return rows
 
     def close(self) -> None:
         with self._came:
@@ -72,37 +76,42 @@ class IntraReplicaExchange:
                 sock.close()
             self._sockets.clear()
 
-    def _collect(self, row: bytes) -> list[bytes]:
+    def _wait(self) -> Patience:
+        router = self._group.internals.router
+        return Patience(self._patience, time.monotonic, lambda: router.changes, lambda: router.excused)
+
+    def _collect(self, row: bytes, fold: Callable[[list[bytes]], bytes], patience: Patience) -> bytes:
         with self._came:
-            if not self._came.wait_for(lambda: len(self._sockets) == self._ranks - 1, self._patience):
-                raise TimeoutError
-        rows = [row, *(self._receive(self._sockets[rank], len(row), self._number) for rank in range(1, self._ranks))]
-        answer = b"".join(rows)
+            while len(self._sockets) < self._ranks - 1:
+                part = patience.part()
+                if not part:
+                    raise TimeoutError
+                self._came.wait(part)
+        others = (self._sockets[rank] for rank in range(1, self._ranks))
+        rows = [row, *(self._receive(sock, len(row), self._number, patience) for sock in others)]
+        answer = fold(rows)
         for sock in self._sockets.values():
             self._send(sock, answer)
-        return rows
+        return answer
 
-    def _ask(self, row: bytes) -> list[bytes]:
+    def _ask(self, row: bytes, patience: Patience) -> bytes:
         if not self._sockets:
-            self._sockets[0] = self._open()
+            self._sockets[0] = self._open(patience)
         self._send(self._sockets[0], row)
-        answer = self._receive(self._sockets[0], self._ranks * len(row), self._number)
-        return [answer[at : at + len(row)] for at in range(0, len(answer), len(row))]
+        return self._receive(self._sockets[0], len(row), self._number, patience)
 
-    def _open(self) -> Connection:
+    def _open(self, patience: Patience) -> Connection:
         """Connect to rank 0, which closes the connection as long as its script has not come to the loop."""
-        deadline = time.monotonic() + self._patience
         while True:
             sock = None
             try:
                 sock = self._dial()
-                sock.settimeout(self._patience)
-                self._receive(sock, 0, 0)
+                self._receive(sock, 0, 0, patience)
                 return sock
             except OSError:
                 if sock is not None:
                     sock.close()
-                if time.monotonic() > deadline:
+                if not patience.left():
                     raise
             time.sleep(RETRY)
 
@@ -118,7 +127,7 @@ class IntraReplicaExchange:
             return
         sock.settimeout(self._patience)
         with contextlib.suppress(OSError):
-            sock.sendall(_FRAMES.frame(Rows(0, b"")))
+            sock.sendall(_FRAMES.frame(Row(0, b"")))
         with self._came:
             earlier = self._sockets.pop(shard, None)
             if earlier is not None:
@@ -127,19 +136,20 @@ class IntraReplicaExchange:
             self._came.notify_all()
 
     def _send(self, sock: Connection, data: bytes) -> None:
-        sock.sendall(_FRAMES.frame(Rows(self._number, data)))
+        sock.settimeout(self._patience)
+        sock.sendall(_FRAMES.frame(Row(self._number, data)))
 
-    def _receive(self, sock: Connection, expected: int, number: int) -> bytes:
+    def _receive(self, sock: Connection, expected: int, number: int, patience: Patience) -> bytes:
         try:
-            said = _FRAMES.read(sock.recv, expected + _HEAD)
+            said = _FRAMES.read(receive_while(sock, lambda: patience.left() > 0), expected + _HEAD)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{error}; all ranks must run the same script") from None
         if said.number != number:
             raise ConnectionError(f"it is at exchange {said.number}, this rank at {number}")
-        if len(said.rows) != expected:
-            nbytes = len(said.rows)
+        if len(said.row) != expected:
+            nbytes = len(said.row)
             raise ConnectionError(f"it sends {nbytes} bytes, expected {expected}; all ranks must run the same script")
-        return said.rows
+        return said.row
 
     def _who(self) -> str:
         return f"replica {self._group.replica} rank {self._group.shard}"

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ftcomm.recorder.files import process_recorder
+from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.replay import Replay
 from ftcomm.training.state import Stateful, flatten, plain_entry
@@ -29,6 +31,8 @@ class Joiner:
         self._loaded = False
         self._caught_up = False
         self._since = time.monotonic()
+        self._recorder = process_recorder()
+        self._fetching: tuple[int, int] | None = self._recorder.begin(PhaseKind.FETCH, step=step)
 
     def agree(self, name: str) -> Any:
         """Block until a source has said what it has; returns the entry `name` of that state, which is plain."""
@@ -60,7 +64,8 @@ class Joiner:
             if self._fetch.ready():
                 self._load()
         if self._loaded and not self._caught_up:
-            self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
+            with self._recorder.phase(PhaseKind.REPLAY, step=step, number=self._replay.behind):
+                self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
             self._check()
         if not self._caught_up:
             self._replay.begin()
@@ -73,16 +78,25 @@ class Joiner:
             self._fetch.wait(FINISH)
             self._load()
         if not self._caught_up:
-            self._replay.apply(self._replay.behind, 0.0)
+            with self._recorder.phase(PhaseKind.REPLAY, number=self._replay.behind):
+                self._replay.apply(self._replay.behind, 0.0)
             self._check()
 
     def close(self) -> None:
         self._replay.restore()
+        self._end_fetch(failed=True)
         self._fetch.close()
+
+    def _end_fetch(self, *, failed: bool) -> None:
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None:
+            self._recorder.finish(fetching, failed=failed)
 
     def _load(self) -> None:
         fetch, started = self._fetch, time.monotonic()
-        self._replay.load(fetch.take())
+        self._end_fetch(failed=False)
+        with self._recorder.phase(PhaseKind.LOAD, step=fetch.step, number=fetch.nbytes):
+            self._replay.load(fetch.take())
         self._loaded = True
         self._group.report(
             "state_fetched",

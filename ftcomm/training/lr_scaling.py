@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING
 
 from ftcomm.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 POLICIES: dict[str, Callable[[float], float]] = {"none": lambda share: 1.0, "linear": float, "sqrt": math.sqrt}
 

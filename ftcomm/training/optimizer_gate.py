@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
+from ftcomm.training.kinds import is_lbfgs, is_optimizer, is_scheduler
 from ftcomm.training.vote import Verdict
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class StepDecider(Protocol):
@@ -41,7 +42,7 @@ class StepOverride:
         self._own = vars(owner).get("step")
         # wraps, since a scheduler looks for its mark on optimizer.step
         step = functools.wraps(self.real)(lambda *args, **kwargs: self.step(*args, **kwargs))
-        if isinstance(owner, LRScheduler):
+        if is_scheduler(owner):
             self._class = type(owner)
             body = {"step": staticmethod(step), "__module__": self._class.__module__}
             owner.__class__ = type(self._class.__name__, (self._class,), body)
@@ -52,7 +53,7 @@ class StepOverride:
         raise NotImplementedError
 
     def remove(self) -> None:
-        if isinstance(self.owner, LRScheduler):
+        if is_scheduler(self.owner):
             self.owner.__class__ = self._class
         elif self._own is None:
             del self.owner.step
@@ -71,9 +72,9 @@ class OptimizerGates:
     def install(self) -> None:
         assert not self._gates, "gates are removed at every boundary"
         for owner in self._objects:
-            if isinstance(owner, Optimizer):
+            if is_optimizer(owner):
                 self._gates.append(_OptimizerGate(owner, self._decider))
-            elif isinstance(owner, LRScheduler):
+            elif is_scheduler(owner):
                 self._gates.append(_SchedulerGate(owner, self._decider))
 
     def remove(self) -> None:
@@ -88,11 +89,13 @@ class _OptimizerGate(StepOverride):
         self._decider = decider
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if isinstance(self.owner, torch.optim.LBFGS):  # it evaluates its closure itself; refused where votes are taken
+        if is_lbfgs(self.owner):  # it evaluates its closure itself; refused where votes are taken
             self._decider.update(self.owner, lambda: self.real(closure, **kwargs))
             return None
         loss = None
         if closure is not None:  # it makes the gradients, so it comes before the vote
+            import torch
+
             with torch.enable_grad():
                 loss = closure()
         if self._decider.verdict() is Verdict.COMMIT:

@@ -2,35 +2,24 @@
 
 A joiner runs the same script as all. The reduced gradients that it sees have the same bits as everywhere; only its
 weights differ. So while the state is on the way, `.step` of each optimizer and learning-rate scheduler is shadowed by a
-stand-in (an attribute of the instance, removed later). That keeps what the call would have used: copies of the
-gradients, the arguments, and what the script has written into `param_groups` since. Once the state is loaded, the same
+stand-in, which keeps what the call would have used (`ftcomm.training.shadows`). Once the state is loaded, the same
 calls on the same gradients give the same bits as on all others.
-
-It does not see tensors in `param_groups` that are changed in place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from ftcomm.arrays.dtensor import local, maker
-from ftcomm.errors import StateError
-from ftcomm.training.lr_scaling import scaled
-from ftcomm.training.optimizer_gate import StepOverride
-from ftcomm.training.spill import Limits, Spill, SpilledTensor
+from ftcomm.training.kinds import is_optimizer, is_scheduler
+from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.state import FlatState, Stateful, load
 
-Keep = Callable[[Callable[[], object]], None]  # what to do at replay
+if TYPE_CHECKING:
+    from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
 
 
 class Replay:
@@ -43,9 +32,18 @@ class Replay:
         self._spill = Spill(Limits.from_env() if limits is None else limits)
         self._steps: deque[list[Callable[[], object]]] = deque()
         self._applying = False
-        objects = state.values()
-        self._schedulers = [_SchedulerShadow(obj, self.keep) for obj in objects if isinstance(obj, LRScheduler)]
-        self._optimizers = [_OptimizerShadow(obj, self) for obj in objects if isinstance(obj, Optimizer)]
+        self._schedulers: list[SchedulerShadow] = []
+        self._optimizers: list[OptimizerShadow] = []
+        objects = [entry for entry in state.values() if is_optimizer(entry) or is_scheduler(entry)]
+        if objects:
+            from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
+
+            self._schedulers = [SchedulerShadow(obj, self.keep) for obj in objects if is_scheduler(obj)]
+            self._optimizers = [
+                OptimizerShadow(obj, self.keep, self._spill.put, lambda: self.scale)
+                for obj in objects
+                if is_optimizer(obj)
+            ]
 
     @property
     def possible(self) -> bool:
@@ -90,9 +88,6 @@ class Replay:
         if not self._applying:  # during replay the optimizer, or a scheduler, writes to the param_groups
             self._steps[-1].append(action)
 
-    def put(self, grad: Tensor) -> SpilledTensor:
-        return self._spill.put(grad)
-
     @contextlib.contextmanager
     def _real(self) -> Iterator[None]:
         self._applying = True
@@ -100,80 +95,3 @@ class Replay:
             yield
         finally:
             self._applying = False
-
-
-class _SchedulerShadow(StepOverride):
-    def __init__(self, owner: LRScheduler, keep: Keep) -> None:
-        super().__init__(owner)
-        self._keep = keep
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        self._keep(functools.partial(self.real, *args, **kwargs))
-
-
-class _OptimizerShadow(StepOverride):
-    def __init__(self, owner: Optimizer, replay: Replay) -> None:
-        if isinstance(owner, torch.optim.LBFGS):
-            raise StateError(
-                "LBFGS evaluates the loss several times a step, which a replica that catches up cannot repeat. Use an "
-                "optimizer that needs the gradients only."
-            )
-        super().__init__(owner)
-        self._to = replay
-        self.watch()
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        grads = [None if p.grad is None else self._keep_grad(p.grad) for p in self._params()]
-        self._to.keep(functools.partial(self._replay, grads, kwargs, self._to.scale))
-        return loss
-
-    def watch(self) -> None:
-        """Record from now on what the script writes into the param_groups (`group["lr"] = ...`)."""
-        groups = self.owner.param_groups
-        groups[:] = [_WatchedGroup(group, functools.partial(self._wrote, i)) for i, group in enumerate(groups)]
-
-    def remove(self) -> None:
-        super().remove()
-        self.owner.param_groups[:] = [dict(group) for group in self.owner.param_groups]
-
-    def _params(self) -> Iterator[Tensor]:
-        for group in self.owner.param_groups:
-            yield from group["params"]
-
-    def _keep_grad(self, grad: Tensor) -> tuple[SpilledTensor, Callable[[Tensor], Tensor]]:
-        return self._to.put(local(grad)), maker(grad)
-
-    def _wrote(self, group: int, key: str, value: Any) -> None:
-        self._to.keep(lambda: self.owner.param_groups[group].__setitem__(key, value))
-
-    def _replay(
-        self, grads: list[tuple[SpilledTensor, Callable[[Tensor], Tensor]] | None], kwargs: dict[str, Any], scale: float
-    ) -> None:
-        params = list(self._params())
-        present = [p.grad for p in params]  # maybe views into buckets, so put them back and do not write to them
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = None if grad is None else grad[1](grad[0].take().to(p.device))
-        with scaled(self.owner, scale):
-            self.real(**kwargs)
-        for p, grad in zip(params, present, strict=True):
-            p.grad = grad
-
-
-class _WatchedGroup(dict[str, Any]):
-    """A param_group that reports what is written to it."""
-
-    def __init__(self, group: Mapping[str, Any], wrote: Callable[[str, Any], None]) -> None:
-        super().__init__(group)
-        self._wrote = wrote
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._wrote(key, value)
-        super().__setitem__(key, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value

@@ -1,9 +1,9 @@
 """Random numbers that a repeated step draws again, and that need no history in a replica that comes back.
 
-The generators of torch (the CPU's and, where it is in use, the GPU's), NumPy and Python are seeded anew for every step,
-from one seed, the step, the replica and the rank. So a step that was discarded has the same dropout when it is
-repeated, and replicas differ. A joiner needs only the seed: the state of a generator would belong to a past step when
-it arrives.
+The generators of NumPy, Python and torch (if it was imported: the CPU's and, where it is in use, the GPU's) are seeded
+anew for every step, from one seed, the step, the replica and the rank. So a step that was discarded has the same
+dropout when it is repeated, and replicas differ. A joiner needs only the seed: the state of a generator would belong to
+a past step when it arrives.
 
     state = {"model": model, "optimizer": optimizer, "rng": Rng(seed)}
 """
@@ -12,23 +12,30 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
 
 
 class Rng:
-    """An entry of the `state` of a step loop. With `apart=False` all replicas and ranks draw the same numbers."""
+    """An entry of the `state` of a step loop. With `apart=False` all replicas and ranks draw the same numbers.
 
-    def __init__(self, seed: int = 0, group: Group | None = None, *, apart: bool = True) -> None:
+    part: the number of what this rank has of the batch of its replica, where ranks with the same number are to draw
+        alike, as those of tensor parallelism; None: all ranks differ.
+    """
+
+    def __init__(
+        self, seed: int = 0, group: Group | None = None, *, apart: bool = True, part: int | None = None
+    ) -> None:
         self.seed = seed
         self._group = group
         self._apart = apart
+        self._part = part
 
     def begins(self, step: int) -> None:
         """Seed the generators for `step`; the step loop calls it."""
@@ -39,12 +46,14 @@ class Rng:
                 from ftcomm.group import default_group
 
                 group = self._group = default_group()
-            who = (group.replica, group.shard)
+            who = (group.replica, group.shard if self._part is None else self._part)
         words = hashlib.blake2b(repr((self.seed, step, who)).encode(), digest_size=12).digest()
         seed = int.from_bytes(words[:8], "little")
         random.seed(words)
         np.random.seed(int.from_bytes(words[8:], "little"))
-        torch.manual_seed(seed)  # also for the GPUs, when they are first used
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.manual_seed(seed)  # also for the GPUs, when they are first used
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed}

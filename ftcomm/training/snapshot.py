@@ -16,21 +16,26 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
+from ftcomm.arrays import is_torch
 from ftcomm.arrays.dtensor import local
 from ftcomm.control.failed_dials import start
 from ftcomm.training.catchup_protocol import BlockStream
-from ftcomm.training.state import FlatState, Stateful, flatten, host_copy
+from ftcomm.training.kinds import is_lbfgs, is_optimizer
+from ftcomm.training.state import FlatState, Stateful, bytes_of, flatten, host_copy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 log = logging.getLogger("ftcomm")
 
 AT_ONCE = 1 << 16  # bytes; smaller tensors are copied at once
 PIECE = 4 << 20  # bytes copied in one go
+_NOT_YET = np.empty(0, np.uint8)
 
 
 class Snapshot:
@@ -43,21 +48,21 @@ class Snapshot:
         live = flatten(state)
         waits = _only_optimizers_change(state) if overlap else frozenset()
         later = {
-            place
+            place: tensor
             for place, tensor in enumerate(live.tensors)
-            if tensor.nbytes >= AT_ONCE and tensor.data_ptr() in waits and tensor.is_contiguous()
+            if not isinstance(tensor, np.ndarray)
+            and (tensor.nbytes >= AT_ONCE and tensor.data_ptr() in waits and tensor.is_contiguous())
         }
-        copies = [torch.empty(0) if i in later else host_copy(t) for i, t in enumerate(live.tensors)]
+        copies = [_NOT_YET if i in later else host_copy(t) for i, t in enumerate(live.tensors)]
         self.flat = FlatState(live.skeleton, copies)
         self.nbytes = live.nbytes
         self.spoiled = False  # known once the copy is complete
         self._stream: BlockStream | None = None
         self._ready = threading.Event()
         if later:
-            left = {place: live.tensors[place] for place in later}
-            versions = {place: _changes(tensor) for place, tensor in left.items()}
-            written = {tensor.device: _mark(tensor.device) for tensor in left.values() if tensor.is_cuda}
-            what = left, versions, written
+            versions = {place: _changes(tensor) for place, tensor in later.items()}
+            written = {tensor.device: _mark(tensor.device) for tensor in later.values() if tensor.is_cuda}
+            what = later, versions, written
             lacks = start(threading.Thread(target=self._copy, args=what, name="ftcomm-snapshot", daemon=True))
             if lacks:  # the step loop waits for the copy
                 log.warning("the state is copied at once: %s", lacks)
@@ -93,6 +98,8 @@ class Snapshot:
         versions: dict[int, int],
         written: dict[torch.device, tuple[torch.cuda.Event, torch.cuda.Stream]],
     ) -> None:
+        import torch
+
         self.spoiled = True  # if anything ends this thread early
         try:
             for place, tensor in left.items():
@@ -121,13 +128,15 @@ def _changes(tensor: Tensor) -> int:
 def _copy_bytes(to: Tensor, of: Tensor) -> None:
     """Copy between contiguous tensors on the host. NumPy does it: it releases the interpreter lock, and starts no
     threads that would compete with forward and backward. It copies in pieces, so that they share a core."""
-    target, source = (t.view(-1).view(torch.uint8).numpy() for t in (to, of))
+    target, source = bytes_of(to), bytes_of(of)
     for at in range(0, len(target), PIECE):
         np.copyto(target[at : at + PIECE], source[at : at + PIECE])
 
 
 def _mark(device: torch.device) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
     """Returns an event after the last write to the state on the current stream, and a stream for the copy."""
+    import torch
+
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event, torch.cuda.Stream(device)
@@ -137,9 +146,9 @@ def _only_optimizers_change(state: Mapping[str, Stateful]) -> frozenset[int]:
     """Returns the addresses of the tensors that change only when the optimizers in `state` step."""
     found: set[int] = set()
     for optimizer in state.values():
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        if not is_optimizer(optimizer) or is_lbfgs(optimizer):
             continue
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        moments = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+        moments = [value for of in optimizer.state.values() for value in of.values() if is_torch(value)]
         found |= {local(tensor).data_ptr() for tensor in (*params, *moments)}
     return frozenset(found)

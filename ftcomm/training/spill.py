@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from typing import IO
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING
 
 from ftcomm.errors import StateError
+from ftcomm.training.state import bytes_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class SpilledTensor:
     def __init__(self, owner: Spill, tensor: Tensor, at: int | None) -> None:
         self._owner = owner
         self._at = at  # the offset in the file, or None
-        self._tensor = tensor if at is None else torch.empty(0, dtype=tensor.dtype)
+        self._tensor = tensor if at is None else tensor.new_empty(0, device="cpu")
         self._shape = tensor.shape
         self.nbytes = tensor.nbytes
 
@@ -85,8 +87,10 @@ class Spill:
 
     def read(self, at: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         assert self._file is not None
+        import torch
+
         tensor = torch.empty(shape, dtype=dtype)
-        view = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.nbytes else memoryview(b"")
+        view = bytes_of(tensor).data
         try:
             self._file.seek(at)
             if self._file.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
@@ -116,7 +120,7 @@ class Spill:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder, prefix="ftcomm-", buffering=0)  # noqa: SIM115
             self._file.seek(at)
-            view = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.nbytes else memoryview(b"")
+            view = bytes_of(tensor).data
             while view.nbytes:
                 view = view[self._file.write(view) :]
                 self._end = self._file.tell()

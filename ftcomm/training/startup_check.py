@@ -30,8 +30,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ftcomm.collective.checksum import judge, named
 from ftcomm.compare import differing, exchange
@@ -51,7 +49,11 @@ from ftcomm.training.state import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ftcomm.group import Group
+    from ftcomm.training.state import Bytes, Held
 
 log = logging.getLogger("ftcomm")
 
@@ -163,8 +165,23 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 | 1 << 62
 
 
-def _sums(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Returns the sums of the words of each tensor and of its remaining bytes, with one transfer from each device."""
+def _sums(held: Sequence[Held]) -> list[tuple[int, int]]:
+    """Returns the sums of the words of each tensor or array and of its remaining bytes."""
+    sums = iter(_sums_of_tensors([each for each in held if not isinstance(each, np.ndarray)]))
+    return [_sum_of_bytes(each) if isinstance(each, np.ndarray) else next(sums) for each in held]
+
+
+def _sum_of_bytes(data: Bytes) -> tuple[int, int]:
+    whole = data.size // _WORD * _WORD
+    return int(data[:whole].view(np.int64).sum(dtype=np.int64)), int(data[whole:].sum(dtype=np.int64))
+
+
+def _sums_of_tensors(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Transfers once from each device."""
+    if not tensors:
+        return []
+    import torch
+
     made: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,6 +1,7 @@
 """Training state as bytes: any nest of dicts, lists, tensors and arrays as a msgpack skeleton and a list of tensors.
 
-The skeleton holds everything but the tensors' bytes: names, nesting, plain values, and for each tensor its place in
+A NumPy array is in that list as an array of its bytes, so a state without tensors needs no torch. The skeleton holds
+everything but the tensors' bytes: names, nesting, plain values, and for each tensor its place in
 the list, dtype and shape. Two skeletons can be compared before a single byte of a tensor is moved, so a replica that
 was started with another model is refused at once, with the first difference named. Nothing is pickled.
 
@@ -14,19 +15,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
+from ftcomm.arrays import is_torch
 from ftcomm.arrays.dtensor import Layout, Meshes, is_spread, layout, local
 from ftcomm.errors import StateError
+from ftcomm.training.kinds import is_module, is_optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+    Held: TypeAlias = Tensor | Bytes  # the bytes of an array
 
 SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
 
@@ -45,34 +53,34 @@ class FlatState:
     """A state taken apart. `tensors` may alias the live state (after `flatten`) or own their memory (`on_host`)."""
 
     skeleton: bytes
-    tensors: list[Tensor]
+    tensors: list[Held]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, without the skeleton."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return sum(held.nbytes for held in self.tensors)
 
     def on_host(self) -> FlatState:
         """Returns a copy in host memory, independent of the live state. Blocks for the copy."""
-        return FlatState(self.skeleton, [host_copy(t) for t in self.tensors])
+        return FlatState(self.skeleton, [host_copy(held) for held in self.tensors])
 
     def views(self) -> list[memoryview]:
         """Returns the bytes of each tensor, writable, without a copy; only for contiguous host tensors (see
         `on_host`)."""
-        return [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in self.tensors]
+        return [bytes_of(held).data for held in self.tensors]
 
 
 @dataclasses.dataclass(frozen=True)
 class NumPy:
-    """A NumPy array or scalar. It travels as a tensor of its bytes, so that every dtype can."""
+    """A NumPy array or scalar. It travels as its bytes, so that every dtype can."""
 
     dtype: str
     shape: tuple[int, ...]
     scalar: bool = False
 
-    def of(self, tensor: Tensor) -> Any:
-        """Returns the array in the memory of `tensor`."""
-        array = tensor.numpy().view(_numpy_dtype(self.dtype)).reshape(self.shape)
+    def of(self, held: Bytes) -> Any:
+        """Returns the array in this memory."""
+        array = held.view(_numpy_dtype(self.dtype)).reshape(self.shape)
         return array[()] if self.scalar else array
 
 
@@ -99,7 +107,7 @@ class Spec:
 
 def flatten(state: Mapping[str, Stateful]) -> FlatState:
     """Take `state` apart; the tensors alias the live state. Raises `StateError` on values that cannot be sent."""
-    tensors: list[Tensor] = []
+    tensors: list[Held] = []
     tree = [
         [name, _kind(obj), type(obj).__qualname__, _encode(obj.state_dict(), name, tensors, False)]
         for name, obj in state.items()
@@ -113,7 +121,7 @@ def allocate(skeleton: bytes) -> FlatState:
     if [spec.place for spec in specs] != list(range(len(specs))):
         raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
     try:
-        return FlatState(skeleton, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs])
+        return FlatState(skeleton, [_empty(spec) for spec in specs])
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
         raise StateError(f"There is no memory for the state of the other replicas: {error}") from error
 
@@ -201,11 +209,11 @@ def names(skeleton: bytes) -> list[str]:
 def digest(state: Mapping[str, Stateful]) -> str:
     """Returns 32 hex digits over every name, shape, dtype, plain value and byte, independent of the order of dict
     entries."""
-    tensors: list[Tensor] = []
+    tensors: list[Held] = []
     tree = [[name, _encode(state[name].state_dict(), name, tensors, True)] for name in sorted(state)]
     hasher = hashlib.blake2b(msgspec.msgpack.encode(tree), digest_size=16)
     for tensor in tensors:
-        hasher.update(host_copy(tensor).reshape(-1).view(torch.uint8).numpy())
+        hasher.update(bytes_of(host_copy(tensor)).data)
     return hasher.hexdigest()
 
 
@@ -213,16 +221,21 @@ def digest(state: Mapping[str, Stateful]) -> str:
 
 _TENSOR, _ARRAY, _DICT, _COUNTER, _LIST, _TUPLE, _BIG = "t", "n", "d", "c", "l", "u", "i"
 _DIMENSIONS = 32  # dimensions that an array of every NumPy can have
-_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+
+
+@functools.cache
+def _dtypes() -> frozenset[str]:
+    """Returns the names of the dtypes of torch."""
+    import torch
+
+    return frozenset(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
 
 
 def _kind(obj: Stateful) -> str:
-    if isinstance(obj, torch.nn.Module):
-        return "module"
-    return "optimizer" if isinstance(obj, torch.optim.Optimizer) else "other"
+    return "module" if is_module(obj) else "optimizer" if is_optimizer(obj) else "other"
 
 
-def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
+def _encode(value: Any, path: str, tensors: list[Held], ordered: bool) -> Any:
     """Encode a value. With `ordered` the entries of dicts are sorted, so that equal states are equal bytes."""
     if value is None or isinstance(value, (bool, bytes)):
         return value
@@ -230,8 +243,8 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
         return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, int):
         return int(value) if -(2**63) <= value < 2**64 else [_BIG, str(int(value))]
-    if isinstance(value, Tensor):
-        if not is_spread(value) and (value.layout != torch.strided or value.is_quantized):
+    if is_torch(value):
+        if not is_spread(value) and (value.layout != sys.modules["torch"].strided or value.is_quantized):
             raise StateError(f"{path} is a tensor of layout {value.layout}; a state may hold dense tensors only.")
         part, how = local(value), layout(value)
         tensors.append(part)
@@ -260,7 +273,7 @@ def _encode(value: Any, path: str, tensors: list[Tensor], ordered: bool) -> Any:
     )
 
 
-def _encode_array(value: Any, path: str, tensors: list[Tensor]) -> Any:
+def _encode_array(value: Any, path: str, tensors: list[Held]) -> Any:
     dtype = value.dtype
     name = dtype.name if dtype.kind == "V" else dtype.str  # dtypes of ml_dtypes are known by name
     try:
@@ -270,9 +283,7 @@ def _encode_array(value: Any, path: str, tensors: list[Tensor]) -> Any:
     if not known:
         raise StateError(f"{path} is an array of dtype {dtype}; a state may hold arrays of plain numbers only.")
     array = np.ascontiguousarray(value)  # no copy if it is contiguous
-    if not array.flags.writeable:
-        array = array.copy()  # torch has no read-only tensors
-    tensors.append(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+    tensors.append(array.reshape(-1).view(np.uint8))
     return [_ARRAY, len(tensors) - 1, array.nbytes, name, list(value.shape), isinstance(value, np.generic)]
 
 
@@ -299,7 +310,7 @@ def _decode(node: Any) -> Any:
         return node
     match node:
         case [str(tag), int(place), str(dtype), [*shape]] if tag == _TENSOR:
-            if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
+            if dtype not in _dtypes() or not all(isinstance(n, int) and n >= 0 for n in shape):
                 raise ValueError(f"tensor {dtype}{shape}")
             return Spec(place, dtype, tuple(shape))
         case [str(tag), int(place), str(dtype), [*shape], [*how]] if tag == _TENSOR:
@@ -341,9 +352,9 @@ def _specs(tree: Any) -> list[Spec]:
     return found
 
 
-def _fill(tree: Any, tensors: list[Tensor], meshes: Meshes) -> Any:
+def _fill(tree: Any, tensors: list[Held], meshes: Meshes) -> Any:
     def tensor(spec: Spec) -> Any:
-        part = tensors[spec.place]
+        part: Any = tensors[spec.place]
         if spec.array is not None:
             return spec.array.of(part)
         return part if spec.layout is None else meshes.whole(part, spec.layout)
@@ -352,7 +363,7 @@ def _fill(tree: Any, tensors: list[Tensor], meshes: Meshes) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    if is_torch(value):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
@@ -390,7 +401,29 @@ def _describe(value: Any) -> str:
     return str(value) if isinstance(value, Spec) else f"a {type(value).__name__}"
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def _empty(spec: Spec) -> Held:
+    if spec.array is not None:
+        return np.empty(spec.shape, np.uint8)
+    import torch
+
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def bytes_of(held: Held) -> Bytes:
+    """Returns the bytes of what is contiguous and in host memory, without a copy."""
+    if isinstance(held, np.ndarray):
+        return held
+    import torch
+
+    flat: Bytes = held.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def host_copy(tensor: Held) -> Held:
     """Returns a contiguous copy in host memory that shares nothing with `tensor`."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.copy()
+    import torch
+
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.resolve_conj().resolve_neg())

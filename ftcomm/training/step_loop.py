@@ -21,20 +21,20 @@ import contextlib
 import functools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.optim import LBFGS, Optimizer
-
 from ftcomm.arrays.dtensor import local
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, StateError, StepError
-from ftcomm.process import ending
+from ftcomm.process import ending, pending
+from ftcomm.recorder.files import process_recorder
+from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import StateSource
 from ftcomm.training.entries import as_entry
 from ftcomm.training.joiner import FINISH, Joiner
+from ftcomm.training.kinds import is_lbfgs, is_optimizer
 from ftcomm.training.loop_terms import LoopTerms
 from ftcomm.training.lr_scaling import lr_multiplier, scaled
 from ftcomm.training.metrics import Metrics, Stopwatch
@@ -46,6 +46,9 @@ from ftcomm.training.throttle import Throttle
 from ftcomm.training.vote import Outcome, Poll, Verdict
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
     from ftcomm.group import Group
 
 log = logging.getLogger("ftcomm")
@@ -133,6 +136,7 @@ class StepLoop:
             group = default_group()
         self._group = group
         total = group.replicas
+        self._given, self._first_given = state or {}, dict(state or {})
         state = {name: as_entry(name, value) for name, value in (state or {}).items()}
         _check_arguments(state, vote, min_replicas, total, nan, lr)
         self._entries = state
@@ -140,7 +144,7 @@ class StepLoop:
         self._nan, self._lr, self._total = nan, lr, total
         self._repeat_on = (*_passing(), *repeat_on)
         self._max_repeats, self._on_repeat = max_repeats, on_repeat
-        self._optimizers = [entry for entry in state.values() if isinstance(entry, Optimizer)]
+        self._optimizers = [entry for entry in state.values() if is_optimizer(entry)]
         # A joiner learns the step of the others once it is in a view, which is not before it comes to its loop.
         here = 0 if group.internals.outside else group.step - group.internals.lag
         self._progress = LoopProgress(here if start is None else start)
@@ -157,6 +161,8 @@ class StepLoop:
         self._watch = Stopwatch()
         self.followed = False  # another loop has begun before this one was at its end
         self._in_step = False
+        self._recorder = process_recorder()
+        self._attempt: tuple[int, int] | None = None  # as it is recorded
         self._stood = 0.0  # the group's stalled seconds when this step began
         self._ended = False
         self._verdict: Verdict | None = None  # the verdict on this attempt
@@ -196,8 +202,10 @@ class StepLoop:
             self._settle()
         if self._ended:
             return None
+        self._check_entries()
         self._gates.remove()
         paused_since: float | None = None
+        pause: tuple[int, int] | None = None
         while self._pass_boundary():
             if total is not None and self.step >= total:
                 self._finish(total)
@@ -206,10 +214,13 @@ class StepLoop:
             if not self._progress.paused:
                 if paused_since is not None:
                     self._say("training_goes_on", step=self.step, seconds=round(time.monotonic() - paused_since, 3))
+                if pause is not None:
+                    self._recorder.finish(pause)
                 self._watch.lap("boundary")
                 return self._enter()
             if paused_since is None:
                 paused_since = time.monotonic()
+                pause = self._recorder.begin(PhaseKind.PAUSE, step=self.step, number=len(self._present))
                 self._say("training_pauses", step=self.step, contributing=len(self._present), least=self._min)
             self._watch.lap("boundary")
             self._vote_in_pause(paused_since)
@@ -232,7 +243,9 @@ class StepLoop:
         if not self._in_step:
             return Verdict.COMMIT  # before or after the loop
         if self._verdict is None:
-            self._verdict, self._counted = self._take_vote(self._mine(loss))
+            pending.settle()  # what was called in this step belongs to it
+            with self._recorder.phase(PhaseKind.VOTE, step=self.step):
+                self._verdict, self._counted = self._take_vote(self._mine(loss))
             healthy = len(self._counted) if self._vote else self._total
             self.lr_scale = lr_multiplier(self._lr, healthy, self._total)
         return self._verdict
@@ -276,6 +289,7 @@ class StepLoop:
         """End the loop, or give it up; idempotent. Optimizers and schedulers step as usual afterwards."""
         self._ended = True
         self._in_step = False
+        self._record_outcome(failed=True)  # of a step that was given up
         self._gates.remove()
         self._group.internals.on_step_error = None
         if self._group.internals.step_loop is self:
@@ -331,6 +345,17 @@ class StepLoop:
         if self._vote:
             group.internals.on_step_error = self.fail
 
+    def _check_entries(self) -> None:
+        """Raise `StateError` if the script has put another object in the place of an entry, of which this loop would
+        know nothing, and whoever comes back would get the old one."""
+        for name, entry in self._first_given.items():
+            if self._given.get(name, entry) is not entry:
+                raise StateError(
+                    f"step {self.step}: the entry {name!r} of `state` is another object than when this loop was made, "
+                    "so a replica that comes back would get the old one. Change it in place, or put what is replaced, "
+                    "as arrays of JAX, one level deeper: state = {'kept': kept}; kept['params'] = new"
+                )
+
     def _left_out(self) -> bool:
         """Whether the job that this replica joins is in a later loop, in which alone it can be given a state. This one
         ends then, and takes no boundary."""
@@ -351,7 +376,8 @@ class StepLoop:
         assert self._preemption is not None
         self._preemption.at_boundary()
         boundary = group.step
-        view = group.boundary(boundary)
+        with self._recorder.phase(PhaseKind.BOUNDARY, step=self.step, number=boundary):
+            view = group.boundary(boundary)
         if group.drained:
             return False
         source.at_boundary(boundary, view)
@@ -362,6 +388,7 @@ class StepLoop:
         if self._joiner is not None:
             self._joiner.at_boundary(boundary, view)
         group.internals.lag = boundary - self.step
+        self._recorder.lag(group.internals.lag)
         return True
 
     def _finish(self, total: int) -> None:
@@ -374,7 +401,8 @@ class StepLoop:
                 *(self._group.replica, self._group.shard, self._group.internals.loop, total, self.step),
             )
         assert self._source is not None
-        self._source.linger(FINISH)
+        with self._recorder.phase(PhaseKind.LINGER, step=self.step):
+            self._source.linger(FINISH)
         self._group.internals.lag += 1  # this boundary belongs to no step
         self._tell_metrics(0.0)
         if self._group.shard == 0:
@@ -384,6 +412,7 @@ class StepLoop:
         self._verdict, self._counted, self._failed = None, frozenset(), None
         self._stood = self._group.internals.stood()
         self._in_step = True
+        self._attempt = self._recorder.begin(PhaseKind.STEP, step=self.step, number=self._progress.attempts)
         self._gates.install()
         for entry in self._entries.values():
             begins = getattr(entry, "begins", None)
@@ -395,6 +424,7 @@ class StepLoop:
         """Settle the step after its body, and tell the outcome to all entries that want it."""
         verdict = self.verdict()
         self._in_step = False
+        self._record_outcome(failed=verdict is not Verdict.COMMIT)
         self._settle_snapshot()
         progress = self._progress
         outcome = self.outcome = Outcome(progress.step, verdict, self._counted)
@@ -415,6 +445,11 @@ class StepLoop:
         else:
             progress.step += 1
             progress.attempts = 0
+
+    def _record_outcome(self, *, failed: bool) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            self._recorder.finish(attempt, failed=failed)
 
     def _now_or_later(self, action: Callable[[], object]) -> None:
         if self._joiner is not None and self._joiner.behind:
@@ -474,7 +509,11 @@ class StepLoop:
         grads = [
             local(p.grad) for o in self._optimizers for g in o.param_groups for p in g["params"] if p.grad is not None
         ]
-        return not grads or bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
+        if not grads:
+            return True
+        import torch
+
+        return bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
 
     def _take_vote(self, mine: Verdict) -> tuple[Verdict, frozenset[int]]:
         # The contributors of the step are the same on all members; views arrive at different times.
@@ -545,8 +584,9 @@ class StepLoop:
 
 def _passing() -> tuple[type[Exception], ...]:
     """Returns the errors that may pass, or that follow from one on another replica."""
-    cuda = getattr(torch, "AcceleratorError", None)  # some versions of torch lack it
-    return (MismatchError, torch.OutOfMemoryError, *([cuda] if cuda is not None else []))
+    torch = sys.modules.get("torch")
+    found = (getattr(torch, name, None) for name in ("OutOfMemoryError", "AcceleratorError"))  # some versions lack one
+    return (MismatchError, *(error for error in found if error is not None))
 
 
 def _check_arguments(
@@ -561,7 +601,7 @@ def _check_arguments(
         raise ArgumentError(f"min_replicas={least} in a job of {total} replicas; training would never begin.")
     if PROGRESS in state:
         raise ArgumentError(f"`state` has an entry {PROGRESS!r}, a name that the step loop needs; call it otherwise.")
-    if vote and any(isinstance(entry, LBFGS) for entry in state.values()):
+    if vote and any(is_lbfgs(entry) for entry in state.values()):
         raise StateError(
             "LBFGS evaluates the loss several times a step, so there is no moment for a vote. Pass vote=False, or use "
             "an optimizer that needs the gradients only."

@@ -1,7 +1,7 @@
 """The vote at the end of a step, on whether all ranks of all replicas have finished it without an error of their own.
 
     rank i of every replica     one small all-reduce, with a byte for each replica: its verdict, or 0 if it is absent
-    ranks of one replica        each tells the others the result of its all-reduce (intra_replica.py)
+    ranks of one replica        rank 0 hears the results of all, and tells them what follows (intra_replica.py)
 
 In this order all decide alike, whichever process dies meanwhile: the result of an all-reduce is the same on all members
 of its group, so all replicas come to the second part with the same rows. The other order would not do.
@@ -52,21 +52,34 @@ class Outcome:
     counted: frozenset[int]
 
 
-def decide(rows: Sequence[tuple[bytes, bytes]]) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-    """Decide the verdict on the step, who voted, and who contributed on all ranks; pure.
-
-    A row has the result of a rank's all-reduce, and the replicas that contributed to the step on that rank.
-    """
-    votes, contributed = (
-        np.frombuffer(b"".join(column), np.uint8).reshape(len(rows), -1) for column in zip(*rows, strict=True)
-    )
+def row_of(votes: np.ndarray[Any, Any], contributed: Iterable[int] | None) -> bytes:
+    """Returns what one rank knows: the verdict, then a byte for each replica that voted, and one for each that
+    contributed to the step on that rank. `votes` is the result of its all-reduce. Pure."""
     said = np.where(votes > Verdict.RAISE, Verdict.REPEAT, votes)  # an unknown verdict counts as a step not done
-    verdict = Verdict(max(int(said.max()), Verdict.COMMIT))
-    return verdict, _in_all(votes), _in_all(contributed)
+    voted = (votes > 0).astype(np.uint8)
+    marks = voted
+    if contributed is not None:
+        marks = np.zeros_like(voted)
+        marks[list(contributed)] = 1
+    return b"".join((bytes((max(int(said.max()), Verdict.COMMIT),)), voted.tobytes(), marks.tobytes()))
 
 
-def _in_all(marks: np.ndarray[Any, Any]) -> frozenset[int]:
-    return frozenset(np.flatnonzero(marks.min(axis=0)).tolist())
+def fold(rows: Sequence[bytes]) -> bytes:
+    """Returns what the ranks of `rows` know together, as a row: the highest verdict, and who voted, and contributed, on
+    all of them. Pure."""
+    known = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
+    return b"".join((bytes((int(known[:, 0].max()),)), known[:, 1:].min(axis=0).tobytes()))
+
+
+def decide(row: bytes) -> tuple[Verdict, frozenset[int], frozenset[int]]:
+    """Returns the verdict on the step, who voted, and who contributed on all ranks that `row` is of. Pure."""
+    voted, contributed = np.split(np.frombuffer(row, np.uint8)[1:], 2)
+    verdict = Verdict(row[0]) if row[0] in list(Verdict) else Verdict.REPEAT
+    return verdict, _marked(voted), _marked(contributed)
+
+
+def _marked(marks: np.ndarray[Any, Any]) -> frozenset[int]:
+    return frozenset(np.flatnonzero(marks).tolist())
 
 
 class Poll:
@@ -118,12 +131,8 @@ class Poll:
     def _together(
         self, ballot: np.ndarray[Any, Any], contributed: Iterable[int] | None
     ) -> tuple[Verdict, frozenset[int], frozenset[int]]:
-        marks = ballot if contributed is None else np.zeros_like(ballot)
-        if contributed is not None:
-            marks[list(contributed)] = 1
-        row = ballot.tobytes() + marks.tobytes()
-        rows = [row] if self._intra is None else self._intra.exchange(row)
-        return decide([(row[: self._slots], row[self._slots :]) for row in rows])
+        row = row_of(ballot, contributed)
+        return decide(row if self._intra is None else self._intra.exchange(row, fold))
 
     def _who(self) -> str:
         return f"replica {self._group.replica} rank {self._group.shard}"

@@ -63,6 +63,14 @@ class Receiver(Protocol):
         Any thread; does not block."""
         ...
 
+    def job_changes(self) -> None:
+        """Note that the job begins to change its view. Does not block."""
+        ...
+
+    def coordinator_away(self, seconds: float) -> None:
+        """Note that for so long nobody could decide that a member of the job is lost. Does not block."""
+        ...
+
     def entered(self, view: View) -> None:
         """Note that `view` is in force in a job. Does not block."""
         ...
@@ -87,6 +95,8 @@ class ConnectionRouter:
         self._retired: dict[str, bytes] = {}  # nonce of a segment in a closed group -> the answer to its callers
         self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
         self.newest: View | None = None  # in a job: the view that `entered` has told the groups
+        self.changes = 0  # how often a change of the job's view has begun
+        self.excused = 0.0  # s in which nobody could decide on one
         server.serve(PURPOSE, self._incoming)
 
     def open(self, name: str, receiver: Receiver) -> None:
@@ -143,6 +153,22 @@ class ConnectionRouter:
         boundary, last = self._unmet.get(call.group, (0, b""))
         met = self._retired.get(call.there) or self._retired.get(call.nonce)
         return met or (last if not call.there and call.made < boundary else None)
+
+    def job_changes(self) -> None:
+        """Tell all groups that the job begins to change its view."""
+        with self._lock:
+            self.changes += 1
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.job_changes()
+
+    def coordinator_away(self, seconds: float) -> None:
+        """Tell all groups that for so long nobody could decide that a member of the job is lost."""
+        with self._lock:
+            self.excused += seconds
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.coordinator_away(seconds)
 
     def entered(self, view: View) -> None:
         """Tell all groups that `view` is in force."""

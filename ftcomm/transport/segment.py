@@ -15,6 +15,7 @@ is gone with the last process that maps it, whatever way that process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import mmap
@@ -229,7 +230,8 @@ class Segment(Memory):
         """Let no process open the segment any more. The memory itself goes with the last mapping."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the script has closed it
+                os.close(fd)
 
 
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; missing in Python's fcntl module

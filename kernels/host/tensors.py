@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,18 @@ from typing import Any
 import numpy as np
 
 Array = Any  # a NumPy array
+
+
+def torch_missing(dtype: str) -> str | None:
+    """Imports torch, in which the host computes with 16 bits and less. Returns why it cannot reduce `dtype` without it,
+    with the mend; None if it can."""
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return f"the host reduces {dtype} by torch, which is not installed. Type `pip install torch`, or pass float32."
+    return None
 
 
 def lasting() -> AbstractContextManager[object]:

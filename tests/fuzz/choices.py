@@ -54,8 +54,8 @@ def value(choices: Choices, kind: Any, seen: Sequence[int], given: dict[str, Any
 
     `given` names fields that are mostly as given, since nothing gets far with others.
     """
-    if kind == Addresses:
-        return (ADDRESS,) * choices.pick((1, 1, 1, 0, 2))
+    if kind is Addresses:
+        return Addresses.of((ADDRESS,) * choices.pick((1, 1, 1, 0, 2)))
     if kind is Address:
         return ADDRESS
     if typing.get_origin(kind) is typing.Annotated:

@@ -14,11 +14,12 @@ import msgspec
 
 from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.member import Phase
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Member, View
+from ftcomm.control.views import Addresses, Member, View
 from tests.fuzz.choices import ADDRESS, WORDS, Choices, message
 
 TIMEOUTS = Timeouts.derive(24.0)
@@ -81,12 +82,12 @@ class Coordinated:
 
     def joined(self, conn: int, replica: int) -> None:
         """An honest one, so that something is there to be upset."""
-        told = m.Join(replica, WORDS[replica % 4], (ADDRESS,), 0, -1, GIVEN["timeouts"])
+        told = m.Join(replica, WORDS[replica % 4], Addresses.of((ADDRESS,)), 0, -1, GIVEN["timeouts"])
         self.check(self.machine.receive(conn, told, self.now))
 
-    def check(self, actions: list[c.Action]) -> None:
+    def check(self, actions: list[ca.Action]) -> None:
         for action in actions:
-            if isinstance(action, c.Persist):
+            if isinstance(action, ca.Persist):
                 replicas = action.view.replicas
                 assert action.view.epoch == (self.view.epoch if self.view else 0) + 1, "an epoch left out or used twice"
                 assert list(replicas) == sorted(set(replicas)), replicas
@@ -94,7 +95,7 @@ class Coordinated:
                     assert action.view.members != self.view.members, "a view that changes nothing"
                 self.view = action.view
                 self.seen.append(action.view.epoch)
-            elif isinstance(action, c.Send):
+            elif isinstance(action, ca.Send):
                 sendable(action.message)
                 if isinstance(action.message, m.Prepare):
                     self.seen.append(action.message.proposal)
@@ -119,7 +120,9 @@ class Ranked:
         """An honest one, so that something is there to be upset."""
         self.epoch += 1
         self.seen.append(self.epoch)
-        members = tuple(Member(r, WORDS[r], (ADDRESS,) * 2, True) for r in range(1 + self.choices.number() % 3))
+        members = tuple(
+            Member(r, WORDS[r], Addresses.of((ADDRESS,) * 2), True) for r in range(1 + self.choices.number() % 3)
+        )
         return View(self.epoch, None, members, "")
 
     def step(self) -> None:

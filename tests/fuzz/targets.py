@@ -22,26 +22,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from ftcomm import subgroup
+from ftcomm.collective.operation import Operation
 from ftcomm.control import etcd, handshake
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import Channel, Keys, Mac
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.tls import Tls
-from ftcomm.control.views import Member, View
+from ftcomm.control.unstarted import NamedRank, Unstarted
+from ftcomm.control.view_differences import CARRIERS, UntoldError, ViewsReceived
+from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.lab.netns.relay import Change, LinkConditions, PortConditions, Relay
+from ftcomm.launch import launcher_words as launcher
 from ftcomm.launch.admin import protocol as admin
+from ftcomm.launch.launcher_words import decode_word
 from ftcomm.launch.output import LineSplitter
+from ftcomm.launch.policy import State
 from ftcomm.membership import derived
 from ftcomm.membership.derived import Left
+from ftcomm.membership.static import DataEnded, LastWord, MemberFailed, MemberHello, MemberLeft
 from ftcomm.p2p.matching import MAX_BYTES, MAX_UNEXPECTED
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import EAGER, RecvRequest, SendRequest
-from ftcomm.static.pairs import FRAMES, MemberFailed, MemberHello, Pairs
+from ftcomm.recorder.layout import GroupKind, PhaseKind, Shape
+from ftcomm.recorder.reader import RecordingError, parse
+from ftcomm.recorder.recorder import Owner, Recorder
+from ftcomm.static.pairs import FRAMES, Pairs
 from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten
@@ -79,7 +90,7 @@ def all_messages() -> list[m.AnyMessage]:
         for start in range(4):
             with contextlib.suppress(ValueError):
                 made.append(m.decode(m.encode(value(Choices(bytes(range(start, 200))), kind, (1, 2), GIVEN))))
-    member = Member(0, "a", (ADDRESS,), True)
+    member = Member(0, "a", Addresses.of((ADDRESS,)), True)
     view = View(2, 7, (member, msgspec.structs.replace(member, replica=3)), "join 3", 1 << 32)
     progress = m.Progress(3, (m.OpProgress(3, (m.Final((0, 2), b"\x05"),)),), (m.FailedOp(2, "why"),))
     return [*made, m.NewView(view), m.Boundary(0, 1, 5, view), m.MemberProgress(1, "abc", 7, progress)]
@@ -95,6 +106,9 @@ def messages(data: bytes) -> None:
     view = getattr(message, "view", None)
     if view is not None:
         assert list(view.replicas) == sorted(set(view.replicas))
+    with contextlib.suppress(UntoldError):
+        whole = getattr(ViewsReceived().complete(message), "view", None)
+        assert whole is None or all(member.ranks for member in whole.members) or not isinstance(message, CARRIERS)
 
 
 def framed(*parts: bytes) -> bytes:
@@ -375,10 +389,13 @@ def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):
         far.sendall(data)
         far.shutdown(socket.SHUT_WR)
-    rank, what = heard.get(timeout=DEADLINE)
-    assert rank == 1
-    assert not isinstance(what, Exception)
-    pairs.end(Left(0))
+    while True:
+        rank, what = heard.get(timeout=DEADLINE)
+        assert rank == 1
+        assert not isinstance(what, Exception)
+        if isinstance(what, LastWord | str):
+            break
+    pairs.end(Left(0, 0))
     pairs.join()
     assert heard.empty()
 
@@ -400,7 +417,7 @@ def _sender(near: socket.socket, far: socket.socket, data: bytes) -> None:
     for receive in waiting:
         assert receive.ended.wait(DEADLINE)
         assert not isinstance(receive.error, CollectiveTimeout)
-    letters = engine._matching.arrivals(1)
+    letters = engine._core.matching.arrivals(1)
     assert len(letters) <= MAX_UNEXPECTED
     assert sum(len(letter.data or b"") for letter in letters) <= MAX_BYTES
     engine.close(RuntimeError("the end"))
@@ -440,7 +457,7 @@ def _nobody(peer: int) -> socket.socket:
 
 def member_seeds() -> list[bytes]:
     head = struct.Struct("<IIQqQ16s").pack
-    said = [MemberHello("0" * 32, ADDRESS), Left(7), MemberFailed(1, "why")]
+    said = [MemberHello("0" * 32, ADDRESS), Left(7, 7), MemberFailed(1, "why"), DataEnded("why"), MemberLeft(1, 7)]
     letters = [head(0x66747032, 1, 0, 0, 8, b"uint8") + bytes(8), head(0x66747032, 2, 1, 0, 8, b"uint8")]
     letters += [head(0x66747032, 3, 1, 0, 8, b"uint8") + bytes(8), head(0x66747032, 4, 1, 0, 0, b"uint8")]
     answers = [struct.pack("<IIQ", 0x66747032, kind, number) for kind, number in ((1, 0), (1, 1), (2, 2))]
@@ -460,7 +477,8 @@ class _Replica:
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.replica, self.shard, self.shards, self.intra_replica_exchanges, self._sock = 0, rank, 2, 0, sock
         self.settings = types.SimpleNamespace(timeouts=types.SimpleNamespace(give_up=PATIENCE))
-        self.view = View(1, 0, (Member(0, "a", (ADDRESS, ADDRESS), True),))
+        self.router = types.SimpleNamespace(changes=0, excused=0.0)
+        self.view = View(1, 0, (Member(0, "a", Addresses.of((ADDRESS, ADDRESS)), True),))
 
     @property
     def internals(self) -> _Replica:
@@ -483,7 +501,7 @@ def rows(data: bytes) -> None:
         tracemalloc.start()
         try:
             with contextlib.suppress(TransportError):
-                assert [len(row) for row in inside.exchange(b"four")] == [4, 4]
+                assert len(inside.exchange(b"four", max)) == 4
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
@@ -499,11 +517,13 @@ def row_seeds() -> list[bytes]:
 
 def meeting(data: bytes) -> None:
     """What somebody has put into torch's store, to which everybody may write."""
+    from ftcomm.settings import MAX_LABEL
     from ftcomm.torch.meeting import told
     from ftcomm.torch.secret import read
 
     with contextlib.suppress(InitError):
-        endpoint, place = told(data)
+        endpoint, place, job = told(data)
+        assert 1 <= len(job) <= MAX_LABEL
         assert endpoint.rpartition(":")[2].isdecimal()
         read(place)
         raise AssertionError(f"{place} is read")
@@ -513,10 +533,11 @@ def meeting(data: bytes) -> None:
 
 
 def views(data: bytes) -> None:
-    """The file of views of an earlier coordinator."""
+    """The files of an earlier coordinator."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         path = Path(folder) / "views"
         path.write_bytes(data)
+        path.with_name("views.unstarted").write_bytes(data)
         store = ViewStore(path)
         try:
             store.open()
@@ -532,9 +553,13 @@ def views(data: bytes) -> None:
 
 
 def view_files() -> list[bytes]:
-    member = Member(0, "a", (ADDRESS,), True)
+    member = Member(0, "a", Addresses.of((ADDRESS,)), True)
     lines = [msgspec.json.encode(View(epoch, None, (member,), "why")) + b"\n" for epoch in (1, 2, 3)]
-    return [b"".join(lines), lines[0] + lines[1][:-9]]
+    with tempfile.TemporaryDirectory() as folder:
+        store = ViewStore(Path(folder) / "views")
+        store.keep((Unstarted(NamedRank(1, 1, "host:1"), "it has a wrong setting", True, 9.5),))
+        kept = (Path(folder) / "views.unstarted").read_bytes()
+    return [b"".join(lines), lines[0] + lines[1][:-9], kept]
 
 
 def etcd_answers(data: bytes) -> None:
@@ -564,6 +589,33 @@ def requests(data: bytes) -> None:
                 message = decode(line)
                 assert decode(admin.encode(message)) == message
                 assert not isinstance(message, admin.RestartCoordinator) or 0 <= message.away <= admin.MAX_AWAY
+
+
+def words_of_launchers(data: bytes) -> None:
+    """What the launchers of one job tell each other."""
+    with contextlib.suppress(msgspec.DecodeError):
+        word = decode_word(data)
+        differs = decode_word(data) != word  # there is a NaN in an event; to itself it is equal, as the same object
+        assert differs or decode_word(m.encode(word)) == word
+
+
+def launcher_word_seeds() -> list[bytes]:
+    event = {
+        "kind": "view",
+        "epoch": 3,
+        "why": "",
+        "mono": 1.5,
+        "members": [{"replica": 1, "contributing": True}],
+        "step": None,
+    }
+    said = [
+        launcher.BeginJob("127.0.0.1:1", "job"),
+        launcher.ReplicaIs(1, State.WAITING, 2),
+        launcher.WhatWasHeard(3, 1),
+    ]
+    told = [launcher.TurnedAway("why"), launcher.JobIsLost("why"), launcher.RankFailed(2, "how")]
+    heard = launcher.Heard(3, 1, 2, True, True, False, True, False, "it stood still")
+    return [m.encode(word) for word in (*said, *told, heard, launcher.CoordinatorSaid(event))]
 
 
 def request_seeds() -> list[bytes]:
@@ -682,6 +734,34 @@ def nixl_hello_seeds() -> list[bytes]:
     return [framed(msgspec.msgpack.encode(message)) for message in said]
 
 
+# -- recordings ------------------------------------------------------------------------------------------------------
+
+_SHAPE = Shape(1, 4, 128)  # so that the bytes that say something are many
+
+
+def recordings(data: bytes) -> None:
+    """A file is read while somebody writes it: what is seen at the second look differs in its last bytes."""
+    with contextlib.suppress(RecordingError):
+        found = parse(data, data[:-64] + bytes(min(64, len(data))))
+        said = [op.caller + op.group + op.algorithm + op.transports for op in found.ops]
+        assert all(map(str.isprintable, (*said, *(phase.note for phase in found.phases), found.job, found.host)))
+
+
+def recording_seeds() -> list[bytes]:
+    recorder = Recorder(bytearray(_SHAPE.size), _SHAPE)
+    recorder.describe(Owner(0, 0, 2, 1, "job", "host"))
+    group = recorder.group("*", 0, GroupKind.JOB)
+    group.entered(1, "0-1", "shm")
+    op = Operation(np.zeros(4, np.float32), "float32", "sum")
+    op.caller = recorder.text("train.py:1 main")
+    group.called(op, 1.0)
+    group.posted(op, "ring")
+    group.waits(op, (1,), 1.0, 2.0)
+    group.returned(op, 2.0)
+    recorder.begin(PhaseKind.STEP, step=3, note="note")
+    return [bytes(recorder.memory)]
+
+
 TARGETS = {
     "messages": Target(messages, lambda: [m.encode(message) for message in all_messages()]),
     "connection": Target(connection, lambda: [framed(*[m.encode(message) for message in all_messages()[:4]])]),
@@ -698,12 +778,14 @@ TARGETS = {
     "skeleton": Target(skeleton, skeletons),
     "member": Target(member, member_seeds),
     "rows": Target(rows, row_seeds),
-    "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef", b"[::1]:65535 x", b"host:1"]),
+    "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef a%20job", b"[::1]:65535 x y", b"a:1"]),
     "views": Target(views, view_files),
     "etcd_answers": Target(etcd_answers, etcd_seeds),
     "requests": Target(requests, request_seeds),
+    "launcher_words": Target(words_of_launchers, launcher_word_seeds),
     "relay": Target(relay, relay_seeds),
     "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
+    "recordings": Target(recordings, recording_seeds),
     "coordinator": Target(coordinator, noise),
     "rank": Target(rank, noise),
 }

@@ -1,6 +1,7 @@
 """A script whose replica is killed inside of a backward when the test asks for it: killed.py FOLDER SCRIPT ARGS...
 
-The first parameter of a model gets its gradient last, so when the rank dies other gradients of its step are reduced.
+The first parameter of a model, and the first module that is sharded, get their gradient last, so when the rank dies
+other gradients of its step are reduced.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
     asked = Path(sys.argv[1]) / f"kill-{os.environ['FTCOMM_REPLICA']}"
     sys.argv = sys.argv[2:]
-    made = DistributedDataParallel.__init__
+    made, sharded = DistributedDataParallel.__init__, fsdp.fully_shard
 
-    def die(grad: torch.Tensor) -> None:
-        if asked.exists():
+    def die(*_: Any) -> None:
+        if asked.exists() and os.environ.get("FTCOMM_RANK", "0") == "0":
             asked.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -30,7 +32,13 @@ def main() -> None:
         made(self, *args, **kwargs)
         next(p for p in self.parameters() if p.requires_grad).register_hook(die)
 
+    def shard(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        fsdp.fully_shard = sharded
+        module.register_full_backward_hook(die)
+        return sharded(module, *args, **kwargs)
+
     DistributedDataParallel.__init__ = make
+    fsdp.fully_shard = shard
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

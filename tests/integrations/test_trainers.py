@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcomm.errors import ArgumentError
 from ftcomm.launch import Launcher, RunOptions, run
 
 KILLED = Path(__file__).with_name("killed.py")
+TRACKED = Path(__file__).with_name("tracked.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE = 300.0  # s of a run
 AFTER = 12  # steps between two kills, and before the end
@@ -29,14 +32,18 @@ def _quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class Running:
     """An example under the launcher, whose replicas are killed one after the other, each in a backward."""
 
-    def __init__(self, here: Path, name: str, *args: str) -> None:
+    def __init__(self, here: Path, name: str, *args: str, ranks: int = 1, by: tuple[str, ...] = ()) -> None:
         self.here = here
         self.events: list[dict[str, Any]] = []
         self.lines: list[tuple[int, str]] = []
         self.said: list[str] = []
         self.launcher = Launcher(
             RunOptions(
-                script=str(KILLED), args=(str(here), str(EXAMPLES / f"{name}.py"), *args), replicas=2, backoff=0.01
+                script=str(KILLED),
+                args=(str(here), *by, str(EXAMPLES / f"{name}.py"), *args),
+                replicas=2,
+                ranks_per_replica=ranks,
+                backoff=0.01,
             ),
             self.events.append,
             lambda replica, rank, line: self.lines.append((replica, line)),
@@ -81,6 +88,10 @@ class Running:
 
         return asyncio.run(asyncio.wait_for(main(), DEADLINE))
 
+    def run_alone(self) -> int:
+        """To its own end."""
+        return asyncio.run(asyncio.wait_for(self.launcher.run(), DEADLINE))
+
     def ends(self) -> dict[int, tuple[int, str]]:
         """replica -> (steps, digest of the weights), as it said at the end."""
         found = {}
@@ -91,6 +102,7 @@ class Running:
         return found
 
 
+@pytest.mark.shows("ftcomm run", "Hugging Face Trainer", "RSJE")
 def test_transformers(preforked: None, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
@@ -104,6 +116,7 @@ def test_transformers(preforked: None, tmp_path: Path) -> None:
     assert (out / f"checkpoint-{last}" / "trainer_state.json").exists(), "drained without a checkpoint"
 
 
+@pytest.mark.shows("ftcomm run", "Lightning", "RSJE")
 def test_lightning(preforked: None, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = tmp_path / "out"
@@ -114,3 +127,99 @@ def test_lightning(preforked: None, tmp_path: Path) -> None:
     assert set(ends) == {0, 1}, example.lines
     assert ends[0] == ends[1], "replicas differ"
     assert list(out.rglob("*.ckpt")), "no checkpoint at the end of an epoch"
+
+
+@pytest.mark.shows("ftcomm run", "Lightning, FSDP2", "RSJE")
+def test_lightning_with_fsdp2(preforked: None, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    out = tmp_path / "out"
+    args = ("--steps", "100000", "--width", "32", "--samples", "400", "--output", str(out))
+    example = Running(tmp_path, "train_lightning_fsdp2", *args, ranks=2)
+    assert example.run() == run.DRAINED, (example.said, example.lines)
+    ends = example.ends()
+    assert set(ends) == {0, 1}, example.lines
+    assert ends[0] == ends[1], "replicas differ"
+    assert list(out.rglob("*.distcp")), "no checkpoint at the end of an epoch"
+
+
+@pytest.mark.shows("ftcomm run", "Accelerate", "RSJE")
+def test_accelerate(preforked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    out = tmp_path / "out"
+    args = ("--width", "32", "--samples", "400", "--output", str(out))
+    example = Running(tmp_path, "train_accelerate", "--steps", "100000", *args, by=(str(TRACKED),))
+    assert example.run() == run.DRAINED, (example.said, example.lines)
+    ends = example.ends()
+    assert set(ends) == {0, 1}, example.lines
+    assert ends[0] == ends[1], "replicas differ"
+    last = ends[0][0]
+    place = json.loads((out / "ftcomm.json").read_text())
+    assert place["completed_steps"] == last, "drained without a checkpoint"
+    one_tracks(tmp_path)
+
+    resumed = Running(tmp_path, "train_accelerate", "--steps", str(last + 3), *args)
+    assert resumed.run_alone() == 0, (resumed.said, resumed.lines)
+    ends = resumed.ends()
+    assert set(ends) == {0, 1}, resumed.lines
+    assert ends[0] == ends[1], "replicas differ"
+    assert ends[0][0] == last + 3, "not resumed where the checkpoint was written"
+    first = next(line for _, line in resumed.lines if line.startswith("epoch "))
+    assert first.startswith(f"epoch {place['epoch']},"), resumed.lines
+
+
+def test_lightning_refuses_what_would_stay_within_a_replica() -> None:
+    pytest.importorskip("lightning")
+    from torch.nn import Linear
+
+    from ftcomm.integrations.lightning import _check_mesh
+
+    with pytest.raises(ArgumentError, match=r'parameter weight .* mesh=self.device_mesh\["replica", "data_parallel"\]'):
+        _check_mesh(Linear(2, 2))
+    _check_mesh(Linear(2, 2).requires_grad_(False))
+
+
+def test_each_replica_of_lightning_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With devices=1, as the script of one process has it."""
+    pytest.importorskip("lightning")
+    import torch
+
+    from ftcomm.integrations.lightning import ReplicaStrategy
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert ReplicaStrategy(parallel_devices=[torch.device("cuda", 0)]).root_device == torch.device("cuda", 2)
+
+
+def one_tracks(here: Path) -> None:
+    """The tracker of the lowest replica alone has logged, and that of another one while the lowest was dead."""
+    noted = {replica: (here / f"tracked-{replica}").read_text().splitlines() for replica in (0, 1)}
+    steps = [line for lines in noted.values() for line in lines if line.startswith("log")]
+    assert len(steps) == len(set(steps)), "two have logged a step"
+    assert noted[0].count("start") == 2, "it is started again in each life"
+    assert noted[1][:2] == ["start", "config 32"]
+    assert noted[1][-1] == "finish", "it still runs, though the lowest replica is back"
+    assert any(line.startswith("log") for line in noted[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "mend"),
+    [
+        ({"mixed_precision": "fp16"}, "bf16 needs none"),
+        ({"parallelism_config": object()}, "docs/training.md"),
+        ({"deepspeed_plugin": object()}, "leave it out"),
+        ({"dispatch_batches": True}, "as they are by default"),
+        ({"even_batches": False}, "as they are by default"),
+    ],
+)
+def test_accelerate_refuses(options: dict[str, Any], mend: str) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.utils import DataLoaderConfiguration
+
+    from ftcomm.integrations.accelerate import Accelerator
+
+    of_data = {name: value for name, value in options.items() if name.endswith("batches")}
+    if of_data:
+        options = {"dataloader_config": DataLoaderConfiguration(**of_data)}
+    with pytest.raises(ArgumentError, match=mend):
+        Accelerator(**options)

@@ -73,7 +73,7 @@ def check(ops: list[tuple[list[torch.Tensor], str]], size: int, contributing: li
             assert x.numel() == 0 or torch.equal(x.view(torch.uint8), want.view(torch.uint8)), (op, x.dtype, x.numel())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums(size: int) -> None:
     """One after the other in one epoch, one-shot and two-shot: the counters of the lanes go on."""
     check([(arrays(count, torch.float32, size), "sum") for count in (0, 1, 255, 257, 700, 5000, 100)], size)
@@ -93,9 +93,19 @@ def test_counters_go_on_beyond_32_bits() -> None:
     assert all(torch.equal(x, want) for xs, want in zip(ops, wants, strict=True) for x in xs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8])
-def test_types(dtype: torch.dtype) -> None:
-    check([(arrays(1501, dtype, 3), op) for op in ("sum", "avg", "min", "max", "product")], 3)
+@pytest.mark.parametrize(
+    ("dtype", "ops"),
+    [
+        (torch.float16, ("sum", "avg")),
+        (torch.bfloat16, ("max", "avg")),
+        (torch.float64, ("product",)),
+        (torch.int8, ("min", "avg")),
+        (torch.uint8, ("sum",)),
+    ],
+)
+def test_types(dtype: torch.dtype, ops: tuple[str, ...]) -> None:
+    """Each type and each op; all pairs of them are in test_reduce_kernels.py."""
+    check([(arrays(1501, dtype, 3), op) for op in ops], 3)
 
 
 def test_members_with_other_grids() -> None:
@@ -297,7 +307,7 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
 def test_the_survivors_finish_the_op(size: int, count: int) -> None:
     """One is killed at any moment. What the words of the others say, and the plan, make one result of it."""
     chance = random.Random(seed())
-    for _ in range(3):
+    for _ in range(2):
         ranks, xs = group(size), arrays(count, torch.float32, size)
         inputs = [x.clone() for x in xs]
         op, everybody, victim = Op(xs, 0), list(range(size)), chance.randrange(size)

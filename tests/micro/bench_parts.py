@@ -20,13 +20,16 @@ import torch
 from ftcomm.collective import schedule
 from ftcomm.collective.resume import resume_tasks
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import Action, Coordinator, Persist, Send
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Action, Persist, Send
 from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address
+from ftcomm.control.views import Address, Addresses
 from ftcomm.engines.host import HostCalls
 from ftcomm.group import Group
 from ftcomm.kernels.host.reduce import reduce
+from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind
+from ftcomm.recorder.recorder import Recorder
 from ftcomm.sync.futex import Waiter, wake
 from tests.exchange_rig import mirrored
 
@@ -51,6 +54,19 @@ def test_message_decode(benchmark: Any) -> None:
     assert benchmark(m.decode, m.encode(message)) == message
 
 
+def test_an_op_is_recorded(benchmark: Any) -> None:
+    """Its call and its return. To find the line of the script, in `Calls`, comes on top."""
+    shape = PROCESS_SHAPE
+    recorder = Recorder(mmap.mmap(-1, shape.size), shape)
+    group, op = recorder.group("*", 0, GroupKind.JOB), SimpleNamespace(place=7, call=1 << 20, detail=0, caller=1)
+
+    def record() -> None:
+        group.called(op, 1.0)
+        group.returned(op, 2.0)
+
+    benchmark(record)
+
+
 def test_plan_of_what_is_left(benchmark: Any) -> None:
     """Of 64 MB among 15 survivors."""
     tasks = benchmark(resume_tasks, 7, CHUNKS, progress())
@@ -66,7 +82,7 @@ def test_plan_of_an_allgather(benchmark: Any) -> None:
 def test_view_change(benchmark: Any) -> None:
     """What the coordinator does when one of 16 is lost: decide, and tell 15 others, encoded."""
 
-    address = Address("h", 1, "b", 0, 3, "n")
+    address = Address("h", 1, "b", 0, 3, "0" * 32)
 
     def lose(coordinator: Coordinator) -> int:
         coordinator.disconnected(0, 1.0)
@@ -83,9 +99,9 @@ def formed() -> Coordinator:
     coordinator = Coordinator(MEMBERS, 1, timeouts, views=[], now=0.0, lifetime=1)
     actions: list[Action] = []
     for member in ALL:
-        address = Address("h", 1, "b", member, 3, "n")
+        address = Address("h", 1, "b", member, 3, "0" * 32)
         chain = (timeouts.heartbeat, timeouts.op_floor, timeouts.op)
-        join = m.Join(member, f"life-{member}", (address,), epoch=0, step=-1, timeouts=chain)
+        join = m.Join(member, f"life-{member}", Addresses.of((address,)), epoch=0, step=-1, timeouts=chain)
         actions += coordinator.receive(member, join, now=0.0)
     (view,) = (action.view for action in actions if isinstance(action, Persist))
     for member in ALL:

@@ -35,6 +35,7 @@ from tests.orphans import end_with_pytest
 from tests.ports import free_port
 
 TOKEN = "token-of-the-test"
+JOB = "job of the test"
 ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs of this session have
 MOST = 1 << 30 if ENGINE == "host" else 50_000  # elements: a chunk takes the interpreter as long as 4 MB the host
 SLOWER = 1 if ENGINE == "host" else 10  # roughly, so that tests end within their times
@@ -106,12 +107,15 @@ class OwnCoordinator:
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+        environment = {**os.environ, "FTCOMM_TOKEN": TOKEN, "FTCOMM_JOB": JOB}
         self._process = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=self._log)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait(10)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def wait(self) -> int:
         """Until it ends by itself; its exit code."""
@@ -181,7 +185,7 @@ class Job:
             timeouts=self._settings["timeouts"],
             on_event=self._event,
         )
-        return CoordinatorServer(credentials=Credentials(TOKEN), port=port, **{**settings, **other})
+        return CoordinatorServer(credentials=Credentials(TOKEN, JOB), port=port, **{**settings, **other})
 
     def do(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE)
@@ -202,10 +206,12 @@ class Job:
         command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator"]
         for option, value in (
             ("--replicas", self.replicas),
+            ("--ranks-per-replica", self.ranks),
             ("--port", self.server.endpoint.rpartition(":")[2]),
             ("--store", self.folder / "views"),
             ("--heartbeat-timeout", timeouts.heartbeat),
             ("--op-timeout", timeouts.op),
+            ("--op-timeout-floor", timeouts.op_floor),
         ):
             command += [option, str(value)]
         with (self.folder / "coordinator.log").open("w") as log:
@@ -256,6 +262,7 @@ class Job:
             settings = Settings(
                 coordinator=self.endpoint,
                 token=TOKEN,
+                job=JOB,
                 replica=replica,
                 replicas=self.replicas,
                 shard=rank,

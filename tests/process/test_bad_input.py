@@ -21,34 +21,32 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
 
 from .bodies import calls, reduce_forever, skip_once
-from .job import TOKEN, Job, only_on_host
+from .job import JOB, TOKEN, Job, only_on_host
+
+pytestmark = pytest.mark.protocol
 
 
 def outcomes(job: Job, replica: int) -> list[dict[str, object]]:
     return [note for r, _, note in job.notes() if r == replica and note["kind"] == "call"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [(999, "float32", "sum"), (1000, "float64", "sum"), (1000, "float32", "max"), (9_000_000, "float32", "sum")],
-    ids=["count", "dtype", "op", "size"],
-)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_different_calls_are_an_error_on_all_that_shows_both(
-    tmp_path: Path, wrong: tuple[int, str, str], transport: str
-) -> None:
+def test_different_calls_are_an_error_on_all_that_shows_both(tmp_path: Path, transport: str) -> None:
+    """Another count, type, op and size, each followed by a call that is right again."""
     right = (1000, "float32", "sum")
-    plan = {0: [right, right, right], 1: [right, right, right], 2: [right, wrong, right]}
+    wrong = [(999, "float32", "sum"), (1000, "float64", "sum"), (1000, "float32", "max"), (9_000_000, "float32", "sum")]
+    mixed = [right, *(call for each in wrong for call in (each, right))]
+    plan = {0: [right] * len(mixed), 1: [right] * len(mixed), 2: mixed}
     with Job(tmp_path, replicas=3, body=calls, transport=transport, calls=plan) as job:
         for replica in range(3):
             assert job.join(replica) == [0], job.errors()
-            before, mismatch, after = outcomes(job, replica)
-            assert before == {"kind": "call", "value": 3.0}
-            assert mismatch["error"] == "MismatchError"
-            text = str(mismatch["text"])
-            assert "replicas 0, 1: op 1, allreduce(op='sum') of 1000 x float32" in text
-            assert f"replica 2: op 1, allreduce(op='{wrong[2]}') of {wrong[0]} x {wrong[1]}" in text
-            assert after == {"kind": "call", "value": 3.0}, "the group goes on"
+            seen = outcomes(job, replica)
+            assert seen[::2] == [{"kind": "call", "value": 3.0}] * (1 + len(wrong)), "the group does not go on"
+            for number, (mismatch, (count, dtype, op)) in enumerate(zip(seen[1::2], wrong, strict=True)):
+                assert mismatch["error"] == "MismatchError"
+                text = str(mismatch["text"])
+                assert f"replicas 0, 1: op {2 * number + 1}, allreduce(op='sum') of 1000 x float32" in text
+                assert f"replica 2: op {2 * number + 1}, allreduce(op='{op}') of {count} x {dtype}" in text
 
 
 @pytest.mark.parametrize(("transport", "elements"), [("shm", 4), ("shm", 400_000), ("tcp", 4)])
@@ -67,7 +65,7 @@ def test_a_call_that_one_replica_skips_is_told_at_once(tmp_path: Path, transport
 
 
 def settings(**changes: object) -> Settings:
-    base = Settings(coordinator="127.0.0.1:1", token=TOKEN, replica=0, replicas=1, init_timeout=4.0)
+    base = Settings(coordinator="127.0.0.1:1", token=TOKEN, job=JOB, replica=0, replicas=1, init_timeout=4.0)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -124,8 +122,14 @@ def _refuse_as_leader(settings: Settings, arguments: dict[str, Any]) -> None:
         return
     while len(list(marks.glob("runs-*"))) < 4:
         time.sleep(0.01)
-    names = {"COORDINATOR": settings.coordinator, "TOKEN": settings.token, "TRANSPORT": "bogus", "REPLICA": "1"}
-    for name, value in (*names.items(), ("REPLICAS", "2"), ("RANK", "0")):
+    names = {
+        "COORDINATOR": settings.coordinator,
+        "TOKEN": settings.token,
+        "JOB": settings.job,
+        "TRANSPORT": "bogus",
+        "REPLICA": "1",
+    }
+    for name, value in (*names.items(), ("REPLICAS", "2"), ("RANK", "0"), ("LEADER", settings.leader)):
         os.environ[f"FTCOMM_{name}"] = value
     ftcomm.init()
 

@@ -84,6 +84,7 @@ def test_allreduce_beside_its_peers(bench: Bench, tmp_path: Path) -> None:
     assert "<svg" in files[2].with_suffix(".svg").read_text()
 
 
+@pytest.mark.protocol
 def test_another_collective(bench: Bench) -> None:
     """Three ranks, sizes that no chunk divides. What is right is tested for all of them in tests/unit/test_bench.py."""
     done = bench(
@@ -183,9 +184,10 @@ def test_overhead(bench: Bench, tmp_path: Path) -> None:
     done = bench("overhead", "--smoke", "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     costs = json.loads(path.read_text())["costs"]
-    assert [cost["level"] for cost in costs] == ["off", "stability", "ftcomm", "verify"]
+    assert [cost["level"] for cost in costs] == ["off", "stability", "detection", "ftcomm", "verify"]
     assert all(cost["wrong"] == 0 and cost["time_us_p50"] > 0 for cost in costs)
     assert "fault tolerance on against off" in done.stdout
+    assert "the recorder alone" in done.stdout
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:

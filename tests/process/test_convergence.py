@@ -43,6 +43,7 @@ def test_a_sharded_training_with_a_kill_beside_one_without(bench: Bench, tmp_pat
     assert calm["validation"][0] == killed["validation"][0], "they do not begin with the same weights"
 
 
+@pytest.mark.protocol
 def test_replicas_that_are_away_for_a_part_of_the_steps(preforked: None) -> None:
     request = accuracy.AccuracyRequest(seeds=(1,)).smoke()
     request.check()
@@ -64,6 +65,7 @@ def broken(task: BrokenTask) -> None:
     raise RuntimeError("broken on purpose")
 
 
+@pytest.mark.protocol
 def test_a_rank_that_fails_ends_the_job_with_its_words(preforked: None) -> None:
     async def job() -> None:
         async with observed(broken, BrokenTask(), Record, 1, max_restarts=0) as job:

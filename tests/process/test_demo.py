@@ -41,7 +41,11 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.Mon
     assert run["validation"][-1][1] < run["validation"][0][1] - 2.0, "the loss did not fall"
     assert [step for step, _, _ in run["train"]] == list(range(STEPS))
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert run["results"]["recorded as"].startswith("signal, killed by SIGKILL; ")
+    assert run["victim_in"].startswith("allreduce ")
+    assert "train.py:" in run["victim_in"]
     for line in (
+        "live view: http://127.0.0.1:",
         "SIGKILL to replica",
         "weights equal on all replicas",
         "yes (",

@@ -27,7 +27,7 @@ from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
 from tests.etcd_rig import EtcdServer, etcd_server
 
-from .job import DEADLINE, TOKEN, Job
+from .job import DEADLINE, JOB, TOKEN, Job
 from .points import watch_points
 from .test_faults import _members, _until, go_on
 from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_without
@@ -76,7 +76,7 @@ class Process:
         command += ["--replicas", str(job.replicas), "--store", job.etcd.url("job"), "--op-timeout", "60"]
         command += ["--heartbeat-timeout", str(HEARTBEAT), *options]
         with self.log.open("w") as log:
-            environment = {**os.environ, "FTCOMM_TOKEN": TOKEN}
+            environment = {**os.environ, "FTCOMM_TOKEN": TOKEN, "FTCOMM_JOB": JOB}
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def port(self) -> int:

@@ -19,7 +19,7 @@ from ftcomm.control.admission import too_large
 from ftcomm.control.etcd import Etcd, Place
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import JobOver, StoreError
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from tests.etcd_rig import EtcdServer, etcd_server
 
 pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
@@ -41,7 +41,7 @@ def url(server: EtcdServer, request: pytest.FixtureRequest) -> str:
 
 
 def view(epoch: int) -> View:
-    return View(epoch, None, (Member(0, "a", (Address("h", 1, "b", 2, 3, "0" * 32),), True),), "why")
+    return View(epoch, None, (Member(0, "a", Addresses.of((Address("h", 1, "b", 2, 3, "0" * 32),)), True),), "why")
 
 
 class Store(EtcdStore):
@@ -187,20 +187,22 @@ def test_the_last_two_views_come_back_and_nothing_grows(url: str) -> None:
 
 def test_what_is_admitted_can_be_stored_and_who_would_make_it_larger_is_told(tmp_path: Path) -> None:
     """The coordinator ended over such a view before, and all waited for it."""
-    most = 200_000
+    most = 80_000
     address = Address("host-0123.cluster", 50123, "b" * 36, 4711, 3, "0" * 32, "l" * 60, "", "t" * 60, "a" * 60)
 
     def join(ranks: int) -> m.Join:
-        return m.Join(0, "life", (address,) * ranks, epoch=0, step=-1, timeouts=())
+        return m.Join(0, "life", Addresses.of((address,) * ranks), epoch=0, step=-1, timeouts=())
 
     async def test() -> None:
         with etcd_server(tmp_path, "--max-request-bytes", str(most)) as server:
             store = Store(server.url("job"), env={etcd.LARGEST: str(most)})
             ranks = next(n for n in range(1000, 0, -1) if not too_large(join(n), 2, store.room))
-            assert "150000; start fewer ranks (1 such" in (said := too_large(join(ranks + 1), 2, store.room))
+            assert "60000; start fewer ranks (1 such" in (said := too_large(join(ranks + 1), 2, store.room))
             assert f"etcd a larger --max-request-bytes and this coordinator the same in {etcd.LARGEST}" in said
             await store.acquire()
-            await store.append(View(1, None, tuple(Member(r, "life", (address,) * ranks, True) for r in (0, 1)), "why"))
+            await store.append(
+                View(1, None, tuple(Member(r, "life", Addresses.of((address,) * ranks), True) for r in (0, 1)), "why")
+            )
             await store.release()
 
     run(test)

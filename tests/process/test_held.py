@@ -86,8 +86,7 @@ def wait_removed(running: Job, replica: int) -> str:
     return found()[0]
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("who", [[1], [0, 1, 2]], ids=["one", "all"])
+@pytest.mark.parametrize(("who", "transport"), [([1], "tcp"), ([0, 1, 2], "auto")], ids=["one", "all"])
 def test_replicas_that_hold_their_interpreters_are_waited_for(tmp_path: Path, who: list[int], transport: str) -> None:
     """As all do in the same step when a model is compiled, or saved: then nobody is heard by anybody."""
     with job(tmp_path, transport=transport, **AT_ONCE) as running:
@@ -97,8 +96,7 @@ def test_replicas_that_hold_their_interpreters_are_waited_for(tmp_path: Path, wh
         nobody_was_removed(running)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(("rank", "transport"), [(0, "tcp"), (1, "auto")])
 def test_a_rank_of_two_that_holds_its_interpreter_is_waited_for(tmp_path: Path, transport: str, rank: int) -> None:
     """Be it the leader, whose other rank goes on, or the other one, for which the leader speaks."""
     with job(tmp_path, replicas=2, ranks=2, transport=transport, **AT_ONCE) as running:

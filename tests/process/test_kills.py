@@ -49,12 +49,12 @@ def check(job: Job) -> dict[int, dict[int, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("transport", "elements", "kills", "data"),
     [
-        ("shm", 1_000_003, 60, "none"),
-        ("shm", 300, 30, "none"),
-        ("shm", 16 << 20, 20, "none"),
-        ("tcp", 300_001, 30, "none"),
-        ("tcp", 300_001, 12, "mac"),
-        ("tcp", 300_001, 12, "aes-gcm"),
+        ("shm", 1_000_003, 40, "none"),
+        ("shm", 300, 20, "none"),
+        ("shm", 16 << 20, 12, "none"),
+        ("tcp", 300_001, 20, "none"),
+        ("tcp", 300_001, 8, "mac"),
+        ("tcp", 300_001, 8, "aes-gcm"),
     ],
 )
 def test_kills_at_random_moments(tmp_path: Path, transport: str, elements: int, kills: int, data: str) -> None:

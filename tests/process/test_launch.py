@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ftcomm.errors import InitError
-from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.policy import State
 
 pytestmark = pytest.mark.protocol
@@ -172,7 +172,8 @@ def test_a_rank_has_its_place_in_the_environment(here: Path) -> None:
 
 
 def test_the_token_is_in_no_command_line_and_no_event(here: Path) -> None:
-    job = Job(here, WAIT_FOR_GO + "print(os.environ['FTCOMM_TOKEN'])", replicas=1, events=here / "events.jsonl")
+    script = WAIT_FOR_GO + "print(os.environ['FTCOMM_TOKEN'])\nsys.exit(3)"  # its last lines are in an event
+    job = Job(here, script, replicas=1, max_restarts=0, events=here / "events.jsonl")
     commands = []
 
     def react(event: dict[str, Any]) -> None:
@@ -181,10 +182,11 @@ def test_the_token_is_in_no_command_line_and_no_event(here: Path) -> None:
             job.go()
 
     job.react = react
-    assert job.run() == run.FINISHED
+    assert job.run() == run.FAILED
     [(_, _, token)] = job.lines
     assert len(token) == 32
     assert token.encode() not in b"".join(commands)
+    assert [event["lines"] for event in job.of("process_exited")] == [["***"]]
     assert token not in (here / "events.jsonl").read_text()
 
 
@@ -449,7 +451,7 @@ def test_an_interrupt_ends_replicas_that_are_in_no_view(here: Path) -> None:
 
 
 def test_who_does_not_leave_within_the_grace_is_ended(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "TERM_TO_KILL", 0.1)
+    monkeypatch.setattr(policy, "TERM_TO_KILL", 0.1)
     job = Job(here, STUBBORN, grace=0.1)
     interrupt_when_ready(job, 1)
     assert job.run() == run.FAILED
@@ -457,7 +459,7 @@ def test_who_does_not_leave_within_the_grace_is_ended(here: Path, monkeypatch: p
 
 
 def test_a_second_interrupt_ends_the_job_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "TERM_TO_KILL", 0.1)
+    monkeypatch.setattr(policy, "TERM_TO_KILL", 0.1)
     job = Job(here, STUBBORN)
     interrupt_when_ready(job, 2)
     assert job.run() == run.KILLED

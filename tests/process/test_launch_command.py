@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -348,12 +349,31 @@ def test_a_run_inside_a_rank(shell: Shell) -> None:
     shell.until(lambda: not shell.processes() and not shell.left())
 
 
+def test_too_few_open_files_are_one_line_that_says_what_to_type(shell: Shell) -> None:
+    shell.script("")
+    few = resource.RLIMIT_NOFILE, (12, 12)
+    command = shell.start("run", "--replicas", "1", "script.py", preexec_fn=lambda: resource.setrlimit(*few))
+    _, err = command.communicate(timeout=DEADLINE)
+    assert err == "ftcomm: this process may have 12 open files, too few for this: ulimit -n 1024\n"
+    assert command.returncode == 2
+
+
 # -- the coordinator alone -------------------------------------------------------------------------------------------
+
+
+def exported(coordinator: subprocess.Popen[str], name: str) -> str:
+    """What the coordinator tells every replica to export by that name. Reads what it says up to there."""
+    assert coordinator.stdout is not None
+    for line in coordinator.stdout:
+        if line.startswith(f"  export {name}="):
+            return line.strip().partition("=")[2]
+    raise AssertionError(f"no {name}")
 
 
 def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> None:
     port = str(free_port())
     argv = ("coordinator", "--replicas", "3", "--ranks-per-replica", "2", "--port", port, "--heartbeat-timeout", "2")
+    names: set[str] = set()
     for _ in range(2):
         command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
         assert command.stdout is not None
@@ -363,6 +383,8 @@ def test_coordinator_says_what_to_export_and_can_be_restarted(shell: Shell) -> N
             said.append(command.stdout.readline())
         assert said[0] == f"  export FTCOMM_COORDINATOR=127.0.0.1:{port}\n"
         assert "  export FTCOMM_HEARTBEAT_TIMEOUT=2\n" in said
+        names |= {line for line in said if "FTCOMM_JOB" in line}
+        assert len(names) == 1, "the ranks of the job would be refused after a restart"
         assert "a-secret-of-the-test" not in "".join(said)
         assert shell.files(f"ftcomm-views-{port}.jsonl")
         other = shell.start(*argv[:-2], "--store", "other", env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
@@ -415,24 +437,38 @@ def test_two_coordinators_of_one_file(shell: Shell) -> None:
 
 
 def test_a_job_that_failed_leaves_no_file_of_views(shell: Shell) -> None:
-    """The start from a checkpoint that the message asks for goes with the same options."""
+    """The start from a checkpoint that the message asks for goes with the same options. It is another job, which
+    refuses ranks of the last one."""
     argv = ("coordinator", "--replicas", "1", "--port", "0", "--store", "views")
     shell.script("import os, signal, ftcomm; ftcomm.init(); os.kill(os.getpid(), signal.SIGKILL)")
+    token, last = {"FTCOMM_TOKEN": "a-secret-of-the-test", MARK: str(shell.directory)}, ""
     for _ in range(2):
-        command = shell.start(*argv, env={"FTCOMM_TOKEN": "a-secret-of-the-test"})
-        assert command.stdout is not None
-        endpoint = command.stdout.readline().split()[3].rstrip(",")
+        command = shell.start(*argv, env=token)
+        endpoint, job = exported(command, "FTCOMM_COORDINATOR"), exported(command, "FTCOMM_JOB")
         place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "1", "FTCOMM_REPLICA": "0"}
-        rank = subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=shell.directory,
-            env={**os.environ, **place, "FTCOMM_TOKEN": "a-secret-of-the-test", MARK: str(shell.directory)},
-        )
-        assert rank.wait(DEADLINE) == -signal.SIGKILL
+
+        def rank(name: str, place: dict[str, str] = place) -> tuple[int, str]:
+            done = subprocess.run(
+                [sys.executable, "script.py"],
+                cwd=shell.directory,
+                env={**os.environ, **place, **token, "FTCOMM_JOB": name},
+                timeout=DEADLINE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            return done.returncode, done.stderr
+
+        code, said = rank(last)
+        assert code == 1
+        assert (f"it is of the job {last!r}" if last else "it names no job") in said
+        assert f"If it belongs to this job: export FTCOMM_JOB={job}." in said
+        assert rank(job)[0] == -signal.SIGKILL
         _, err = command.communicate(timeout=DEADLINE)
         assert command.returncode == 1
         assert "last checkpoint" in err
         assert not shell.files("views")
+        assert not shell.files("views.job")
+        last = job
 
 
 EXITS = """
@@ -487,6 +523,7 @@ def test_a_script_that_gives_up_has_not_finished(
     endpoint = command.stdout.readline().split()[3].rstrip(",")
     place = {"FTCOMM_COORDINATOR": endpoint, "FTCOMM_REPLICAS": "2", "FTCOMM_HEARTBEAT_TIMEOUT": "5"}
     what = {"GIVES_UP": gives_up, "STEPS": str(steps), "FTCOMM_TOKEN": "a-secret-of-the-test", "HOW": how}
+    what["FTCOMM_JOB"] = exported(command, "FTCOMM_JOB")
     ranks = [
         subprocess.Popen(
             [sys.executable, "script.py"],

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ftcomm.control import coordinator
+from ftcomm.control import removals
 from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
-from ftcomm.launch import Launcher, RunOptions, run
+from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.admin.handlers import status
 from ftcomm.launch.policy import State
 from tests.certificates import Authority, environment
@@ -106,6 +106,23 @@ class Job:
         """Of the latest view."""
         views = self.of("view")
         return {member["replica"] for member in views[-1]["members"] if member["contributing"]} if views else set()
+
+    def kill_and_drain(self) -> None:
+        """Replica 1 is killed, and comes back; some steps later all leave, and say "state ..." as their last line."""
+
+        async def plan() -> None:
+            await self.until(lambda: self.steps() > 5)
+            os.kill(self.launcher.pids()[1, 0], signal.SIGKILL)
+            await self.until(lambda: self.contributing() == {0, 2})
+            await self.until(lambda: self.contributing() == {0, 1, 2})
+            step = self.steps()
+            await self.until(lambda: self.steps() > step + 5)
+            self.launcher.interrupt()
+
+        assert self.run(plan) == run.DRAINED, (self.said, self.lines)
+        states = [line for line in self.lines if line.startswith("state ")]
+        assert len(states) == 3, self.lines
+        assert len(set(states)) == 1, states
 
 
 @pytest.fixture
@@ -274,7 +291,7 @@ def test_a_verdict_of_the_coordinator_ends_nobody_who_has_done_all_steps(here: P
 
     async def plan() -> None:
         await job.until(lambda: len(job.of("trained")) == 3)
-        job.launcher._coordinator_event({"kind": "failed", "reason": "no replica that holds the state is left"})
+        job.launcher._events.hear({"kind": "failed", "reason": "no replica that holds the state is left"})
         (here / "go").touch()
 
     assert job.run(plan) == run.FINISHED, job.said
@@ -396,7 +413,7 @@ HANGS = TRAIN + "    if replica == 1 and first_life and step == 5: "
 def test_a_removed_replica_whose_process_lives_is_ended_and_started_again(
     here: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
+    monkeypatch.setattr(policy, "TERM_TO_KILL", 1.0)
     job = Job(here, HANGS + HANG[how] + "\n" + UNTIL_BACK + "print('end', step)", FOREVER, **SHORT)
 
     async def plan() -> None:
@@ -417,10 +434,44 @@ def test_a_removed_replica_whose_process_lives_is_ended_and_started_again(
     assert any("was killed by SIGKILL; restarting it" in text for text in job.said), job.said
 
 
+def test_a_rank_whose_control_thread_ends_is_told_and_started_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port refuses, so it is lost like a dead one; but its process lives, and the script does not end it."""
+    monkeypatch.setattr(policy, "REMOVED_TO_TERM", 0.5)
+    closes = textwrap.dedent("""
+    try:
+        for step in ftcomm.steps(int(sys.argv[1])):
+            if replica == 1 and first_life and step == 5:
+                os.closerange(3, 1024)  # as daemonizers do
+            x = np.ones(8, np.float32)
+            ftcomm.allreduce(x)
+            time.sleep(0.01)
+    except ftcomm.ExpelledError as error:
+        print("told", error, flush=True)
+        time.sleep(1000)
+    """)
+    job = Job(here, LIVES + closes, FOREVER)
+
+    async def plan() -> None:
+        await job.until(lambda: job.contributing() == {0, 1, 2} and len(job.of("process_started")) > 3)
+        job.launcher.interrupt()
+
+    assert job.run(plan) == run.DRAINED, job.said
+    (told,) = (line for line in job.lines if line.startswith("told"))
+    assert told.startswith("told replica 1 rank 0: the control thread has ended: a file descriptor of it was closed ")
+    assert "let it close its own, or do so before ftcomm.init()" in told
+    assert not any("Exception ignored" in line for line in job.lines), job.lines
+    (ended,) = job.of("ending_removed")
+    assert ended["replica"] == 1
+    assert ended["reason"].startswith("lost 1: its process ")
+    assert [event["replica"] for event in job.of("process_started")] == [0, 1, 2, 1]
+
+
 def test_a_drain_ends_a_removed_replica_and_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was lost before, and cannot leave with the others."""
-    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
-    monkeypatch.setattr(run, "REMOVED_TO_TERM", DEADLINE)
+    monkeypatch.setattr(policy, "TERM_TO_KILL", 1.0)
+    monkeypatch.setattr(policy, "REMOVED_TO_TERM", DEADLINE)
     job = Job(here, HANGS + HANG["sleeps"], FOREVER, **SHORT)
 
     async def plan() -> None:
@@ -432,7 +483,7 @@ def test_a_drain_ends_a_removed_replica_and_is_one(here: Path, monkeypatch: pyte
 
 
 def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "TERM_TO_KILL", 1.0)
+    monkeypatch.setattr(policy, "TERM_TO_KILL", 1.0)
     job = Job(here, HANGS + HANG["sleeps"], "30", **SHORT)
     assert job.run() == run.FINISHED, job.said
     assert job.launcher.states() == {0: State.FINISHED, 1: State.STOPPED, 2: State.FINISHED}
@@ -445,6 +496,7 @@ def test_a_job_ends_without_a_replica_that_hangs(here: Path, monkeypatch: pytest
 
 DEATHS = {
     "os._exit": "os._exit(3)",
+    "os._exit(0)": "os._exit(0)",  # which looks as if it had finished
     "sys.exit": "sys.exit(3)",
     "SystemExit": "raise SystemExit(3)",  # of which a process of the tests, which run it by `exec`, cannot know
     "exception": "raise ValueError('bad batch')",
@@ -477,7 +529,13 @@ while not os.path.exists("go"):
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("exception", run.FAILED), ("sys.exit", run.FAILED), ("crash", run.FAILED), ("signal", run.FINISHED)],
+    [
+        ("exception", run.FAILED),
+        ("sys.exit", run.FAILED),
+        ("os._exit(0)", run.FAILED),
+        ("crash", run.FAILED),
+        ("signal", run.FINISHED),
+    ],
 )
 def test_without_a_step_loop_an_error_fails_the_job_though_the_others_finish(here: Path, how: str, code: int) -> None:
     """Nobody says that the others have done all that there was to do, so the error may not be passed over. A signal
@@ -517,7 +575,7 @@ def test_who_is_killed_after_its_training_is_not_restarted(here: Path) -> None:
 def test_who_gives_up_in_the_middle_is_restarted(here: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a `raise SystemExit` a process of the tests cannot know, which run it by `exec`: it says that it has ended
     well, and the launcher corrects that."""
-    monkeypatch.setattr(coordinator, "LINGER", DEADLINE)
+    monkeypatch.setattr(removals, "LINGER", DEADLINE)
     script = TRAIN + f"    if replica == 1 and first_life and step == 5:\n        {how}\n" + UNTIL_BACK
     job = Job(here, script + "print('end', step)", "300")
 

@@ -18,10 +18,10 @@ from .test_kills import ENDLESS, check
 pytestmark = pytest.mark.protocol
 
 VICTIM = 2
-KILLS = 30 if SLOWER == 1 else 12
+KILLS = 21 if SLOWER == 1 else 12
 WARM = KILLS // 3  # kills after which everything that is made once has been made
 ELEMENTS = 300_001  # three chunks: all of the staging is touched
-SLACK = 16 << 20  # bytes of memory that an allocator may keep; twenty leaked segments are 80 MB
+SLACK = 16 << 20  # bytes of memory that an allocator may keep; fourteen leaked segments are 56 MB
 
 
 class Held(NamedTuple):
@@ -69,7 +69,7 @@ def held(pid: int) -> Held:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("transport", "verify"), [("shm", False), ("shm", True), ("tcp", False)])
-def test_thirty_losses_leave_nothing_behind(tmp_path: Path, transport: str, verify: bool) -> None:
+def test_losses_leave_nothing_behind(tmp_path: Path, transport: str, verify: bool) -> None:
     how = {"transport": transport, "verify": verify}
     with Job(tmp_path, replicas=3, body=reduce_forever, elements=ELEMENTS, steps=ENDLESS, pause=0.0, **how) as job:
         job.wait_contributing({0, 1, 2})

@@ -34,11 +34,13 @@ print("finished", group.replica, "of", group.replicas, x[0], flush=True)
 """
 
 
+@pytest.mark.shows("mpirun", "NumPy arrays", "RS")
 def test_the_others_outlive_a_kill(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     port = free_port()
     env = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}
     env |= {"FTCOMM_TOKEN": "0123456789abcdef", "FTCOMM_COORDINATOR": f"127.0.0.1:{port}", "OMP_NUM_THREADS": "1"}
+    env["FTCOMM_JOB"] = "mine"
     main = [sys.executable, "-c", "from ftcomm.cli import main; main()", "coordinator", "--replicas", "3"]
     ranks = [str(MPIRUN), "--allow-run-as-root", "-n", "3", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
     with subprocess.Popen(

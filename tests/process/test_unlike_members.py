@@ -18,6 +18,8 @@ from ftcomm.transport.segment import HOST
 from .bodies import reduce_forever
 from .job import Job
 
+pytestmark = pytest.mark.protocol
+
 OTHER = dataclasses.replace(HOST, slots=2 * HOST.slots, chunk=HOST.chunk // 2)  # of as many bytes
 
 
@@ -31,8 +33,7 @@ def other_layout(settings: Settings, arguments: dict[str, Any]) -> None:
         host.layout_for = lambda transport, layout: OTHER  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("what", ["points", "layout"])
+@pytest.mark.parametrize(("what", "transport"), [("points", "tcp"), ("layout", "shm")])
 def test_who_is_set_up_differently_is_told_so(tmp_path: Path, transport: str, what: str) -> None:
     file = tmp_path / "points of mine.json"
     file.write_text(json.dumps({"version": 1, "one_shot_on_one_host": {"4": 12345}}))

@@ -16,9 +16,11 @@ from collections.abc import Callable
 
 from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import leader as lead
 from ftcomm.control import member as mem
 from ftcomm.control import messages as m
+from ftcomm.control.suspicion import Probe
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import Address, View
 
@@ -87,7 +89,7 @@ class Cluster:
         self.replicas[number] = replica
         self._log(f"start {incarnation}")
         for rank in range(self.w):
-            hello = m.Hello(rank, Address("sim", rank + 1, "boot", self.incarnations, 0, incarnation))
+            hello = m.Hello(rank, Address("sim", rank + 1, "boot", self.incarnations, 0, f"{self.incarnations:032x}"))
             self._post(self._name(replica, rank), self._name(replica, "L"), self._from_rank(replica, rank, hello))
 
     def kill(self, number: int) -> None:
@@ -267,29 +269,29 @@ class Cluster:
 
         self._post(self._name(replica, "L"), "C", deliver)
 
-    def _do_coordinator(self, actions: list[c.Action]) -> None:
+    def _do_coordinator(self, actions: list[ca.Action]) -> None:
         for action in actions:
-            if isinstance(action, c.Persist):
+            if isinstance(action, ca.Persist):
                 self._log(f"view {action.view.epoch} step {action.view.step}: {self._described(action.view)}")
                 assert not self.views or action.view.epoch > self.views[-1].epoch, "an epoch was reused"
                 self._check_ready(action.view)
                 self.views.append(action.view)
-            elif isinstance(action, c.Send):
+            elif isinstance(action, ca.Send):
                 replica = next((r for r in self.replicas.values() if r.conn == action.conn), None)
                 if replica is not None:
                     self._post("C", self._name(replica, "L"), self._to_leader(replica, action.message))
-            elif isinstance(action, c.Close):
+            elif isinstance(action, ca.Close):
                 for replica in self.replicas.values():
                     if replica.conn == action.conn:
                         replica.conn = None
-            elif isinstance(action, c.Probe):
+            elif isinstance(action, Probe):
                 self._post("probe", action.life[1], lambda a=action, by=self.coordinator: self._probed(by, a))
-            elif isinstance(action, c.Done):
+            elif isinstance(action, ca.Done):
                 self.done = action.failed or "finished"
-            elif isinstance(action, c.Unfit):
+            elif isinstance(action, ca.Unfit):
                 self.done = action.reason
 
-    def _probed(self, by: c.Coordinator, probe: c.Probe) -> None:
+    def _probed(self, by: c.Coordinator, probe: Probe) -> None:
         if by is self.coordinator:
             replica = self.replicas[probe.life[0]]
             alive = replica.alive and replica.incarnation == probe.life[1]

@@ -29,11 +29,12 @@ import msgspec
 
 from ftcomm.control import actions as act
 from ftcomm.control import coordinator as c
+from ftcomm.control import coordinator_actions as ca
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
-from ftcomm.control.suspicion import Outcome
+from ftcomm.control.suspicion import Outcome, Probe, Why
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Address, View
+from ftcomm.control.views import Address, Member, View
 
 FOLDER = Path(__file__).with_name("transcripts")
 TIMEOUTS = Timeouts.derive(op=24.0)  # a heartbeat timeout of 1 s, a stall after 6 s at the earliest
@@ -172,7 +173,7 @@ class Conversation:
         life = replica + (chr(ord("a") + lives) if lives else "")
         self.current[number] = life
         self._dark.discard(replica)
-        address = Address(f"host{replica}", 1, f"boot{replica}", lives + 1, 0, f"{number:02x}{lives:02x}")
+        address = Address(f"host{replica}", 1, f"boot{replica}", lives + 1, 0, f"{number:016x}{lives:016x}")
         self.lives[life] = [Rank(number, index, self._ranks, life, address) for index in range(self._ranks)]
         for rank in self.lives[life]:
             self._do(rank, rank.node.start())
@@ -417,7 +418,7 @@ class Conversation:
             if other.links.get(rank.replica) == rank.life and other.index == rank.index:
                 other.links[rank.replica] = ""
 
-    def _probe(self, probe: c.Probe) -> None:
+    def _probe(self, probe: Probe) -> None:
         """What the coordinator finds at the port of a rank."""
         machine = self.coordinator
         rank = next(x for ranks in self.lives.values() for x in ranks if x.address == probe.address)
@@ -428,9 +429,9 @@ class Conversation:
         def told() -> None:
             if machine is None or machine is not self.coordinator:
                 return
-            if probe.why is c.Why.ACCUSED:
+            if probe.why is Why.ACCUSED:
                 self.say(self.at, f"asks {rank.name}: {'it answers' if outcome == 'answered' else 'no answer'}")
-            elif probe.why is c.Why.SEARCH and self._found.get(rank.life) != outcome:
+            elif probe.why is Why.SEARCH and self._found.get(rank.life) != outcome:
                 self._found[rank.life] = outcome
                 self.say(self.at, f"dials {rank.life}: {outcome}")
             self._do_coordinator(machine.probed(probe, outcome, self.now))
@@ -439,7 +440,7 @@ class Conversation:
                 rank.conn = None
                 self._link_up(rank)
 
-        if outcome == "unreachable" or (outcome == "mute" and probe.why is c.Why.ACCUSED):
+        if outcome == "unreachable" or (outcome == "mute" and probe.why is Why.ACCUSED):
             self._later.append((self.now + DIAL, told))
         else:
             self._post(self.at, self.at, told)
@@ -479,29 +480,29 @@ class Conversation:
 
         self._post(leader.name, self.at, deliver)
 
-    def _do_coordinator(self, actions: list[c.Action]) -> None:
+    def _do_coordinator(self, actions: list[ca.Action]) -> None:
         for action in actions:
-            if isinstance(action, c.Persist):
+            if isinstance(action, ca.Persist):
                 view = action.view
                 assert not self.views or view.epoch > self.views[-1].epoch, "an epoch was used again"
                 self.views.append(view)
                 self.say(self.at, f"writes {members(view)}, {since(view)}: {shortened(view.why)}")
-            elif isinstance(action, c.Send):
+            elif isinstance(action, ca.Send):
                 leader = self._connected(action.conn)
                 if leader is not None:
                     self._send(self.at, leader, action.message)
-            elif isinstance(action, c.Close):
+            elif isinstance(action, ca.Close):
                 leader = self._connected(action.conn)
                 if leader is not None:
                     leader.conn = None
                     self.say(self.at, f"closes the connection of {leader.name}")
-            elif isinstance(action, c.Probe):
+            elif isinstance(action, Probe):
                 self._probe(action)
-            elif isinstance(action, c.Log):
+            elif isinstance(action, ca.Log):
                 if action.kind != "view":
                     said = ", ".join(f"{key} {shortened(str(value))}" for key, value in action.fields.items())
                     self.say(self.at, f"logs {action.kind}: {said}" if said else f"logs {action.kind}")
-            elif isinstance(action, c.Unfit):
+            elif isinstance(action, ca.Unfit):
                 self.say(self.at, f"ends, and leaves the job alone: {shortened(action.reason)}")
                 self.coordinator = None
             else:
@@ -737,6 +738,8 @@ def worded(name: str, value: object) -> str:
         return ", ".join([*parts, *(f"in op {op.number}" for op in value.ops)])
     if isinstance(value, bool):
         return name.replace("_", " ") if value else f"not {name.replace('_', ' ')}"
+    if isinstance(value, tuple) and value and isinstance(value[0], Member):
+        return f"{name} {' '.join(member.incarnation for member in value)}"
     if isinstance(value, tuple):
         return f"{name.replace('_', ' ')} {' '.join(map(str, value)) or 'nobody'}"
     if name == "proposal" and isinstance(value, int):

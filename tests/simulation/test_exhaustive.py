@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.messages import Heartbeat
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.simulation.check_cli import check
 from ftcomm.simulation.exhaustive import CheckReport, ExhaustiveCheck
 from ftcomm.simulation.live import CheckedGroup
@@ -21,7 +23,7 @@ from ftcomm.simulation.local import Members, Transition
 from ftcomm.simulation.mutations import MUTATIONS
 from ftcomm.simulation.states import freeze, thaw
 
-pytestmark = pytest.mark.protocol
+pytestmark = [pytest.mark.protocol, pytest.mark.timeout(600)]  # a tenth of a core is enough
 
 LIMIT = 600.0  # s; a check that has not ended by then has not passed
 
@@ -171,6 +173,13 @@ def test_a_state_is_saved_and_made_live_again() -> None:
     again[1][1].append(4)
     assert freeze(again) != frozen
     assert thaw(frozen)[1][1] == deque([3])
+
+
+def test_objects_that_know_one_and_the_same_object_do_so_again() -> None:
+    """As the parts of the coordinator know what it knows of the job."""
+    live = thaw(freeze(Coordinator(2, 1, Timeouts.derive(), [], 0.0, 1)))
+    assert live._admissions._known is live._changes._known is live.known
+    assert live._removals._doubts is live._doubts
 
 
 def test_what_cannot_be_saved_is_an_error() -> None:

@@ -42,7 +42,7 @@ def restored(job: Job) -> list[tuple[int, str]]:
     return [(note["step"], note["digest"]) for _, _, note in job.notes() if note["kind"] == "restored"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.protocol), 2])
 def test_a_replica_dies_while_it_writes_and_the_next_job_has_other_replicas(tmp_path: Path, ranks: int) -> None:
     with job(tmp_path, "one", 3, ranks=ranks, steps=STEPS, back=True) as one:
         one.wait_event("death", lambda events: any("lost 0" in str(event.get("why")) for event in events))
@@ -215,7 +215,8 @@ def test_every_dtype_and_shape_is_found(tmp_path: Path) -> None:
     write(tmp_path / "rank-0", written)
     found = read(tmp_path / "rank-0")
     assert len(found.tensors) == 8
-    assert all(torch.equal(one, other) for one, other in zip(found.tensors, written.tensors, strict=True))
+    assert found.skeleton == written.skeleton  # names, dtypes and shapes
+    assert found.views() == written.views()
 
 
 def test_what_has_no_name_of_a_step_is_none(tmp_path: Path) -> None:
@@ -224,6 +225,7 @@ def test_what_has_no_name_of_a_step_is_none(tmp_path: Path) -> None:
     assert complete(tmp_path) == [7]
 
 
+@pytest.mark.protocol
 def test_one_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=1, body=saving.fail, checkpoints=str(tmp_path / "checkpoints")) as one:
         assert one.join(0) == [0], one.errors()
@@ -237,6 +239,7 @@ def test_one_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.protocol
 def test_one_that_a_single_rank_could_not_write_is_whole_when_that_has_written_it_again(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with Job(tmp_path, replicas=1, ranks=2, body=saving.fail_in_one_rank, checkpoints=str(folder)) as one:

@@ -71,6 +71,7 @@ def interpreters() -> Iterator[None]:
         yield
 
 
+@pytest.mark.shows("ftcomm run", "DDP", "RSJE")
 def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tmp_path: Path) -> None:
     first = Running(tmp_path, "train_ddp", "--steps", "1000000", replicas=2)
 
@@ -82,6 +83,9 @@ def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tm
         first.launcher.interrupt()
 
     assert first.run(plan) == run.DRAINED, first.lines
+    ends = [str(line) for line in first.lines if "weights" in str(line)]
+    assert len(ends) == 2, first.lines
+    assert len({end.partition("trained")[2] for end in ends}) == 1, "replicas differ"
     (*_, last) = complete(tmp_path / "train_ddp")
     assert last == max(first.steps()) + 1, "the state with which they were drained is not there"
 
@@ -92,6 +96,7 @@ def test_ddp_outlives_a_kill_and_goes_on_from_its_checkpoint(preforked: None, tm
     assert complete(tmp_path / "train_ddp")[-1] == last + 3
 
 
+@pytest.mark.shows("ftcomm run", "FSDP2", "R")
 def test_fsdp2_in_one_replica_of_two_and_then_in_two(preforked: None, tmp_path: Path) -> None:
     for replicas, first, total in ((1, 0, 2), (2, 2, 4)):
         example = Running(tmp_path, "train_fsdp2", "--steps", str(total), replicas=replicas, ranks_per_replica=2)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ..process.job import Job
@@ -61,6 +62,7 @@ def test_fsdp_within_one_replica(tmp_path: Path) -> None:
     close(got[0], bodies.alone(3, lambda step: [0, 1]))
 
 
+@pytest.mark.shows("own processes", "FSDP2", "RSJE")
 def test_a_replica_comes_back_into_hsdp(tmp_path: Path) -> None:
     """Both of its ranks fetch their shards, each from its like, and all bits are equal in the end."""
     with Job(tmp_path, replicas=2, ranks=2, body=bodies.hsdp_with_state, steps=ENDLESS) as job:

@@ -44,6 +44,9 @@ def test_two_threads_that_call_at_once_are_told_so() -> None:
     for work in works:
         with pytest.raises(ArgumentError, match="thread 'reader'"):
             work.wait(DEADLINE)
+    with pytest.raises(ArgumentError, match="the order of calls of this group was lost"):
+        grid.barrier()
+    grid._order.agree()
     grid.barrier()
     thread = threading.Thread(target=grid.barrier, name="another")
     thread.start()

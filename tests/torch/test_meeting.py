@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch import sidecar
+from ftcomm.settings.launchers import NUMBERINGS
 from ftcomm.torch import meeting, secret
 from ftcomm.torch.create import create
 
@@ -35,9 +37,10 @@ def store() -> dist.HashStore:
 def meet(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Meet:
     """Both ranks are this process; what they would do when they know the token is to read it."""
     monkeypatch.setattr(sidecar, "start", lambda *what: ENDPOINT)
-    for name in ("FTCOMM_TOKEN", "TORCHELASTIC_RESTART_COUNT"):
+    for name in ("FTCOMM_TOKEN", "FTCOMM_JOB", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     other: list[str] = []
+    jobs: list[str] = []
 
     def join(there: Any, keys: str, endpoint: str, token: str, rank: int, *rest: Any) -> Any:
         assert endpoint == ENDPOINT
@@ -45,6 +48,7 @@ def meet(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Meet:
             monkeypatch.setattr(meeting, "_met", meeting._met - 1)
             meeting.join_by_store(there, 1, 2, timedelta(seconds=1))
         other.append(token)
+        jobs.append(rest[-1]["job"])
 
     monkeypatch.setattr(meeting, "_join", join)
     monkeypatch.setattr(meeting, "_ours", None)
@@ -54,6 +58,7 @@ def meet(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> Meet:
         meeting.join_by_store(store, 0, 2, timedelta(seconds=1))
         one, two = other
         assert one == two
+        assert jobs[-1] == jobs[-2] != "", "they would refuse each other, or take another job for their own"
         return one
 
     return both
@@ -94,7 +99,7 @@ def test_the_token_of_the_environment_is_used(
 ) -> None:
     monkeypatch.setenv("FTCOMM_TOKEN", "of the user")
     assert meet(1) == "of the user"
-    assert list(said(store).values()) == [f"{ENDPOINT} FTCOMM_TOKEN"]
+    assert [value.rpartition(" ")[0] for value in said(store).values()] == [f"{ENDPOINT} FTCOMM_TOKEN"]
 
 
 @pytest.mark.parametrize("mine", ["", "mine"])
@@ -103,7 +108,7 @@ def test_a_token_on_some_ranks_only(
 ) -> None:
     """Also what somebody else may have written there: whose token it is, rank 1 decides by its own environment."""
     monkeypatch.setenv("FTCOMM_TOKEN", mine)
-    store.set(f"ftcomm/0/{meeting._met}/coordinator", f"{ENDPOINT} {'1/3/' + 16 * 'a' if mine else 'FTCOMM_TOKEN'}")
+    store.set(f"ftcomm/0/{meeting._met}/coordinator", f"{ENDPOINT} {'1/3/' + 16 * 'a' if mine else 'FTCOMM_TOKEN'} job")
     with pytest.raises(
         InitError, match="is set here, and not on rank 0" if mine else "is not set here, but it is on rank 0"
     ):
@@ -158,6 +163,13 @@ def test_torchs_own_rendezvous_hears_the_numbers_of_another_launcher(monkeypatch
     monkeypatch.setenv("RANK", "0")
     next(iter(meeting.meet("env://", torchs, {})))
     assert asked == ["env://?rank=1&world_size=4", "env://?rank=2&world_size=3", "env://"]
+
+
+def test_without_a_launcher_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FTCOMM_COORDINATOR", *(each for numbering in NUMBERINGS for each in numbering[1:])):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"RANK expected, but not set\. A launcher sets it: `ftcomm run --replicas 4"):
+        next(iter(meeting.meet("env://", _env_rendezvous_handler, {})))
 
 
 THRICE = """

@@ -21,6 +21,7 @@ def lose_one(job: Job, rank: int) -> list[int | None]:
     return job.join(VICTIM)
 
 
+@pytest.mark.shows("own processes", "FSDP2 x TP", "RSJE")
 def test_a_replica_of_fsdp_and_tensor_parallelism_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Its groups of gloo are made anew, while those of the other replica train on. All bits are equal in the end."""
     with Job(tmp_path, replicas=2, ranks=4, body=bodies.two_dimensions_inside, steps=ENDLESS) as job:

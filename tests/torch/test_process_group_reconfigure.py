@@ -199,6 +199,7 @@ def test_survivors_of_a_loss_in_the_backward_of_ddp_reconfigure_and_go_on(tmp_pa
     assert all((tmp_path / f"{rank} has gone on").exists() for rank in (0, 2))
 
 
+@pytest.mark.shows("own processes", "torchft Manager", "RE")
 @pytest.mark.skipif(not versions.RECONFIGURE, reason="torch has no dist._reconfigure before 2.14")
 def test_the_manager_of_torchft_drives_it_through_a_loss(groups: list[ReconfigurableGroup]) -> None:
     """Its lighthouse brings the handles round; a replica ends after a step of all three, and the others go on without

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftcomm.collective.operation import ELSEWHERE, UNKNOWN
 from ftcomm.errors import CollectiveTimeout, LostError, MismatchError
 from ftcomm.group import Group
+from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
 from ftcomm.torch.work import FtWork, Futures
 
 

@@ -75,6 +75,7 @@ def test_repeated_steps_leave_no_trace(tmp_path: Path) -> None:
     assert len(set(ends)) == 1
 
 
+@pytest.mark.protocol
 def test_two_ranks_of_a_replica_vote_as_one(tmp_path: Path) -> None:
     with Job(
         tmp_path, replicas=2, ranks=2, body=voting.train, steps=ENDLESS, seed=1, share=0.15, faults=ANYWHERE
@@ -93,6 +94,7 @@ def test_two_ranks_of_a_replica_vote_as_one(tmp_path: Path) -> None:
         assert {"REPEAT", "SKIP"} <= {verdict for _, verdict, _ in told[1, 0]}
 
 
+@pytest.mark.protocol
 def test_training_pauses_below_min_replicas_and_grows_meanwhile(tmp_path: Path) -> None:
     with Job(
         tmp_path, replicas=3, body=voting.train, steps=ENDLESS, seed=0, share=0.0, faults=ANYWHERE, min_replicas=2
@@ -120,6 +122,7 @@ def test_training_pauses_below_min_replicas_and_grows_meanwhile(tmp_path: Path) 
         assert 0.0 < metrics["effective"] < 1.0
 
 
+@pytest.mark.protocol
 def test_a_pause_ends_for_all_when_nobody_comes(tmp_path: Path) -> None:
     with Job(
         tmp_path,
@@ -141,6 +144,7 @@ def test_a_pause_ends_for_all_when_nobody_comes(tmp_path: Path) -> None:
         assert all("training has paused for" in text and "min_replicas=3" in text for text in errors)
 
 
+@pytest.mark.protocol
 def test_begin_and_commit_by_hand(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=3, body=voting.begin_and_commit, steps=ENDLESS, pace=0.01) as job:
         job.wait_contributing({0, 1, 2})
@@ -190,6 +194,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.protocol
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_replicas_that_were_started_differently_are_told_before_the_first_step(tmp_path: Path, what: str) -> None:
     with Job(tmp_path, replicas=3, body=voting.different, what=what) as job:

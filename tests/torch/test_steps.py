@@ -95,6 +95,7 @@ def test_a_joiner_catches_up_while_the_others_train(tmp_path: Path) -> None:
         assert all(event["bytes"] > 2_000_000 for event in fetched)
 
 
+@pytest.mark.protocol
 def test_two_joiners_at_once_and_a_source_that_dies(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=4, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
         job.wait_contributing({0, 1, 2, 3})
@@ -115,7 +116,7 @@ def test_two_joiners_at_once_and_a_source_that_dies(tmp_path: Path) -> None:
         end_together(job, {1, 2, 3})
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.protocol)])
 def test_each_rank_catches_up_from_its_own_shard_group(tmp_path: Path, transport: str) -> None:
     with Job(tmp_path, replicas=2, ranks=2, body=bodies.train, steps=ENDLESS, slow=0.2, transport=transport) as job:
         job.wait_contributing({0, 1})
@@ -130,6 +131,7 @@ def test_each_rank_catches_up_from_its_own_shard_group(tmp_path: Path, transport
         assert sorted(event["rank"] for event in reported(job, "state_fetched")) == [0, 1]
 
 
+@pytest.mark.protocol
 def test_all_sources_die(tmp_path: Path) -> None:
     """The joiner alone is left: its training cannot be continued, and it says so."""
     with Job(tmp_path, replicas=2, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
@@ -147,6 +149,7 @@ def test_all_sources_die(tmp_path: Path) -> None:
         assert "no replica that holds the state of the training is left" in text or "no source is left" in text
 
 
+@pytest.mark.protocol
 def test_the_job_ends_before_the_state_has_arrived(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=3, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
         job.wait_contributing({0, 1, 2})

@@ -27,13 +27,16 @@ from ftcomm.control import actions as act
 from ftcomm.control import dropped, handshake, links, wire
 from ftcomm.control import knock as knock_module
 from ftcomm.control import messages as m
-from ftcomm.control.agent import WAKE_AGAIN, WAKE_UPS, Agent, Gone, JoinError
+from ftcomm.control.agent import Agent
 from ftcomm.control.links import Link, Listener, hand_over, listen, serve_messages
+from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.sealed import Channel
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Member, View
+from ftcomm.control.unstarted import NamedRank
+from ftcomm.control.view_entry import WAKE_AGAIN, WAKE_UPS
+from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.errors import SettingsError
 from ftcomm.settings import unstarted
 from ftcomm.sync.futex import MAX_SLEEP
@@ -387,7 +390,11 @@ NO_MESSAGE = {
     "a member twice": msgspec.msgpack.encode(
         {
             "type": "NewView",
-            "view": {"epoch": 1, "step": None, "members": [msgspec.to_builtins(Member(1, "a", (), True))] * 2},
+            "view": {
+                "epoch": 1,
+                "step": None,
+                "members": [msgspec.to_builtins(Member(1, "a", NO_ADDRESSES, True))] * 2,
+            },
         }
     ),
 }
@@ -401,8 +408,18 @@ def test_what_is_no_message_is_dropped_and_the_connection_goes_on(data: bytes, c
     assert dropped.counts() == {"message": 1}
 
 
+def test_a_view_that_leaves_out_what_was_never_told_ends_the_connection(count: Callable[[str], int]) -> None:
+    """The next one would leave it out, too; a new connection begins with everything."""
+    heard: list[m.AnyMessage] = []
+    untold = m.NewView(View(2, None, (Member(0, "a", NO_ADDRESSES, True),)))
+    why = served(GOOD, m.encode(untold), GOOD, on_message=heard.append)
+    assert heard == [m.Heartbeat(3)]
+    assert "without the addresses of [(0, 'a')]" in why
+    assert dropped.counts() == {"message": 1}
+
+
 def test_a_view_has_its_members_in_order() -> None:
-    members = (Member(2, "a", (), True), Member(1, "b", (), True))
+    members = (Member(2, "a", NO_ADDRESSES, True), Member(1, "b", NO_ADDRESSES, True))
     with pytest.raises(ValueError, match="ascending"):
         View(1, None, members)
 
@@ -523,8 +540,15 @@ def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
         assert count("message") > 0
         heard: list[m.AnyMessage] = []
         epoch = max([0, *[event["epoch"] for event in events if event["kind"] == "view"]])
-        join = m.Join(5, "honest", (ADDRESS,), 0, -1, GIVEN["timeouts"])
-        link = Link(address, CREDENTIALS, "leader", {}, on_open=lambda: link.send(join), on_message=heard.append)
+        join = m.Join(5, "honest", Addresses.of((ADDRESS,)), 0, -1, GIVEN["timeouts"])
+        link = Link(
+            address,
+            CREDENTIALS,
+            "leader",
+            NamedRank(5, 0).fields,
+            on_open=lambda: link.send(join),
+            on_message=heard.append,
+        )
         await until(lambda: bool(heard))
         assert isinstance(heard[0], m.NewView | m.Queued | m.Registered | m.Expelled), epoch
         link.close()
@@ -532,6 +556,43 @@ def test_a_coordinator_outlives_every_peer(count: Callable[[str], int]) -> None:
 
     asyncio.run(run())
     assert count("internal") == 0
+
+
+def test_a_coordinator_whose_views_are_older_than_the_job_is_not_heard_any_more() -> None:
+    """Who hears it would wait for its decisions for no longer than an op takes, and it makes none."""
+
+    async def run() -> None:
+        store = ViewStore(None)
+        here = Addresses.of((ADDRESS,))
+        store.views = [View(1, None, tuple(Member(replica, "life", here, True) for replica in (0, 1)))]
+        server = CoordinatorServer(2, 1, CREDENTIALS, timeouts=TIMEOUTS, store=store)
+        await server.start()
+        address = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+        heard: list[m.AnyMessage] = []
+        opened: list[None] = []
+        waiting = Link(
+            address,
+            CREDENTIALS,
+            "leader",
+            NamedRank(0, 0).fields,
+            on_open=lambda: opened.append(None),
+            on_message=heard.append,
+        )
+        await until(lambda: bool(heard))  # pings
+        join = m.Join(1, "life", here, 7, 70, GIVEN["timeouts"], heard=7)
+        ahead = Link(address, CREDENTIALS, "leader", NamedRank(1, 0).fields, on_open=lambda: ahead.send(join))
+        await asyncio.wait_for(server.wait_done(), 60.0)
+        assert "the store is older than the job" in server.failed
+        times = len(opened)
+        await until(lambda: len(opened) > times)  # its connections end, and a new one is not spoken on
+        heard.clear()
+        await until(lambda: len(opened) > times + 3)
+        assert heard == []
+        for link in (waiting, ahead):
+            link.close()
+        await server.stop()
+
+    asyncio.run(run())
 
 
 @contextlib.contextmanager
@@ -592,7 +653,7 @@ def test_an_engine_that_does_not_stop_is_woken_for_as_long_as_it_may_have_missed
     with an_agent(1) as (agent, _):
         woken: list[None] = []
         agent.engine.wake = lambda: woken.append(None)  # type: ignore[method-assign]
-        asyncio.run(asyncio.wait_for(agent._wake(asyncio.Event()), TIMEOUTS.op))
+        asyncio.run(asyncio.wait_for(agent._entry.wake(asyncio.Event()), TIMEOUTS.op))
     assert len(woken) * WAKE_AGAIN >= MAX_SLEEP
     assert len(woken) == WAKE_UPS
 
@@ -779,7 +840,8 @@ def test_a_long_reason_fits_into_an_opening(letter: str) -> None:
         told.append((purpose, fields))
         raise OSError("nobody is there")
 
-    settings = SimpleNamespace(coordinator="127.0.0.1:1", replica=3, shard=1)
+    leader = f"{'h' * 100}:1"
+    settings = SimpleNamespace(coordinator="127.0.0.1:1", replica=3, shard=1, ranks_per_replica=2, leader=leader)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unstarted.wire, "connect", tell)
         patch.setattr(unstarted.credentials, "of", lambda settings: mine)
@@ -789,7 +851,8 @@ def test_a_long_reason_fits_into_an_opening(letter: str) -> None:
     assert opening is not None
     assert len(opening) <= handshake.MAX_HANDSHAKE
     taken = msgspec.msgpack.decode(opening, type=handshake.Opening)
-    assert handshake.text(taken.fields, "reason") == f"rank 1 of replica 3 cannot start: {letter * 5000}"[:700]
+    assert handshake.text(taken.fields, "reason") == f"rank 1 of replica 3 cannot start: {letter * 5000}"[:598]
+    assert NamedRank.read(taken.fields) == NamedRank(3, 1, leader)
 
 
 def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,14 +873,17 @@ def test_who_cannot_start_says_so_and_nobody_waits_for_it(monkeypatch: pytest.Mo
             port = int(server.endpoint.rpartition(":")[2])
             heard = []
             for replica in (0, 1):
-                channel = await open_socket(("127.0.0.1", port), mine, "leader", {"replica": replica})
+                channel = await open_socket(
+                    ("127.0.0.1", port), mine, "leader", NamedRank(replica, 0, f"there:{replica + 1}").fields
+                )
                 reader, stream = await asyncio.open_connection(sock=channel.detach())
                 if replica == 0:
-                    join = m.Join(0, "life", (ADDRESS, ADDRESS), 0, -1, timeouts)
+                    join = m.Join(0, "life", Addresses.of((ADDRESS, ADDRESS)), 0, -1, timeouts)
                     wire.Writer(channel, stream).write(m.encode(join))
                     assert isinstance(await said(channel, reader), m.Queued)
                 heard.append((channel, reader, stream))
             env = {"COORDINATOR": f"127.0.0.1:{port}", "TOKEN": token, "REPLICA": "1", "REPLICAS": "98", "RANK": "1"}
+            env["LEADER"] = "there:2"
             for name, value in env.items():
                 monkeypatch.setenv(f"FTCOMM_{name}", value)
             with pytest.raises(SettingsError, match="98 replicas; a job has at most"):
@@ -854,10 +920,10 @@ def test_who_has_finished_is_known_before_it_hears_so_though_a_view_is_being_wri
         await server.start()
         try:
             port = int(server.endpoint.rpartition(":")[2])
-            channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0})
+            channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
             reader, stream = await asyncio.open_connection(sock=channel.detach())
             writer = wire.Writer(channel, stream)
-            writer.write(m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, dataclasses.astuple(TIMEOUTS))))
+            writer.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, dataclasses.astuple(TIMEOUTS))))
             writer.write(m.encode(m.Finished(True)))
             while not isinstance(said := m.decode(await channel.read(reader, wire.MAX_MESSAGE)), m.FinishAck):
                 assert not isinstance(said, m.NewView), "it is not written yet"
@@ -883,11 +949,11 @@ def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, co
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(60.0))
         await server.start()
         port = int(server.endpoint.rpartition(":")[2])
-        channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0})
+        channel = await open_socket(("127.0.0.1", port), CREDENTIALS, "leader", {"replica": 0, "shard": 0})
         reader, stream = await asyncio.open_connection(sock=channel.detach())
         writer = wire.Writer(channel, stream)
         store.sure = sure
-        writer.write(m.encode(m.Join(0, "life", (ADDRESS,), 0, -1, (1.0, 2.0, 3.0))))
+        writer.write(m.encode(m.Join(0, "life", Addresses.of((ADDRESS,)), 0, -1, (1.0, 2.0, 3.0))))
         if not sure:  # else it closes the connection itself
             writer.write(b"\xc1")  # no message, by which we know that the one before was looked at
             await until(lambda: count("message") == 1)
@@ -907,7 +973,7 @@ def test_a_coordinator_that_is_not_sure_of_its_store_says_nothing(sure: bool, co
 def test_a_coordinator_that_is_not_sure_of_its_store_calls_nobody_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who came would leave the one that has taken its place, and be lost there."""
     store = Doubted(None)
-    store.views = [View(1, None, (Member(0, "life", (ADDRESS,), True),))]
+    store.views = [View(1, None, (Member(0, "life", Addresses.of((ADDRESS,)), True),))]
     store.sure = False
     calls: list[bool] = []
 

@@ -469,7 +469,8 @@ def level_rows(size: int, **round_us: list[float]) -> list[CollectiveRow]:
 
 def test_what_fault_tolerance_costs_is_the_median_of_differences_within_rounds() -> None:
     off, stability, ours = [100.0, 400.0, 200.0], [101.0, 404.0, 199.0], [104.0, 410.0, 202.0]
-    rows_ = level_rows(1 << 20, off=off, stability=stability, ftcomm=ours, verify=[150.0] * 3)
+    seen = [103.5, 409.0, 201.8]
+    rows_ = level_rows(1 << 20, off=off, stability=stability, detection=seen, ftcomm=ours, verify=[150.0] * 3)
     found = {cost.level: cost for cost in costs(rows_)}
     assert list(found) == list(LEVELS)
     assert found["off"].over_off_us is None
@@ -477,20 +478,23 @@ def test_what_fault_tolerance_costs_is_the_median_of_differences_within_rounds()
     assert found["ftcomm"].over_off_us == 4.0
     assert found["ftcomm"].over_off_pct == pytest.approx(2.5)  # of 4, 2.5 and 1
     assert found["ftcomm"].good
+    assert found["ftcomm"].recorder_us == pytest.approx(0.5)  # of 0.5, 1 and 0.2
+    assert found["detection"].recorder_us is None
     assert not msgspec.structs.replace(found["ftcomm"], over_off_pct=3.1).good
     assert msgspec.structs.replace(found["verify"], over_off_pct=30.0).good
     small = msgspec.structs.replace(found["ftcomm"], bytes=1 << 10, over_off_us=1.1)
     assert not small.good
     assert msgspec.structs.replace(small, bytes=64 << 10).good
     assert "missed at 1024 bytes" in overhead.footer([small])
-    assert overhead.footer([found["ftcomm"]]).endswith("OK")
+    assert "OK; the recorder alone" in overhead.footer([found["ftcomm"]])
+    assert overhead.footer([found["detection"]]).endswith("OK")
     (table,) = overhead.EXPERIMENT.tables
     assert len(table.lines(small)[0]) == len(table.heading()[0])
 
 
 def test_a_level_that_failed_is_an_error() -> None:
-    rows_ = level_rows(1024, off=[1.0], stability=[1.0], ftcomm=[1.0], verify=[1.0])
-    rows_[3] = msgspec.structs.replace(rows_[3], time_us_p50=None, error="it broke")
+    rows_ = level_rows(1024, off=[1.0], stability=[1.0], detection=[1.0], ftcomm=[1.0], verify=[1.0])
+    rows_[4] = msgspec.structs.replace(rows_[4], time_us_p50=None, error="it broke")
     with pytest.raises(ValueError, match="verify: it broke"):
         costs(rows_)
 

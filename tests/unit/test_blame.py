@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ftcomm.control.blame import WORDS, Blame, Culprit, Removal
+from ftcomm.control.blame import CHANGE, WORDS, Blame, Culprit, Removal
 
 
 def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, Culprit]:
@@ -27,7 +27,7 @@ def test_what_each_says_of_the_other_is_told() -> None:
     blame = Blame(0.5, 5.0, 20.0)
     blame.complaint(0, 1, now=0.0, why="refused at 10.0.0.2:5")
     why = "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"
-    assert culprit(blame, 0.6) == {1: (Removal.UNREACHABLE, why)}
+    assert culprit(blame, 0.6) == {1: Culprit(Removal.UNREACHABLE, why)}
     blame.complaint(1, 0, now=0.0, why="x" * 1000)
     assert culprit(blame, 0.6)[1].why.endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * WORDS})")
 
@@ -55,6 +55,21 @@ def test_a_link_that_is_back_is_forgiven() -> None:
     blame.complaint(0, 1, now=0.0)
     blame.withdraw(0, 1)
     assert culprit(blame, 1.0) == {}
+
+
+def test_a_complaint_that_comes_again_is_news_again_and_does_not_flap() -> None:
+    """Else nobody is told of the second cut of a network in one view."""
+    blame = Blame(0.5, 5.0, 20.0)
+    assert blame.complaint(0, 1, 0.0)
+    assert not blame.complaint(0, 1, 60.0), "it has lasted"
+    blame.withdraw(0, 1)
+    assert blame.complaint(0, 1, 61.0)
+    blame.withdraw(0, 1)
+    assert not blame.complaint(0, 1, 62.0), "so soon"
+    blame.withdraw(0, 1)
+    assert blame.complaint(0, 1, 72.0)
+    blame.clear()
+    assert blame.complaint(0, 1, 73.0), "a new view"
 
 
 def test_one_that_reaches_nobody_goes_itself() -> None:
@@ -160,10 +175,11 @@ def test_a_complaint_about_one_that_is_not_present_counts_from_when_it_is() -> N
 def test_a_stall_that_one_causes_who_lives_and_does_not_speak_says_what_it_does() -> None:
     blame = Blame(0.5, 1.0, 20.0)
     for now in (0.0, 1.0, 2.0):
-        blame.stalled(0, 0, 7, (1,), True, now)
+        blame.stalled(0, 0, 7, (1,), True, now, lasted=30.0 + now)
     mute = {1: "its process lives but has not spoken for 31 s", 2: "not of this one"}
     why = "op 7 waits for it (replica 0 reported the stall); its process lives but has not spoken for 31 s"
-    assert blame.culprit(2.1, frozenset({0, 1, 2}), frozenset({0}), mute) == {1: (Removal.STALL, why)}
+    found = blame.culprit(2.5, frozenset({0, 1, 2}), frozenset({0}), mute)
+    assert found == {1: Culprit(Removal.STALL, why, lasted=32.5)}
 
 
 def test_one_that_lives_and_does_not_speak_is_waited_for_for_as_long_as_an_op_may_take() -> None:
@@ -231,3 +247,16 @@ def test_who_waited_itself_when_the_view_changed_is_given_the_time_of_an_op() ->
     blame.clear()
     blame.forget(1)
     assert removed_after(blame, 90, 26.0) == 3, "another life of it waited"
+
+
+def test_who_was_asked_just_in_a_change_of_view_was_held_up_by_none() -> None:
+    """Where views follow each other, one that stands still would be given the time of an op again and again."""
+    blame = Blame(0.5, 5.0, 20.0)
+    blame.stalled(1, 0, CHANGE, (0,), False, 9.0)
+    blame.clear()
+    assert removed_after(blame, 10, 26.0) == 3
+    blame.clear()
+    for now in (60.0, 61.0):
+        blame.stalled(1, 0, CHANGE, (2,), False, now)
+    blame.clear()
+    assert removed_after(blame, 62, 26.0) == 20, "it has waited in that change"

@@ -14,10 +14,16 @@ WALL = {("time", "time"), ("time", "time_ns"), ("time", "ctime"), ("time", "loca
 WALL |= {("time", "strftime"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today")}
 STAMPS = {  # what people read, and nothing waits for
     "control/server.py",
+    "ftcomm/dashboard/report.py",
+    "ftcomm/diagnosis/collect.py",
+    "ftcomm/diagnosis/words.py",
     "ftcomm/launch/commands.py",
     "ftcomm/launch/embedded_coordinator.py",
+    "ftcomm/launch/monitor.py",
+    "ftcomm/launch/places.py",
     "ftcomm/launch/report.py",
-    "ftcomm/launch/run.py",
+    "ftcomm/recorder/dump.py",
+    "ftcomm/recorder/recorder.py",
 }
 
 

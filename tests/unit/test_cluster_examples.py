@@ -113,8 +113,22 @@ def test_the_manifests_fit_together() -> None:
     assert dataclasses.asdict(Settings.from_env(settings))["replicas"] == training["completions"]
 
 
-def test_the_shell_takes_the_batch_script() -> None:
-    script = str(CLUSTER / "slurm.sbatch")
+@pytest.mark.parametrize("name", ["training", "ftcomm-coordinator"])
+def test_the_pod_of_a_node_that_is_gone_is_replaced(name: str) -> None:
+    """Without waiting for its end, which nobody on that node can tell, and soon: by default after five minutes."""
+    spec = next(each["spec"] for each in MANIFESTS if (each["kind"], each["metadata"]["name"]) == ("Job", name))
+    assert spec["podReplacementPolicy"] == "TerminatingOrFailed"
+    assert spec["backoffLimit"] >= 1000, "a pod that is given up counts as a failure"
+    given_up = {each["key"]: each for each in spec["template"]["spec"]["tolerations"]}
+    for state in ("unreachable", "not-ready"):
+        toleration = given_up[f"node.kubernetes.io/{state}"]
+        assert (toleration["operator"], toleration["effect"]) == ("Exists", "NoExecute")
+        assert toleration["tolerationSeconds"] <= 30
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-run.sbatch"])
+def test_the_shell_takes_the_batch_scripts(name: str) -> None:
+    script = str(CLUSTER / name)
     subprocess.run(["bash", "-n", script], check=True)
     linter = Path(sys.executable).parent / "shellcheck"
     found = subprocess.run([str(linter), script], capture_output=True, text=True)
@@ -131,11 +145,11 @@ pool = concurrent.futures.ThreadPoolExecutor(16)
 def init():
     pass
 
-def remote(*, max_retries, retry_exceptions, num_gpus):
-    def made(task):
-        task.remote = lambda *arguments: pool.submit(task, *arguments)
-        return task
-    return made
+def remote(*, max_retries, retry_exceptions):
+    def options(task, *, num_gpus):
+        assert num_gpus == 0, "never scheduled on a node without"
+        return types.SimpleNamespace(remote=lambda *arguments: pool.submit(task, *arguments))
+    return lambda task: types.SimpleNamespace(options=lambda **given: options(task, **given))
 
 def get(tasks):
     return [task.result() for task in tasks]
@@ -158,7 +172,8 @@ def test_the_driver_for_ray_runs_a_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
-    command = [sys.executable, CLUSTER / "ray_job.py", "--replicas", "3", "--port", str(free_port()), "train.py"]
+    command = [sys.executable, CLUSTER / "ray_job.py", "--replicas", "3", "--gpus", "0"]
+    command += ["--port", str(free_port()), "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {f"replica {replica}: 7" for replica in range(3)} <= set(done.stdout.splitlines()), done.stdout

@@ -8,16 +8,11 @@ import dataclasses
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import (
-    Coordinator,
-    Log,
-    Persist,
-    Probe,
-    Send,
-)
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import EPOCHS
-from ftcomm.control.suspicion import PAUSE, Why
-from ftcomm.control.views import Address
+from ftcomm.control.suspicion import PAUSE, Probe, Why
+from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import (
     CHAIN,
     TIMEOUTS,
@@ -62,7 +57,7 @@ def test_a_proof_by_another_member_costs_nobody_who_answers() -> None:
 def test_it_is_the_rank_that_was_proved_to_have_ended_that_is_asked() -> None:
     coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
     for replica in range(2):
-        ranks = tuple(Address("h", 1 + rank, "b", replica, 3, "n") for rank in range(2))
+        ranks = Addresses.of(Address("h", 1 + rank, "b", replica, 3, "0" * 32) for rank in range(2))
         actions = coordinator.receive(replica, m.Join(replica, f"life-{replica}", ranks, 0, -1, CHAIN), now=1.0)
     assert any(isinstance(action, Persist) for action in actions)
     actions = coordinator.receive(0, m.Suspect(1, "life-1", "its process has ended", True, 1), now=1.0)
@@ -246,6 +241,24 @@ def test_a_complaint_is_logged_once_in_each_view() -> None:
     assert logged() == [(0, 2), (0, 1), (1, 2)]
 
 
+def test_a_complaint_that_ended_while_its_sender_was_not_connected_costs_nobody() -> None:
+    """It has withdrawn it, and nobody could hear that."""
+    for lasts in (False, True):
+        script = Script(3)
+        complaint = m.Suspect(1, "life-1", "silent for 5.0 s", False)
+        script.tell(0, complaint)
+        script.cut(0)
+        script.join(0, epoch=1)
+        for second in range(2, 20):
+            script.now = float(second)
+            for conn in range(3):
+                script.tell(conn, m.Heartbeat(4))
+            if lasts:
+                script.tell(0, complaint)
+            script.tick()
+        assert script.newest[0] == ((0, 2) if lasts else (0, 1, 2))
+
+
 def test_connections_that_end_all_at_once_cost_nothing() -> None:
     """A load balancer, a firewall, the network of the coordinator: who listens lives, and comes again."""
     script = Script(3)
@@ -376,12 +389,97 @@ def test_who_complains_of_a_stopped_one_stays_though_the_coordinator_itself_stoo
     assert script.newest == ((1,), {1})
 
 
+def suspended(script: Script, seconds: float, *conns: int) -> None:
+    """Nobody runs for so many seconds; then the members are heard before the coordinator looks at its clock."""
+    script.now += seconds
+    for conn in conns:
+        script.tell(conn, m.Heartbeat(3))
+    script.tick()
+
+
+def test_a_complaint_does_not_ripen_while_nobody_runs() -> None:
+    """Two that lost each other for a moment would go on as soon as they run, and one would be removed before."""
+    script = Script(3)
+    pass_time(script, 1.0, speak=(0, 1, 2))
+    script.tell(0, m.Suspect(2, "life-2", "the link to it is down", False))
+    pass_time(script, 0.1, speak=(0, 1, 2))
+    suspended(script, 300.0, 0, 1, 2)
+    script.tell(0, m.Reachable(2))
+    pass_time(script, 1.0, speak=(0, 1, 2))
+    assert script.newest[0] == (0, 1, 2)
+    script.tell(0, m.Suspect(2, "life-2", "the link to it is down", False))
+    pass_time(script, 1.0, speak=(0, 1, 2))
+    assert script.newest[0] == (0, 1), "without a stop it does"
+
+
+def test_a_port_that_says_nothing_is_no_end_while_nobody_runs() -> None:
+    """It leaves it possible that its process lives, for as long as an op may take."""
+    script = Script(3)
+    script.outcomes["life-2"] = "mute"
+    script.cut(2)
+    pass_time(script, 2.0, speak=[0, 1], accuse=[(0, 2)])
+    suspended(script, 2 * TIMEOUTS.op, 0, 1)
+    pass_time(script, 2.0, speak=[0, 1], accuse=[(0, 2)])
+    assert script.newest[0] == (0, 1, 2)
+    pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat, speak=[0, 1], accuse=[(0, 2)])
+    assert script.newest[0] == (0, 1), "without a stop it is"
+
+
+def test_an_accused_that_is_asked_has_time_to_answer_though_nobody_runs() -> None:
+    """As long as an op may take; its silence is no reason to remove it meanwhile."""
+    script = Script(3)
+    script.outcomes["life-2"] = "unreachable"
+    pass_time(script, 1.0, speak=(0, 1, 2))
+    proof = m.Suspect(2, "life-2", "its port is another one's", True)
+    asked = [action for action in script.coordinator.receive(0, proof, script.now) if isinstance(action, Probe)]
+    assert [probe.why for probe in asked] == [Why.ACCUSED]
+    suspended(script, 2 * TIMEOUTS.op, 0, 1)
+    pass_time(script, 3.0, speak=[0, 1], accuse=[(0, 2)])
+    assert script.newest[0] == (0, 1, 2)
+    pass_time(script, TIMEOUTS.op / TIMEOUTS.heartbeat, speak=[0, 1], accuse=[(0, 2)])
+    assert script.newest[0] == (0, 1), "without a stop its time is over"
+
+
+def test_a_refusal_holds_as_long_though_nobody_runs() -> None:
+    """While it is fresh that a host refuses a rank, no complaint ripens between its replica and another one."""
+    script = Script(0)
+    script.coordinator = Coordinator(3, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    for replica in range(3):
+        there = Addresses.of(
+            Address(f"h{replica}.{rank}", 1, f"b{replica}.{rank}", 7, 3, "0" * 32) for rank in range(2)
+        )
+        script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
+        script.outcomes[f"life-{replica}"] = "refused"
+    script.install(0, 1, 2)
+    pass_time(script, 1.0, speak=(0, 1, 2))
+    for by, other in ((0, 1), (1, 0)):
+        script.tell(by, m.Suspect(other, f"life-{other}", "the link to it is down", False))
+    pass_time(script, 0.3, speak=(0, 1, 2))
+    script.tell(0, m.Suspect(0, "life-0", "its rank 1 is lost: refused", False, 1))
+    suspended(script, 300.0, 0, 1, 2)
+    pass_time(script, 0.3, speak=(0, 1, 2))
+    assert script.newest[0] == (0, 1, 2)
+    pass_time(script, 0.5, speak=(0, 1, 2))
+    assert script.newest[0] == (0, 2), "it is no longer fresh"
+
+
+def test_a_replica_whose_addresses_begin_with_another_rank_is_refused() -> None:
+    """Whoever looks for its rank 0 would find none."""
+    coordinator = Coordinator(2, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
+    there = Addresses.of((Address("h", 1, "b", 7, 3, "0" * 32),), first=5)
+    said = coordinator.receive(1, m.Join(1, "life", there, epoch=0, step=-1, timeouts=CHAIN), now=1.0)
+    (word,) = [action.message for action in said if isinstance(action, Send)]
+    assert isinstance(word, m.Expelled)
+    assert "begin with rank 5" in word.reason
+    assert not coordinator.joiners.waiting
+
+
 def test_when_all_epochs_are_used_up_the_job_ends_by_name() -> None:
     script = Script(3)
     script.coordinator.job.epoch = EPOCHS - 2
-    script.do(script.coordinator._decide(script.views[-1].members, None, "the last"))
+    script.do(script.coordinator._decisions.decide(script.views[-1].members, None, "the last"))
     assert script.epoch == EPOCHS - 1
-    script.do(script.coordinator._decide(script.views[-1].members, None, "one too many"))
+    script.do(script.coordinator._decisions.decide(script.views[-1].members, None, "one too many"))
     assert script.epoch == EPOCHS - 1
     assert "epochs that a job can have are used up" in script.done[0]
 
@@ -517,7 +615,7 @@ def spread(replicas: int) -> Script:
     script = Script(0)
     script.coordinator = Coordinator(replicas, 1, TIMEOUTS, views=[], now=0.0, lifetime=1)
     for replica in range(replicas):
-        there = (Address(f"host{replica}", 1, f"boot{replica}", replica, 3, "n"),)
+        there = Addresses.of((Address(f"host{replica}", 1, f"boot{replica}", replica, 3, "0" * 32),))
         script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
     script.install(*range(replicas))
     return script
@@ -568,7 +666,9 @@ def test_a_rank_that_its_leader_finds_refused_is_lost_if_another_host_takes_a_co
     script = Script(0)
     script.coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
     for replica in range(2):
-        there = tuple(Address(f"h{replica}.{rank}", 1, f"b{replica}.{rank}", 7, 3, "n") for rank in range(2))
+        there = Addresses.of(
+            Address(f"h{replica}.{rank}", 1, f"b{replica}.{rank}", 7, 3, "0" * 32) for rank in range(2)
+        )
         script.tell(replica, m.Join(replica, f"life-{replica}", there, epoch=0, step=-1, timeouts=CHAIN))
     script.install(0, 1)
     script.outcomes["life-1"] = "refused"

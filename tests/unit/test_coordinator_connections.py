@@ -72,7 +72,7 @@ def test_two_that_are_reset_again_and_again_cannot_reach_each_other() -> None:
 @pytest.mark.parametrize("comes_about", [True, False])
 def test_a_change_under_way_is_given_up_for_a_connection_only_if_it_does_not_come_about(comes_about: bool) -> None:
     script = Script(2)
-    script.coordinator.expected = 3
+    script.coordinator.known.expected = 3
     script.answers = {"life-0", "life-1"}
     script.join_ready(12)
     script.promise(0, 1)

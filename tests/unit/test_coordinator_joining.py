@@ -5,22 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import (
-    ALONE,
-    MUTE,
-    WAITS,
-    Close,
-    Coordinator,
-    Log,
-)
-from ftcomm.control.views import Address
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Close, Log
+from ftcomm.control.joiner_words import ALONE, MUTE, WAITS
+from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import CHAIN, TIMEOUTS, Script, after_loss, catching_up, grown, joins, pass_time, search
 
 
 def test_a_joiner_is_told_that_those_it_waits_for_live_and_never_speak() -> None:
     """So it does not wait without end; and they stay."""
     script = Script(1)
-    script.coordinator.expected = 3
+    script.coordinator.known.expected = 3
     script.join_ready(1)
 
     def told() -> m.Message:
@@ -267,10 +262,10 @@ def test_other_timeouts_are_refused_with_both_chains() -> None:
 def test_a_refusal_is_logged_once_for_each_life_and_reason() -> None:
     """One that runs is not expelled by a coordinator with other options; it tries again twice a second."""
     coordinator = Coordinator(2, 2, TIMEOUTS, views=[], now=0.0, lifetime=1)
-    address = Address("h", 1, "b", 0, 3, "n")
+    address = Address("h", 1, "b", 0, 3, "0" * 32)
     logged = []
     for conn, life in enumerate(["a", "a", "a", "b", "b"]):
-        actions = coordinator.receive(conn, m.Join(0, life, (address,), 3, 4, CHAIN), 1.0)
+        actions = coordinator.receive(conn, m.Join(0, life, Addresses.of((address,)), 3, 4, CHAIN), 1.0)
         assert Close(conn) in actions
         logged += [action for action in actions if isinstance(action, Log)]
     assert [action.kind for action in logged] == ["refused"] * 2
@@ -290,8 +285,8 @@ def test_a_joiner_in_a_view_that_nobody_runs_in_is_told_that_nobody_is_heard(aga
     else:
         script.wait(11)
     assert [message for message in script.sent[11] if isinstance(message, m.Queued)][-1] == ALONE
-    there = Address("h", 1, "b", 0, 3, "n")
-    script.tell(0, m.Join(0, "life-0", (there,), script.views[-2].epoch, 4, CHAIN))
+    there = Address("h", 1, "b", 0, 3, "0" * 32)
+    script.tell(0, m.Join(0, "life-0", Addresses.of((there,)), script.views[-2].epoch, 4, CHAIN))
     assert script.sent[11][-1] == WAITS
 
 
@@ -339,7 +334,7 @@ def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
         coordinator.receive(conn, joins(conn), script.now)
         coordinator.disconnected(conn, script.now)
         coordinator.probed(search(1, f"life-{conn}"), "answered", script.now)
-    assert {replica for replica, _ in coordinator._suspicions._searches} <= {0}
+    assert {replica for replica, _ in coordinator.known.suspicions._searches} <= {0}
 
 
 def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed() -> None:
@@ -349,6 +344,6 @@ def test_who_comes_when_all_is_over_is_told_so_and_who_is_wrong_that_it_failed()
     assert script.done == [""]
     script.join(11)
     assert [message.ending for message in script.sent[11] if isinstance(message, m.Expelled)] == [m.Ending.TOO_LATE]
-    address = Address("h", 1, "b", 2, 3, "n")
-    script.tell(2, m.Join(0, "life-2", (address, address), epoch=0, step=-1, timeouts=CHAIN))
+    address = Address("h", 1, "b", 2, 3, "0" * 32)
+    script.tell(2, m.Join(0, "life-2", Addresses.of((address, address)), epoch=0, step=-1, timeouts=CHAIN))
     assert [message.ending for message in script.sent[2] if isinstance(message, m.Expelled)] == [m.Ending.FAILED]

@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ftcomm.control import messages as m
-from ftcomm.control.coordinator import (
-    EARLY,
-    Action,
-    Close,
-    Coordinator,
-    Log,
-    Persist,
-    Unfit,
-)
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Unfit
+from ftcomm.control.known_job import EARLY
 from ftcomm.control.suspicion import Outcome
-from ftcomm.control.views import Address
+from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import (
     CHAIN,
     TIMEOUTS,
@@ -128,7 +122,9 @@ def test_a_second_process_of_one_number_has_to_wait_while_the_first_answers() ->
     assert script.sent[11][-1] == m.Queued(said[0]), "it knows what it waits for"
     for second in range(1, 3 + int(TIMEOUTS.heartbeat)):  # its host falls silent, whatever its connection says
         script.do(script.coordinator.receive(0, m.Heartbeat(4), float(second)))
-    join = m.Join(1, "life-11", (Address("h", 1, "b", 11, 3, "n"),), epoch=0, step=-1, timeouts=CHAIN)
+    join = m.Join(
+        1, "life-11", Addresses.of((Address("h", 1, "b", 11, 3, "0" * 32),)), epoch=0, step=-1, timeouts=CHAIN
+    )
     script.do(script.coordinator.receive(11, join, float(second)))
     assert script.newest == ((0,), {0})
 
@@ -139,10 +135,10 @@ def test_the_number_of_a_replica_stays_after_a_restart_with_a_life_that_may_live
     script = Script(2)
     script.coordinator = Coordinator(2, 1, TIMEOUTS, views=script.views, now=0.0, lifetime=2)
     script.outcomes["life-1"] = outcome
-    address = Address("h", 1, "b", 0, 3, "n")
-    script.tell(0, m.Join(0, "life-0", (address,), 1, 4, CHAIN))
+    address = Address("h", 1, "b", 0, 3, "0" * 32)
+    script.tell(0, m.Join(0, "life-0", Addresses.of((address,)), 1, 4, CHAIN))
     script.wait(0)  # the search finds what there is at its port
-    join = m.Join(1, "life-11", (Address("h", 1, "b", 11, 3, "n"),), 0, -1, CHAIN)
+    join = m.Join(1, "life-11", Addresses.of((Address("h", 1, "b", 11, 3, "0" * 32),)), 0, -1, CHAIN)
     script.do(script.coordinator.receive(11, join, 3.0 + TIMEOUTS.heartbeat))
     lives = outcome in ("answered", "mute")
     assert (1 in script.newest[0]) is lives
@@ -208,7 +204,7 @@ def test_a_restarted_one_that_is_never_in_time_decides_all_the_same() -> None:
             script.coordinator.acknowledged(conn, script.now)
             complaint = m.Suspect(1, "life-1", f"its process ended, seen for the {late}th time", True)
             script.tell(conn, complaint)
-        assert len(script.coordinator._suspicions.accusations()) <= 1, "what is said again is kept again"
+        assert len(script.coordinator.known.suspicions.accusations()) <= 1, "what is said again is kept again"
         script.tick()
     assert script.newest[0] == (0, 2)
 
@@ -244,7 +240,9 @@ def test_a_store_that_is_older_than_the_job_is_of_no_use() -> None:
     script = Script(3)
     unfit: list[str] = []
     for known in (False, True):
-        join = m.Join(1, "life-1" if known else "life-31", (Address("h", 1, "b", 0, 3, "n"),), 8, 4, CHAIN)
+        join = m.Join(
+            1, "life-1" if known else "life-31", Addresses.of((Address("h", 1, "b", 0, 3, "0" * 32),)), 8, 4, CHAIN
+        )
         script.sent.clear()
         unfit += [x.reason for x in script.coordinator.receive(31, join, script.now) if isinstance(x, Unfit)]
         assert script.sent[31] == []  # it trains on

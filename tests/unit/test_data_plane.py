@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,3 +175,22 @@ def test_a_peer_for_which_no_thread_can_be_started_is_unreachable(monkeypatch: p
     with pytest.raises(Unreachable, match="new thread") as raised:
         engine().reach(a_view(1))
     assert raised.value.replica == 1
+
+
+def test_every_group_hears_when_the_job_begins_to_change_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of its members can have come through: the ops of a subgroup must not give up meanwhile."""
+    heard: list[str] = []
+    subject, communicator = data_plane("tcp")
+    exchange: Any = communicator.exchange
+    monkeypatch.setattr(exchange, "freeze", lambda quiesced: heard.append("freeze"), raising=False)
+    monkeypatch.setattr(exchange, "job_changes", lambda: heard.append("all"), raising=False)
+    for name in ("some", "others"):
+        hears = functools.partial(heard.append, name)
+        away = functools.partial(lambda name, seconds: heard.append(f"{name} for {seconds:g} s"), name)
+        communicator.router.open(name, SimpleNamespace(job_changes=hears, coordinator_away=away))  # type: ignore[arg-type]
+    subject.freeze(lambda: None)
+    assert heard == ["all", "some", "others", "freeze"]
+    monkeypatch.setattr(exchange, "excuse", lambda seconds: heard.append(f"all for {seconds:g} s"), raising=False)
+    subject.wait_on(1.5)
+    assert heard[4:] == ["all for 1.5 s", "some for 1.5 s", "others for 1.5 s"]
+    assert communicator.router.excused == 1.5

@@ -9,7 +9,7 @@ import pytest
 from ftcomm.control.actions import Freeze, Resume
 from ftcomm.control.messages import Progress
 from ftcomm.control.timeouts import REPORT, Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.membership.derived import (
     Action,
     AskMember,
@@ -33,7 +33,7 @@ def at(replica: int) -> Address:
 
 
 def job(epoch: int, *replicas: int, lives: str = "first") -> View:
-    members = (Member(replica, f"{lives}-{replica}", (at(replica),), True) for replica in replicas)
+    members = (Member(replica, f"{lives}-{replica}", Addresses.of((at(replica),)), True) for replica in replicas)
     return View(epoch, None, tuple(members))
 
 
@@ -201,6 +201,16 @@ def test_for_whom_an_op_waits_is_asked_and_not_again_before_the_answer() -> None
     assert asked(driven.machine.ask((1, 3))) == [3]
     driven.stop(job(6, 0, 1, 3))
     assert driven.machine.ask((3,)) == []
+
+
+def test_a_stall_is_reported_of_who_does_not_make_a_group_that_others_make_in_a_step() -> None:
+    driven = Driven()
+    driven.machine = DerivedMembership(0, (0, 1, 3), at(0), TIMEOUTS, in_step=True)
+    driven.stop(job(5, 0, 1, 3))
+    driven.told(5, 1)
+    assert driven.machine.due() == TIMEOUTS.op, "as long as an op may take"
+    (report,) = (x for x in driven.machine.tick(TIMEOUTS.op) if isinstance(x, ReportStall))
+    assert report == ReportStall(5, (3,), TIMEOUTS.op)
 
 
 def test_a_stall_is_reported_of_who_holds_up_a_later_view_and_never_of_the_first() -> None:

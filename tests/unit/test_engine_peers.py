@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcomm.control.liveness import boot
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.transport import connector
 from ftcomm.transport.segment import Segment
 from tests.exchange_rig import data_plane
@@ -35,7 +35,7 @@ class Rig:
 
     def view(self, epoch: int, *others: Address) -> View:
         members = [(0, self.communicator.here), *((i, address) for i, address in enumerate(others, 1))]
-        return View(epoch, None, tuple(Member(i, "", (address,), True) for i, address in members))
+        return View(epoch, None, tuple(Member(i, "", Addresses.of((address,)), True) for i, address in members))
 
 
 @pytest.fixture

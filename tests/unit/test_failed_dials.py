@@ -21,7 +21,7 @@ from ftcomm.control.failed_dials import Cause, cause_of, shortage
 from ftcomm.control.links import Link
 from ftcomm.control.liveness import boot
 from ftcomm.control.peers import Peers
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 
 DEADLINE = 60.0  # s
 CREDENTIALS = handshake.Credentials("secret")
@@ -132,7 +132,9 @@ def test_a_process_that_cannot_be_watched_for_want_of_a_descriptor_is_watched_la
         ignore: Any = lambda *told: None  # noqa: E731
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
             there = Address("127.0.0.1", 1, boot(), process.pid, 3, "0" * 32)
-            view = View(1, None, (Member(0, "a", (there,), True), Member(1, "b", (there,), True)))
+            view = View(
+                1, None, (Member(0, "a", Addresses.of((there,)), True), Member(1, "b", Addresses.of((there,)), True))
+            )
             peers = Peers(
                 0,
                 0,

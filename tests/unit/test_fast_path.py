@@ -25,8 +25,8 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import NEAR, POSTED, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.exchange_calls import check, given
 from tests.exchange_rig import DEADLINE, Caller, Rig, mirrored, socket_pair
-from tests.unit.test_exchange import check, given
 
 MANY = 500  # ops, until one was not interrupted by the other threads of this process
 
@@ -315,7 +315,8 @@ def test_an_op_that_another_thread_adds_in_the_middle_is_not_forgotten(monkeypat
 def test_an_op_calls_no_more_functions_than_it_needs() -> None:
     """What a small op costs is what the interpreter runs for it. Who adds a call here says why, or takes one away.
 
-    Four of them raise the words and wait at the gates, so that nothing else says who waits for whom."""
+    Four of them raise the words and wait at the gates, so that nothing else says who waits for whom. Two record the
+    call and the return, and one is the function below."""
 
     class Member(Calls):
         _me, roster = 0, (0, 1)
@@ -331,13 +332,20 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
         nonlocal called
         called += event == "call"
 
+    def once() -> None:
+        caller.allreduce(array)  # always from this line, which the recorder knows then
+
     for _ in range(2 * NEAR):
-        caller.allreduce(array)
-    sys.setprofile(count)
-    try:
-        caller.allreduce(array)
-    finally:
-        sys.setprofile(None)
-        exchange.fail(RuntimeError("the test is over"))
-        segment.close()
-    assert called <= 31
+        once()
+    least = 1 << 30
+    for _ in range(5):  # the interpreter may call back in between, for a collection of garbage
+        called = 0
+        sys.setprofile(count)
+        try:
+            once()
+        finally:
+            sys.setprofile(None)
+        least = min(least, called)
+    exchange.fail(RuntimeError("the test is over"))
+    segment.close()
+    assert least <= 34

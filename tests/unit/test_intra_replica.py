@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, TransportError
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
-HERE = Address("here", 0, "", 0, 0, "")
+HERE = Address("here", 0, "", 0, 0, "0" * 32)
 
 
 class Rank:
@@ -24,9 +26,10 @@ class Rank:
         self.intra_replica_exchanges = 0
         self.called = threading.Event()
         self.shards = ranks
+        self.router = SimpleNamespace(changes=0, excused=0.0)
         self.settings = type("Settings", (), {})
         self.settings.timeouts = type("Timeouts", (), {"give_up": patience})
-        self.view = View(1, 0, (Member(2, "2a", (HERE,) * ranks, True),))
+        self.view = View(1, 0, (Member(2, "2a", Addresses.of((HERE,) * ranks), True),))
 
     @property
     def internals(self):
@@ -47,20 +50,26 @@ class Rank:
         return here
 
 
+def middle(rows):
+    """All are there, in order."""
+    assert [row[1] for row in rows] == list(range(len(rows)))
+    return bytes([rows[0][0], sum(row[1] for row in rows), rows[-1][2]])
+
+
 def ranks_of(count, patience=60.0):
     first = Rank(count, 0, patience=patience)
     return [first, *(Rank(count, rank, first, patience) for rank in range(1, count))]
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_all_get_the_rows_of_all_in_order(count):
+def test_all_get_what_follows_from_the_rows_of_all(count):
     ranks = ranks_of(count)
     with ThreadPoolExecutor(count) as pool:
         exchanges = list(pool.map(IntraReplicaExchange, ranks))
         for number in range(5):
             rows = [bytes([number, rank, 7]) for rank in range(count)]
-            answers = list(pool.map(lambda inside, row: inside.exchange(row), exchanges, rows))
-            assert answers == [rows] * count
+            answers = list(pool.map(lambda inside, row: inside.exchange(row, middle), exchanges, rows))
+            assert answers == [bytes([number, sum(range(count)), 7])] * count
     for inside in exchanges:
         inside.close()
 
@@ -69,48 +78,82 @@ def test_a_rank_comes_before_rank_0_serves():
     first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         early = IntraReplicaExchange(second)
-        asked = pool.submit(early.exchange, b"second")
+        asked = pool.submit(early.exchange, b"second", min)
         late = IntraReplicaExchange(first)
-        assert late.exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
+        assert late.exchange(b"firsts", min) == b"firsts" == asked.result(60)
 
 
 def test_a_rank_is_in_its_next_loop_while_rank_0_has_not_left_the_last_one():
     first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
-        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        assert list(pool.map(lambda one: one.exchange(b"x", max), (inside, other))) == [b"x", b"x"]
         other.close()
         second.called.clear()
-        asked = pool.submit(IntraReplicaExchange(second).exchange, b"second")
+        asked = pool.submit(IntraReplicaExchange(second).exchange, b"second", min)
         assert second.called.wait(60)
         inside.close()
-        assert IntraReplicaExchange(first).exchange(b"firsts") == [b"firsts", b"second"] == asked.result(60)
+        assert IntraReplicaExchange(first).exchange(b"firsts", min) == b"firsts" == asked.result(60)
 
 
 def test_a_rank_that_is_gone_is_an_error_and_so_is_one_that_does_not_come():
     first, second = ranks_of(2, patience=0.3)
     inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
     with pytest.raises(CollectiveTimeout, match=r"replica 2 rank 0: the other ranks .* did not come"):
-        inside.exchange(b"alone")
+        inside.exchange(b"alone", max)
     inside.close()
     other.close()
     first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
-        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        assert list(pool.map(lambda one: one.exchange(b"x", max), (inside, other))) == [b"x", b"x"]
         other.close()
         with pytest.raises(TransportError, match="another rank of this replica is gone"):
-            inside.exchange(b"y")
+            inside.exchange(b"y", max)
+
+
+def test_seconds_in_which_nobody_runs_and_changes_of_view_are_no_wait(monkeypatch):
+    """Each rank is stopped for an hour again and again while it waits for the other, and the job changes its view."""
+    first, second = ranks_of(2, patience=5.0)
+    skew, now = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + skew[0])
+    with ThreadPoolExecutor(2) as pool:
+        inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
+        for early, late in ((inside, other), (other, inside)):
+            came = threading.Event()
+            wait = early._wait
+            early._wait = lambda wait=wait, came=came: (wait(), came.set())[0]
+            asked = pool.submit(early.exchange, b"x", max)
+            assert came.wait(60)
+            for _ in range(20):
+                skew[0] += 3600.0
+                for rank in (first, second):
+                    rank.router.changes += 1
+                time.sleep(0.06)  # the early one looks
+                assert not asked.done()
+            assert late.exchange(b"y", max)
+            assert asked.result(60)
+        inside.close()
+        other.close()
+
+
+def test_time_without_a_coordinator_does_not_count():
+    first, _ = ranks_of(2, patience=5.0)
+    inside = IntraReplicaExchange(first)
+    patience = inside._wait()
+    first.router.excused += 100.0
+    assert 100.0 < patience.left() <= 105.0
+    inside.close()
 
 
 def test_a_row_of_another_length_is_refused_before_memory_is_taken_for_it():
     first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
-        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        assert list(pool.map(lambda one: one.exchange(b"x", max), (inside, other))) == [b"x", b"x"]
         other._sockets[0].sendall(b"\xff\xff\xff\xff")
         with pytest.raises(TransportError, match=r"4294967295 bytes, at most 33 .*; all ranks must run the same"):
-            inside.exchange(b"y")
+            inside.exchange(b"y", max)
         inside.close()
         other.close()
 
@@ -119,11 +162,11 @@ def test_ranks_at_different_exchanges_are_not_mixed_up():
     first, second = ranks_of(2)
     with ThreadPoolExecutor(2) as pool:
         inside, other = IntraReplicaExchange(first), IntraReplicaExchange(second)
-        assert list(pool.map(lambda one: one.exchange(b"x"), (inside, other))) == [[b"x", b"x"]] * 2
+        assert list(pool.map(lambda one: one.exchange(b"x", max), (inside, other))) == [b"x", b"x"]
         other._number += 1
-        asked = pool.submit(other.exchange, b"ahead")
+        asked = pool.submit(other.exchange, b"ahead", max)
         with pytest.raises(TransportError, match="it is at exchange 3, this rank at 2"):
-            inside.exchange(b"y")
+            inside.exchange(b"y", max)
         inside.close()
         with pytest.raises(TransportError):
             asked.result(60)

@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcomm.errors import FtcommError
+from ftcomm.launch import output, policy
 from ftcomm.launch.admin.client import AdminClient, JobEnded
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.event_text import describe, replicas
+from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import HELD, Console, LineSplitter, LogFile, prefix
 from ftcomm.launch.policy import (
@@ -217,6 +219,42 @@ def test_a_blocked_terminal_holds_the_ranks_and_not_the_event_loop(monkeypatch: 
     assert stream.text == (line.decode() + "\n") * count
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_a_terminal_that_is_paused_for_long_costs_lines_and_no_rank(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot print comes to no op, and would be removed as a stall."""
+    monkeypatch.setattr(output, "PATIENCE", 0.01)
+    out, err = SlowStream(), SlowStream()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    line, count = b"x" * 1023, 2 * HELD // 1024
+
+    async def main() -> None:
+        go_on = asyncio.Event()
+        console = Console(asyncio.get_running_loop(), lambda held: None if held else go_on.set())
+        for _ in range(count):
+            console.write(1, line)
+        await asyncio.wait_for(go_on.wait(), 30)  # though nothing is taken
+        for _ in range(count):
+            console.write(1, line)
+        err.go.set()
+        if ends:
+            threading.Timer(0.1, out.go.set).start()
+            await asyncio.to_thread(console.close, 30.0)
+            return
+        out.go.set()
+        while not err.text:
+            await asyncio.sleep(0.01)
+        console.write(1, b"later")
+        await asyncio.to_thread(console.close, 30.0)
+
+    asyncio.run(main())
+    assert out.text.count("\n") == count + (not ends)
+    assert f"{count} lines were left out" in err.text
+    assert ends or out.text.endswith("later\n")
+
+
 def test_a_console_whose_reader_went_away_drops_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(SlowStream):
         def write(self, text: str) -> None:
@@ -323,11 +361,11 @@ def test_a_view_that_still_has_the_dead_lets_nobody_restart_the_last_that_holds_
     options = RunOptions(2, "train.py")
     listener = ReplicaListener(*[lambda *told: None] * 5)
     launcher = Launcher(options)
-    launcher._replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
-    for replica in launcher._replicas:
+    launcher._job.replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    for replica in launcher._job.replicas:
         replica.state, replica.contributed = RUNNING, True
-    launcher._replicas[0].state, launcher._replicas[0].contributed = state, contributed
-    launcher.view = {"epoch": 1, "members": [{"replica": number, "contributing": True} for number in range(2)]}
+    launcher._job.replicas[0].state, launcher._job.replicas[0].contributed = state, contributed
+    launcher._job.view = {"epoch": 1, "members": [{"replica": number, "contributing": True} for number in range(2)]}
     with pytest.raises(FtcommError, match="no other replica contributes now"):
         launcher.restart_replica(1)
 
@@ -340,21 +378,93 @@ def test_a_removed_replica_whose_process_has_joined_anew_is_not_ended(
     options = RunOptions(2, "train.py")
     listener = ReplicaListener(*[lambda *told: None] * 5)
     launcher = Launcher(options)
-    launcher._replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
-    replica = launcher._replicas[1]
-    replica.state, replica.joined, launcher._has_views = RUNNING, True, True
+    launcher._job.replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    replica = launcher._job.replicas[1]
+    replica.state, replica.joined, launcher._job.view = RUNNING, True, BOTH
     signals: list[int] = []
     monkeypatch.setattr(replica, "signal", signals.append)
-    loop = launcher._loop = asyncio.new_event_loop()
-    try:
-        launcher._of_replica(replica, "removed", "op 7 waits for it")
+
+    async def happens() -> None:
+        launcher._events.hear({"kind": "removed", "replica": 1, "reason": "op 7 waits for it"})
         if comes_again:
-            launcher._of_replica(replica, "joined", "")
-        launcher._end_removed(replica, replica.starts)
-    finally:
-        loop.close()
+            launcher._events.hear(COMES)
+        launcher._removed.end(replica, replica.starts)
+
+    asyncio.run(happens())
     assert signals == ([] if comes_again else [signal.SIGTERM])
     assert bool(replica.removed) is not comes_again
+
+
+ALONE = {"kind": "view", "epoch": 2, "step": None, "members": [{"replica": 0, "contributing": True}], "why": "?"}
+LOST = {**ALONE, "why": "lost 1: x", "lost": [1]}
+BOTH = {**ALONE, "epoch": 1, "step": 0, "members": [{"replica": x, "contributing": True} for x in (0, 1)]}
+COMES, SAYS = {"kind": "joined", "replica": 1}, {"replica": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        ([COMES, BOTH, LOST], [], True),
+        ([COMES, BOTH, LOST, {**ALONE, "epoch": 3}], [], True),
+        ([COMES, BOTH, ALONE], [], False),  # the change that had it was given up, and it waits for the next
+        ([BOTH, LOST], [], False),  # its last life: this one is still on its way
+        ([COMES, BOTH, LOST], [COMES], False),  # its process makes a new group
+        ([COMES, BOTH, LOST], [COMES, {**BOTH, "epoch": 3}], False),
+        ([COMES, BOTH, {**SAYS, "kind": "finished"}, LOST], [], False),
+        ([COMES, BOTH, {**SAYS, "kind": "trained"}, LOST], [], False),
+        ([COMES, BOTH, {**ALONE, "step": 7}, LOST], [], False),  # it has left
+        ([COMES, BOTH, LOST], ["dies"], False),
+        ([COMES, BOTH, LOST], ["starts"], False),
+        ([COMES, BOTH, {**SAYS, "kind": "gives_up"}, LOST], [], False),  # its process ends by itself, and has longer
+    ],
+)
+def test_a_lost_replica_is_ended_only_if_its_process_lives_and_has_no_other_reason_to(
+    before: list[dict[str, Any]], after: list[Any], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "REMOVED_TO_TERM", 0.0)
+    options = RunOptions(2, "train.py")
+    listener = ReplicaListener(*[lambda *told: None] * 5)
+    launcher = Launcher(options, on_log=lambda text: None)
+    launcher._job.replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    for one in launcher._job.replicas:
+        one.state = RUNNING
+    replica, signals = launcher._job.replicas[1], []
+    monkeypatch.setattr(replica, "signal", signals.append)
+
+    async def happens() -> None:
+        for event in before:
+            launcher._events.hear(event)
+        for event in after:
+            if event == "dies":
+                replica.state = WAITING
+            elif event == "starts":
+                replica.starts += 1
+            else:
+                launcher._events.hear(event)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(happens())
+    assert signals == ([signal.SIGTERM] if ends else [])
+    assert replica.removed == ("lost 1: x" if ends else "")
+
+
+@pytest.mark.parametrize(("rank", "late"), [(0, [0, 1]), (1, [1])])
+def test_a_host_awaits_the_leaving_of_those_that_it_has_asked(rank: int, late: list[int]) -> None:
+    """On another host than the first these are its own, since those of the others train on."""
+    options = RunOptions(2, "train.py", node=NodePlace(rank, 2, "127.0.0.1"))
+    listener = ReplicaListener(*[lambda *told: None] * 5)
+    said: list[str] = []
+    launcher = Launcher(options, on_log=said.append)
+    launcher._job.replicas = [ReplicaProcesses(number, options, {}, None, listener) for number in range(2)]  # type: ignore[arg-type]
+    for one in launcher._job.replicas:
+        one.state = RUNNING
+
+    async def happens() -> None:
+        launcher._shutdown._grace_is_over()
+
+    asyncio.run(happens())
+    assert [text.partition(" did not leave")[0] for text in said] == ["replicas 0, 1" if len(late) > 1 else "replica 1"]
 
 
 @pytest.mark.parametrize("over", [False, True])

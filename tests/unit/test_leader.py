@@ -52,8 +52,8 @@ def test_a_commit_that_is_in_force_is_not_denied_when_a_link_comes_back() -> Non
     promise(other)
     other.from_coordinator(m.NewView(commit := view(2, (0, 1), step=3, proposal=P)))
     other.from_rank(0, m.AtBoundary(P))
-    assert other.from_leader(m.Boundary(0, 1, P, None)) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit))]
-    assert other.again(0) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit))]
+    assert other.from_leader(m.Boundary(0, 1, P, None)) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit.bare()))]
+    assert other.again(0) == [ToPeerLeader(0, m.Boundary(1, 1, P, commit.bare()))]
     other.from_coordinator(m.Prepare(P + 1, 2, 9))
     assert other.again(0) == []
 
@@ -72,28 +72,96 @@ def test_a_change_for_joiners_of_an_earlier_loop_is_withdrawn_by_all_together() 
         assert made.from_leader(other) == [ToRank(0, m.Decision(P, None)), ToCoordinator(m.Withdrawn(P))]
 
 
+def test_a_commit_for_an_earlier_loop_that_comes_when_a_rank_stands_at_the_boundary_is_refused() -> None:
+    made = of_two()
+    made.from_coordinator(m.NewView(view(1, (0, 1), ranks=2)))
+    made.from_coordinator(m.Prepare(P, 1, 3, loop=1))
+    for rank in range(2):
+        made.from_rank(rank, m.Promise(P, True, 2))
+    made.from_rank(1, m.AtBoundary(P, later=True))
+    made.from_coordinator(m.NewView(view(2, (0, 1, 2), step=3, proposal=P, ranks=2)))
+    assert made.from_rank(0, m.AtBoundary(P, later=True)) == [ToPeerLeader(1, m.Boundary(0, 1, P, None))]
+
+
 def test_a_commit_that_another_one_has_let_in_is_not_withdrawn() -> None:
     """Its script is in another loop at that boundary, which is an error of its own."""
     made = leader(0)
     commit = view(2, (0, 1, 2), step=3, proposal=P)
-    made.from_coordinator(m.Prepare(P, 1, 3, loop=1))
+    made.from_coordinator(m.Prepare(P, 1, 3, loop=1, joins=(commit.members[2],)))
     made.from_rank(0, m.Promise(P, True, 2))
     made.from_rank(0, m.AtBoundary(P, later=True))
-    assert ToRank(0, m.Decision(P, commit)) in made.from_leader(m.Boundary(1, 1, P, commit))
+    assert ToRank(0, m.Decision(P, commit)) in made.from_leader(m.Boundary(1, 1, P, commit.bare()))
+
+
+def test_a_commit_with_a_member_that_the_coordinator_has_not_proposed_is_not_taken() -> None:
+    """Nobody could reach it."""
+    made = leader(0)
+    promise(made)
+    made.from_rank(0, m.AtBoundary(P))
+    assert made.from_leader(m.Boundary(1, 1, P, view(2, (0, 1, 2), step=3, proposal=P))) == []
+    assert made.waiting() == (1,)
+
+
+def test_who_stays_waits_at_the_boundary_for_those_who_leave() -> None:
+    """Replica 1 may still be in the op before the boundary. In the new view nobody would tell it how that ends."""
+    commit = view(2, (0,), step=3, proposal=P)
+    made, other = leader(0), leader(1)
+    for each in (made, other):
+        promise(each)
+        each.from_coordinator(m.NewView(commit))
+    assert made.from_rank(0, m.AtBoundary(P)) == [ToPeerLeader(1, m.Boundary(0, 1, P, commit.bare()))]
+    assert made.waiting() == (1,)
+    assert made.again(1) == [ToPeerLeader(1, m.Boundary(0, 1, P, commit.bare()))]
+    assert other.from_leader(m.Boundary(0, 1, P, commit.bare())) == [], "its rank is still under way"
+    left = other.from_rank(0, m.AtBoundary(P))
+    assert ToRank(0, m.Decision(P, commit)) in left, "who leaves waits for nobody"
+    assert ToPeerLeader(0, m.Boundary(1, 1, P, commit.bare())) in left
+    assert made.from_leader(m.Boundary(1, 1, P, commit.bare())) == [ToRank(0, m.Decision(P, commit))]
+
+
+def test_a_leader_speaks_when_all_its_ranks_stand_at_the_boundary() -> None:
+    made = of_two()
+    made.from_coordinator(m.NewView(view(1, (0, 1), ranks=2)))
+    made.from_coordinator(m.Prepare(P, 1, 3))
+    for rank in range(2):
+        made.from_rank(rank, m.Promise(P, True, 2))
+    assert made.from_rank(0, m.AtBoundary(P)) == []
+    assert made.from_rank(1, m.AtBoundary(P)) == [ToPeerLeader(1, m.Boundary(0, 1, P, None))]
 
 
 def of_two() -> Leader:
-    made = Leader(0, "life", 2, Timeouts.derive(120.0, 10.0))
+    made = Leader(0, "life-0", 2, Timeouts.derive(120.0, 10.0))
     for rank in range(2):
         made.from_rank(rank, m.Hello(rank, address(0, rank)))
     return made
+
+
+def test_a_complaint_of_one_rank_does_not_come_after_its_end() -> None:
+    """The complaint of another rank has gone on before, so this one waits for the next beat."""
+    made = of_two()
+    made.from_coordinator(m.NewView(view(1, (0, 1), ranks=2)))
+    for rank in range(2):
+        made.from_rank(rank, m.Suspect(1, "life-1", "silent for 5.0 s", False, rank))
+    for rank in range(2):
+        assert made.from_rank(rank, m.Reachable(1)) == [ToCoordinator(m.Reachable(1))]
+    said = [x.message for x in made.tick(1.0) if isinstance(x, ToCoordinator)]
+    assert not any(isinstance(message, m.Suspect) for message in said)
+
+
+def test_that_a_replica_leaves_is_heard_once_and_again_by_the_next_coordinator() -> None:
+    made = of_two()
+    assert made.from_rank(1, m.Leave()) == [ToCoordinator(m.Leave())]
+    assert made.from_rank(0, m.Leave()) == []
+    join = made.join()
+    assert join is not None
+    assert join.leaving
 
 
 def test_a_rank_that_is_started_again_alone_ends_its_replica() -> None:
     made = of_two()
     assert made.join() is not None
     lost = [x.message for x in made.from_rank(1, m.Hello(1, address(5, 1))) if isinstance(x, ToCoordinator)]
-    assert lost == [m.Suspect(0, "life", "its rank 1 is lost: it was started again, and its replica was not", True)]
+    assert lost == [m.Suspect(0, "life-0", "its rank 1 is lost: it was started again, and its replica was not", True)]
 
 
 def test_a_rank_of_an_earlier_life_counts_for_nothing_in_the_next() -> None:

@@ -18,10 +18,11 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.control import messages as m
 from ftcomm.control import wire
 from ftcomm.control.admission import too_large
-from ftcomm.control.coordinator import Coordinator, Log, Persist, Send
+from ftcomm.control.coordinator import Coordinator
+from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import IN_FLIGHT, MEMBERS, RANKS
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 from ftcomm.errors import ArgumentError, SettingsError, TransportError
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
@@ -60,7 +61,7 @@ def test_ops_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "said"), [(MEMBERS + 1, 1, "at most 16"), (1, RANKS + 1, "at most 4096")]
+    ("replicas", "ranks", "said"), [(MEMBERS + 1, 1, "at most 16"), (1, RANKS + 1, "at most 65536")]
 )
 def test_replicas_and_ranks(replicas: int, ranks: int, said: str) -> None:
     made: list[Any] = [
@@ -88,12 +89,14 @@ def test_a_ring() -> None:
 
 def _join(replica: int, ranks: int) -> m.Join:
     address = Address("h" * 200, 1, "b" * 36, 1, 3, "0" * 32, "l" * 60, "", "t" * 60, "a" * 60)
-    return m.Join(replica, "life", (address,) * ranks, epoch=0, step=-1, timeouts=dataclasses.astuple(TIMEOUTS))
+    return m.Join(
+        replica, "life", Addresses.of((address,) * ranks), epoch=0, step=-1, timeouts=dataclasses.astuple(TIMEOUTS)
+    )
 
 
 def test_a_view_that_no_message_can_carry() -> None:
     """Who comes to such a job is told so; before, the view was not sent, and all waited."""
-    replicas, ranks = 16, 3000
+    replicas, ranks = 16, 60_000
     coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)
     actions = coordinator.receive(0, _join(0, ranks), now=1.0)
     told = [action.message for action in actions if isinstance(action, Send)]
@@ -104,14 +107,17 @@ def test_a_view_that_no_message_can_carry() -> None:
 
 def test_what_is_admitted_can_be_sent() -> None:
     replicas = 16
-    ranks = next(n for n in range(2500, 100, -50) if not too_large(_join(0, n), replicas))
+    ranks = next(n for n in range(31_000, 1000, -1000) if not too_large(_join(0, n), replicas))
     coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)
     actions: list[Any] = []
     for replica in range(replicas):
         actions += coordinator.receive(replica, _join(replica, ranks), now=1.0)
     (view,) = [action.view for action in actions if isinstance(action, Persist)]
     assert len(m.encode(m.NewView(view))) <= wire.MAX_MESSAGE
-    assert len(m.encode(m.NewView(View(1, 0, (*view.members, Member(99, "x", (), True)))))) > wire.MAX_MESSAGE // 2
+    assert (
+        len(m.encode(m.NewView(View(1, 0, (*view.members, Member(99, "x", NO_ADDRESSES, True))))))
+        > wire.MAX_MESSAGE // 2
+    )
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +171,7 @@ def test_a_control_thread_that_lacks_threads_or_memory_says_which_limits_to_rais
     """With the errors that Python raises for it, in a process that may have no more memory."""
     script = f"""
 import resource, threading
-from ftcomm.control.agent import why_broken
+from ftcomm.control.rank_errors import why_broken
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20),) * 2)
 def defect(): raise KeyError("a")

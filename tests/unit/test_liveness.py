@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import logging
 import os
 import select
 import signal
@@ -30,15 +31,16 @@ from ftcomm.control import handshake, knock, links, liveness, server, wire
 from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.dropped import counts
-from ftcomm.control.handshake import Credentials
+from ftcomm.control.handshake import Credentials, HandshakeError
 from ftcomm.control.links import Link, listen
 from ftcomm.control.liveness import unanswered
 from ftcomm.control.peers import Peers
+from ftcomm.control.rank_errors import Gone
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.suspicion import Probe, Why
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from tests.idle_engine import IdleEngine
 
 DEADLINE = 60.0
@@ -59,7 +61,7 @@ while taken.recv(4096):
 MEMBER = """
 import asyncio
 from ftcomm.control.links import Listener, listen, serve_messages
-from ftcomm.control.handshake import Credentials
+from ftcomm.control.handshake import Credentials, HandshakeError
 
 async def main():
     async def come(conn, opening):
@@ -383,7 +385,9 @@ def test_members_complain_of_who_cannot_be_reached_and_not_of_who_is_stopped(mem
             on_back=lambda replica: back.set(),
         )
         there = Address(*member.address, "b", 1, 3, "0" * 32)
-        peers.connect(View(1, None, (Member(0, "a", (there,), True), Member(1, "b", (there,), True))))
+        peers.connect(
+            View(1, None, (Member(0, "a", Addresses.of((there,)), True), Member(1, "b", Addresses.of((there,)), True)))
+        )
         await opened.wait()
         member.stop()
         for _ in range(20):
@@ -424,14 +428,18 @@ def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member
         hears = dict(on_open=ignore, on_message=ignore, on_lost=on_lost, on_failed=ignore, on_back=ignore)
         peers = Peers(0, 0, CREDENTIALS, **hears)
         before = one_of_this_host(member.address)
-        peers.connect(View(1, None, (Member(0, "a", (before,), True), Member(1, "b", (before,), True))))
+        peers.connect(
+            View(
+                1, None, (Member(0, "a", Addresses.of((before,)), True), Member(1, "b", Addresses.of((before,)), True))
+            )
+        )
         await told.wait()
         assert lost == [1]
         peers.close()
 
     async def coordinator() -> None:
         store = ViewStore(None)
-        store.views = [View(1, None, (Member(0, "life", (one_of_this_host(member.address),), True),))]
+        store.views = [View(1, None, (Member(0, "life", Addresses.of((one_of_this_host(member.address),)), True),))]
         events: list[dict[str, object]] = []
         timeouts = Timeouts.derive(10.0)
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=timeouts, on_event=events.append)
@@ -477,10 +485,12 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
             on_failed=lambda view, replica, reason, error: lost.append(reason),
             on_back=lambda replica: None,
         )
-        view = View(1, None, (Member(0, "a", (there,), True), Member(1, "b", (there,), True)))
+        view = View(
+            1, None, (Member(0, "a", Addresses.of((there,)), True), Member(1, "b", Addresses.of((there,)), True))
+        )
         peers.connect(view)
         store = ViewStore(None)
-        store.views = [View(1, None, (Member(0, "life", (there,), True),))]
+        store.views = [View(1, None, (Member(0, "life", Addresses.of((there,)), True),))]
         server = CoordinatorServer(1, 1, CREDENTIALS, store=store, timeouts=Timeouts.derive(10.0))
         await server.start()
         while not (lost and "unreachable" in outcomes):
@@ -618,6 +628,33 @@ def test_a_member_that_answers_the_coordinator_is_removed_by_no_proof_of_another
         job.close()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_error_in_the_control_thread_fails_what_waits_for_it(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in its event loop may fail, and so may the loop itself."""
+
+    def fails(*args: object) -> None:
+        raise SystemExit("no more") if ends else ValueError("no more")
+
+    job, failed, told = Job(2, 1), list[str](), threading.Event()
+    try:
+        agents = [job.agent(replica, 0) for replica in range(2)]
+        for one in agents:
+            assert one.register(DEADLINE)
+        monkeypatch.setattr(agents[0].engine, "fail", lambda reason, ending: (failed.append(reason), told.set()))
+        monkeypatch.setattr(agents[0]._node, "severed", fails)
+        agents[0].severed(1, 1, "its connection was closed")
+        assert told.wait(DEADLINE)
+        assert "internal error in the control thread: " in failed[0]
+        assert "no more" in failed[0]
+        assert failed[0].startswith("replica 0 rank 0: ") is ends
+        with pytest.raises(Gone, match="no more"):
+            agents[0].boundary(1, DEADLINE)
+        until(lambda: len(job.events_of("view")) == 2)
+        assert "no more" in str(job.events_of("view")[1]["why"])
+    finally:
+        job.close()
+
+
 def test_who_can_start_no_thread_waits_for_one_on_its_way_to_a_view_and_for_data(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -674,6 +711,35 @@ def test_who_can_serve_no_joiner_goes_on_itself(hangs_up: bool, monkeypatch: pyt
         job.close()
 
 
+def test_who_waits_on_without_a_coordinator_says_once_in_the_time_of_an_op_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, told = Job(1, 1), list[float]()
+    try:
+        agent = job.agent(0, 0)
+        agent.register(DEADLINE)
+        monkeypatch.setattr(agent.engine, "wait_on", told.append)
+        with caplog.at_level(logging.WARNING, "ftcomm.control"):
+            agent._wait_on(19.0, 1.0)  # nothing waits
+            monkeypatch.setattr(agent.engine, "stalls", lambda seconds: (7, (1, 3)))
+            monkeypatch.setattr(agent._up, "refused", HandshakeError("it is of another job"))
+            agent._wait_on(20.0, 1.0)
+            agent._wait_on(21.0, 1.0)
+        said = [text for text in (record.getMessage() for record in caplog.records) if "has not been heard" in text]
+        assert len(said) == 1
+        words = (
+            "waits for replicas 1, 3,",
+            job.server.endpoint,
+            "for 20 s",
+            "kill -CONT PID",
+            "waits for 1900 s more. Who is there refuses it: it is",
+        )
+        assert all(word in said[0] for word in words)
+        assert told == [1.0, 1.0, 1.0]
+    finally:
+        job.close()
+
+
 def test_who_has_finished_waits_for_no_view_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with the store: it is tried again until it is mended, and what it is follows then."""
     append, broken = ViewStore.append, threading.Event()
@@ -714,7 +780,7 @@ def test_a_rank_that_has_come_to_the_leader_of_another_replica_takes_the_place_o
         before = counts().get("fields", 0)
         job.agent(1, 1, leader_socket.getsockname())
         until(lambda: counts().get("fields", 0) > before)
-        assert not leader._ranks
+        assert not leader._incoming.ranks
         assert 1 not in leader._node.leader.addresses
     finally:
         job.close()
@@ -730,7 +796,7 @@ def test_a_reset_between_a_rank_and_its_leader_costs_nothing() -> None:
             one.register(DEADLINE)
         for times in range(1, 4):
             relay.cut()
-            until(lambda times=times: relay.count > times and 1 in agents[0]._ranks)  # type: ignore[misc]
+            until(lambda times=times: relay.count > times and 1 in agents[0]._incoming.ranks)  # type: ignore[misc]
         job.do(_drained(job.server))
         training = [threading.Thread(target=_train, args=(one,), daemon=True) for one in agents]
         for thread in training:

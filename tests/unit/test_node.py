@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
+from ftcomm.collective.operation import Operation
+from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control import actions as act
 from ftcomm.control import messages as m
 from ftcomm.control import node as n
 from ftcomm.control.blame import BOUNDARY, CHANGE
 from ftcomm.control.failed_dials import Cause
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
+from ftcomm.errors import CollectiveTimeout
 
 TIMEOUTS = Timeouts.derive(120.0, 10.0)
 NONCE = "0" * 32
@@ -22,7 +26,7 @@ def address(replica: int, rank: int) -> Address:
 
 
 def view(epoch: int, replicas: tuple[int, ...], ranks: int = 1, step: int | None = 0, proposal: int = 0) -> View:
-    members = tuple(Member(r, f"life-{r}", tuple(address(r, k) for k in range(ranks)), True) for r in replicas)
+    members = tuple(Member(r, f"life-{r}", Addresses.of(address(r, k) for k in range(ranks)), True) for r in replicas)
     return View(epoch, step, members, "", proposal)
 
 
@@ -285,6 +289,23 @@ def test_a_connection_to_the_leader_that_ends_is_made_again_and_all_is_said_agai
     assert given_up == [n.Down(1, m.Decision(7, None))]
 
 
+def test_who_promises_another_change_at_a_boundary_does_not_pass_it_when_the_first_is_given_up() -> None:
+    """It would else pass the boundary alone, and wait in its next op for members that stand there."""
+    node, leader = running(ranks=2, rank=1), running(ranks=2)
+    leader.from_up(m.Prepare(7, 1, 5))
+    node.from_up(m.Prepare(7, 1, 5))
+    node.boundary(5)
+    node.up_lost("the leader of the replica is lost: reset by peer")
+    leader.from_up(m.Cancel(7))
+    leader.from_up(m.Prepare(8, 1, 5))
+    again = [action.message for action in node.up_opened() if isinstance(action, n.Up)]
+    told = [a.message for said in again for a in leader.from_rank(1, said, 0.0) if isinstance(a, n.Down)]
+    assert told[-2:] == [m.Prepare(8, 1, 5), m.Decision(7, None)]
+    actions = [action for message in told for action in node.from_up(message)]
+    assert actions == [n.Up(m.Promise(8, True, -1)), n.Up(m.AtBoundary(8))]
+    assert act.Passed(view(1, (0, 1, 2), 2), left=False) in node.from_up(m.Decision(8, None))
+
+
 def test_a_rank_whose_leader_is_silent_waits_for_it_as_long_as_an_op_and_says_so() -> None:
     for answers in (True, False):
         node = running(ranks=2, rank=1)
@@ -303,6 +324,17 @@ def test_a_rank_whose_leader_is_silent_waits_for_it_as_long_as_an_op_and_says_so
         assert gone == (None if answers else 20 + TIMEOUTS.give_up)
 
 
+def test_a_rank_whose_leader_has_never_said_a_word_says_so() -> None:
+    """Else only those of other replicas do that are cut off from their leaders as well, and they alone are removed."""
+    node = n.Node(0, 1, 2, "life-0", address(0, 1), TIMEOUTS)
+    node.start()
+    node.up_opened()
+    for beat in range(30):
+        now = beat * TIMEOUTS.beat
+        divided = said(node.tick(now), m.Heartbeat)[0].divided  # type: ignore[attr-defined]
+        assert bool(divided) == (now > TIMEOUTS.unheard)
+
+
 def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_without_it() -> None:
     for silent in (True, False):
         member = running((0, 1), ranks=2, rank=1)
@@ -312,12 +344,85 @@ def test_a_rank_without_a_leader_ends_when_a_member_says_that_the_job_goes_on_wi
                 node.from_up(m.Ping())
             node.tick(float(now))
         assert member.passed_by(m.Alive(0, "life-0")) is None  # it is in the view in which this one runs
-        assert member.passed_by(m.Alive(1, "life-9")) == m.NewView(view(1, (0, 1), 2))
+        assert member.passed_by(m.Alive(1, "life-9")) == m.LeftOut(view(1, (0, 1), 2).bare())
         for same in (view(1, (1,), 2), view(2, (0, 1), 2)):
-            assert node.peer_answered(m.NewView(same)) == []
-        told = node.peer_answered(m.NewView(view(2, (1,), 2)))
+            assert node.peer_answered(m.LeftOut(same)) == []
+        told = node.peer_answered(m.LeftOut(view(2, (1,), 2)))
         assert bool(told) == silent  # else its leader tells it what there is to be told
         assert all(isinstance(action, act.Failed) for action in told)
+
+
+def test_waits_go_on_while_the_coordinator_is_not_heard_but_not_for_ever() -> None:
+    """In rank 0, which is told nothing, and in another rank, which its leader tells of it."""
+    leader, other = running(ranks=2), running(ranks=2, rank=1)
+    went_on: list[float] = []
+    other_went_on: list[float] = []
+    heard = 20
+    for second in range(heard + int(TIMEOUTS.absence) + 20):
+        now = float(second)
+        if second <= heard:
+            leader.from_up(m.Ping())
+        other.up_acknowledged(now)
+        actions = leader.tick(now)
+        for action in actions:
+            if isinstance(action, n.Down) and isinstance(action.message, m.Ping):
+                other.from_up(action.message)
+        went_on += [action.seconds for action in actions if isinstance(action, n.WaitOn)]
+        other_went_on += [action.seconds for action in other.tick(now) if isinstance(action, n.WaitOn)]
+    assert went_on == [float(x) for x in range(int(TIMEOUTS.heartbeat) + 1, int(TIMEOUTS.absence) + 1)]
+    assert all(action.excused == 1.0 for action in actions if isinstance(action, n.WaitOn))
+    assert other_went_on == went_on[1:], "it counts the second since the leader told it"
+    leader.from_up(m.Ping())
+    assert not [action for action in leader.tick(now + 1) if isinstance(action, n.WaitOn)]
+
+
+def test_a_coordinator_that_takes_connections_and_says_nothing_is_not_heard() -> None:
+    """Its views are older than the job. It decides nothing, so the ranks wait for one that does."""
+    leader = running(ranks=2)
+    seconds = range(int(TIMEOUTS.absence))
+    waits = []
+    for second in seconds:
+        leader.up_opened()
+        waits += [second] * any(isinstance(action, n.WaitOn) for action in leader.tick(float(second)))
+        leader.up_lost("its connection closed")
+    assert waits == [*seconds[int(TIMEOUTS.heartbeat) + 1 :]]
+
+
+def test_a_coordinator_that_is_heard_now_and_then_does_not_let_waits_go_on_for_ever() -> None:
+    leader, half = running(), 0
+    watch = Watchdog(TIMEOUTS.op_floor, TIMEOUTS.op, TIMEOUTS.give_up, lambda: half / 2)
+    op = Operation(np.zeros(8, np.float32), "float32", "sum")
+    every = int(TIMEOUTS.heartbeat) + 4  # of which it is not known to be silent for 4 s
+    for half in range(int(4 * TIMEOUTS.give_up)):
+        if half % (2 * every) == 0:
+            leader.from_up(m.Ping())
+        for action in leader.tick(half / 2) if half % 2 == 0 else ():
+            if isinstance(action, n.WaitOn):
+                watch.excuse(action.excused)
+        try:
+            watch.waits(1, op, (1,))
+        except CollectiveTimeout:
+            assert half / 2 > TIMEOUTS.give_up + every
+            return
+    pytest.fail("it waits on")
+
+
+def test_a_rank_whose_leader_says_nothing_more_does_not_wait_on_for_ever() -> None:
+    other = running(ranks=2, rank=1)
+    other.tick(0.0)
+    other.from_up(m.Ping(TIMEOUTS.heartbeat + 1))
+    ticks = range(1, int(TIMEOUTS.absence) + 100)
+    waits = [second for second in ticks if any(isinstance(action, n.WaitOn) for action in other.tick(float(second)))]
+    assert waits == list(range(1, int(TIMEOUTS.absence - TIMEOUTS.heartbeat)))
+
+
+def test_a_leader_that_does_not_hear_the_coordinator_is_told_by_a_member_that_the_job_goes_on_without_it() -> None:
+    node = running((0, 1))
+    later = m.LeftOut(view(2, (1,)).bare())
+    for second in range(int(TIMEOUTS.heartbeat) + 2):
+        assert node.peer_answered(later) == []
+        node.tick(float(second))
+    assert any(isinstance(action, act.Failed) for action in node.peer_answered(later))
 
 
 def test_a_leader_says_whom_of_its_ranks_it_does_not_hear_and_who_does_not_hear_it() -> None:
@@ -380,6 +485,14 @@ def test_reports_while_the_coordinator_is_away_are_said_when_it_is_back() -> Non
     assert isinstance(said(actions, m.Join)[0], m.Join)
     assert actions[-1] == n.Up(m.Report("divergence", {"op": 3}))
     assert node.tell(m.Report("divergence", {"op": 4})) == [n.Up(m.Report("divergence", {"op": 4}))]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_reaches_a_member_again_while_nobody_hears_that_says_so_later(rank: int) -> None:
+    """The complaint was heard, and would cost one of the two its place."""
+    node = running(ranks=2, rank=rank)
+    assert node.up_lost("reset") == node.peer_back(1) == []
+    assert n.Up(m.Reachable(1)) in node.up_opened()
 
 
 def registered(ranks: int, rank: int = 0) -> n.Node:
@@ -492,7 +605,7 @@ def test_a_leader_that_another_host_refuses_may_live() -> None:
     node = running((0, 1), ranks=2, rank=1)
     assert node.up_lost("refused", refused=True) == []
     assert node.leader_ended  # for one that has nothing more to do
-    assert node.peer_answered(m.NewView(view(2, (1,), 2)))  # until a member says that the job goes on without it
+    assert node.peer_answered(m.LeftOut(view(2, (1,), 2)))  # until a member says that the job goes on without it
     leader = running((0, 1), ranks=2)
     assert [x.proof for x in said(leader.rank_refused(1, "refused"), m.Suspect)] == [False]  # type: ignore[attr-defined]
 

@@ -108,6 +108,9 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "chaos",
         "jax",
         "lightning",
+        "metrics",
+        "otel",
+        "stacks",
         "torchft",
         "dev",
     }

@@ -143,3 +143,20 @@ def test_no_boundary_is_passed_between_telling_and_entering() -> None:
         changed.notify_all()
     thread.join(60)
     assert passed == [Roster(1, (0,), (0,))]
+
+
+def test_a_boundary_waits_anew_for_each_change_of_view() -> None:
+    """A member waits for a view, and those that hold it up are removed one after the other: it gives up when no view
+    has come for so long."""
+    rosters, changed, asked = RosterTracker(), threading.Condition(), []
+
+    def changes() -> int:
+        asked.append(0)
+        return min(len(asked), 30)
+
+    def moves() -> bool:
+        return False
+
+    with pytest.raises(CollectiveTimeout, match="boundary 1: no view"):
+        pass_boundary(rosters, changed, moves, 1, 0.001, changes)
+    assert len(asked) > 30

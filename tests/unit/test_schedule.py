@@ -13,10 +13,11 @@ from ftcomm.collective import schedule
 from ftcomm.collective.resume import REDUCE, ProtocolError, holdings
 from ftcomm.collective.schedule import Batch, Lost, Schedule, batches, explained, fresh, left
 from ftcomm.control.messages import Final, OpProgress, Progress
+from ftcomm.kernels import call_codes
 
 CHUNK = 1024  # bytes; elements are bytes, too
 
-KINDS = [kind for kind in schedule.KINDS if kind != "allreduce"]
+KINDS = [kind for kind in call_codes.KINDS if kind != "allreduce"]
 
 
 def make(kind: str, count: int, roster: tuple[int, ...], me: int, root: int, in_place: bool = False) -> Schedule:

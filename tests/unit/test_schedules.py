@@ -27,6 +27,7 @@ from ftcomm.collective.scheduled import ScheduledOperation
 from ftcomm.collective.watchdog import Watchdog
 from ftcomm.control.messages import Progress
 from ftcomm.errors import LostError, MismatchError
+from ftcomm.kernels import call_codes
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.settings.tuning import BUILT_IN, MEMBERS
 from ftcomm.sync.futex import Waiter
@@ -86,7 +87,7 @@ class World:
             (self.random.randrange(self.count), self.random.randrange(self.total))
             for _ in range(self.random.choice((0, 0, 1)))
         }
-        self.kinds = [self.random.choice(("allreduce", *schedule.KINDS)) for _ in self.sizes]
+        self.kinds = [self.random.choice(("allreduce", *call_codes.KINDS)) for _ in self.sizes]
         self.roots = [self.random.randrange(5) for _ in self.sizes]
         self.inputs: dict[tuple[int, int], np.ndarray] = {}
         self.atomic = [self.random.random() < 0.5 for _ in self.sizes]
@@ -387,9 +388,9 @@ def test_the_schedules_have_shown_every_collective(segments: dict[int, Segment])
     one chunk and of several. Of the schedules above this process may have played few, where several share them out."""
     can_fail = {"broadcast", "allgather", "gather", "scatter", "alltoall"}
     for seed in range(600):
-        if set(schedule.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
+        if set(call_codes.KINDS) <= DONE and can_fail <= LOST and SPAN in SPANS:
             break
         World(seed, segments).run()
-    assert set(schedule.KINDS) == DONE
+    assert set(call_codes.KINDS) == DONE
     assert can_fail == LOST - {False}
     assert set(range(1, SPAN + 1)) == SPANS

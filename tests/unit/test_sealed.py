@@ -311,12 +311,12 @@ def test_what_a_member_of_a_group_says_last_cannot_be_changed(attack: Attack, co
     way = Between(attack)
     pairs.add({1: way.far})
     for ops in (5, 6, 7):
-        way.near.sendall(FRAMES.frame(Left(ops)))
+        way.near.sendall(FRAMES.frame(Left(ops, ops)))
     rank, what = heard.get(timeout=DEADLINE)
     assert rank == 1
     assert "something on the way" in str(what)
     assert count("mac") == 1
-    pairs.end(Left(0))
+    pairs.end(Left(0, 0))
     pairs.join()
 
 
@@ -330,6 +330,9 @@ def test_seals_of_data_open_what_they_have_sealed(mode: str, monkeypatch: pytest
     monkeypatch.setattr(secure, "REKEY", 3)
     mine, theirs = Keys(SECRET, client=True), Keys(SECRET, client=False)
     seal, opens = secure.seals(mine, mode)[0], secure.seals(theirs, mode)[1]
+    back = secure.seals(theirs, mode)[0]
+    first = bytes(secure.seals(mine, mode)[0].seal([b"one"], 3))
+    assert bytes(back.seal([b"one"], 3)) != first, "the same key and nonce in both directions give both away"
     seen = set()
     for _ in range(8):
         for payload in ([b"one"], [b"o", b"ne"], [bytes(RECORD)]):

@@ -86,6 +86,12 @@ def test_nothing_is_left_of_a_segment() -> None:
     assert segment.fd == -1
 
 
+def test_a_descriptor_that_the_script_has_closed_is_no_error_at_the_end() -> None:
+    segment = Segment()
+    os.close(segment.fd)
+    segment.close()
+
+
 def test_too_little_memory_is_an_error_with_the_mend() -> None:
     code = """
         import resource

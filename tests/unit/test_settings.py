@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+
 import pytest
 
 from ftcomm.control.timeouts import Timeouts
@@ -141,6 +144,14 @@ def test_data_without_what_it_needs_are_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"pip install 'ftcomm\[secure\]'"):
         Settings.from_env({**GOOD, "FTCOMM_DATA": "mac"})
+
+
+def test_a_token_of_bytes_is_refused_and_never_shown() -> None:
+    token = os.fsdecode(b"a secret that is long enough\xff\xfe")  # as Python gives an environment that is no UTF-8
+    with pytest.raises(SettingsError, match="openssl rand -hex 16") as refused:
+        credentials.from_env(token, {})
+    shown = "".join(traceback.format_exception(refused.value))
+    assert "a secret" not in shown + repr(refused.value.__context__)
 
 
 @pytest.mark.parametrize(("token", "warns"), [("x" * 15, True), ("x" * 16, False)])

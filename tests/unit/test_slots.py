@@ -122,7 +122,7 @@ def passes(members: list[Rank], target: int, tag: int = 0, nbytes: int = SIZE) -
     x, out = noise(nbytes), np.zeros(nbytes, np.uint8)
     sent = members[0].send(x, target, tag, copy_engine=True, async_op=True)
     end = time.monotonic() + DEADLINE
-    while not any(arrival.tag == tag for arrival in members[target]._p2p._matching.arrivals(0)):
+    while not any(arrival.tag == tag for arrival in members[target]._p2p._core.matching.arrivals(0)):
         assert time.monotonic() < end
         time.sleep(0.001)
     members[target].recv(out, 0, tag, copy_engine=True)
@@ -151,7 +151,7 @@ def test_what_slots_cannot_do_goes_as_ever(members: list[Rank]) -> None:
             members[1].device.leave(members[1].peer(members[0]))
         elif case == "no slots":
             members[1].device.reach(members[1].peer(members[0]))
-            members[0]._p2p._pairs.clear()
+            members[0]._p2p._core.pairs.clear()
         out = torch.zeros(SIZE, dtype=torch.uint8)
         receiving = members[1].recv(out, 0, 5, async_op=True, copy_engine=True)
         members[0].send(x, 1, 5, copy_engine=case != "plain sender")
@@ -276,16 +276,16 @@ def test_a_copy_that_fails_is_the_loss_of_the_connection(members: list[Rank]) ->
 
 def test_slots_come_back_from_who_is_lost(members: list[Rank]) -> None:
     sender = members[0]
-    sender._p2p._pairs[:] = [4]  # for one receiver at a time
+    sender._p2p._core.pairs[:] = [4]  # for one receiver at a time
     for receiver in (1, 2, 1, 2):
         before = sender.slots.puts
         assert passes(members, receiver)
         assert sender.slots.puts == before + 6
-        assert sender._p2p._pairs == []
+        assert sender._p2p._core.pairs == []
         sender._p2p.lose(receiver, "it was unplugged")
         sender._p2p.found(receiver)
         end = time.monotonic() + DEADLINE
-        while sender._p2p._pairs != [4]:
+        while sender._p2p._core.pairs != [4]:
             assert time.monotonic() < end
             time.sleep(0.001)
 

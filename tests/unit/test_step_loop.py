@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, SettingsError, StateError
+from ftcomm.process import pending
 from ftcomm.training.data import Batches
 from ftcomm.training.lr_scaling import lr_multiplier, scaled
 from ftcomm.training.metrics import Metrics, Stopwatch
@@ -24,7 +25,7 @@ from ftcomm.training.rng import Rng
 from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.step_loop import StepLoop
 from ftcomm.training.throttle import Throttle
-from ftcomm.training.vote import Poll, Verdict, decide
+from ftcomm.training.vote import Poll, Verdict, decide, fold, row_of
 
 votes = st.sampled_from([0, *Verdict])
 tables = st.integers(1, 3).flatmap(
@@ -38,17 +39,19 @@ tables = st.integers(1, 3).flatmap(
 
 @given(tables)
 def test_one_bad_vote_of_any_rank_decides_and_all_ranks_must_count(table):
-    rows = [(bytes(said), bytes(marks)) for said, marks in table]
-    verdict, present, counted = decide(rows)
+    rows = [row_of(np.array(said, np.uint8), np.flatnonzero(marks)) for said, marks in table]
+    verdict, present, counted = decide(fold(rows))
     assert verdict == max([Verdict.COMMIT, *itertools.chain(*(said for said, _ in table))])
     assert present == {r for r in range(4) if all(said[r] for said, _ in table)}
     assert counted == {r for r in range(4) if all(marks[r] for _, marks in table)}
-    assert decide(rows[::-1]) == (verdict, present, counted), "the ranks have an order"
+    assert decide(fold(rows[::-1])) == (verdict, present, counted), "the ranks have an order"
+    assert decide(fold([fold(rows[:1]), *rows[1:]])) == (verdict, present, counted), "it matters who folds what"
+    assert len(fold(rows)) == len(rows[0]), "it grows with the ranks"
 
 
 def test_a_rank_that_failed_has_not_done_all_of_the_step_so_nobody_may_pass_over_it():
-    said = bytes([Verdict.SKIP, Verdict.REPEAT, Verdict.COMMIT])
-    assert decide([(said, said)])[0] is Verdict.REPEAT
+    said = np.array([Verdict.SKIP, Verdict.REPEAT, Verdict.COMMIT], np.uint8)
+    assert decide(row_of(said, None))[0] is Verdict.REPEAT
     assert max(Verdict) is Verdict.RAISE
 
 
@@ -158,10 +161,31 @@ def test_a_rank_that_reduced_nothing_meets_the_others_of_its_replica_all_the_sam
     loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group, vote=False)
     loop._poll = Poll(group)
     rows = []
-    loop._poll._intra = type("IntraReplicaExchange", (), {"exchange": lambda self, row: rows.append(row) or [row]})()
+    loop._poll._intra = type(
+        "IntraReplicaExchange", (), {"exchange": lambda self, row, fold: rows.append(row) or row}
+    )()
     loop._in_step = True
     assert loop.verdict() is Verdict.COMMIT
     assert len(rows) == 1
+
+
+def test_a_step_is_settled_when_the_calls_of_other_libraries_are_made(monkeypatch):
+    group, order = Voters(), []
+    monkeypatch.setattr(pending, "waits", [lambda: order.append("made")])
+    monkeypatch.setattr(group, "contributed", lambda: order.append("asked") or {0, 1, 3}, raising=False)
+    assert outcome(group, 1.0, vote=False)[0] is Verdict.COMMIT
+    assert order == ["made", "asked"]
+
+
+def test_an_entry_that_the_script_has_replaced_is_an_error():
+    state = {"batches": Batches(1000, 10, group=Voters()), "params": {"w": 1}}
+    loop = StepLoop(state, Voters())
+    loop._check_entries()
+    state["params"]["w"] = 2
+    loop._check_entries()
+    state["params"] = {"w": 2}
+    with pytest.raises(StateError, match="the entry 'params' of `state` is another object"):
+        loop._check_entries()
 
 
 def test_a_replica_without_a_slot_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ftcomm.control.store import StoreError, ViewStore
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 
 
 def view(epoch: int) -> View:
-    return View(epoch, None, (Member(0, "a", (Address("h", 1, "b", 2, 3, "0" * 32),), True),), "why")
+    return View(epoch, None, (Member(0, "a", Addresses.of((Address("h", 1, "b", 2, 3, "0" * 32),)), True),), "why")
 
 
 def reopened(path: Path) -> ViewStore:
@@ -89,6 +90,29 @@ def test_a_view_that_did_not_fit_leaves_nothing_and_may_be_written_again(
     assert reopened(tmp_path / "views").views == [view(2), view(3)]
 
 
+@pytest.mark.parametrize("left", [0, 10])
+def test_a_file_that_somebody_has_cut_is_written_anew(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As logrotate's copytruncate does. Its next reader finds the last two views."""
+    path = tmp_path / "views"
+    store = reopened(path)
+    store.append(view(1))
+    store.append(view(2))
+    os.truncate(path, left)
+
+    def fdatasync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fdatasync)
+        with pytest.raises(OSError, match="No space left"):
+            store.append(view(3))
+    store.append(view(3))
+    store.close()
+    assert reopened(path).views == [view(2), view(3)]
+
+
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
     first = reopened(tmp_path / "views")
     with pytest.raises(StoreError, match="another coordinator"):
@@ -141,3 +165,17 @@ def test_the_name_of_a_new_file_is_on_the_disk(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
     reopened(tmp_path / "views").close()
     assert synced == [tmp_path.stat().st_ino]
+
+
+def test_a_job_keeps_its_name_until_it_is_over(tmp_path: Path) -> None:
+    names = [ViewStore(tmp_path / "views").job() for _ in range(3)]
+    assert len(set(names)) == 1
+    assert ViewStore(tmp_path / "others").job() != names[0]
+    asyncio.run(ViewStore(tmp_path / "views").clear())
+    assert [path.name for path in tmp_path.iterdir()] == ["others.job"]
+    assert ViewStore(tmp_path / "views").job() != names[0]
+    (tmp_path / "views.job").write_text("")
+    with pytest.raises(StoreError, match=r"views\.job holds no name of a job; remove it"):
+        ViewStore(tmp_path / "views").job()
+    with pytest.raises(StoreError, match=r"cannot keep the name of the job in .*: No such file.*export FTCOMM_JOB="):
+        ViewStore(tmp_path / "none" / "views").job()

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm import subgroup
-from ftcomm.collective.operation import UNKNOWN
+from ftcomm import communicator, subgroup
 from ftcomm.control import handshake
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.framing import receive_while
 from ftcomm.control.sealed import Channel, Connection
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import Address, Member, View
+from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, FtcommError
+from ftcomm.kernels.call_codes import UNKNOWN
 from ftcomm.membership.derived import Left
 from ftcomm.settings.tuning import BUILT_IN
 from ftcomm.subgroup import FRAMES, Subgroup
@@ -145,7 +145,11 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
 
     def use() -> None:
         boards = [Board(), Board()]
-        first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+        first = View(
+            1,
+            0,
+            tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1)),
+        )
 
         def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
             return boards[there.port].ring(fields)
@@ -167,7 +171,9 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
 @pytest.mark.parametrize("data", ["none", "mac", "aes-gcm"])
 def test_no_op_waits_behind_the_next(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(monkeypatch)
-    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    first = View(
+        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> Channel:
@@ -191,7 +197,9 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
     """A member has its result, closes the group and makes the next one, before the other one has closed the first. If
     the view changes then, that one asks for accounts, too, must not be taken for the other's next group, and goes on
     without the one that has closed it."""
-    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    first = View(
+        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -242,7 +250,9 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
 def test_a_late_question_from_a_group_that_was_closed_is_not_taken_for_one_from_the_next() -> None:
     """A member was stopped while it asked, before it knew the segment that it asks. The other one has its answer, has
     gone on without hearing more of it, has closed the group, and makes the next one."""
-    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    first = View(
+        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -259,7 +269,7 @@ def test_a_late_question_from_a_group_that_was_closed_is_not_taken_for_one_from_
     try:
         with boards[0].ring(question) as late:
             end = time.monotonic() + DEADLINE
-            assert FRAMES.read(receive_while(late, lambda: time.monotonic() < end)) == Left(0)
+            assert FRAMES.read(receive_while(late, lambda: time.monotonic() < end)) == Left(0, 0)
         boards[0].forget("g", groups[0])
         slow.close()
         groups[1] = make(jobs[1], dial)
@@ -274,7 +284,9 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
 ) -> None:
     """The others still have the first group, and are about to ask the joiner; then all close it, and make the next."""
     monkeypatch.setattr(subgroup, "_PARTING", DEADLINE)
-    second = View(2, 1, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    second = View(
+        2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -315,7 +327,9 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
     """The others have been stopped for so long. They still have the first group, in which they have done an op, and ask
     the joiner, which knows none of their segments: that they made their group before it came tells it."""
     monkeypatch.setattr(subgroup, "_PARTING", 0.0)
-    second = View(2, 1, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    second = View(
+        2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -360,7 +374,9 @@ class Impatient(Job):
 def members(count: int) -> Iterator[tuple[list[Subgroup], list[Any], Callable[[View], None]]]:
     """All members of a group that have done one op, the stalls that they report, and a way to enter a view."""
     all_ = tuple(range(count))
-    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in all_))
+    first = View(
+        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in all_)
+    )
     boards, stalls = [Board() for _ in all_], list[Any]()
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -443,7 +459,9 @@ def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.Monke
 
 def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
     """It makes its groups as in its first life. The first call says what is the matter, if they never make it again."""
-    first = View(1, 0, tuple(Member(r, f"life-{r}", (Address("h", r, "b", 2, 3, "0" * 32),), True) for r in (0, 1)))
+    first = View(
+        1, 0, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
+    )
     boards = [Board(), Board()]
 
     def dial(there: Address, purpose: str, fields: handshake.Fields, timeout: float) -> socket.socket:
@@ -469,6 +487,33 @@ def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
     finally:
         for group in (*groups, back):
             group.close()
+
+
+def test_an_op_that_a_member_has_taken_that_leaves_returns_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has returned it; the one that leaves, and one that stays, do not know yet that all have taken it."""
+    monkeypatch.setattr(communicator, "_PARTING", 0.1)
+    with members(3) as (groups, _, _):
+        leaves, _, late = groups
+        knows = threading.Event()
+        for group in (leaves, late):
+            stream = group._exchange.core.stream
+            assert stream is not None
+            stable = stream.stable
+            stream.stable = lambda op, stable=stable: knows.is_set() and stable(op)  # type: ignore[method-assign]
+        works = [group.allreduce(np.ones(3), async_op=True) for group in groups]
+        assert float(works[1].wait()[0]) == 3.0
+        leaves.close()
+        assert leaves._exchange.returned < leaves._exchange.taken == 2
+        next_ones = [group.allreduce(np.ones(3), async_op=True) for group in groups[1:]]
+        until = time.monotonic() + DEADLINE
+        while late._last > 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        knows.set()
+        assert float(works[2].wait()[0]) == 3.0
+        for work in next_ones:
+            with pytest.raises(FtcommError, match="closed the group after 2 ops; close it here, too"):
+                work.wait()
 
 
 def test_an_op_that_a_member_had_returned_that_has_left_does_not_fail_with_the_next_one() -> None:

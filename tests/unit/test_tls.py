@@ -101,6 +101,18 @@ def dial(port: Port | tuple[str, int], tls: Tls | None, job: str = "", to: str =
     )
 
 
+def test_an_older_tls_is_refused(authority: Authority, once: Callable[[str], None]) -> None:
+    files = authority.files("a")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(files.cert, files.key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with Port(Tls(files)) as port, socket.create_connection(port.address) as sock:
+        with pytest.raises(ssl.SSLError, match=r"(?i)version"):
+            context.wrap_socket(sock)
+        once("tls")
+
+
 # -- who gets through ------------------------------------------------------------------------------------------------
 
 
@@ -352,10 +364,16 @@ def named() -> Iterator[Port]:
 
 
 def test_another_job_with_the_same_token_is_refused_by_name(named: Port, once) -> None:
-    with pytest.raises(handshake.Refused, match=r"of the job 'yours', expected 'mine'; set FTCOMM_JOB"):
+    with pytest.raises(handshake.Refused, match=r"of the job 'yours', expected 'mine'.*: export FTCOMM_JOB=mine"):
         dial(named, None, job="yours")
     once("job")
     dial(named, None, job="mine").close()
+
+
+def test_who_names_no_job_is_told_what_to_export(named: Port, once) -> None:
+    with pytest.raises(handshake.Refused, match=r"it names no job, expected 'mine'.*: export FTCOMM_JOB=mine\. "):
+        dial(named, None)
+    once("job")
 
 
 def test_an_address_that_is_out_of_date_reaches_nobody_else(named: Port, once) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import struct
 import tracemalloc
@@ -287,6 +288,51 @@ def test_a_query_has_to_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None
 
     (said,) = serve(client)
     assert "a query that has not come to its end in 0.01 s" in said
+
+
+def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_store, "SILENT", 0.01)
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, told: list[str]) -> None:
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read(1) == b""
+
+    (said,) = serve(client)
+    assert "nothing for 0.01 s" in said
+
+
+def test_connections_do_not_take_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks stays, and those go that ask nothing, or come last."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))  # room for three
+    told: list[str] = []
+
+    async def opened(store: TorchStore, sent: bytes) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(store.host, store.port)
+        writer.write(sent)
+        kept.append(writer)
+        return reader
+
+    async def client(store: TorchStore) -> None:
+        asks = await opened(store, GREETING + PING)
+        assert await asks.readexactly(4) == b"ping"
+        silent = [await opened(store, b"") for _ in range(2)]
+        second = await opened(store, GREETING + PING)
+        assert await second.readexactly(4) == b"ping", "there is room for it"
+        with contextlib.suppress(ConnectionError):
+            assert await silent[0].read(1) == b""
+        third = await opened(store, GREETING + PING)
+        assert await third.readexactly(4) == b"ping"
+        with contextlib.suppress(ConnectionError):
+            assert await silent[1].read(1) == b""
+        last = await opened(store, GREETING + PING)
+        with contextlib.suppress(ConnectionError):
+            assert await last.read(1) == b""
+        kept[0].write(PING)
+        assert await asks.readexactly(4) == b"ping"
+
+    kept: list[asyncio.StreamWriter] = []
+    asyncio.run(with_store(client, told))
+    assert all("ulimit -n" in line for line in told)
 
 
 async def with_store(client: Callable[[TorchStore], Awaitable[None]], told: list[str]) -> None:

@@ -34,8 +34,8 @@ def in_a_thread(body: Callable[[], None]) -> None:
     assert not errors, errors
 
 
-def test_who_was_refused_may_go_on_when_the_other_is_done() -> None:
-    """The refusal itself is no op that anybody came between."""
+def test_nobody_goes_on_in_an_order_that_was_lost() -> None:
+    """Else the next calls are matched with the wrong ones of other ranks, and nothing says so."""
     turn: Turn[Op] = Turn(lambda op: op.over)
     first = Op()
     series = turn.start(first)
@@ -61,7 +61,17 @@ def test_who_was_refused_may_go_on_when_the_other_is_done() -> None:
     leave.set()
     thread.join(60)
     assert len(other) == 1, "both are told"
-    series.check()
+    series.check()  # the refusal itself is no op that anybody came between
+
+    def refused() -> None:
+        with pytest.raises(ArgumentError, match="behind the next step boundary"):
+            turn.start(Op())
+        with pytest.raises(ArgumentError, match="behind the next step boundary"):
+            turn.run(lambda op: None, Op())
+
+    refused()
+    in_a_thread(refused)
+    turn.agree()
     for _ in range(3):
         op = Op()
         again = turn.start(op)
@@ -82,6 +92,7 @@ def test_who_comes_between_ops_in_flight_is_refused_and_their_thread_is_told() -
     with pytest.raises(ArgumentError):
         series.check()
     op.over = True
+    turn.agree()
 
     def after() -> None:
         turn.start(Op()).check()

@@ -106,6 +106,29 @@ def test_a_stall_is_said_every_second_and_then_given_up(clock: Clock) -> None:
     assert next(at for at, due in said if due is Due.GIVE_UP) == pytest.approx(20.05)
 
 
+def test_an_op_has_all_its_patience_again_when_the_job_changes_its_view(clock: Clock) -> None:
+    """Which a subgroup enters later, if others are removed before. What is due to be reported still is."""
+    watch = Watchdog(10, 10, 20, clock)
+    watch.waits(1, op(7), (3,))
+    assert look(watch, clock, 19, 7) is Due.REPORT
+    watch.job_changes()
+    assert look(watch, clock, 19, 7) is Due.REPORT
+    assert watch.awaited == {3: 38.0}
+    watch.job_changes()
+    assert look(watch, clock, 19.5, 7) is Due.REPORT
+    assert look(watch, clock, 1.5, 7) is Due.GIVE_UP
+
+
+def test_what_is_excused_comes_on_top_and_no_more(clock: Clock) -> None:
+    watch = Watchdog(10, 10, 20, clock)
+    watch.excuse(100.0)  # before the wait
+    watch.waits(1, op(7), (3,))
+    assert look(watch, clock, 15, 7) is Due.REPORT
+    watch.excuse(4.0)
+    assert look(watch, clock, 8.5, 7) is Due.REPORT
+    assert look(watch, clock, 1, 7) is Due.GIVE_UP
+
+
 def test_progress_begins_a_new_wait(clock: Clock) -> None:
     watch = Watchdog(10, 10, 20, clock)
     watch.waits(1, op(7), (3,))

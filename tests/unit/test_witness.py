@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcomm.control import handshake, liveness
+from ftcomm.control import handshake, liveness, witness
 from ftcomm.control.agent import Agent
 from ftcomm.control.links import Listener, listen
 from ftcomm.control.sealed import Channel
@@ -178,6 +179,21 @@ def test_the_end_of_a_rank_is_told_though_a_child_that_python_does_not_know_live
             os.kill(int(child), signal.SIGKILL)
 
 
+def test_the_token_is_not_in_the_environment_of_a_witness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOMM_TOKEN", "a secret that is long enough")
+    given: list[dict[str, str]] = []
+
+    def refuse(*_: object, env: dict[str, str], **__: object) -> None:
+        given.append(env)
+        raise OSError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="no process"):
+        Witness(Charge("0" * 32, 1, ("127.0.0.1", 1), "a secret that is long enough", "", None, 600.0))
+    assert "a secret" not in " ".join(given[0].values())
+    assert given[0]["PATH"] == os.environ["PATH"]
+
+
 def test_a_witness_holds_no_output_of_its_rank(leader: Leader) -> None:
     """Who waits for the end of that waits for the rank alone, however long the leader cannot be reached."""
     with a_rank(leader) as (process, said):
@@ -285,8 +301,8 @@ def test_a_rank_has_a_witness_where_its_leader_sees_other_processes_at_the_same_
     """So two containers have that share a network. It ends with the part of its rank in the job."""
     with Replica("another container") as replica:
         until(replica.met)
-        assert replica.rank._witness is not None
-        with replica.rank._witness._sock.dup() as heard:
+        assert replica.rank._witness.called is not None
+        with replica.rank._witness.called._sock.dup() as heard:
             replica.rank.stop()
             ends(heard)
 
@@ -294,7 +310,7 @@ def test_a_rank_has_a_witness_where_its_leader_sees_other_processes_at_the_same_
 def test_a_rank_has_no_witness_where_its_leader_sees_it_whatever_the_name_of_the_host() -> None:
     with Replica(liveness.pids(), "localhost") as replica:
         until(replica.met)
-        assert replica.rank._witness is None
+        assert replica.rank._witness.called is None
 
 
 def test_a_rank_that_may_not_watch_itself_says_so(
@@ -316,3 +332,27 @@ def test_a_rank_waits_for_no_word_that_a_leader_that_has_ended_would_have_passed
         replica.leader.stop()
         until(lambda: replica.rank._node.leader_ended)
         replica.rank.finish(NEVER)
+
+
+def test_a_witness_that_was_stopped_for_longer_than_it_calls_calls_on(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All may have been stopped, and the leader listens again just when it does."""
+    skew, now, tried = [0.0], time.monotonic, threading.Event()
+    connect = witness.wire.connect
+
+    def tries(*how: object, **named: object) -> Channel:
+        try:
+            return connect(*how, **named)  # type: ignore[arg-type]
+        except OSError:
+            if not tried.is_set():
+                skew[0] = 2 * NEVER  # it runs again
+                leader.open()
+                tried.set()
+            raise
+
+    monkeypatch.setattr(witness.time, "monotonic", lambda: now() + skew[0])
+    monkeypatch.setattr(witness.wire, "connect", tries)
+    witness.tell(Charge(NONCE, 1, leader.address, "secret", "", None, NEVER), CREDENTIALS)
+    assert tried.is_set()
+    leader.hears()

@@ -37,6 +37,7 @@ class AlgorithmStep(NamedTuple):
 class Algorithm(ABC):
     """An algorithm at one member in one view. No method waits."""
 
+    name: str  # for recordings
     chained = False  # its steps prove that all have posted; and `served` are all readers here
     served: frozenset[int] = frozenset()
     straight = False  # its input can be sent straight from the caller's array, until `finish`

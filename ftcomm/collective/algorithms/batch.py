@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class ScheduledBatches(Algorithm):
+    name = "batches"
+
     def post(self, slot: Slot) -> None:
         assert isinstance(slot.op, ScheduledOperation)
         assert isinstance(slot.task, Batch)

@@ -29,6 +29,8 @@ class CompressedViews(NamedTuple):
 
 
 class CompressedOneShot(Algorithm):
+    name = "compressed one-shot"
+
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         super().__init__(view, memories, reducer)
         self.members = view.members
@@ -63,6 +65,8 @@ class CompressedOneShot(Algorithm):
 
 
 class CompressedTwoShot(CompressedOneShot):
+    name = "compressed two-shot"
+
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         super().__init__(view, memories, reducer)
         self.steps = (AlgorithmStep(REDUCED, (), REDUCED), AlgorithmStep(REDUCED, tuple(sorted(self.others)), 0))

@@ -28,6 +28,8 @@ class OneShotViews(NamedTuple):
 
 
 class OneShot(Algorithm):
+    name = "one-shot"
+
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer, *, lands: bool) -> None:
         """`lands` says that what a reader was sent has arrived, even if the connection ends."""
         super().__init__(view, memories, reducer)
@@ -83,6 +85,7 @@ class TwoShotViews(NamedTuple):
 
 
 class TwoShot(Algorithm):
+    name = "two-shot"
     straight = True  # all have read it before the whole can be copied
 
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
@@ -143,6 +146,8 @@ class TwoShot(Algorithm):
 
 class Copy(Algorithm):
     """The algorithm of chunks that a member holds FINAL, as the task says."""
+
+    name = "copy"
 
     def make_views(self, dtype: str, op: str, compression: str, count: int, chunk: int) -> dict[int, Array]:
         carrier = HOST_DTYPES[dtype].carrier

@@ -78,6 +78,7 @@ class HierarchicalViews(NamedTuple):
 
 
 class Hierarchical(Algorithm):
+    name = "hierarchical"
     straight = True
 
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:

@@ -98,6 +98,7 @@ class RingViews:
 class Ring(Algorithm):
     """Each of its steps waits for the left neighbour alone."""
 
+    name = "ring"
     chained = True
     straight = True
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ftcomm.arrays import Staged, may_overlap, refuse, stage, torch_dtype
+from ftcomm.arrays import Staged, may_overlap, refuse, stage
+from ftcomm.arrays.tensors import torch_dtype
 
 _CUDA = 2  # DLPack
 

@@ -105,9 +105,11 @@ class DeviceCore:
 
     def submit(self, op: KernelOperation) -> None:
         """Add an op, to be launched. Raises `ArgumentError` if there are too many."""
+        now = self._watch.clock()
         if not self._inflight.ops:
-            self._watch.began = self._watch.clock()
+            self._watch.began = now
         self._inflight.add(op)
+        self._watch.recorder.called(op, now)
         op.template = self.called
         self.called += 1
 
@@ -146,6 +148,8 @@ class DeviceCore:
                     op.finals[task.chunk] = task.contributors or view.contributors
             if op is not self._replay:
                 self._watch.returns(op)
+            else:
+                self._watch.recorder.ended(op, self._watch.clock(), op.error is not None)
             self._returned(op)  # before anybody is told: who calls next then hears of its error
             flight.return_first()
         self._forget()

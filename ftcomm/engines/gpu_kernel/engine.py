@@ -13,6 +13,7 @@ from ftcomm.engines.gpu_kernel.slots import DeviceSlots
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.host import arithmetic
 from ftcomm.p2p.slots import Slots
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
@@ -35,7 +36,7 @@ class KernelEngine:
         self.arithmetic = arithmetic.own()
         self.slots: Slots | None = DeviceSlots(device, segment.nonce)
 
-    def exchange(self, events: Events) -> DeviceExchange:
+    def exchange(self, events: Events, recorder: GroupRecorder) -> DeviceExchange:
         times = self._settings.timeouts
         self._exchange = DeviceExchange(
             self._settings.replica,
@@ -45,6 +46,7 @@ class KernelEngine:
             give_up=times.give_up,
             on_stall=events.on_stall,
             on_failed=events.on_failed,
+            recorder=recorder,
         )
         return self._exchange
 

@@ -38,6 +38,7 @@ from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError
 from ftcomm.kernels.device.words import OK, RETURNED, TIMED_OUT
 from ftcomm.process.own import own_process
+from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.transport.base import MirrorWriter, Peer
 
 _MOMENT = 0.1  # s; between two looks whether a drain has to end
@@ -58,8 +59,10 @@ class DeviceExchange(GroupExchange[KernelOperation]):
         give_up: float,
         on_stall: Callable[[Stall], None],
         on_failed: Callable[[BaseException], None] = lambda error: None,
+        recorder: GroupRecorder | None = None,
     ) -> None:
-        member = GroupMember[KernelOperation](replica, Watchdog(deadline_floor, deadline_ceiling, give_up))
+        watch = Watchdog(deadline_floor, deadline_ceiling, give_up, recorder=recorder)
+        member = GroupMember[KernelOperation](replica, watch)
         super().__init__(member, threading.Condition(threading.Lock()))
         self.core = DeviceCore(member, device)
         self.monitor = Monitor(self.core, self._changed, on_stall=on_stall, on_failed=on_failed)
@@ -204,10 +207,14 @@ class DeviceExchange(GroupExchange[KernelOperation]):
 
     # -- the control side: none of these blocks ----------------------------------------------------------------------
 
+    def excuse(self, seconds: float) -> None:
+        super().excuse(seconds)
+        with self._changed:
+            self.monitor.excuse(seconds)
+
     def freeze(self, quiesced: Callable[[], None]) -> None:
         with self._changed:
-            if not self.member.frozen:
-                self.monitor.stops()
+            self.monitor.stops()
             self.core.freeze()
             now = self.monitor.when_quiet(quiesced)
         if now:

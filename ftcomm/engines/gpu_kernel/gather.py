@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ftcomm.collective.operation import MOVES
-from ftcomm.collective.schedule import KINDS
 from ftcomm.engines.gpu_kernel.copies import Copies
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.engines.gpu_kernel.slots import place
 from ftcomm.errors import ArgumentError, LostError
+from ftcomm.kernels.call_codes import KINDS, MOVES
 from ftcomm.kernels.dtypes import BYTES, CODES
 from ftcomm.p2p.slots import DeviceMemory
 

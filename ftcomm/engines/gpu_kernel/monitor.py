@@ -80,6 +80,10 @@ class Monitor:
         """Note that the core is frozen, or begins to end."""
         self._since = self._ran.at(time.monotonic())
 
+    def excuse(self, seconds: float) -> None:
+        """Let the wait for a view go on for so many seconds more."""
+        self._since += seconds
+
     def end(self, error: BaseException) -> bool:
         """The core fails with `error`, unless it has failed before."""
         first = self._core.fail(error)

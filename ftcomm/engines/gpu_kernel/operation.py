@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftcomm.collective.compression import COMPRESSIONS, FP8
+from ftcomm.collective.compression import FP8
 from ftcomm.collective.operation import Operation, call_of, outline_of
 from ftcomm.collective.resume import Task
 from ftcomm.errors import ArgumentError
+from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.kernels.dtypes import unsupported
 
 

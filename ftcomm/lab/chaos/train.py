@@ -125,12 +125,17 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # where a rank stands, when the chaos finds that it hangs
     heartbeat = float(os.environ.get("FTCOMM_HEARTBEAT_TIMEOUT", Timeouts.derive().heartbeat))
     signal.signal(HOLDS, lambda *_: ctypes.PyDLL(None).usleep(int(1e6 * HOLD * heartbeat)))  # and keeps the lock
-    children = Children(FORKED * heartbeat)
-    signal.signal(FORKS, lambda *_: children.fork())
+    asked: list[int] = []
+    signal.signal(FORKS, lambda number, _: asked.append(number))  # until the loader has forked, see below
     group = ftcomm.init()
     loader = (
         iter(DataLoader(Numbers(), num_workers=args.workers, multiprocessing_context="fork")) if args.workers else None
     )
+    # A fork holds a lock of the interpreter, and one in a handler that runs inside of it would wait for that for ever.
+    children = Children(FORKED * heartbeat)
+    signal.signal(FORKS, lambda *_: children.fork())
+    for _ in asked:
+        children.fork()
     weights = Weights(args.elements)
     gradient = np.empty(args.elements, np.float32)
     for step in ftcomm.steps(args.steps, {"weights": weights}):

@@ -45,6 +45,8 @@ CLONE_NEWNS = 0x00020000  # <sched.h>
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18  # <sys/mount.h>
 
 
+_COUNTS = msgspec.json.Decoder(Counts)
+
 Links = dict[tuple[int, int], LinkConditions]  # (sender, receiver)
 
 
@@ -165,7 +167,7 @@ class SlowNetwork(network.LabNetwork):
             if not part:
                 raise SettingsError("the relay of packets has ended; what it says is on stderr")
             answer += part
-        self._counts = msgspec.json.decode(answer, type=Counts)
+        self._counts = _COUNTS.decode(answer)
         return self._counts
 
 

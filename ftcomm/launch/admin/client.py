@@ -15,7 +15,9 @@ import msgspec
 
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.launch.admin import protocol
-from ftcomm.launch.rundir import base_dir, short
+from ftcomm.launch.rundir import short
+from ftcomm.monitoring.job import Overview
+from ftcomm.process.user_dir import base_dir
 
 PATIENCE = 20.0  # s to wait for an answer
 
@@ -100,6 +102,12 @@ class AdminClient:
         answer = self.ask(protocol.GetStatus())
         assert isinstance(answer, protocol.Status)
         return answer
+
+    def overview(self) -> Overview:
+        """Returns the job as people look at it. Raises `FtcommError`, `JobEnded`."""
+        answer = self.ask(protocol.GetOverview())
+        assert isinstance(answer, protocol.OverviewAnswer)
+        return answer.job
 
     def follow(self, until: float) -> Iterator[dict[str, Any]]:
         """Yield events as they come after `GetEvents`, until `time.monotonic()` is `until`. Raises `JobEnded`."""

@@ -18,6 +18,8 @@ def answer(launcher: Launcher, request: protocol.AnyRequest) -> protocol.AnyAnsw
     """Returns the answer to a request. Raises `FtcommError` if the request cannot be met."""
     if isinstance(request, protocol.GetStatus):
         return status(launcher)
+    if isinstance(request, protocol.GetOverview):
+        return protocol.OverviewAnswer(launcher.overview())
     if isinstance(request, protocol.RestartCoordinator):
         launcher.restart_coordinator(request.away)
     elif isinstance(request, protocol.RestartReplica):
@@ -37,7 +39,7 @@ def status(launcher: Launcher) -> protocol.Status:
         script=options.script,
         epoch=launcher.view["epoch"] if launcher.view is not None else 0,
         draining=launcher.draining,
-        coordinator=launcher.coordinator.endpoint,
+        coordinator=launcher.endpoint,
         away=launcher.away,
         ranks_per_replica=options.ranks_per_replica,
         transport=options.transport,
@@ -46,6 +48,7 @@ def status(launcher: Launcher) -> protocol.Status:
         replicas=[_replica(launcher, replica) for replica in launcher.replicas],
         last=launcher.last_said,
         network="" if launcher.network is None else launcher.network.path(HUB),
+        op_timeout_floor=options.timeouts.op_floor,
     )
 
 
@@ -58,7 +61,7 @@ def _replica(launcher: Launcher, replica: ReplicaProcesses) -> protocol.ReplicaS
         pids={str(rank): pid for (_, rank), pid in replica.pids().items()},
         member=place.member,
         contributes=place.contributes,
-        step=max(launcher.steps.get(number, -1), launcher.coordinator.steps.get(number, -1)),
+        step=launcher.known_steps().get(number, -1),
         host=replica.host,
         network="" if launcher.network is None else launcher.network.path(replica.place),
         effective=launcher.effective.get(number),

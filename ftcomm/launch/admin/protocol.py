@@ -2,6 +2,7 @@
 
     -> {"ask":"status"}                        <- {"answer":"status", ...}
     -> {"ask":"restart_replica","replica":2}   <- {"answer":"done"}  or  {"answer":"refused","reason":"..."}
+    -> {"ask":"overview"}                      <- {"answer":"overview", "job":{...}}
     -> {"ask":"events"}                        <- {"answer":"done"}, then {"answer":"happened","event":{...}} lines
 
 Whoever can open the socket may ask: the directory belongs to the user alone (mode 0700). Lines are bounded and typed,
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ftcomm.control.decode import decode_with
+from ftcomm.monitoring.job import Overview
 
 SOCKET = "control"  # name in the run directory
 MAX_REQUEST = 4096  # bytes of a line
@@ -28,6 +30,10 @@ class AdminRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 class GetStatus(AdminRequest, frozen=True, tag="status"):
     pass
+
+
+class GetOverview(AdminRequest, frozen=True, tag="overview"):
+    """Asks for the job as people look at it: curves, interruptions with their prices, what happened."""
 
 
 class GetEvents(AdminRequest, frozen=True, tag="events"):
@@ -97,10 +103,16 @@ class Status(AdminAnswer, frozen=True, tag="status"):
     replicas: list[ReplicaStatus]
     last: str = ""  # the launcher's last words
     network: str = ""  # path of the network namespace between those of the replicas
+    op_timeout_floor: float = 0.0
+    launched: bool = True  # whether who answers has started the ranks; else it does not know their processes
 
 
-AnyRequest = GetStatus | GetEvents | RestartCoordinator | RestartReplica | Drain
-AnyAnswer = Acknowledged | Rejected | Happened | Status
+class OverviewAnswer(AdminAnswer, frozen=True, tag="overview"):
+    job: Overview
+
+
+AnyRequest = GetStatus | GetOverview | GetEvents | RestartCoordinator | RestartReplica | Drain
+AnyAnswer = Acknowledged | Rejected | Happened | Status | OverviewAnswer
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _requests = msgspec.json.Decoder(AnyRequest)

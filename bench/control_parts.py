@@ -1,0 +1,432 @@
+"""The processes of `ftcomm bench control`, each of which is told what to do by lines of JSON and answers in lines.
+
+    coordinator    the production `CoordinatorServer`, with a file of views
+    leader         the production `Agent` of rank 0 of a replica, whose engine moves no data
+    ranks          all other ranks of some columns: `LightRank`
+
+    python -m ftcomm.bench.control_parts ROLE '{"replicas": 2, ...}'
+
+A light rank is a production `Node` with a production `Link` to its leader, over a socket of its own. These parts of it
+are light: it shares process, thread, listening port and pid with others; the links to the members of its column, which
+live in the same process, are calls, and so is the news of their death; it moves no data, and its script only passes
+boundaries at the pace of a clock. All run on one host: of others a rank has only a label in its address, as long as
+what hosts would differ in, so that views are as large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import secrets
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftcomm.control import actions as act
+from ftcomm.control import liveness
+from ftcomm.control import messages as m
+from ftcomm.control import node as n
+from ftcomm.control.agent import Agent, Gone
+from ftcomm.control.engine import Engine
+from ftcomm.control.handshake import Credentials
+from ftcomm.control.limits import RANKS
+from ftcomm.control.links import Link, Listener, listen
+from ftcomm.control.server import CoordinatorServer
+from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.views import Address, View
+
+HOST = "127.0.0.1"
+LABEL = 60  # digits: a name of 15 characters, a boot id, and room
+SLICES = 50  # of a beat, in each of which a part of the ranks gives its sign of life
+STANDING = 0.1  # s between two looks of a script at the clock
+FOREVER = 1e6  # s
+AT_ONCE = 32  # light ranks of a process that may be about to connect
+_BYTES = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """A part's place in the emulated job."""
+
+    replicas: int
+    ranks: int
+    hosts: int  # of a replica
+    token: str
+    op_timeout: float
+    begun: float  # time.monotonic() of step 0, on all parts
+    pace: float  # s of a step
+    coordinator: int = 0  # its port; 0: any, in the coordinator itself
+    store: str = ""  # the file of views
+    replica: int = 0  # of a leader
+    columns: tuple[int, int] = (0, 0)  # of ranks: from, to
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts.derive(self.op_timeout)
+
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(self.token)
+
+    @property
+    def step(self) -> int:
+        """The step that all are in by the clock."""
+        return int((time.monotonic() - self.begun) / self.pace)
+
+    def host(self, replica: int, shard: int) -> int:
+        """The host that a rank counts as being on; each has about as many consecutive ranks."""
+        return replica * self.hosts + shard * self.hosts // self.ranks
+
+
+def say(**fields: Any) -> None:
+    sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
+    sys.stdout.flush()
+
+
+def address(port: int, nonce: str, host: int) -> Address:
+    here = liveness.boot(), os.getpid(), 3
+    rack = f"host {host:0{LABEL}d}"
+    return Address(HOST, port, *here, nonce, rack=rack, network=liveness.network(), pids=liveness.pids())
+
+
+def usage() -> dict[str, Any]:
+    """CPU seconds of this process, its memory in MB, and the bytes that each open connection has sent and received."""
+    carried: dict[str, tuple[int, int]] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found = os.stat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as sock:
+                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
+                carried[str(found.st_ino)] = _BYTES.unpack(info)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {"cpu": time.process_time(), "mb": pages * resource.getpagesize() / 1e6, "carried": carried}
+
+
+# -- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+async def coordinator(setup: Setup) -> None:
+    def tell(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "view":
+            say(view=event["epoch"], at=event["mono"], why=event["why"][:200])
+        elif event["kind"] in ("failed", "ended", "removed", "refused"):
+            say(event=event["kind"], at=event["mono"], said=str(event.get("reason", ""))[:300])
+
+    server = CoordinatorServer(
+        setup.replicas,
+        setup.ranks,
+        setup.credentials,
+        port=setup.coordinator,
+        store=Path(setup.store),
+        timeouts=setup.timeouts,
+        on_event=tell,
+    )
+    await server.start()
+    say(port=int(server.endpoint.rpartition(":")[2]))
+    await answer({})
+
+
+# -- a leader ----------------------------------------------------------------------------------------------------------
+
+
+class NoData(Engine):
+    """An engine without data, which says when it goes on in a view. What it leaves out does nothing."""
+
+    def freeze(self, quiesced: Callable[[], None]) -> None:
+        quiesced()
+
+    def progress(self) -> m.Progress:
+        return m.Progress(0, ())
+
+    def awaited(self) -> dict[int, float]:
+        return {}
+
+    def reach(self, view: View, severed: frozenset[int]) -> tuple[int, ...]:
+        return view.replicas
+
+    def reaching(self) -> tuple[int, ...]:
+        return ()
+
+    def resume(self, view: View, progress: dict[int, m.Progress]) -> dict[str, int]:
+        say(entered=view.epoch, at=time.monotonic())
+        return {}
+
+
+async def leader(setup: Setup) -> None:
+    sock, to_ranks = listen(HOST, 0), listen(HOST, 0)
+    agent = Agent(
+        NoData(),
+        coordinator=(HOST, setup.coordinator),
+        credentials=setup.credentials,
+        replica=setup.replica,
+        shard=0,
+        ranks=setup.ranks,
+        replicas=setup.replicas,
+        leader=None,
+        leader_socket=to_ranks,
+        sock=sock,
+        address=address(sock.getsockname()[1], secrets.token_hex(16), setup.host(setup.replica, 0)),
+        timeouts=setup.timeouts,
+    )
+    say(port=to_ranks.getsockname()[1])
+    agent.start()
+    threading.Thread(target=_lead, args=(agent, setup), daemon=True).start()
+    await answer({})
+
+
+def _lead(agent: Agent, setup: Setup) -> None:
+    """The script of rank 0."""
+    try:
+        agent.register(FOREVER)
+        view = agent.enter(FOREVER)
+        assert view is not None
+        step = view.step or 0
+        while True:
+            while setup.step < step:
+                time.sleep(STANDING)
+            if agent.view is not None and setup.replica not in agent.view.contributing:
+                agent.tell(m.CaughtUp(step))
+            agent.boundary(step, None)
+            step += 1
+    except Gone as error:
+        say(gone=str(error)[:300])
+        os._exit(1)
+
+
+# -- light ranks -------------------------------------------------------------------------------------------------------
+
+
+class LightRank:
+    """One rank; see the top of this file. `column` are the ranks of its group by replica."""
+
+    def __init__(self, ranks: Ranks, replica: int, shard: int, leader: int) -> None:
+        self.ranks, self.replica, self.shard = ranks, replica, shard
+        setup = ranks.setup
+        here = address(ranks.port, secrets.token_hex(16), setup.host(replica, shard))
+        self.node = n.Node(replica, shard, setup.ranks, "", here, setup.timeouts, replicas=setup.replicas)
+        self.column = ranks.columns[shard]
+        self.alive, self.stalled = True, False
+        self.step = 0  # the boundary that the script comes to next
+        self.standing = True  # it waits, for a view or at a boundary
+        self.link = Link(
+            (HOST, leader),
+            setup.credentials,
+            "rank",
+            {"replica": replica, "shard": shard},
+            on_open=lambda: self.do(self.node.up_opened()),
+            on_message=self._from_up,
+            on_down=lambda error: self.do(
+                self.node.up_lost(str(error), isinstance(error, ConnectionRefusedError), True)
+            ),
+        )
+
+    def _from_up(self, message: m.AnyMessage) -> None:
+        self.ranks.messages += 1
+        self.do(self.node.from_up(message))
+
+    def do(self, actions: list[n.Action]) -> None:
+        for action in actions if self.alive else ():
+            match action:
+                case n.Up(message):
+                    self.ranks.messages += 1
+                    self.link.send(message)
+                case n.ToPeer(replica, message):
+                    peer = self.column.get(replica)
+                    if peer is not None:
+                        self.ranks.loop.call_soon(peer.hear, message)
+                case act.Freeze(view):
+                    self._freeze(view)
+                case act.Resume(view, _):
+                    self._resume(view)
+                case n.LookAtWaits():
+                    self.do(self.node.waits(*self.waits()))
+                case act.Known():
+                    self.do(self.node.tell(m.Ready()))
+                case act.Passed():
+                    self.step += 1
+                    self.standing = False
+                case act.Failed():
+                    self.end()
+
+    def hear(self, message: m.Message) -> None:
+        if self.alive:
+            self.do(self.node.from_peer(message, time.monotonic()))
+
+    def _freeze(self, view: View) -> None:
+        if self.stalled:
+            return
+        self.do(self.node.quiesced(view.epoch, m.Progress(0, ())))
+        for replica in view.replicas:  # the links that are made for the view
+            if replica in self.column and replica != self.replica:
+                self.do(self.node.peer_opened(replica))
+
+    def _resume(self, view: View) -> None:
+        if not self.node.wants(view):
+            return
+        if self.node.view is None:
+            self.step, self.standing = view.step or 0, False
+        self.ranks.entered.setdefault(view.epoch, []).append(time.monotonic())
+        self.do(self.node.resumed(view))
+
+    def waits(self) -> tuple[int, tuple[int, ...]]:
+        """The op that stands still, and for whom: for a rank of its column whose script stands still."""
+        view = self.node.view
+        held = [
+            x.replica for x in self.column.values() if x.stalled and view is not None and x.replica in view.replicas
+        ]
+        return 0, tuple(held) if not self.stalled else ()
+
+    def tick(self, now: float) -> None:
+        seconds = self.link.unanswered()
+        if seconds is not None:
+            self.do(self.node.up_acknowledged(now - seconds))
+        peers = {replica: now for replica in self.column if replica != self.replica}
+        self.do(self.node.peers_acknowledged(peers))
+        self.do(self.node.tick(now))
+        waits = self.waits()[1]
+        view = self.node.view
+        if waits and view is not None and now - self.ranks.stalled_at > self.ranks.setup.timeouts.op_floor:
+            lasted = now - self.ranks.stalled_at
+            self.do(self.node.stalled(view.epoch, 0, waits, lasted))
+
+    def go_on(self, step: int) -> None:
+        """Let the script come to all boundaries up to that of `step`, as far as it can."""
+        while self.alive and not self.standing and not self.stalled and self.step <= step and not self.waits()[1]:
+            view = self.node.view
+            self.standing = True
+            if view is not None and self.replica not in view.contributing:
+                self.do(self.node.tell(m.CaughtUp(self.step)))
+            self.do(self.node.boundary(self.step))
+
+    def end(self) -> None:
+        """End the rank, as if its process had ended: its connection closes, and those who watch it know."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.link.close()
+        if self.column.get(self.replica) is self:
+            del self.column[self.replica]
+        for peer in list(self.column.values()):
+            self.ranks.loop.call_soon(peer.saw_end, self.replica)
+
+    def saw_end(self, replica: int) -> None:
+        view = self.node.machine.view
+        if self.alive and view is not None:
+            self.do(self.node.peer_lost(replica, view.epoch, "its process ended", True))
+
+
+class Ranks:
+    """All light ranks of one process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.loop = asyncio.get_running_loop()
+        self.columns: dict[int, dict[int, LightRank]] = {shard: {} for shard in range(*setup.columns)}
+        self.entered: dict[int, list[float]] = {}  # epoch -> when ranks went on in it
+        self.messages = 0  # between ranks and leaders
+        self.stalled_at = 0.0
+        self._starting: set[asyncio.Task[None]] = set()
+        self._coming: list[LightRank] = []  # without a connection yet
+        sock = listen(HOST, 0)
+        self.port = sock.getsockname()[1]
+        self._listener = Listener(sock, setup.credentials, self._called, name="light ranks")
+
+    async def _called(self, channel: Any, opening: Any) -> None:
+        channel.close()
+
+    async def tick(self) -> None:
+        """Every rank once a beat, some in each slice of it."""
+        slice_ = 0
+        while True:
+            begun = time.monotonic()
+            for shard, column in self.columns.items():
+                for rank in list(column.values()) if shard % SLICES == slice_ else ():
+                    rank.tick(begun)
+            slice_ = (slice_ + 1) % SLICES
+            late = time.monotonic() - begun
+            await asyncio.sleep(max(0.0, self.setup.timeouts.beat / SLICES - late))
+
+    async def script(self) -> None:
+        """Let all scripts go on when the clock says so."""
+        while True:
+            for column in self.columns.values():
+                for rank in list(column.values()):
+                    rank.go_on(self.setup.step)
+            await asyncio.sleep(STANDING)
+
+    def start(self, replica: int, leader: int) -> dict[str, Any]:
+        self._starting.add(task := self.loop.create_task(self._start(replica, leader)))
+        task.add_done_callback(self._starting.discard)
+        return {"started": replica}
+
+    async def _start(self, replica: int, leader: int) -> None:
+        """Start the ranks of a replica, `AT_ONCE` at a time: each of their processes would do its own handshake."""
+        for shard, column in self.columns.items():
+            rank = column[replica] = LightRank(self, replica, shard, leader)
+            self._coming.append(rank)
+            while len(self._coming) >= AT_ONCE:
+                await asyncio.sleep(0.01)
+                self._coming = [rank for rank in self._coming if rank.alive and not rank.link.is_up]
+
+    def kill(self, replica: int, least: int = 0, below: int = RANKS) -> dict[str, Any]:
+        """Kill those ranks of a replica that are here."""
+        at = time.monotonic()
+        for shard, column in self.columns.items():
+            if least <= shard < below and replica in column:
+                column[replica].end()
+        return {"killed": replica, "at": at}
+
+    def stall(self, replica: int, shard: int) -> dict[str, Any]:
+        """The script of a rank stands still, and its column with it."""
+        self.columns[shard][replica].stalled = True
+        self.stalled_at = time.monotonic()
+        return {"stalled": replica, "at": self.stalled_at}
+
+    def views(self, epoch: int) -> dict[str, Any]:
+        return {"times": self.entered.get(epoch, [])}
+
+    def count(self) -> dict[str, Any]:
+        return {"messages": self.messages, "ranks": sum(map(len, self.columns.values()))}
+
+
+async def ranks(setup: Setup) -> None:
+    made = Ranks(setup)
+    working = asyncio.gather(made.tick(), made.script())
+    say(port=made.port)
+    await answer({name: getattr(made, name) for name in ("start", "kill", "stall", "views", "count")})
+    working.cancel()
+
+
+# -- what all parts do -------------------------------------------------------------------------------------------------
+
+
+async def answer(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
+    """Answer what is asked on the standard input, until that ends: {"call": name, ...}."""
+    reader = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        asked = msgspec.json.decode(line)
+        name, number = asked.pop("call"), asked.pop("number")
+        say(answers=number, **(usage() if name == "usage" else calls[name](**asked)))
+
+
+def main() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    role = {"coordinator": coordinator, "leader": leader, "ranks": ranks}[sys.argv[1]]
+    asyncio.run(role(msgspec.json.decode(sys.argv[2], type=Setup)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""`ftcomm bench control`: the control plane of a large job on one machine, and what failures cost it.
+
+The coordinator and the leaders are the production ones, each in a process of its own; all other ranks are light, many
+in a process. `bench/control_parts.py` says what is real about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import os
+import random
+import resource
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ftcomm.bench.control_parts import Setup
+from ftcomm.bench.harness import BenchReport, Column, Experiment, Table, figure_text, option
+from ftcomm.bench.stats import percentile
+from ftcomm.control.limits import RANKS
+from ftcomm.errors import FtcommError, SettingsError
+from ftcomm.launch.option_types import choices
+
+FAULTS = ("rank", "host", "replica", "coordinator", "stall")
+PATIENCE = 300.0  # s for a start, or what follows from a fault
+PER_RANK = 0.1  # s more for each rank
+LOOK = 0.1  # s between two looks at it
+LINES = 20  # of what a part has said, for the error when it ends
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlRequest:
+    """Run the control plane of a job of replicas x ranks, and time how it takes failures.
+
+    Coordinator and leaders are those of a real job, over real sockets; the other ranks are light: they speak the real
+    protocol to their leader over a connection each, move no data, and many share a process. A host is a label in the
+    addresses of its ranks. A fault is one rank that is killed, all ranks of a host, or of a replica, the coordinator
+    that is restarted while a rank dies, or a rank that stands still; then the replica comes back. The seconds are from
+    the fault until a rank runs in the view that follows, of all survivors; of the return, until the view with the
+    replica. CPU and bytes are of all that happens meanwhile, signs of life included.
+    """
+
+    replicas: int = option(2, help="Replicas of the job.")
+    ranks: int = option(64, help="Ranks of each.")
+    hosts: int = option(8, help="Hosts that the ranks of each count as being on.")
+    processes: int = option(2, help="Processes for the light ranks.")
+    faults: tuple[str, ...] = option(FAULTS, kind=choices(*FAULTS), help="One after the other.")
+    rest: float = option(10.0, help="Seconds at rest that are measured.")
+    pace: float = option(1.0, help="Seconds of a step.")
+    op_timeout: float = option(120.0, help="Of the job: all other timeouts follow from it.")
+
+    def smoke(self) -> ControlRequest:
+        """Two replicas of four ranks on two hosts each, to see that it runs."""
+        return ControlRequest(2, 4, 2, 1, ("rank", "host", "replica", "coordinator"), 1.0, 0.2)
+
+    def check(self) -> None:
+        """Raise `SettingsError`, with the mend, on what cannot be measured."""
+        if self.replicas < 2 or not 2 <= self.ranks <= RANKS:
+            raise SettingsError(
+                f"--replicas {self.replicas} --ranks {self.ranks}: expected at least 2 of each, and at most {RANKS} "
+                "ranks"
+            )
+        if not 1 <= self.hosts <= self.ranks:
+            raise SettingsError(f"--hosts {self.hosts}: expected 1 to {self.ranks}, a rank at least for each")
+        if self.processes < 1 or self.rest <= 0 or self.pace <= 0:
+            raise SettingsError("expected at least one of --processes, and --rest and --pace above 0")
+        needed = 2 * max(self.ranks, self.replicas * self.ranks // self.processes) + 200
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if hard != resource.RLIM_INFINITY and needed > hard:
+            raise SettingsError(
+                f"a process of this needs up to {needed} open files, and may have {hard}; raise that (ulimit -Hn), or "
+                "take more --processes"
+            )
+
+
+class ControlCost(msgspec.Struct, frozen=True):
+    """What one part has used: the coordinator, the busiest leader, or all light ranks together."""
+
+    what: str  # the fault, or "start", or "rest"
+    part: str
+    cpu: float  # s
+    sent: float  # MB
+    received: float  # MB
+    memory: float  # MB, of the largest process
+    seconds: float
+
+
+class ControlLoss(msgspec.Struct, frozen=True):
+    what: str
+    survivors: int
+    decided: float  # s until the view is decided
+    p50: float  # s until a survivor is in it
+    p99: float
+    max: float
+
+
+def patience(setup: Setup) -> float:
+    return PATIENCE + PER_RANK * setup.replicas * setup.ranks
+
+
+class ControlPart:
+    """A process of the emulation, which answers calls and tells what happens."""
+
+    def __init__(self, role: str, setup: Setup) -> None:
+        self.role, self.setup = role, setup
+        self.told: list[dict[str, Any]] = []
+        self._last: collections.deque[str] = collections.deque(maxlen=LINES)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._count = 0
+
+    async def start(self) -> int:
+        """Start it; returns the port at which it listens."""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "ftcomm.bench.control_parts", self.role, msgspec.json.encode(self.setup).decode()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 28,
+        )
+        self._reading = asyncio.ensure_future(self._read())
+        said = await self.first(lambda event: "port" in event)
+        return int(said["port"])
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            self._last.append(line[:300].decode(errors="replace"))
+            said = msgspec.json.decode(line)
+            waiting = self._answers.pop(said.get("answers", -1), None)
+            if waiting is not None:
+                waiting.set_result(said)
+            else:
+                self.told.append(said)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(FtcommError(f"the {self.role} has ended: {''.join(self._last)}"))
+
+    async def call(self, name: str, **fields: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self._count += 1
+        answer = self._answers[self._count] = asyncio.get_running_loop().create_future()
+        self.process.stdin.write(msgspec.json.encode({"call": name, "number": self._count, **fields}) + b"\n")
+        return await asyncio.wait_for(answer, patience(self.setup))
+
+    async def first(self, is_it: Callable[[dict[str, Any]], bool], since: int = 0) -> dict[str, Any]:
+        """Returns the first of what it has told after `since` others for which `is_it` holds."""
+        deadline = time.monotonic() + patience(self.setup)
+        while True:
+            found = next((event for event in self.told[since:] if is_it(event)), None)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline or self._reading.done():
+                raise FtcommError(f"the {self.role} did not say what was expected: {''.join(self._last)}")
+            await asyncio.sleep(LOOK / 2)
+
+    async def kill(self) -> float:
+        """Returns when."""
+        at = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        await self._reading
+        return at
+
+
+class Emulation:
+    """The job, as the command drives it."""
+
+    def __init__(self, request: ControlRequest, report: BenchReport, folder: Path) -> None:
+        self.request, self._report = request, report
+        self._store = str(folder / "views")
+        self._setup = Setup(
+            request.replicas,
+            request.ranks,
+            request.hosts,
+            secrets.token_hex(16),
+            request.op_timeout,
+            time.monotonic(),
+            request.pace,
+            store=self._store,
+        )
+        self.coordinator = ControlPart("coordinator", self._setup)
+        self.leaders: dict[int, ControlPart] = {}
+        self.light: list[ControlPart] = []
+        self._gone: set[int] = set()
+        self._steps = 3 + len(request.faults)  # of the progress bar
+        self._done = 0
+
+    @property
+    def _parts(self) -> list[ControlPart]:
+        return [self.coordinator, *self.leaders.values(), *self.light]
+
+    def _progress(self, words: str) -> None:
+        self._report.progress(words, self._done / self._steps)
+        self._done += 1
+
+    async def start(self) -> None:
+        request = self.request
+        self._progress("starting the processes")
+        port = await self.coordinator.start()
+        self._setup = msgspec.structs.replace(self._setup, coordinator=port)
+        for process in range(request.processes):
+            shards = 1 + (request.ranks - 1) * process // request.processes
+            end = 1 + (request.ranks - 1) * (process + 1) // request.processes
+            self.light.append(ControlPart("ranks", msgspec.structs.replace(self._setup, columns=(shards, end))))
+        await asyncio.gather(*(part.start() for part in self.light))
+        before = await self._usage()
+        begun = time.monotonic()
+        self._progress("all replicas join")
+        await asyncio.gather(*(self._begin(replica) for replica in range(request.replicas)))
+        await self._entered(1, begun, "start", range(request.replicas))
+        await self._cost("start", before, begun)
+
+    async def _begin(self, replica: int) -> None:
+        """Start a life of a replica."""
+        leader = self.leaders[replica] = ControlPart("leader", msgspec.structs.replace(self._setup, replica=replica))
+        port = await leader.start()
+        self._gone.discard(replica)
+        await asyncio.gather(*(part.call("start", replica=replica, leader=port) for part in self.light))
+
+    async def close(self) -> None:
+        for part in self._parts:
+            with contextlib.suppress(AttributeError):  # not started
+                await part.kill()
+
+    # -- what is measured --------------------------------------------------------------------------------------------
+
+    async def _usage(self) -> dict[ControlPart, dict[str, Any]]:
+        here = [part for part in self._parts if not (part.role == "leader" and part.setup.replica in self._gone)]
+        used = await asyncio.gather(*(part.call("usage") for part in here))
+        return dict(zip(here, used, strict=True))
+
+    async def _cost(self, what: str, before: dict[ControlPart, dict[str, Any]], since: float) -> None:
+        """What was used since then, by those that are there now."""
+        after, seconds = await self._usage(), time.monotonic() - since
+        nothing: dict[str, Any] = {"cpu": 0.0, "carried": {}}
+
+        def cpu(part: ControlPart) -> float:
+            return float(after[part]["cpu"] - before.get(part, nothing)["cpu"])
+
+        def megabytes(part: ControlPart, way: int) -> float:
+            """What went out (0) or came in (1) over the connections that are open now."""
+            known = before.get(part, nothing)["carried"]
+            new = (both[way] - known.get(name, (0, 0))[way] for name, both in after[part]["carried"].items())
+            return sum(new) / 1e6
+
+        def add(name: str, parts: Collection[ControlPart]) -> None:
+            self._report.add(
+                ControlCost(
+                    what,
+                    name,
+                    sum(map(cpu, parts)),
+                    sum(megabytes(part, 0) for part in parts),
+                    sum(megabytes(part, 1) for part in parts),
+                    max(float(after[part]["mb"]) for part in parts),
+                    seconds,
+                )
+            )
+
+        leaders = [part for part in after if part.role == "leader"]
+        add("coordinator", [part for part in after if part.role == "coordinator"])
+        add("busiest leader", [max(leaders, key=cpu)])
+        add("light ranks", [part for part in after if part.role == "ranks"])
+
+    async def _entered(self, epoch: int, since: float, what: str, replicas: Collection[int]) -> None:
+        """Wait until all ranks of `replicas` run in the view of `epoch`, and note when they did."""
+        expected = len(replicas) * (self.request.ranks - 1)
+        deadline = time.monotonic() + patience(self._setup)
+        while True:
+            said = await asyncio.gather(*(part.call("views", epoch=epoch) for part in self.light))
+            times = [at for one in said for at in one["times"]]
+            if len(times) >= expected:
+                break
+            if time.monotonic() > deadline:
+                raise FtcommError(f"{what}: {len(times)} of {expected} light ranks are in epoch {epoch}")
+            await asyncio.sleep(LOOK)
+        for replica in replicas:
+            event = await self.leaders[replica].first(lambda event: event.get("entered") == epoch)
+            times.append(event["at"])
+        seconds = [at - since for at in times]
+        decided = await self.coordinator.first(lambda event: event.get("view") == epoch)
+        self._report.add(
+            ControlLoss(
+                what,
+                len(seconds),
+                decided["at"] - since,
+                percentile(seconds, 50),
+                percentile(seconds, 99),
+                max(seconds),
+            )
+        )
+
+    async def _decides(self, what: str, since: float) -> int:
+        """Returns the epoch of the first view after `since` that is made for `what`."""
+        event = await self.coordinator.first(lambda event: what in event.get("why", "") and event["at"] > since)
+        return int(event["view"])
+
+    async def rest(self) -> None:
+        self._progress("at rest")
+        before, begun = await self._usage(), time.monotonic()
+        counted = [await part.call("count") for part in self.light]
+        await asyncio.sleep(self.request.rest)
+        messages = -sum(one["messages"] for one in counted)
+        messages += sum([(await part.call("count"))["messages"] for part in self.light])
+        seconds = time.monotonic() - begun
+        await self._cost("rest", before, begun)
+        self._report.more["messages_per_second"] = messages / seconds
+        self._report.line(f"# at rest {messages / seconds:.0f} messages a second between light ranks and leaders")
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    async def inject(self, fault: str, replica: int) -> None:
+        """Hit a replica, follow what happens, and have it come back."""
+        self._progress({"coordinator": "the coordinator is restarted"}.get(fault, f"a {fault} is lost"))
+        before, begun = await self._usage(), time.monotonic()
+        survivors = sorted(self.leaders.keys() - self._gone - {replica})
+        shard = random.randrange(1, self.request.ranks)
+        if fault == "stall":
+            part = next(part for part in self.light if part.setup.columns[0] <= shard < part.setup.columns[1])
+            at = float((await part.call("stall", replica=replica, shard=shard))["at"])
+        else:
+            if fault == "coordinator":
+                await self.coordinator.kill()
+                self.coordinator = ControlPart("coordinator", self._setup)
+                await self.coordinator.start()
+            killed = await self._kill(replica, self._hit(fault, replica, shard))
+            at = begun if fault == "coordinator" else killed
+        epoch = await self._decides("lost", at)
+        await self._entered(epoch, at, fault, survivors)
+        self._gone.add(replica)
+        await self._cost(fault, before, begun)
+        await self._kill(replica, range(self.request.ranks))  # what has not ended by itself
+        await self._return(fault, replica)
+
+    def _hit(self, fault: str, replica: int, shard: int) -> range:
+        """The ranks of the replica that end with rank `shard`."""
+        if fault == "replica":
+            return range(self.request.ranks)
+        host = self._setup.host(replica, shard)
+        there = [x for x in range(self.request.ranks) if self._setup.host(replica, x) == host]
+        return range(there[0], there[-1] + 1) if fault == "host" else range(shard, shard + 1)
+
+    async def _kill(self, replica: int, ranks: range) -> float:
+        """Kill these ranks of a replica; returns when that began."""
+        leader = [await self.leaders[replica].kill()] if 0 in ranks else []
+        hit = {"replica": replica, "least": ranks.start, "below": ranks.stop}
+        killed = await asyncio.gather(*(part.call("kill", **hit) for part in self.light))
+        return min([*leader, *(float(one["at"]) for one in killed)])
+
+    async def _return(self, fault: str, replica: int) -> None:
+        before, begun = await self._usage(), time.monotonic()
+        await self._begin(replica)
+        contributes = await self._decides("contribute", begun)
+        joins = [event["view"] for event in self.coordinator.told if "join" in event.get("why", "")]
+        epoch = max(epoch for epoch in joins if epoch < contributes)  # one that came too late has been withdrawn
+        await self._entered(epoch, begun, f"{fault}: return", sorted(self.leaders.keys() - self._gone))
+        await self._cost(f"{fault}: return", before, begun)
+
+
+@contextlib.asynccontextmanager
+async def emulation(request: ControlRequest, report: BenchReport) -> AsyncIterator[Emulation]:
+    with tempfile.TemporaryDirectory(prefix="ftcomm-control-") as folder:
+        made = Emulation(request, report, Path(folder))
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+async def measure(request: ControlRequest, report: BenchReport) -> None:
+    async with emulation(request, report) as job:
+        await job.start()
+        await job.rest()
+        for number, fault in enumerate(request.faults):
+            await job.inject(fault, (number + 1) % request.replicas)
+
+
+LOSSES = Table(
+    "losses",
+    ControlLoss,
+    (
+        Column("what", "", -20, lambda loss: loss.what),
+        Column("ranks", "", 7, lambda loss: str(loss.survivors)),
+        Column("decided", "(s)", 9, lambda loss: figure_text(loss.decided)),
+        Column("p50", "(s)", 9, lambda loss: figure_text(loss.p50)),
+        Column("p99", "(s)", 9, lambda loss: figure_text(loss.p99)),
+        Column("max", "(s)", 9, lambda loss: figure_text(loss.max)),
+    ),
+)
+COSTS = Table(
+    "costs",
+    ControlCost,
+    line=lambda cost: (
+        f"#   {cost.what}, {cost.part}: {cost.cpu:.2f} s of CPU in {cost.seconds:.1f} s, {cost.sent:.2f} MB sent, "
+        f"{cost.received:.2f} MB received, {cost.memory:.0f} MB of memory"
+    ),
+)
+
+
+def heading(request: ControlRequest) -> list[str]:
+    return [
+        f"# {request.replicas} replicas of {request.ranks} ranks, on {request.hosts} hosts each in name: one "
+        f"coordinator and {request.replicas} leaders in processes of their own, all other ranks light, in "
+        f"{request.processes} processes, on {os.cpu_count()} CPUs",
+    ]
+
+
+EXPERIMENT = Experiment("control", ControlRequest, measure, (LOSSES, COSTS), csv="losses", heading=heading)

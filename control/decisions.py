@@ -1,0 +1,65 @@
+"""Decides on the next view, or that the job has ended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ftcomm.control import messages as m
+from ftcomm.control.coordinator_actions import Action, Done, Log, Persist, Send
+from ftcomm.control.joiner_news import JoinerNews
+from ftcomm.control.joiner_words import FINISHED
+from ftcomm.control.known_job import KnownJob
+from ftcomm.control.limits import EPOCHS
+from ftcomm.control.views import Member
+
+
+class Decisions:
+    """The decisions that are in force from then on. A view is persisted before any replica hears of it."""
+
+    def __init__(self, known: KnownJob, news: JoinerNews) -> None:
+        self._known, self._news = known, news
+
+    def decide(
+        self,
+        members: tuple[Member, ...],
+        step: int | None,
+        why: str,
+        proposal: int = 0,
+        *,
+        lost: Collection[int] = (),
+    ) -> list[Action]:
+        known = self._known
+        if known.job.epoch + 1 >= EPOCHS:
+            return self.finish(
+                f"all {EPOCHS - 1:,} epochs that a job can have are used up; start it again from its last checkpoint, "
+                "with an empty --store"
+            )
+        view, hearers = known.job.decide(members, step, why, proposal)
+        known.blame.clear()
+        known.severed.clear()
+        known.suspicions.keep(known.lives)
+        conns = [known.links.conn_of(replica) for replica in sorted(hearers)]
+        told = m.NewView(view)
+        described = [{"replica": member.replica, "contributing": member.contributing} for member in members]
+        begins = step if proposal or known.job.before is None else None  # a loss has no boundary
+        return [
+            Persist(view),
+            *[Send(conn, told) for conn in conns if conn is not None],
+            Log("view", {"epoch": view.epoch, "step": begins, "members": described, "why": why, "lost": sorted(lost)}),
+        ]
+
+    def check_done(self) -> list[Action]:
+        known = self._known
+        if known.view is None or known.done:
+            return []
+        # After a drain the members are those of the view before.
+        last = known.view if known.view.members or known.job.before is None else known.job.before
+        if set(last.replicas) <= set(known.job.finished):
+            return [*self._news.turn_away(FINISHED), *self.finish()]
+        return []
+
+    def finish(self, failed: str = "") -> list[Action]:
+        if self._known.done:
+            return []
+        self._known.done = True
+        return [Log("failed", {"reason": failed}), Done(failed)] if failed else [Done()]

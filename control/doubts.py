@@ -1,0 +1,168 @@
+"""Finds out whether a process that is not heard, or that others accuse, has ended. Pure."""
+
+from __future__ import annotations
+
+from ftcomm.control import messages as m
+from ftcomm.control.boundary_changes import BoundaryChanges
+from ftcomm.control.coordinator_actions import Action, Close, Conn, Log
+from ftcomm.control.known_job import KnownJob
+from ftcomm.control.lost_members import LostMembers
+from ftcomm.control.suspicion import Accusation, Conclusion, Life, Outcome, Probe, Why
+
+
+class Doubts:
+    """Probes of processes in doubt, and what follows from proofs and complaints."""
+
+    def __init__(self, known: KnownJob, changes: BoundaryChanges, lost: LostMembers, boot: str) -> None:
+        """`boot` names the kernel of this host."""
+        self._known, self._changes, self._lost, self._boot = known, changes, lost, boot
+
+    def search(self, replica: int, incarnation: str) -> list[Action]:
+        known = self._known
+        member = known.life(replica, incarnation)
+        return (
+            []
+            if member is None
+            else [*known.suspicions.search(member, known.links.conn_of(replica) is None, known.ran.seconds)]
+        )
+
+    def disconnected(self, conn: Conn, now: float) -> list[Action]:
+        known = self._known
+        known.ran.at(now)
+        link = known.links.pop(conn, None)
+        if link is None:
+            return []
+        known.held.pop(conn, None)  # the leader repeats it
+        replica = link.replica
+        if known.job.counts(replica, link.incarnation):
+            return [] if replica in known.job.finished else self.search(replica, link.incarnation)
+        if known.joiners.has(replica, link.incarnation):
+            known.detector.forget(replica)
+            known.suspicions.forget((replica, link.incarnation))
+            return self._changes.forget(replica)
+        return []
+
+    def probed(self, probe: Probe, outcome: Outcome, now: float) -> list[Action]:
+        """Take the outcome of a `Probe`."""
+        known = self._known
+        replica, life = probe.life[0], probe.life
+        found = known.suspicions.probed(probe, outcome, known.ran.at(now))
+        if known.life(*life) is None:
+            known.suspicions.forget(life)  # the replica has gone meanwhile
+            return []
+        if known.done or known.unfit:
+            return []
+        if isinstance(found, Probe):
+            return [found]
+        if probe.why is Why.SEVERED:
+            mends = found is Conclusion.LIVES and known.severed and not known.job.changing
+            return self.reconnect() if mends else []
+        if probe.why is Why.SEARCH and self._stands(life, found, now):
+            return []
+        if found is Conclusion.NOTHING or replica in known.job.finished or known.is_early(now):
+            return []
+        if not known.job.counts(*life):
+            conn = known.links.conn_of(replica)
+            return self._changes.forget(replica) if conn is None else [Close(conn), *self.disconnected(conn, now)]
+        if isinstance(found, Accusation):
+            return self._judge(found)
+        why = known.suspicions.why(probe)
+        if found is Conclusion.REFUSED:
+            return self._refused(life, 0, why)
+        return self._lost.lose({replica: why}, proved=found is Conclusion.ENDED)
+
+    def _stands(self, life: Life, found: object, now: float) -> bool:
+        """Whether the outcome of a probe at the port of a leader proves nothing: the leader lives, or its connection
+        stands."""
+        known = self._known
+        replica = life[0]
+        if found is Conclusion.LIVES:
+            known.detector.acknowledged(replica, now)
+        if known.links.conn_of(replica) is None:
+            return found is Conclusion.LIVES
+        if known.detector.within(replica, known.timeouts.presence, now):
+            known.suspicions.heard(life)
+        # Otherwise something in between refuses, or that connection is about to end.
+        return known.detector.answers(replica, known.timeouts.presence, now)
+
+    def _refused(self, life: Life, shard: int, why: str) -> list[Action]:
+        """Take the report that another host refuses a rank. Something in between may refuse as well while it restarts,
+        for all that are behind it. So the rank is lost as soon as a second host takes a connection and the first one
+        still refuses; otherwise it is lost when it is missed like a silent one. The last holder of the state is never
+        lost in this way."""
+        known = self._known
+        member = known.life(*life)
+        if member is None or shard >= len(member.ranks):
+            return []
+        others = (x.ranks[shard] for x in known.job.running if x.replica != life[0] and x.replica in known.job.holders)
+        hosts = {there.boot: there for there in others if there.boot != self._boot}
+        return [*known.suspicions.refused(life, shard, member.ranks[shard], why, hosts.values(), known.ran.seconds)]
+
+    def suspected(self, by: int, suspect: m.Suspect, now: float) -> list[Action]:
+        known = self._known
+        replica, life = suspect.replica, (suspect.replica, suspect.incarnation)
+        if not known.job.counts(*life) or replica in known.job.finished:
+            return []
+        if suspect.proof:
+            return self.accuse(Accusation(life, suspect.shard, by, suspect.reason, own=by == replica), now)
+        if by == replica:
+            return self._refused(life, suspect.shard, suspect.reason)
+        news = known.blame.complaint(by, replica, known.ran.seconds, suspect.reason)
+        return [Log("suspect", {"replica": replica, "reason": suspect.reason, "by": by})] if news else []
+
+    def accuse(self, accusation: Accusation, now: float) -> list[Action]:
+        """Keep the proof that a process has ended. It is sent once, and its sender may end."""
+        member = self._known.life(*accusation.life)
+        if member is None or accusation.shard >= len(member.ranks) or not self._known.suspicions.accuse(accusation):
+            return []
+        fields = {"replica": member.replica, "reason": accusation.why, "by": accusation.by}
+        return [Log("suspect", fields), *self.pursue(now)]
+
+    def pursue(self, now: float) -> list[Action]:
+        """Act on proofs where that is possible now. A proof by another member holds unless the accused answers the
+        coordinator."""
+        known = self._known
+        actions: list[Action] = []
+        for accusation in [] if known.is_early(now) else known.suspicions.accusations():
+            member = known.life(*accusation.life)
+            if member is None or member.replica in known.job.finished or known.done:
+                known.suspicions.drop(accusation)
+            elif accusation.own:
+                actions += self._judge(accusation)
+            elif not known.may_hold({member.replica}):
+                actions.append(known.suspicions.ask(accusation, member.ranks[accusation.shard], known.ran.seconds))
+        return actions
+
+    def _judge(self, accusation: Accusation) -> list[Action]:
+        replica = accusation.life[0]
+        if not accusation.refuted and self._known.may_hold({replica}):
+            return []  # decided later
+        self._known.suspicions.drop(accusation)
+        if not accusation.refuted:
+            return self._lost.lose({replica: accusation.why}, proved=True)
+        reason = f"replica {accusation.by} says that it has ended ({accusation.why}), and it answers"
+        return [Log("not_removed", {"replica": replica, "reason": reason})]
+
+    def connection_ended(self, by: int, ended: m.Severed, now: float) -> list[Action]:
+        """Take the report that a connection for data has ended, which is no fault of a process that lives."""
+        known = self._known
+        replica, life = ended.replica, (ended.replica, ended.incarnation)
+        member = (
+            known.life(*life)
+            if known.job.counts(*life) and replica not in known.job.finished and replica != by
+            else None
+        )
+        if member is None or known.is_early(now) or all(view.epoch != ended.epoch for view in known.job.in_force):
+            return []  # the sender repeats it; or a new view makes the connection again
+        log: list[Action] = [Log("suspect", {"replica": replica, "reason": ended.reason, "by": by})]
+        told = known.severed.knows(by, replica)
+        if not known.severed.said(by, replica, ended.epoch, known.ran.seconds):
+            return log if known.blame.complaint(by, replica, known.ran.seconds, ended.reason) else []
+        there = [address for shard, address in enumerate(member.ranks) if shard == ended.shard]
+        probes = [probe for address in there for probe in known.suspicions.sever(life, ended.shard, address)]
+        return [*([] if told else log), *probes]
+
+    def reconnect(self) -> list[Action]:
+        """Make a view of the same members, in which the connections that have ended are made again. It gives up a
+        change under way, as a loss does."""
+        return self._lost.lose({}, proved=True, why=self._known.severed.mend())

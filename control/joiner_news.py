@@ -1,0 +1,37 @@
+"""Says to joiners what the coordinator has for them. Pure."""
+
+from __future__ import annotations
+
+from ftcomm.control import messages as m
+from ftcomm.control.coordinator_actions import Action, Send
+from ftcomm.control.known_job import KnownJob
+
+
+class JoinerNews:
+    """The joiners of a job, as those who hear of it."""
+
+    def __init__(self, known: KnownJob) -> None:
+        self._known = known
+
+    def tell_untold(self) -> list[Action]:
+        """Let joiners prepare that have not been told yet. Nothing is told before the first boundary of the job: a job
+        that passes none takes no replica in, and the script would train by itself while it waits."""
+        known = self._known
+        if known.view is None or max(link.step for link in known.links.values()) < 0:
+            return []
+        told = known.joiners.tell(known.view)
+        return [Send(known.conn_of(replica), m.Registered(seen, known.loop)) for replica, seen in told]
+
+    def tell_all(self, news: m.Queued) -> list[Action]:
+        """Send `news` to all joiners, also to those in a view in which no member runs yet."""
+        waiting = (
+            conn
+            for conn, link in self._known.links.items()
+            if link.epoch == 0 or self._known.joiners.has(link.replica, link.incarnation)
+        )
+        return [Send(conn, news) for conn in waiting]
+
+    def turn_away(self, word: m.Expelled | m.Dismissed) -> list[Action]:
+        """Send `word` to all joiners and forget them."""
+        conns = [self._known.links.conn_of(replica) for replica in self._known.joiners.clear()]
+        return [Send(conn, word) for conn in conns if conn is not None]

@@ -1,0 +1,126 @@
+"""Takes a rank from one view into the next: its engine stops, says what it holds, reaches the members and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from ftcomm.control import messages as m
+from ftcomm.control.engine import Engine, Unreachable
+from ftcomm.control.failed_dials import cause_of
+from ftcomm.control.gathered import RESUMED
+from ftcomm.control.node import Node
+from ftcomm.control.peers import Peers
+from ftcomm.control.views import View
+
+WAKE_AGAIN = 0.001  # s between wake-ups of an engine that goes to sleep just as it is frozen: one may be missed
+WAKE_UPS = 10  # then its longest sleep is over (`ftcomm.sync.futex.MAX_SLEEP`), and it has looked around
+
+
+class ViewEntry:
+    """Does what the node asks for while a view changes. In the event loop of the control thread.
+
+    `do(event, *args)` tells the node of an event and carries out its actions, `call` lets the loop do something, from
+    any thread, and `spawn` runs a task. `joins` says whether the rank is in no view yet, `on_joined` that it is, and
+    `is_short` whether an error is one of this process."""
+
+    def __init__(
+        self,
+        replica: int,
+        shard: int,
+        engine: Engine,
+        node: Node,
+        peers: Peers,
+        beat: float,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        do: Callable[..., None],
+        call: Callable[..., None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        joins: Callable[[], bool],
+        on_joined: Callable[[View], None],
+        is_short: Callable[[BaseException], bool],
+    ) -> None:
+        self._replica, self._shard = replica, shard
+        self._engine, self._node, self._peers, self._beat, self._loop = engine, node, peers, beat, loop
+        self._do, self._call, self._spawn = do, call, spawn
+        self._joins, self._on_joined, self._is_short = joins, on_joined, is_short
+        self._since = 0.0  # when this rank heard of the newest view
+
+    def freeze(self, view: View) -> None:
+        self._since = time.monotonic()
+        still = asyncio.Event()
+        self._peers.connect(view)
+
+        def quiesced() -> None:
+            still.set()
+            if self._node.machine.view is not view:
+                return
+            try:
+                progress = self._engine.progress()
+            except Exception as error:  # the exchange has failed
+                self._do(self._node.failed, str(error))
+                return
+            self._do(self._node.quiesced, view.epoch, progress, self._engine.awaited())
+
+        self._engine.freeze(lambda: self._call(quiesced))
+        self._spawn(self.wake(still))
+
+    async def wake(self, still: asyncio.Event) -> None:
+        for _ in range(WAKE_UPS):
+            await asyncio.sleep(WAKE_AGAIN)
+            if still.is_set():
+                return
+            self._engine.wake()
+
+    async def resume(self, view: View, progress: dict[int, m.Progress]) -> None:
+        told = time.monotonic()
+        severed = frozenset(replica for replica, said in progress.items() if self._replica in said.severed)
+        while self._node.wants(view):
+            try:
+                local = await self._in_thread(self._engine.reach, view, severed)
+                break
+            except Exception as error:
+                if self._node.wants(view) and not self._is_short(error):
+                    if not isinstance(error, Unreachable):
+                        raise
+                    now, cause = time.monotonic(), cause_of(error)
+                    self._do(self._node.unreachable, view.epoch, error.replica, str(error), cause, now)
+                await asyncio.sleep(self._beat)
+        if not self._node.wants(view):
+            return
+        self._peers.watch(view, local)
+        counts = self._engine.resume(view, progress)
+        times = {"told_ms": 1e3 * (told - self._since), "resume_ms": 1e3 * (time.monotonic() - self._since)}
+        joins = self._joins()
+        self._do(self._node.resumed, view)
+        if joins:
+            self._on_joined(view)
+        else:
+            report = m.Report(RESUMED, {"rank": self._shard, "epoch": view.epoch, **times, **counts})
+            self._do(self._node.tell, report)
+
+    def _in_thread(
+        self, work: Callable[[View, frozenset[int]], Iterable[int]], view: View, severed: frozenset[int]
+    ) -> asyncio.Future[Iterable[int]]:
+        """Run work in a thread of its own. Raises `RuntimeError` if there is none to be had. The executor of the loop
+        is shut down before the last view changes of an interpreter that exits."""
+        future: concurrent.futures.Future[Iterable[int]] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                result = work(view, severed)
+            except BaseException as error:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the caller has given up
+                    future.set_exception(error)
+            else:
+                with contextlib.suppress(concurrent.futures.InvalidStateError):
+                    future.set_result(result)
+
+        threading.Thread(target=run, name="ftcomm-reach", daemon=True).start()
+        return asyncio.wrap_future(future, loop=self._loop)

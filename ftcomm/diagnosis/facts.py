@@ -1,0 +1,111 @@
+"""All that is known of a job at one moment, as typed data: what a verdict is made from.
+
+Times are seconds before that moment, so that facts of several hosts can stand side by side. What is not known is left
+empty: a rank on a host that does not answer has no process, no stacks and no ops.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ftcomm.diagnosis.processes import ProcessFacts
+from ftcomm.diagnosis.stacks import Stacks
+
+ALL = "*"  # the group of all replicas
+Rank = tuple[int, int]  # replica, and rank in it
+COORDINATOR: Rank = (-1, 0)  # the end of a connection that is the coordinator's
+
+
+class WaitFacts(msgspec.Struct, frozen=True):
+    """A wait of an op for a rank, for so many seconds until now."""
+
+    rank: Rank
+    seconds: float
+
+
+class OpFacts(msgspec.Struct, frozen=True):
+    """An op of a rank. `what` says in words what was called, alike on all members; `caller` is the line of the script.
+    An op that is not `open` has returned. Groups with the same name and `column` are the same: rank i of all replicas
+    has a group of its own for each i."""
+
+    group: str
+    number: int
+    what: str
+    age: float  # since it was called
+    caller: str = ""
+    open: bool = True
+    failed: bool = False
+    column: int = 0
+    waits: tuple[WaitFacts, ...] = ()
+
+    @property
+    def named(self) -> str:
+        return f"{self.short} ({self.what})"
+
+    @property
+    def short(self) -> str:
+        return f"op {self.number}" if self.group == ALL else f"op {self.number} of group {self.group!r}"
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """A rank. `replica_state` is that of its replica at its launcher; `began` says whether its script has come to
+    ftcomm.init(); `collecting` is the share of time that the garbage collector takes."""
+
+    rank: Rank
+    host: str = ""
+    reached: bool = True  # whether the host was asked; else nothing below is known
+    replica_state: str = "running"
+    began: bool = True
+    member: bool = True
+    reason: str = ""  # why its replica is not in the job
+    process: ProcessFacts | None = None
+    stacks: Stacks = Stacks()
+    collecting: float = 0.0
+    phase: str = ""  # what it does besides ops
+    phase_age: float = 0.0
+    idle: float = 0.0  # since its last op returned
+    step: float = 0.0  # what it usually takes from the return of an op to the next call
+    ops: tuple[OpFacts, ...] = ()  # the newest, oldest first
+
+    @property
+    def open(self) -> tuple[OpFacts, ...]:
+        """The ops in flight."""
+        return tuple(op for op in self.ops if op.open)
+
+
+class LinkFacts(msgspec.Struct, frozen=True):
+    """A TCP connection for data in one direction. `lost` are segments that the sender has sent and the receiver never
+    got, `retries` how often the oldest one was sent again, `waiting` bytes that the receiver has not acknowledged,
+    `rate` the bytes a second that it acknowledges by now, `arrived` the segments that it got between two looks, `heard`
+    the seconds since it got data last."""
+
+    sender: Rank
+    receiver: Rank
+    waiting: int = 0
+    retries: int = 0
+    lost: int | None = None  # None: the receiver's count is not known
+    rate: float = 0.0
+    arrived: int = 0
+    heard: float | None = None  # None: not known
+
+    @property
+    def works(self) -> bool:
+        """Whether what is sent arrives, though nothing that says so comes back."""
+        return self.lost == 0 and self.waiting > 0 and self.retries > 0
+
+
+class JobFacts(msgspec.Struct, frozen=True):
+    """A job at the time `at`, in seconds since 1970. `forming`: there is no view yet."""
+
+    at: float
+    run: str = ""
+    replicas: int = 0
+    ranks_per_replica: int = 1
+    op_floor: float = 30.0  # s after which a wait is a stall at the earliest
+    op_timeout: float = 120.0  # and at the latest
+    grace: float = 5.0  # s for which a stall is watched before its cause is removed
+    presence: float = 1.5  # s after a sign of life for which the coordinator takes a member for alive
+    forming: bool = False
+    ranks: tuple[RankFacts, ...] = ()
+    links: tuple[LinkFacts, ...] = ()
+    earlier: JobFacts | None = None  # of a moment before, if somebody waited then for one whom it does not wait for now

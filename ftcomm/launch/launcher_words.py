@@ -1,0 +1,115 @@
+"""What the launchers of one job tell each other. That of host 0, beside which the coordinator runs, is in the middle.
+
+host 0 to others: `BeginJob`, `TurnedAway`, `CoordinatorSaid`, what the coordinator says, and `Heard`
+others to host 0: `RankFailed`, and `WhatWasHeard`, which `Heard` answers
+both ways: `ReplicaIs`, `JobIsLost`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ftcomm.control import field_types as t
+from ftcomm.control.decode import decode_with, learn
+from ftcomm.control.messages import Message
+from ftcomm.launch.policy import State
+
+LAUNCHER = "launcher"  # the purpose of their connections
+
+
+class BeginJob(Message, frozen=True):
+    """All hosts are there, or were: start the replicas. `store`: torch's, host:port. `job`: its name, which host 0 has
+    made if nobody gave one."""
+
+    store: t.Name
+    job: t.Name
+
+
+class TurnedAway(Message, frozen=True):
+    reason: t.Text
+
+
+class ReplicaIs(Message, frozen=True):
+    """A replica has come to a state, in its start number `starts`."""
+
+    replica: t.Replica
+    state: State
+    starts: t.Step
+
+
+class JobIsLost(Message, frozen=True):
+    reason: t.Text
+
+
+class RankFailed(Message, frozen=True):
+    """A rank of a replica has ended by an error."""
+
+    replica: t.Replica
+    reason: t.Text
+
+
+class WhatWasHeard(Message, frozen=True):
+    """Asks for `Heard`: of a replica that has ended, since what it said last may still be under way here; and of each
+    one when there is a connection again, since what was said meanwhile did not come. `number`: of the question."""
+
+    replica: t.Replica
+    number: t.Proposal
+
+
+class Heard(Message, frozen=True):
+    """What the coordinator has heard of the present life of a replica, which is its start number `starts`. `number` is
+    that of the question."""
+
+    replica: t.Replica
+    number: t.Proposal
+    starts: t.Step
+    joined: bool
+    contributed: bool
+    finished: bool
+    trained: bool
+    left: bool
+    removed: t.Text  # why; "" if it was not
+
+
+class CoordinatorSaid(Message, frozen=True):
+    event: dict[t.Name, Any]
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` if the launcher could not act on it."""
+        if not isinstance(self.event.get("kind"), str):
+            raise ValueError("an event without a kind")
+        if self.event["kind"] == "view":
+            msgspec.convert(self.event, _View)
+        elif self.event["kind"] == "metrics":
+            msgspec.convert(self.event, _Metrics)
+
+
+class _Member(msgspec.Struct, frozen=True):
+    replica: t.Replica
+    contributing: bool
+
+
+class _View(msgspec.Struct, frozen=True):
+    epoch: t.Step
+    step: t.Step | None
+    members: list[_Member]
+    why: str
+    lost: list[t.Replica] = []
+
+
+class _Metrics(msgspec.Struct, frozen=True):
+    effective: float
+
+
+AnyWord = BeginJob | TurnedAway | ReplicaIs | JobIsLost | RankFailed | WhatWasHeard | Heard | CoordinatorSaid
+
+_decoder = msgspec.msgpack.Decoder(AnyWord)
+learn(_View, _Metrics)
+
+
+def decode_word(data: bytes) -> AnyWord:
+    """Raises only `msgspec.DecodeError`."""
+    word: AnyWord = decode_with(_decoder, data)
+    return word

@@ -1,0 +1,72 @@
+"""What follows from what the launchers of other hosts say of their replicas, and what they have to know of ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from ftcomm.launch.coordinator_events import CoordinatorEvents
+from ftcomm.launch.job_state import JobState
+from ftcomm.launch.launcher_words import CoordinatorSaid, Heard, ReplicaIs
+from ftcomm.launch.removed_replicas import RemovedReplicas
+from ftcomm.launch.replica_processes import ReplicaProcesses
+from ftcomm.launch.report import Event
+from ftcomm.launch.shutdown import Shutdown
+
+
+class ReplicasElsewhere:
+    """The listener to the other hosts, see `HostsListener`. `judge(replica)` decides what its end means, on host 0
+    `exited(replica, how)` tells the coordinator that a rank has ended by an error."""
+
+    def __init__(
+        self,
+        job: JobState,
+        removed: RemovedReplicas,
+        shutdown: Shutdown,
+        coordinator: CoordinatorEvents,
+        judge: Callable[[ReplicaProcesses], None],
+        exited: Callable[[int, str], None],
+        stands: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self._job, self._removed, self._shutdown, self._coordinator = job, removed, shutdown, coordinator
+        self._judge, self.failed, self.stands, self.log = judge, exited, stands, log
+
+    def event(self, event: Event) -> None:
+        self._coordinator.hear({**event, "mono": time.monotonic()})
+
+    def replica(self, word: ReplicaIs) -> None:
+        self._job.replicas[word.replica].is_told(word)
+        self._shutdown.check()
+
+    def heard(self, word: Heard) -> None:
+        replica = self._job.replicas[word.replica]
+        replica.note(word)
+        if word.removed and word.starts == replica.starts and not replica.removed:
+            self._removed.remove(replica, word.removed)
+        self._shutdown.check()
+
+    def judge(self, replica: int, starts: int) -> None:
+        ended = self._job.replicas[replica]
+        if ended.starts == starts:
+            self._judge(ended)
+
+    def anew(self, node: int) -> None:
+        self._job.host_is_new(node)
+        self._shutdown.check()
+
+    def lost(self, reason: str) -> None:
+        self._shutdown.lose(reason)
+
+    def changed(self) -> None:
+        if self._job.replicas:
+            self._shutdown.check()
+
+    def known(self, replica: int, question: int) -> Heard:
+        return self._job.replicas[replica].heard(question)
+
+    def states(self) -> Iterator[ReplicaIs | CoordinatorSaid]:
+        for replica in self._job.replicas:
+            yield ReplicaIs(replica.number, replica.state, replica.starts)
+        if self._job.view is not None:
+            yield CoordinatorSaid(self._job.view)

@@ -1,0 +1,147 @@
+"""Decides why a replica was interrupted, from what is known of its end. Pure."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Kind(enum.Enum):
+    """The causes that are told apart."""
+
+    PROGRAM = "program"  # an exit code of its own, after an error of its script
+    SIGNAL = "signal"  # a signal, and nobody knows who sent it
+    OUT_OF_MEMORY = "out of memory"  # killed by the kernel for want of host memory
+    GPU = "gpu"  # an error of the CUDA runtime or the driver
+    HOST_LOST = "host lost"  # its host fell silent
+    NETWORK = "network"  # it and others could not reach each other, though they live
+    STALL = "stall"  # it held the others up for longer than was allowed
+    DIVERGENCE = "divergence"  # its results differed from those of the others
+    OPERATOR = "operator"  # `ftcomm restart`, or a drain
+    PREEMPTION = "preemption"  # SIGTERM by somebody else: a scheduler, or a person
+    UNKNOWN = "unknown"
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """What is known of the end of a replica's life. Empty fields are not known.
+
+    `code` is an exit code, `signal` the name of the signal that killed it. `reason` are the words of the coordinator,
+    `removal` its kind of removal (`ftcomm.control.blame.Removal`). `lines` are the last of its output.
+    """
+
+    code: int | None = None
+    signal: str = ""
+    reason: str = ""
+    removal: str = ""
+    lines: tuple[str, ...] = ()
+    killed_by_kernel: bool = False  # for want of memory
+    restart_asked: bool = False  # by `ftcomm restart`
+    left: bool = False  # at a step boundary, in order
+    diverged: bool = False
+
+
+class InterruptionCause(msgspec.Struct, frozen=True):
+    """The cause in words; `component` and `category` are those of table 5 of the Llama 3 report (arXiv 2407.21783)."""
+
+    kind: Kind
+    detail: str  # one line
+    component: str
+    category: str
+    planned: bool = False
+
+
+# Each class of CUDA errors with the component that it speaks of. The first that matches counts, so the hardware stands
+# before what follows from it. The numbers are those of NVIDIA's XID catalogue.
+_GPU = (
+    (r"uncorrectable (?:ECC|NVLink) error|XID[^\d]{0,12}(?:48|63|64|94|95)\b", "ECC error", "GPU memory"),
+    (r"XID[^\d]{0,12}(?:79)\b|fallen off the bus|device(?:s)? (?:is|are) lost", "lost GPU", "Faulty GPU"),
+    (r"XID[^\d]{0,12}(?:61|62|119|120)\b|GSP (?:RPC )?timeout", "firmware", "GPU system processor"),
+    (r"XID[^\d]{0,12}74\b|NVLink error", "NVLink", "Faulty GPU"),
+    (r"NVML.*(?:thermal|overheat)|HW Thermal Slowdown", "thermal", "GPU thermal interface and sensor"),
+    (r"CUDA out of memory|torch\.OutOfMemoryError|cudaErrorMemoryAllocation", "out of GPU memory", "Software bug"),
+    (r"illegal memory access|cudaErrorIllegalAddress", "illegal memory access", "Software bug"),
+    (r"device-side assert", "device-side assert", "Software bug"),
+    (r"misaligned address", "misaligned address", "Software bug"),
+    (r"unspecified launch failure|cudaErrorLaunchFailure", "launch failure", "Faulty GPU"),
+    (r"CUDA error: ([^\n]{1,80})|CUDA driver error: ([^\n]{1,80})", "", "Faulty GPU"),
+)
+_GPU_PATTERNS = tuple((re.compile(pattern, re.IGNORECASE), name, part) for pattern, name, part in _GPU)
+_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
+_SCRIPT = re.compile(r"its script failed with (\w+)|its script exited with code (\d+)|exited with code (\d+)")
+_KILLED = re.compile(r"was killed by (\w+)")
+_DETAIL = 200  # characters
+
+
+def gpu_error(text: str) -> tuple[str, str] | None:
+    """Returns the class of the CUDA error that `text` speaks of and the component, or None."""
+    for pattern, name, component in _GPU_PATTERNS:
+        if found := pattern.search(text):
+            return name or next(word for word in found.groups() if word).strip(), component
+    return None
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """Returns the last line that names an exception, else the last that is not empty, else ""."""
+    said = [line.strip() for line in lines if line.strip()]
+    return next((line for line in reversed(said) if _ERROR.match(line)), said[-1] if said else "")[:_DETAIL]
+
+
+def classify(evidence: Evidence) -> InterruptionCause:
+    """Decide the cause. What was asked for comes first, then what others saw, then what the process itself said."""
+    text = "\n".join((*evidence.lines, evidence.reason))
+    if evidence.restart_asked:
+        return InterruptionCause(Kind.OPERATOR, "restarted by `ftcomm restart`", "Restart", "Planned", planned=True)
+    if evidence.diverged:
+        return InterruptionCause(
+            Kind.DIVERGENCE, "its results differed from the others'", "Silent data corruption", "GPU"
+        )
+    if evidence.removal:
+        return _removed(evidence)
+    if evidence.killed_by_kernel:
+        return InterruptionCause(Kind.OUT_OF_MEMORY, "killed by the kernel: out of memory", "System memory", "Host")
+    if error := gpu_error(text):
+        name, component = error
+        category = "Dependency" if component == "Software bug" else "GPU"
+        return InterruptionCause(Kind.GPU, f"CUDA: {name}", component, category)
+    if evidence.left or evidence.signal == "SIGTERM":
+        return InterruptionCause(Kind.PREEMPTION, "SIGTERM from outside", "Host maintenance", "Unplanned maintenance")
+    return _ended(evidence)
+
+
+def _removed(evidence: Evidence) -> InterruptionCause:
+    detail = evidence.reason[:_DETAIL]
+    if evidence.removal == "stall":
+        return InterruptionCause(Kind.STALL, detail or "others waited for it", "Watchdog timeout", "Unknown")
+    if evidence.removal == "unreachable":
+        return InterruptionCause(Kind.NETWORK, detail or "could not be reached", "Network switch or cable", "Network")
+    return InterruptionCause(Kind.HOST_LOST, detail or "was not heard", "Host lost", "Host")
+
+
+def _ended(evidence: Evidence) -> InterruptionCause:
+    error = last_error(evidence.lines)
+    if evidence.code is not None and evidence.code != 0:
+        detail = f"exit code {evidence.code}" + (f": {error}" if error else "")
+        return InterruptionCause(Kind.PROGRAM, detail[:_DETAIL], "Software bug", "Dependency")
+    if evidence.code == 0:
+        return InterruptionCause(Kind.PROGRAM, "exit code 0 in mid-training", "Software bug", "Dependency")
+    if evidence.signal:
+        return _signalled(evidence.signal)
+    if found := _SCRIPT.search(evidence.reason):
+        return InterruptionCause(Kind.PROGRAM, found.group(0), "Software bug", "Dependency")
+    if found := _KILLED.search(evidence.reason):
+        return _signalled(found.group(1))
+    return InterruptionCause(Kind.UNKNOWN, evidence.reason[:_DETAIL] or "its process ended", "Unknown", "Unknown")
+
+
+def _signalled(name: str) -> InterruptionCause:
+    if name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"):
+        return InterruptionCause(Kind.SIGNAL, f"crashed with {name}", "Software bug", "Dependency")
+    return InterruptionCause(Kind.SIGNAL, f"killed by {name}", "Killed from outside", "Unknown")
+
+
+def lost_connection(reason: str) -> InterruptionCause:
+    """Returns the cause of a view that only makes connections again: nobody was lost."""
+    return InterruptionCause(Kind.NETWORK, reason[:_DETAIL], "Network switch or cable", "Network")
