@@ -37,6 +37,7 @@ class Experiments(LazyGroup):
         "reduce_scatter": ("collective:REDUCE_SCATTER", "Reduce-scatter: on each rank one part of the sum of all."),
         "rejoin": ("rejoin", "Kill a training replica, and see what the others notice of its return."),
         "scatter": ("collective:SCATTER", "Scatter: from rank 0 a part to each."),
+        "stragglers": ("stragglers", "Ask who is slow while all are alike, then make one slower."),
         "train": ("train", "Time steps of DDP, then kill replicas of a training."),
         "tune": ("tune", "Find the switch points of all-reduces on this machine."),
         "views": ("control_views", "What changes of view cost the control plane of 98,304 ranks, without sockets."),
