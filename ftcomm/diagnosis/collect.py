@@ -287,6 +287,7 @@ def _ops(
                 open=open_,
                 failed=op.failed,
                 column=column,
+                epoch=op.last_epoch,
                 waits=tuple(mine),
             )
         )

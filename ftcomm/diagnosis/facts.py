@@ -25,8 +25,8 @@ class WaitFacts(msgspec.Struct, frozen=True):
 
 class OpFacts(msgspec.Struct, frozen=True):
     """An op of a rank. `what` says in words what was called, alike on all members; `caller` is the line of the script.
-    An op that is not `open` has returned. Groups with the same name and `column` are the same: rank i of all replicas
-    has a group of its own for each i."""
+    An op that is not `open` has returned; `epoch` is that of the view in which it goes on. Groups with the same name
+    and `column` are the same: rank i of all replicas has a group of its own for each i."""
 
     group: str
     number: int
@@ -36,6 +36,7 @@ class OpFacts(msgspec.Struct, frozen=True):
     open: bool = True
     failed: bool = False
     column: int = 0
+    epoch: int = 0
     waits: tuple[WaitFacts, ...] = ()
 
     @property

@@ -120,7 +120,14 @@ def _gone_on(calls: Unlike, edges: Sequence[_Edge]) -> bool:
 
 
 def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
-    """Returns the waits of the first op in flight of each group; the ops behind it wait for it."""
+    """Returns the waits of the first op in flight of each group; the ops behind it wait for it. Who has gone on in a
+    later view of the group is not waited for: that is what a rank does that was removed and has not heard of it."""
+    ranks = tuple(ranks)
+    newest: dict[tuple[Rank, str, int], int] = {}
+    for rank in ranks:
+        for op in rank.ops:
+            key = rank.rank, op.group, op.column
+            newest[key] = max(op.epoch, newest.get(key, 0))
     found = []
     for rank in ranks:
         firsts: dict[tuple[str, int], OpFacts] = {}
@@ -129,7 +136,11 @@ def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
             if op.number < known.number:
                 firsts[op.group, op.column] = op
         for op in firsts.values():
-            found += [_Edge(rank.rank, op, wait.rank, wait.seconds) for wait in op.waits if wait.seconds >= LEAST_WAIT]
+            found += [
+                _Edge(rank.rank, op, wait.rank, wait.seconds)
+                for wait in op.waits
+                if wait.seconds >= LEAST_WAIT and newest.get((wait.rank, op.group, op.column), 0) <= op.epoch
+            ]
     return found
 
 

@@ -227,6 +227,18 @@ def test_whom_nobody_reaches_is_not_judged_by_what_it_does() -> None:
     expect(apart, StallCause.CUT, ((0, 0), (2, 0)))
 
 
+def test_who_has_gone_on_without_a_dead_host_is_not_what_that_waits_for() -> None:
+    """It was removed and cannot hear of it, and its connections have nothing under way."""
+    went_on = tuple(rank(replica, op(17, open=False, epoch=2), op(18, open=False, epoch=2)) for replica in (0, 1))
+    expect_none(job(*went_on, rank(2, op(17, on=((0, 0), (1, 0)), epoch=1), member=False)))
+    late = rank(2, op(18, on=((1, 0),), epoch=2))
+    expect(job(*went_on, late), StallCause.OWN_CODE, ((1, 0),))  # in the same view it does wait
+
+
+def expect_none(facts: JobFacts) -> None:
+    assert StallCause(judge(facts).cause) is StallCause.NONE, words(judge(facts))
+
+
 def test_ranks_that_others_have_started_are_not_said_to_be_well() -> None:
     verdict = judge(job(*(rank(replica, reached=False, process=None) for replica in range(3))))
     assert StallCause(verdict.cause) is StallCause.UNKNOWN
