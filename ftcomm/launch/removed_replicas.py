@@ -18,10 +18,15 @@ class Timers:
     """The timers of a job, on the event loop that runs. `close` cancels them."""
 
     def __init__(self) -> None:
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: set[asyncio.TimerHandle] = set()  # that have not run; those of a job of a year would be many
 
     def later(self, delay: float, call: Callable[..., Any], *args: Any) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(delay, call, *args))
+        def run() -> None:
+            self._timers.discard(timer)
+            call(*args)
+
+        timer = asyncio.get_running_loop().call_later(delay, run)
+        self._timers.add(timer)
 
     def close(self) -> None:
         for timer in self._timers:

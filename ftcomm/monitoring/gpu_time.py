@@ -86,6 +86,10 @@ class GpuTime:
                 price[account.use] += self._open(account, now)
         return price
 
+    def forget(self, interruption: int) -> None:
+        """Forget what one interruption has cost, for which nobody pays any more."""
+        self._prices.pop(interruption, None)
+
     def _open(self, account: _Account, now: float) -> float:
         return max(0.0, (now - account.since) * self._ranks - account.moved)
 

@@ -13,6 +13,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ _Record = TypeVar("_Record")
 
 VERSION = 1  # of the tables
 BUSY = 10.0  # s to wait for another writer
+LATE = 10_000  # interruptions, the newest, that are kept for a disk on which nothing can be written
 
 _TABLES = (
     "CREATE TABLE jobs (run TEXT PRIMARY KEY, began REAL NOT NULL, record BLOB NOT NULL)",
@@ -192,5 +194,6 @@ class HistoryWriter:
                 if not told:
                     self._trouble(f"the history of the job is not written: {error}; the job goes on without it")
                 told = True
+                late = dict(islice(late.items(), max(0, len(late) - LATE), None))
         if history is not None:
             history.close()

@@ -5,12 +5,16 @@ contributes again. Its phases are those of `ftcomm.monitoring.gpu_time`: the sur
 loss until their ops go on, the lost replica from then until it contributes. Two replicas that are lost in one view
 share what the survivors pay. A view that only makes connections again is an interruption of the network, without
 absence. A replica that finishes, or that leaves as the job is drained, is none.
+
+A job of a year has many: the newest `KEPT` are kept, and of those before only sums. All are in the history.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +26,7 @@ from ftcomm.monitoring.plain import plain
 Event = Mapping[str, Any]  # as the coordinator and the launcher make them; `mono` and `time` are seconds
 
 LINES = 12  # of the output of a rank that are kept
+KEPT = 1000  # interruptions, and those that are not over or have changed
 
 
 class Interruption(msgspec.Struct, frozen=True):
@@ -107,7 +112,10 @@ class Interruptions:
         self.began: float | None = None  # of the first view, monotonic
         self.now = 0.0  # of the newest event
         self._ranks, self._host_of = ranks_per_replica, host_of
-        self._all: list[_Open] = []
+        self._count = 0
+        self._kept: dict[int, _Open] = {}  # by number, the oldest first
+        self._past_causes: Counter[str] = Counter()  # of those that are not kept
+        self._past_prices: dict[str, Counter[str]] = {}
         self._records: dict[int, Interruption] = {}  # of those that are over and have not changed since
         self._open: dict[int, _Open] = {}  # replica -> its interruption
         self._signs: dict[int, _Sign] = {}
@@ -118,7 +126,8 @@ class Interruptions:
         self._step = -1
 
     def __len__(self) -> int:
-        return len(self._all)
+        """How many there were."""
+        return self._count
 
     @property
     def lasting(self) -> set[int]:
@@ -133,10 +142,18 @@ class Interruptions:
             handler(event)
         if isinstance(step := event.get("step"), int) and "replica" in event:
             self._step = max(self._step, step)
+        self._sum_up()
 
     def listed(self, now: float, numbers: Iterable[int] | None = None) -> list[Interruption]:
-        """Returns all interruptions, or those of `numbers`, as of `now`."""
-        return [self._record(self._all[number], now) for number in (range(len(self)) if numbers is None else numbers)]
+        """Returns the interruptions that are kept, or those of `numbers` among them, as of `now`."""
+        return [self._record(self._kept[number], now) for number in (self._kept if numbers is None else numbers)]
+
+    def by_cause(self, now: float) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+        """Returns how many interruptions there were of each cause, and what each cause has cost by phase."""
+        causes, prices = Counter(self._past_causes), {kind: Counter(each) for kind, each in self._past_prices.items()}
+        for each in self.listed(now):
+            _add(each, causes, prices)
+        return dict(causes), {kind: dict(phases) for kind, phases in prices.items()}
 
     def close(self, now: float) -> None:
         """The job is over: nobody comes back any more."""
@@ -267,7 +284,7 @@ class Interruptions:
             sign.know(left=in_order, reason=plain(str(event.get("why", ""))))
             first = now if sign.first is None or in_order else min(sign.first, now)
             one = _Open(
-                len(self._all),
+                self._count,
                 replica,
                 self._host_of(replica),
                 event["time"] - (now - first),
@@ -277,7 +294,7 @@ class Interruptions:
                 sign.evidence,
                 survivors=() if in_order else survivors,
             )
-            self._all.append(one)
+            self._keep(one)
             self._open[replica] = one
             self.gpu_time.move(replica, Use.ABSENCE, (now - first) * self._ranks, one.number, now)
             self.gpu_time.begin(replica, Use.ABSENCE, now, one.number)
@@ -298,7 +315,7 @@ class Interruptions:
         noticed = now if replica < 0 else min(signs[replica].noticed or now, now)
         why = signs[replica].evidence.reason if replica >= 0 else plain(str(event.get("why", "")))
         one = _Open(
-            len(self._all),
+            self._count,
             replica,
             self._host_of(replica) if replica >= 0 else "",
             event["time"] - (now - noticed),
@@ -311,10 +328,26 @@ class Interruptions:
             ended=now,
             back=True,
         )
-        self._all.append(one)
+        self._keep(one)
         self._charge(one, Use.VIEW, now - noticed, now)
         self._resuming = {event["epoch"]: [one]}
         self._touch(one)
+
+    def _keep(self, one: _Open) -> None:
+        self._kept[one.number] = one
+        self._count += 1
+
+    def _sum_up(self) -> None:
+        """Keep only sums of the oldest ones, if nothing of them can change and the history has them."""
+        for number in tuple(islice(self._kept, max(0, len(self._kept) - KEPT))):
+            one = self._kept[number]
+            changes = one.ended is None or number in self.changed
+            if changes or any(one is payer for payers in self._resuming.values() for payer in payers):
+                continue
+            _add(self._record(one, self.now), self._past_causes, self._past_prices)
+            del self._kept[number]
+            self._records.pop(number, None)
+            self.gpu_time.forget(number)
 
     def _charge(self, one: _Open, use: Use, seconds: float, now: float) -> None:
         """Let the survivors pay for `seconds`."""
@@ -364,3 +397,8 @@ class Interruptions:
             one.deaths,
             one.evidence.lines,
         )
+
+
+def _add(one: Interruption, causes: Counter[str], prices: dict[str, Counter[str]]) -> None:
+    causes[one.cause.kind.value] += 1
+    prices.setdefault(one.cause.kind.value, Counter()).update(one.price)

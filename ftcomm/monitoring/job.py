@@ -180,7 +180,7 @@ class JobMonitor:
         """Returns the job as of `now`; `mono` is the same moment on the clock of the events."""
         cells = -(-self._ranks // max(1, min(CELLS, ALL_CELLS // self._replicas)))
         uses = {use.value: round(amount, 3) for use, amount in self.interruptions.gpu_time.booked(mono).items()}
-        every = self.interruptions.listed(mono)
+        causes, prices = self.interruptions.by_cause(mono)
         return Overview(
             run=self._run,
             script=self._script,
@@ -196,13 +196,13 @@ class JobMonitor:
             contributing=self._contributing,
             effective=effective(uses),
             uses=uses,
-            interruptions=len(every),
-            causes=dict(Counter(x.cause.kind.value for x in every)),
-            prices=_prices(every),
+            interruptions=len(self.interruptions),
+            causes=causes,
+            prices=prices,
             events_of=dict(self._counts),
             ranks_per_cell=cells,
             rows=[self._row(replica, cells, now) for replica in range(self._replicas)],
-            newest=every[-SHOWN:],
+            newest=self.interruptions.listed(mono)[-SHOWN:],
             events=list(self._events),
             points=list(self._points),
             told=self._verdict(),
@@ -330,11 +330,3 @@ class JobMonitor:
         if replica in self._contributes:
             return "training" if self._contributes[replica] else "catching up"
         return "starting" if self._alive.get(replica) or not self._epoch else "away"
-
-
-def _prices(every: Sequence[Interruption]) -> dict[str, dict[str, float]]:
-    """Returns what each cause has cost, by phase."""
-    prices: dict[str, Counter[str]] = {}
-    for each in every:
-        prices.setdefault(each.cause.kind.value, Counter()).update(each.price)
-    return {kind: dict(phases) for kind, phases in prices.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterable
@@ -139,12 +140,22 @@ def read(path: str | os.PathLike[str], newest: int | None = None) -> Recording:
     except OSError as error:
         raise RecordingError(f"{os.fspath(path)}: {error.strerror or error}") from None
     try:
-        first = os.pread(fd, layout.MOST_BYTES, 0)
-        return parse(first, os.pread(fd, len(first), 0), os.fspath(path), newest)
+        return parse(_copied(fd), _copied(fd), os.fspath(path), newest)
     except OSError as error:
         raise RecordingError(f"{os.fspath(path)}: {error.strerror or error}") from None
     finally:
         os.close(fd)
+
+
+def _copied(fd: int) -> bytes | mmap.mmap:
+    """Returns the bytes of a file, in memory of their own that the system has back at once: in the heap of each thread
+    of a launcher that reads them there would stay some MB of them."""
+    size = min(os.fstat(fd).st_size, layout.MOST_BYTES)
+    if size <= 0:
+        return b""
+    copy = mmap.mmap(-1, size)
+    got = os.preadv(fd, [copy], 0)
+    return copy if got == size else copy[:got]
 
 
 def read_all(folder: Path) -> tuple[list[Recording], list[str]]:
@@ -173,14 +184,14 @@ def stands_since(folder: Path) -> float:
     return max(last, waits)
 
 
-def parse(first: bytes, second: bytes, path: str = "", newest: int | None = None) -> Recording:
+def parse(first: bytes | mmap.mmap, second: bytes | mmap.mmap, path: str = "", newest: int | None = None) -> Recording:
     """Returns the recording in two reads of the same file, one after the other: a record that differs between them is
     being written. See `read` for `newest`. Raises `RecordingError`."""
     return _Parser(first, second, path, newest).recording()
 
 
 class _Parser:
-    def __init__(self, first: bytes, second: bytes, path: str, newest: int | None) -> None:
+    def __init__(self, first: bytes | mmap.mmap, second: bytes | mmap.mmap, path: str, newest: int | None) -> None:
         self._data, self._again, self._path, self._newest = first, second, path, newest
         self._problems: list[str] = []
         self._texts: dict[int, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import json
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from ftcomm.cli import commands
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.call_codes import KINDS
-from ftcomm.launch.dumper import cause_of
+from ftcomm.launch import dumper
+from ftcomm.launch.dumper import Dumper, cause_of
 from ftcomm.recorder import dump
 from ftcomm.recorder.chrome import trace
 from ftcomm.recorder.clocks import offsets
@@ -252,6 +254,30 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
     with pytest.raises(DumpError, match=r"No space left on device; make room there, or set FTCOMM_DUMP_DIR"):
         write(recordings, "run", "stall")
     assert sorted(path.name for path in dump.dump_dir().iterdir()) == left
+
+
+def test_a_launcher_lets_another_process_write_its_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dumper, "PATIENCE", dumper.LONGEST)
+    monkeypatch.setattr(dump, "write", None)  # so that this process cannot
+    rank, said = Rank(0, 1), list[str]()
+    rank.op(0, called=1.0)
+    rank.save(tmp_path / "recordings")
+
+    async def dump_for(*causes: str) -> None:
+        writer = Dumper(tmp_path / "recordings", "run", said.append)
+        for cause in causes:
+            writer.dump(cause)
+        await writer.close()
+
+    asyncio.run(dump_for("stall", "crash"))
+    for cause, line in zip(("stall", "crash"), sorted(said, reverse=True), strict=True):
+        begin, _, folder = line.rpartition(" ")
+        assert begin == f"{cause}: what all ranks did is in"
+        assert recordings_in(Path(folder))[0][0].ops[0].number == 0
+    dump.dump_dir().chmod(0o755)
+    asyncio.run(dump_for("stall"))
+    assert said[-1].startswith("stall: no dump was written")
+    assert "FTCOMM_DUMP_DIR" in said[-1]
 
 
 def test_where_others_can_read_no_dump_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from ftcomm.launch.policy import (
     how_it_ended,
     signal_name,
 )
+from ftcomm.launch.removed_replicas import Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.run import Launcher
 
@@ -447,6 +448,24 @@ def test_a_lost_replica_is_ended_only_if_its_process_lives_and_has_no_other_reas
     asyncio.run(happens())
     assert signals == ([signal.SIGTERM] if ends else [])
     assert replica.removed == ("lost 1: x" if ends else "")
+
+
+def test_a_timer_that_has_run_is_not_kept_and_one_that_has_not_is_cancelled() -> None:
+    ran: list[str] = []
+
+    async def happens() -> None:
+        timers = Timers()
+        for _ in range(100):
+            timers.later(0.0, ran.append, "soon")
+        timers.later(3600.0, ran.append, "late")
+        while len(ran) < 100:
+            await asyncio.sleep(0)
+        (left,) = timers._timers
+        timers.close()
+        assert left.cancelled()
+
+    asyncio.run(happens())
+    assert ran == ["soon"] * 100
 
 
 @pytest.mark.parametrize(("rank", "late"), [(0, [0, 1]), (1, [1])])

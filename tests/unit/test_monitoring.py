@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcomm.errors import SettingsError
+from ftcomm.monitoring import interruptions
 from ftcomm.monitoring.causes import Evidence, Kind, classify, last_error
 from ftcomm.monitoring.evidence import killed_in, kills_counted, without
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
@@ -259,6 +260,32 @@ def test_the_end_of_a_job_is_no_interruption() -> None:
     drained.say("draining", 1)
     drained.view({}, 1, step=5)
     assert done.all() == drained.all() == []
+
+
+def test_of_many_interruptions_the_newest_are_kept_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kills(written: bool) -> Script:
+        job = Script()
+        for number in range(20):
+            job.say("process_exited", 5, replica=2, rank=0, code=number % 2, signal=None, lines=["a line"])
+            job.say("suspect", 0.1, replica=2, by=0, reason="its process died")
+            job.view({0: True, 1: True}, 0.2)
+            job.view({0: True, 1: True, 2: True}, 3, step=number)
+            if written:
+                job.of.changed.clear()
+        job.view({0: True, 1: True}, 2)  # and it is away
+        return job
+
+    whole = kills(written=True)
+    monkeypatch.setattr(interruptions, "KEPT", 5)
+    job, unwritten = kills(written=True), kills(written=False)
+    assert [one.number for one in job.all()] == [*range(16, 21)]
+    assert set(job.of.gpu_time._prices) <= {*range(16, 21)}, "nor are prices of others"
+    assert (len(job.of), len(whole.all()), len(unwritten.all())) == (21, 21, 21), "not before the history has them"
+    (causes, prices), (causes_of_all, prices_of_all) = job.of.by_cause(job.at), whole.of.by_cause(whole.at)
+    assert causes == causes_of_all
+    assert sum(causes.values()) == 21
+    assert prices.keys() == prices_of_all.keys()
+    assert all(prices[kind] == pytest.approx(prices_of_all[kind]) for kind in prices)
 
 
 def test_an_old_suspicion_is_not_paid_later() -> None:
