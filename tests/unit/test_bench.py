@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftcomm.bench import collective, overhead, peers, recovery
+from ftcomm.bench import collective, overhead, peers, recovery, stragglers
 from ftcomm.bench.collective import CollectiveRequest, CollectiveRow, Contestant, rows
 from ftcomm.bench.collectives import COLLECTIVES, IN, OUT, Case
 from ftcomm.bench.data import FLOATS, INTEGERS, PERIOD, REDOPS, Pattern, item_size
@@ -605,3 +605,12 @@ def test_the_command_fails_if_more_is_sent_again_than_was_in_flight(
         main(["bench", "recovery", "--smoke"])
     assert raised.value.code == 1
     assert "sent again more than was in flight: 1 FAILED" in capsys.readouterr().out
+
+
+def test_each_name_while_all_are_alike_is_a_false_one_and_later_that_of_another() -> None:
+    looks = [
+        stragglers.Look(30.0, "even", 150, (1.0, 1.1, 1.0, 1.0), (1,)),
+        stragglers.Look(60.0, "even", 300, (1.0, 1.0, 1.0, 1.0), ()),
+        stragglers.Look(62.0, "slow", 310, (1.0, 1.0, 1.2, 1.3), (2, 3)),
+    ]
+    assert stragglers.false_names(looks, slow=3) == 2
