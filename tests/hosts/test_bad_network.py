@@ -20,6 +20,7 @@ from ftcomm.lab.netns.network import HUB_ADDRESS, address
 from ftcomm.lab.netns.slow_network import SlowNetwork
 from ftcomm.launch.hosts import HUB
 from ftcomm.transport.address import open_port, own_address
+from tests.deadlines import DEADLINE
 from tests.opened import open_socket
 
 from .bodies import mixed
@@ -29,7 +30,6 @@ from .test_promises import ENDLESS, HEARTBEAT
 pytestmark = pytest.mark.protocol
 
 CREDENTIALS = handshake.Credentials("token")
-DEADLINE = 60.0
 COORDINATOR = (HUB_ADDRESS, 29400)
 
 

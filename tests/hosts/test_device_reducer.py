@@ -16,7 +16,7 @@ from .bodies import mixed
 from .job import HostJob
 from .test_promises import Watch, agree, expelled
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

@@ -14,7 +14,7 @@ from .bodies import columns
 from .job import HostJob
 from .test_promises import HEARTBEAT, SETTINGS, Watch, cables  # noqa: F401
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 
 def test_ranks_that_are_cut_from_their_leaders_wait_for_them(cables: LabNetwork, tmp_path: Path) -> None:  # noqa: F811

@@ -19,7 +19,7 @@ from .job import HostJob
 from .test_network import DEADLINE, PORT, line  # noqa: F401
 from .test_promises import SETTINGS, Watch, agree, cables, expelled  # noqa: F401
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 
 def until(true: Callable[[], bool]) -> None:

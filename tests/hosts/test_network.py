@@ -19,12 +19,12 @@ from ftcomm.lab.netns.hosts import NamespaceHosts, hosts_named, parse_delay, par
 from ftcomm.lab.netns.relay import VNET, sizes
 from ftcomm.lab.netns.slow_network import SlowNetwork
 from ftcomm.launch.hosts import HUB
+from tests.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 
 DELAY = 0.02
 PORT = 4000
-DEADLINE = 60.0
 
 
 @pytest.fixture

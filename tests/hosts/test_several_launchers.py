@@ -11,7 +11,7 @@ from ftcomm.errors import SettingsError
 from ftcomm.lab.netns.slow_network import SlowNetwork
 from tests.process.several_hosts import DEADLINE, SCRIPT, Host
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.protocol
 
 OVER_TCP = ("--transport", "tcp", "--op-timeout", "20")  # the memory of the two is the same in truth
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import DEADLINE
 from tests.integrations.test_trainers import EXAMPLES, KILLED
 from tests.integrations.torchrun import Torchruns
 
-DEADLINE = 240.0  # s for each thing that is waited for
-pytestmark = [pytest.mark.timeout(4 * DEADLINE), pytest.mark.slow, pytest.mark.usefixtures("_fork_server")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_fork_server")]
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ import pytest
 
 from ftcomm.errors import ArgumentError
 from ftcomm.launch import Launcher, RunOptions, run
+from tests.deadlines import DEADLINE
 
 KILLED = Path(__file__).with_name("killed.py")
 TRACKED = Path(__file__).with_name("tracked.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE = 300.0  # s of a run
 AFTER = 12  # steps between two kills, and before the end
-pytestmark = [pytest.mark.timeout(DEADLINE + 60), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

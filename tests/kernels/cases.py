@@ -31,6 +31,7 @@ class KernelCase(NamedTuple):
     twice: int = 0  # main loops that lie behind two at least
     signals: int = 0  # releases at system scope that there are at least
     waits: int = 0  # fences or acquiring loads likewise
+    typical: bool = False  # of its kernel: one whose text for another target tells as much as that of all
 
     @property
     def portable(self) -> bool:
@@ -74,7 +75,8 @@ def _reductions() -> Iterator[KernelCase]:
             "divisor": "i32",
         }
         name = f"{w if constants['W'] else 'any'} {dtype} {op}"
-        yield KernelCase("reduce", name, reduce_kernel, types, constants, loops=1)
+        typical = dtype in ("bfloat16", "float32") and w == 4
+        yield KernelCase("reduce", name, reduce_kernel, types, constants, loops=1, typical=typical)
 
 
 # ---- the all-reduce -----------------------------------------------------------------------------------------------
@@ -94,4 +96,5 @@ def _allreduces() -> Iterator[KernelCase]:
             twice=1,
             signals=6,  # BEGUN, POSTED, REDUCED, TAKEN, RETURNED, FINISHED
             waits=2,
+            typical=w == 4,
         )

@@ -21,7 +21,6 @@ if INTERPRETED:
     from .weak_memory import WeakMemory
 
 pytestmark = [
-    pytest.mark.timeout(400),
     pytest.mark.skipif(not INTERPRETED, reason="its ranks are processes that share host memory"),
 ]
 

@@ -31,6 +31,7 @@ from ftcomm.control.liveness import state
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.settings import Settings
+from tests.deadlines import DEADLINE
 from tests.orphans import end_with_pytest
 from tests.ports import free_port
 
@@ -39,7 +40,6 @@ JOB = "job of the test"
 ENGINE = os.environ.get("FTCOMM_ENGINE", "host")  # that all ranks of all jobs of this session have
 MOST = 1 << 30 if ENGINE == "host" else 50_000  # elements: a chunk takes the interpreter as long as 4 MB the host
 SLOWER = 1 if ENGINE == "host" else 10  # roughly, so that tests end within their times
-DEADLINE = 60.0  # s for anything that a test waits for
 SILENCE = 5.0  # s, the heartbeat timeout where a test waits for it: so long that on a busy machine nobody else is lost
 STALL: dict[str, float] = {  # where a test waits for a stall, as which a stopped process is removed
     "heartbeat_timeout": SILENCE,

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-DEADLINE = 240.0  # s of a run
+from tests.deadlines import DEADLINE
 
 SCRIPT = """
 import hashlib, os

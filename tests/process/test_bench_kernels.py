@@ -37,7 +37,7 @@ from ftcomm.bench.kernels import EXPERIMENT, KernelRow, Rates, row
 from ftcomm.cli import main
 from ftcomm.errors import SettingsError
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 COUNT = 33 * 256 + 7  # more than one block of threads takes
 

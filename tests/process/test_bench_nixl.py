@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from ftcomm.bench.nixl import LIBRARIES, STAGED, NixlRing
+from tests.deadlines import DEADLINE
 
 from .conftest import Bench
 
 pytest.importorskip("nixl_cu12._api", reason="NIXL is not installed: pip install 'ftcomm[rdma]'")
 
-DEADLINE = 240.0
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
 
 def test_it_runs_and_writes_what_it_has_measured(bench: Bench, tmp_path: Path) -> None:

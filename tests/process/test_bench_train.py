@@ -13,9 +13,6 @@ from ftcomm.bench.train import Timed, TrainRequest, step_rows
 from ftcomm.errors import SettingsError
 
 from .conftest import Bench
-from .test_bench import LIMIT
-
-pytestmark = pytest.mark.timeout(LIMIT)
 
 STEP = {
     *("library", "ranks", "parameters", "rounds", "iterations", "step_ms_p50", "step_ms_p99", "round_ms", "ratio"),

@@ -15,11 +15,11 @@ from ftcomm.bench.wire import Pair, Place, Waited, Watched, WireRequest, idle, r
 from ftcomm.errors import SettingsError
 from ftcomm.lab.netns.relay import Counts
 from ftcomm.lab.netns.slow_network import SlowNetwork
+from tests.deadlines import DEADLINE
 
 from .conftest import Bench
 
-DEADLINE = 240.0
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
 
 def test_it_runs_and_writes_what_it_has_measured(bench: Bench, tmp_path: Path) -> None:

@@ -27,14 +27,14 @@ from ftcomm.lab.netns.hosts import NamespaceHosts
 from ftcomm.lab.netns.network import HUB_ADDRESS, LabNetwork, address, inside, netlink
 from ftcomm.launch import Launcher, RunOptions, run
 from ftcomm.launch.admin import client, protocol
+from tests.deadlines import DEADLINE
 
 from .job import ENGINE
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 CUTS = ("partition", "oneway")
 _NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not importlib.util.find_spec("nixl_cu12"), reason="no NIXL"))
-DEADLINE = 200.0  # s; these take some ten, most of them for imports
 
 # Both say that the weights differ, which they do, and open ever more; then nothing goes on.
 STUCK = """

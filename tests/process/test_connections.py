@@ -39,7 +39,6 @@ def dials(running: Job) -> dict[int, list[int]]:
     return made
 
 
-@pytest.mark.timeout(240)
 def test_a_loss_dials_nobody_and_growth_the_new_member_alone(tmp_path: Path) -> None:
     arguments: dict[str, Any] = dict(steps=ENDLESS, elements=300_001, transport="tcp")
     with Job(tmp_path, replicas=3, body=reduce_and_count, **arguments) as running:

@@ -19,7 +19,6 @@ from ftcomm.errors import FtcommError
 from .conftest import Bench
 
 LIMIT = 300.0  # s for a test: torch is imported in several processes, on a busy machine for a minute
-pytestmark = pytest.mark.timeout(LIMIT)
 
 RUN = {
     *("kind", "seed", "steps", "kills", "deaths", "absent", "lost", "discarded", "disputed", "equal", "validation"),

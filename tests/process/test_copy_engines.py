@@ -18,7 +18,7 @@ from ftcomm.kernels.device import INTERPRETED
 from .job import Job, Notes
 from .test_kills import ENDLESS
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

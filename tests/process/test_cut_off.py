@@ -23,7 +23,7 @@ from .test_faults import _members, _until, finish
 from .test_faults import go_on as make_steps
 from .test_kills import ENDLESS
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.protocol
 
 ALL = {0, 1, 2}
 

@@ -22,10 +22,10 @@ from ftcomm.sync.death_watch import DeathWatch, MutexWord
 from ftcomm.sync.robust_mutex import hold, owner_died
 from ftcomm.sync.sched import _SYS_SCHED_SETATTR, SLICE, _Attributes, request_short_slice
 from ftcomm.transport.segment import LIVES, Memory, Segment, life
+from tests.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 
-DEADLINE = 30.0
 
 HOLDER = """
 import ctypes, mmap, sys, time

@@ -23,7 +23,6 @@ STEPS = 140
 @pytest.mark.protocol
 @pytest.mark.slow
 @pytest.mark.usefixtures("preforked")
-@pytest.mark.timeout(420)
 def test_the_demo_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     done = CliRunner().invoke(commands, ["demo", f"--steps={STEPS}", "--seed=5", f"--out={tmp_path}"])
@@ -55,7 +54,6 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.protocol
-@pytest.mark.timeout(240)
 def test_an_interrupted_demo_leaves_in_order(tmp_path: Path) -> None:
     demo = subprocess.Popen([*COMMAND, "--replicas=2", f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True)
     try:

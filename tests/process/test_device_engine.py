@@ -34,7 +34,7 @@ from .job import DEADLINE, SILENCE, STALL, Job, Notes
 from .points import Points, watch_points
 from .test_kills import ENDLESS, SEED, check
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

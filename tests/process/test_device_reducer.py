@@ -23,7 +23,7 @@ from .bodies import reduce_forever
 from .job import Job, Notes
 from .test_kills import ENDLESS, SEED, check
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftcomm.launch import run
-from tests.process.test_launch_training import DEADLINE, Job
+from tests.process.test_launch_training import Job
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 # Replica 1 flips a bit of its result in one step of its first life, before it tells the others that it has the result.
 FAULTY = """

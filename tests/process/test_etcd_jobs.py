@@ -34,7 +34,7 @@ from .test_growth import ALL, Excused, begin, hold_at_every_step, lose, wait_wit
 from .test_kills import ENDLESS, SEED
 from .training import train
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 HEARTBEAT = 6.0  # s, and so the lease of a coordinator; long enough that on a busy machine nobody is lost by chance
 PATIENCE = 60.0  # s for what comes after a process has started and a lease has ended

@@ -22,7 +22,7 @@ from ftcomm.control.store import JobOver, StoreError
 from ftcomm.control.views import Address, Addresses, Member, View
 from tests.etcd_rig import EtcdServer, etcd_server
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.protocol
 
 LEASE = 30.0  # s; long, so that on a busy machine none ends that is not to
 SHORT = 5.0  # of those whose end is waited for

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import DEADLINE
 from tests.process.exchange_process import main
 from tests.process.job import only_on_host
 
 pytestmark = pytest.mark.protocol
 
-DEADLINE = 60.0
 _context = multiprocessing.get_context("forkserver")  # of tests.process.job, which has imported what a member needs
 
 

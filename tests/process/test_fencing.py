@@ -93,7 +93,6 @@ def finish(running: Job, replicas: tuple[int, ...]) -> None:
     check(running)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("transport", "place"), [*(("shm", place) for place in torn.SHARED), *(("tcp", place) for place in torn.TCP)]
 )
@@ -119,7 +118,6 @@ def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transp
         finish(running, (0, 2))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "place"), [("shm", "copy"), ("tcp", "frame")])
 def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, place: str) -> None:
     """Its next life is in the view, under the same number: nothing that it sends is taken for that one's."""
@@ -138,7 +136,6 @@ def test_who_wakes_when_its_number_is_taken(tmp_path: Path, transport: str, plac
         finish(running, (0, 1, 2))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("tcp", 1)])
 def test_a_rank_that_is_expelled_takes_its_sibling_along(tmp_path: Path, transport: str, rank: int) -> None:
     """The other rank of the replica runs all the while: it must stop, too, and say why."""
@@ -150,7 +147,6 @@ def test_a_rank_that_is_expelled_takes_its_sibling_along(tmp_path: Path, transpo
         finish(running, (0, 2))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
     """From outside, several lives of one replica; each wakes when the next one is in the view."""
@@ -211,7 +207,6 @@ print("final", digest(state), flush=True)
 
 
 @pytest.mark.usefixtures("preforked")
-@pytest.mark.timeout(240)
 def test_the_launcher_brings_it_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Its script ends with the error that says so, is started again, and catches up to equal weights."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -25,7 +25,7 @@ from .bodies import seen
 from .job import Job, Notes
 from .test_kills import ENDLESS, SEED, check
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

@@ -26,7 +26,7 @@ from .test_faults import _members, _until, go_on, steps_of
 from .test_kills import ENDLESS, SEED, check
 from .training import train
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 ALL = {0, 1, 2}
 JOINER = 2

@@ -18,7 +18,7 @@ from .job import DEADLINE, Job
 from .test_faults import _until as until
 from .test_kills import ENDLESS, check
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.protocol
 
 HEARTBEAT = 1.0  # s
 LONGER = 9.0  # s: several heartbeats, and longer than one may stand still that speaks

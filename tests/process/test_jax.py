@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from .test_launch_training import DEADLINE, FOREVER, Job, here
+from .test_launch_training import FOREVER, Job, here
 
 __all__ = ["here"]
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 TRAIN = """
 import os, sys, zlib

@@ -45,7 +45,6 @@ def check(job: Job) -> dict[int, dict[int, dict[str, Any]]]:
     return steps
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("transport", "elements", "kills", "data"),
     [

@@ -19,10 +19,10 @@ import pytest
 from ftcomm.errors import InitError
 from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.policy import State
+from tests.deadlines import DEADLINE
 
 pytestmark = pytest.mark.protocol
 
-DEADLINE = 60.0  # s; everything here takes about one
 MARK = "FTCOMM_TEST_LAUNCH"  # in the environment of every process of a test
 
 WAIT_FOR_GO = """

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from tests.deadlines import DEADLINE
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
-DEADLINE = 120.0  # s; everything here takes a second or two
 MARK = "FTCOMM_TEST_LAUNCH_COMMAND"  # in the environment of every process of a test but the reaper
 
 

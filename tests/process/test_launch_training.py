@@ -20,9 +20,9 @@ from ftcomm.launch import Launcher, RunOptions, policy, run
 from ftcomm.launch.admin.handlers import status
 from ftcomm.launch.policy import State
 from tests.certificates import Authority, environment
+from tests.deadlines import DEADLINE
 
-DEADLINE = 200.0  # s; these take a few, most of them for imports
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 LIVES = """
 import os, signal, sys, time

@@ -67,7 +67,6 @@ def held(pid: int) -> Held:
     return Held(dict(descriptors), dict(threads), segments, len(maps), resident)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("transport", "verify"), [("shm", False), ("shm", True), ("tcp", False)])
 def test_losses_leave_nothing_behind(tmp_path: Path, transport: str, verify: bool) -> None:
     how = {"transport": transport, "verify": verify}

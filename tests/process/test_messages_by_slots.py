@@ -18,7 +18,7 @@ from ftcomm.p2p.slots import AHEAD
 from .job import Job, Notes
 from .test_kills import ENDLESS
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
 if not INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set: kernels are compiled here", allow_module_level=True)

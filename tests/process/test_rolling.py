@@ -23,10 +23,10 @@ from ftcomm.launch import Launcher, RunOptions, rolling_restart, run
 from ftcomm.launch.admin import client, protocol
 from ftcomm.launch.policy import State
 from ftcomm.launch.rundir import short
+from tests.deadlines import DEADLINE
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
-DEADLINE = 180.0  # s; nearly all of it for imports of torch, by up to a dozen processes
 
 # Each rank writes down every step that it makes, with what the weights are then: reports get lost while the coordinator
 # is away.

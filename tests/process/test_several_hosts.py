@@ -13,7 +13,7 @@ from ftcomm.launch import run
 from tests.ports import free_port
 from tests.process.several_hosts import DEADLINE, SCRIPT, Host
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.protocol
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from .test_faults import BIG, _members, finish
 from .test_fencing import go_on
 from .test_kills import ENDLESS
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.protocol
 
 ALL = (0, 1, 2)
 TIMES = 5

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import DEADLINE
 from tests.ports import free_port
 from tests.process.several_hosts import SCRIPT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"))
 BATCH = Path(__file__).parents[2] / "examples" / "cluster" / "slurm-run.sbatch"
-DEADLINE = 240.0  # s for each thing that is waited for
 
 pytestmark = [
     pytest.mark.protocol,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(shutil.which(name, path=PATH) for name in PROGRAMS),
         reason="no Slurm, or not root: apt-get install slurmctld slurmd slurm-client munge",

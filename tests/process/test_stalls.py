@@ -88,7 +88,6 @@ def _last_view(running: Job) -> dict[str, Any]:
     return [event for event in running.events if event["kind"] == "view"][-1]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("point", "transport", "elements", "stuck"),
     [
@@ -112,7 +111,6 @@ def test_the_one_that_stands_still_is_removed(
         finish(running, set(range(4)) - {stuck}, {stuck: "waits for it (replica"})
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("transport", "rank"), [("shm", 0), ("tcp", 1)])
 def test_one_rank_of_a_replica_stands_still(tmp_path: Path, transport: str, rank: int) -> None:
     """The other one goes on with its group; the replica is removed as one."""
@@ -139,7 +137,6 @@ def wait_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) ->
         group.allreduce(np.ones(3))
 
 
-@pytest.mark.timeout(120)
 def test_who_waits_for_a_rank_of_its_own_replica_is_no_culprit(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=3, ranks=2, body=wait_inside, transport="shm", **CHAIN) as running:
         wait_removed(running, 1)
@@ -151,7 +148,6 @@ def test_who_waits_for_a_rank_of_its_own_replica_is_no_culprit(tmp_path: Path) -
     assert {replica for replica, _, _ in running.errors()} <= {1}
 
 
-@pytest.mark.timeout(120)
 def test_who_complains_late_is_no_culprit(tmp_path: Path) -> None:
     """Two of three that wait have a deadline far away: asked by the coordinator, they say at once that they wait."""
     points = Points(tmp_path)
@@ -163,7 +159,6 @@ def test_who_complains_late_is_no_culprit(tmp_path: Path) -> None:
         finish(running, {0, 2, 3}, {1: "waits for it (replica 2 reported the stall)"})
 
 
-@pytest.mark.timeout(120)
 def test_two_stand_still_at_once(tmp_path: Path) -> None:
     points = Points(tmp_path)
     with job(tmp_path) as running:
@@ -180,7 +175,6 @@ def test_two_stand_still_at_once(tmp_path: Path) -> None:
         finish(running, {0, 3}, {1: "waits for it", 2: "waits for it"})
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_stands_still_before_a_boundary_that_others_stand_at(tmp_path: Path, ranks: int) -> None:
     """A replica joins there, so they wait for what its leader knows of that; afterwards it joins."""
@@ -214,7 +208,6 @@ def test_one_stands_still_before_a_boundary_that_others_stand_at(tmp_path: Path,
         finish(running, {0, 2, 3}, {1: why.partition(": ")[2]}, anew)
 
 
-@pytest.mark.timeout(120)
 def test_a_driver_that_stands_still_holds_up_a_change_of_view(tmp_path: Path) -> None:
     """Another replica dies meanwhile. The view without that one is never in force; the next is without both."""
     points = Points(tmp_path)
@@ -229,7 +222,6 @@ def test_a_driver_that_stands_still_holds_up_a_change_of_view(tmp_path: Path) ->
         finish(running, {0, 3}, {1: "the change of view waits for it"})
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_stopped_process_is_a_stall(tmp_path: Path, transport: str) -> None:
     with job(tmp_path, transport=transport, elements=TWO_SHOT) as running:
@@ -242,7 +234,6 @@ def test_a_stopped_process_is_a_stall(tmp_path: Path, transport: str) -> None:
         finish(running, {0, 2, 3}, {1: "waits for it"})
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("point", ["op", "taken"])
 def test_who_is_merely_slow_is_waited_for(tmp_path: Path, point: str) -> None:
     """It stands still for less than the floor of the deadlines, again and again; then all end at the same step."""

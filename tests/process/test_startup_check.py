@@ -8,11 +8,11 @@ import pytest
 
 from ftcomm.launch import run
 
-from .test_launch_training import DEADLINE, Job, here
+from .test_launch_training import Job, here
 
 __all__ = ["here"]
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 UNEQUAL = """
 import os, sys

@@ -11,11 +11,11 @@ import pytest
 from ftcomm.launch import run
 from ftcomm.launch.policy import State
 
-from .test_launch_training import DEADLINE, FOREVER, Job, here
+from .test_launch_training import FOREVER, Job, here
 
 __all__ = ["here"]
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 KEEPS = """
 import os, sys, time, zlib

@@ -9,11 +9,11 @@ import pytest
 
 from ftcomm.launch import run
 
-from .test_launch_training import DEADLINE, LIVES, Job, here
+from .test_launch_training import LIVES, Job, here
 
 __all__ = ["here"]
 
-pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol, pytest.mark.timeout(DEADLINE + 40)]
+pytestmark = [pytest.mark.usefixtures("preforked"), pytest.mark.protocol]
 
 BEGINS = (
     LIVES

@@ -56,7 +56,6 @@ def reduce_in_all(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
         late = [some.barrier(async_op=True) for some in groups.values()]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("transport", "kills"), [("shm", 8), ("tcp", 4)])
 def test_kills_at_random_moments(tmp_path: Path, transport: str, kills: int) -> None:
     """What was said of a step is said alike by all of a group, its roster too; nobody is in it who does not belong."""

@@ -49,7 +49,6 @@ def meet_late(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> N
         notes.write(kind="sum", step=step, value=float(x.min()))
 
 
-@pytest.mark.timeout(120)
 def test_a_job_that_is_suspended_goes_on(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=4, body=meet_late, transport="tcp", **CHAIN) as running:
         for _ in _until(lambda: sum(x["kind"] == "meets" for _, _, x in running.notes()) == 4, "they never meet"):
@@ -70,7 +69,6 @@ def test_a_job_that_is_suspended_goes_on(tmp_path: Path) -> None:
     assert [note["value"] for note in notes if note["kind"] == "sum"] == 24 * [15.0]
 
 
-@pytest.mark.timeout(120)
 def test_who_waits_for_a_lost_member_waits_until_a_stopped_coordinator_goes_on(tmp_path: Path) -> None:
     """And finishes the same op then: no step is lost, and none has two results."""
     with Job(tmp_path, replicas=3, body=reduce_forever, elements=300, steps=ENDLESS, **CHAIN) as running:
@@ -102,7 +100,6 @@ def reduce_by_columns(group: ftcomm.Group, notes: Notes, arguments: dict[str, An
         notes.write(kind="sum", step=step, value=float(array.max()))
 
 
-@pytest.mark.timeout(180)
 def test_a_rank_waits_for_one_of_its_replica_that_waits_for_a_lost_member(tmp_path: Path) -> None:
     with (
         Job(tmp_path, replicas=3, ranks=2, body=reduce_by_columns, **CHAIN) as running,

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.verdicts.provoke import PATIENCE, once
+from tests.verdicts.provoke import once
 
 
 @pytest.mark.protocol
-@pytest.mark.timeout(2 * int(PATIENCE) + 60)
 @pytest.mark.parametrize("kind", ["own code, held", "other group"])
 def test_the_verdict_on_a_stall(tmp_path: Path, kind: str) -> None:
     told, verdict = once(kind, tmp_path)

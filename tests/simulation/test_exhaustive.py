@@ -23,7 +23,7 @@ from ftcomm.simulation.local import Members, Transition
 from ftcomm.simulation.mutations import MUTATIONS
 from ftcomm.simulation.states import freeze, thaw
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(600)]  # a tenth of a core is enough
+pytestmark = pytest.mark.protocol
 
 LIMIT = 600.0  # s; a check that has not ended by then has not passed
 

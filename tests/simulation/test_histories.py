@@ -24,7 +24,6 @@ pytestmark = pytest.mark.protocol
 SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1000"))
 
 
-@pytest.mark.timeout(600)  # a tenth of a core is enough
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_promise_is_broken(kind: str) -> None:
     """As many histories of each kind as `ftcomm simulate` draws of `SEEDS`, and at least 40; and they do something."""

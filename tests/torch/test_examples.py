@@ -15,10 +15,9 @@ import pytest
 
 from ftcomm.launch import Launcher, RunOptions, process, run
 from ftcomm.training.checkpoint import complete
+from tests.deadlines import DEADLINE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE = 100.0  # s of a run; most of what they take is imports
-pytestmark = pytest.mark.timeout(2 * DEADLINE + 20)
 
 
 class Running:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import os
 import torch
@@ -42,7 +40,6 @@ print(f"end {x.tolist()}", flush=True)
 """
 
 
-@pytest.mark.timeout(120)
 def test_children_of_a_process_group(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

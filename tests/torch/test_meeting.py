@@ -184,7 +184,6 @@ print("all three")
 """
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("token", ["", "of the user"])
 def test_one_torchrun_meets_three_times(tmp_path: Path, token: str) -> None:
     (tmp_path / "script.py").write_text(THRICE)
@@ -216,7 +215,6 @@ print(f"done in attempt {attempt}")  # one string: two ranks share this pipe, an
 """
 
 
-@pytest.mark.timeout(240)
 def test_torchrun_starts_all_again_and_each_attempt_meets_by_itself(tmp_path: Path) -> None:
     """Its store lives on, with the address of the coordinator of the attempt before."""
     (tmp_path / "script.py").write_text(AGAIN)

@@ -12,7 +12,6 @@ from . import own_world_bodies as bodies
 from .test_steps import ENDLESS, end_together, stepped
 
 VICTIM = 0
-pytestmark = pytest.mark.timeout(4 * DEADLINE)  # eight processes, and four more, take turns on few cores
 
 
 def lose_one(job: Job, rank: int) -> list[int | None]:

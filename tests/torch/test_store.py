@@ -143,7 +143,6 @@ for step in ftcomm.steps(1_000_000, {"x": torch.zeros(1)}):
 """
 
 
-@pytest.mark.timeout(240)
 def test_groups_of_gloo_user_keys_and_checkpoints(
     preforked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import json, os, sys
 with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:
@@ -22,7 +20,6 @@ ITS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_N
 NAMES = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"}
 
 
-@pytest.mark.timeout(180)
 def test_a_script_finds_torchruns_variables(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     outer = {name: value for name, value in os.environ.items() if not name.startswith("FTCOMM_")}

@@ -164,7 +164,6 @@ def test_the_seeds_are_of_all_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 def test_guided_by_coverage() -> None:
     pytest.importorskip("atheris", reason="it has no wheel for this platform", exc_type=ImportError)
     command = [sys.executable, "-m", "tests.fuzz", "all", "--seconds", "0.5", "--seed", "1"]

@@ -33,7 +33,6 @@ from tests.exchange_rig import DEADLINE, Rig
 TIMEOUTS = Timeouts.derive()
 
 
-@pytest.mark.timeout(120)
 def test_ops_in_flight() -> None:
     """As many as an account can tell of, which everybody can read; one more is refused, and nothing else happens."""
     with Rig((0, 1)) as rig:

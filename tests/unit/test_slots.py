@@ -32,7 +32,7 @@ if not INTERPRETED:
 
 from ftcomm.engines.gpu_kernel.interpreted import InterpretDevice
 
-pytestmark = [pytest.mark.protocol, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.protocol
 
 CHUNK = LAYOUT.chunk
 SIZE = 5 * CHUNK + 3

@@ -167,7 +167,6 @@ def test_another_handler_of_the_signal_is_left_in_place(tmp_path: Path, closed: 
         signal.signal(stacks.SIGNAL, before)
 
 
-@pytest.mark.timeout(180)
 def test_a_hundred_stacks_do_no_harm(tmp_path: Path) -> None:
     with running(tmp_path, "works") as (prefix, process):
         did = harass(prefix, process, 100, 0.0)
