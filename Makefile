@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help browser demo dist docs test test-kernels test-hosts test-latest test-upstream supported bench bench-micro setup setup-latest lint types tree format clean
+.PHONY: help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -56,12 +56,17 @@ test-upstream: setup setup-latest ## torch's and torchft's own tests of process 
 	@code=0; for v in $(VENV) $(LATEST); do $$v/bin/python -m tests.upstream --json $(UPSTREAM)/$$v.json $(ARGS) || code=1; done; \
 		$(VENV)/bin/python -m tests.upstream --page docs/upstream.md $(UPSTREAM)/$(VENV).json $(UPSTREAM)/$(LATEST).json; exit $$code
 
+# No part of `make test-latest`: Ray starts a dozen processes, which come up in time on a machine without other work.
+test-ray: setup-ray ## Ray Train on the newest torch: a worker and the driver are killed
+	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q $(ARGS)
+
 # Not all of them run on each: those of trainers need the newest, and some do not depend on torch.
 SUPPORTED := build/supported
-supported: setup setup-latest ## which trainers run under which launchers, into docs/supported.md
+supported: setup setup-latest setup-ray ## which trainers run under which launchers, into docs/supported.md
 	@mkdir -p $(SUPPORTED)
 	@for v in $(VENV) $(LATEST); do $$v/bin/python -m pytest tests -q -m shows --junitxml=$(SUPPORTED)/$$v.xml $(ARGS) || exit 1; done
-	$(VENV)/bin/python -m tests.supported --page docs/supported.md $(SUPPORTED)/$(VENV).xml $(SUPPORTED)/$(LATEST).xml
+	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q -m shows --junitxml=$(SUPPORTED)/ray.xml $(ARGS)
+	$(VENV)/bin/python -m tests.supported --page docs/supported.md $(SUPPORTED)/$(VENV).xml $(SUPPORTED)/$(LATEST).xml $(SUPPORTED)/ray.xml
 
 bench: setup ## all-reduce beside gloo, then recovery after a kill
 	$(VENV)/bin/ftcomm bench allreduce --ranks 2,4 --sizes 1K,1M,64M --compare gloo
@@ -85,6 +90,9 @@ bench-micro: setup ## what the parts cost one by one, saved and compared with th
 setup: $(VENV)/.ready ## build .venv (PYTHON=... names the interpreter)
 
 setup-latest: $(LATEST)/.ready ## build .venv-latest
+
+setup-ray: setup-latest ## add Ray to .venv-latest
+	@$(LATEST)/bin/python -c "import ray.train" 2> /dev/null || $(LATEST)/bin/python -m pip install -q -e ".[ray]"
 
 browser: ## Chromium, in which tests look at the live view (Debian, Ubuntu; as root)
 	@mkdir -p build; for each in chromium chromedriver; do command -v $$each; done > build/browser.log 2>&1 || \

@@ -51,7 +51,7 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("mpirun", "NumPy arrays"): "mpirun starts no rank again",
     ("mpirun", ALL): _TRAINER,
     ("Slurm", ALL): "the batch script starts `ftcomm run --nnodes` on each node; tried with NumPy arrays",
-    ("Ray", ALL): "Ray is no dependency of the suite: `examples/cluster/ray_job.py` is run with a stand-in for it",
+    ("Ray", ALL): "a worker of Ray Train is a replica of one rank, whatever it trains; tried with DDP",
     ("Kubernetes", ALL): "there was no cluster: the manifests are held against the schemas of its API",
     **{(launcher, "torchft Manager"): _ITS_OWN for launcher in LAUNCHERS},
 }

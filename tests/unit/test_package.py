@@ -110,6 +110,7 @@ def test_requirements_are_few_and_extras_are_complete(wheel: Path) -> None:
         "lightning",
         "metrics",
         "otel",
+        "ray",
         "stacks",
         "torchft",
         "dev",
