@@ -67,6 +67,13 @@ class JobViews:
         """Whether any life of the replica is a member."""
         return any(replica in view.replicas for view in self.in_force)
 
+    def needs(self, replica: int) -> bool:
+        """Whether members may wait for this one: for its part in an op; or for its word that all its ranks stand at the
+        boundary, where it leaves by a change that others stay in and nobody has installed."""
+        if self.view is None or not self.view.members:
+            return False
+        return replica in self.view.replicas or (not self.installed and self.is_member(replica))
+
     def decide(self, members: tuple[Member, ...], step: int | None, why: str, proposal: int) -> tuple[View, set[int]]:
         """Make the next view the newest. Returns it, and the replicas that have to hear of it: its members, and those
         of the views that it replaces."""

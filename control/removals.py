@@ -15,7 +15,8 @@ from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.timeouts import REPORT
 from ftcomm.control.views import Address
 
-LINGER = 2.0  # s that a finished member stays in the view, so that the end of a job needs no view per member
+# s that others may wait for a finished member, so that the end of a job needs no view per member
+LINGER = 2.0
 
 
 class Removals:
@@ -42,7 +43,7 @@ class Removals:
         finished = {
             replica: "finished"
             for replica, since in known.job.finished.items()
-            if known.view is not None and replica in known.view.replicas and now - since > LINGER
+            if known.job.needs(replica) and now - since > LINGER
         }
         if finished:
             return actions + self._lost.lose(finished, proved=True)

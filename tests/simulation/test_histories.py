@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from ftcomm.collective.watchdog import Watchdog
+from ftcomm.control import messages as m
+from ftcomm.control.node import ToPeer
+from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
 from ftcomm.simulation.job import Replica, SimulatedJob
 from ftcomm.simulation.network import SimulatedNetwork, Weather
 from ftcomm.simulation.promises import BrokenPromise, Promises
+from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import KINDS, TIMEOUTS, Scenario
 from ftcomm.simulation.script import Workload
 from ftcomm.simulation.simulate_cli import simulate
@@ -48,10 +53,8 @@ def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     if not told:
         monkeypatch.setattr(Watchdog, "job_changes", lambda self: None)
     work = Workload(4, (32, 80), (False, False), 2.0, 2, 0.0, 1, groups=((0, 1, 2, 3, 4),))
-    hosts = tuple((host,) for host in range(5))
     world, promises = World(1), Promises()
-    more = dict(restart_pause=0.02, storm=0.0, every=1.0, drains=False, wrong=0)
-    scenario = Scenario("squatted", 5, 1, hosts, 99, work, Weather(), TIMEOUTS, 3, 0.0005, 0.0, {}, **more)
+    scenario = _of_ones("squatted", 5, work)
     job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.weather), promises)
     job.start()
 
@@ -69,6 +72,44 @@ def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     assert world.over, job.describe()
     assert not job.ended
     assert promises.steps == 4
+
+
+def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word that it stands at the boundary reaches one of those who stay, and is lost on the way to the others with
+    a connection. It is gone before that is there again."""
+    world, promises = World(1), Promises()
+    scenario = _of_ones("leaving", 4, Workload(20, (32,), (False,), 0.05, 1, 0.0, 1))
+    job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.weather), promises)
+    job.start()
+    leaver = job.replicas[2]
+    do, lost = Rank.do, list[m.Boundary]()
+
+    def reaches_one(self: Rank, actions: list[Any]) -> None:
+        said = [x for x in actions if isinstance(x, ToPeer) and isinstance(x.message, m.Boundary) and x.replica > 0]
+        unheard = [x for x in said if self in leaver.ranks and x.message.view is not None]
+        lost.extend(x.message for x in unheard)
+        do(self, [x for x in actions if x not in unheard])
+
+    def leave() -> None:
+        promises.excuse(leaver.ranks[0].incarnation, "asked to leave")
+        leaver.ranks[0].do(leaver.ranks[0].node.tell(m.Leave()))
+
+    monkeypatch.setattr(Rank, "do", reaches_one)
+    world.after(0.6, None, leave)
+    world.run(until=0.6 + LINGER + 2.0)
+    assert len(lost) == 2
+    assert job.stored[-1].replicas == (0, 1, 3)
+    assert job.stored[-1].proposal == 0
+    world.run(until=100.0)
+    assert world.over, job.describe()
+    assert promises.steps == 20
+
+
+def _of_ones(kind: str, replicas: int, work: Workload) -> Scenario:
+    """One rank in each replica, and each on a host of its own."""
+    hosts = tuple((host,) for host in range(replicas))
+    more = dict(restart_pause=0.02, storm=0.0, every=1.0, drains=False, wrong=0)
+    return Scenario(kind, replicas, 1, hosts, 99, work, Weather(), TIMEOUTS, 3, 0.0005, 0.0, {}, **more)
 
 
 def test_a_seed_is_a_history_whatever_the_order_of_hashes() -> None:

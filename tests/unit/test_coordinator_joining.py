@@ -8,6 +8,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, Log
 from ftcomm.control.joiner_words import ALONE, MUTE, WAITS
+from ftcomm.control.removals import LINGER
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import CHAIN, TIMEOUTS, Script, after_loss, catching_up, grown, joins, pass_time, search
 
@@ -323,6 +324,36 @@ def test_who_leaves_by_a_change_hears_nothing_of_a_loss_after_it() -> None:
     views = len(script.views)
     script.lose(3)
     assert len(script.views) == views
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_who_has_left_for_good_is_not_waited_for_at_the_boundary(installed: bool) -> None:
+    """Its last word may be lost with a connection, and it does not say it again. Where one that stays has installed the
+    change, all have heard it: then a silent one goes as ever."""
+    script = Script(4)
+    script.tell(3, m.Leave())
+    script.promise(0, 1, 2, 3)
+    if installed:
+        script.install(0)
+    script.tell(3, m.Finished(True))
+    script.cut(3)
+    pass_time(script, LINGER + 1.0, speak=[0, 1, 2])
+    assert [view.replicas for view in script.views[1:]] == [(0, 1, 2)] * (1 if installed else 2)
+    assert bool(script.views[-1].proposal) == installed  # else it is in force at once, wherever they stand
+    script.outcomes["life-2"] = "unreachable"
+    pass_time(script, 3.0, speak=[0, 1], accuse=[(0, 2), (1, 2)])
+    assert script.newest[0] == (0, 1)
+
+
+def test_a_drain_waits_for_those_who_come_to_the_boundary_last() -> None:
+    script = Script(3)
+    script.do(script.coordinator.drain())
+    script.promise(0, 1, 2)
+    script.tell(2, m.Finished(True))
+    script.cut(2)
+    pass_time(script, 3 * LINGER, speak=[0, 1])
+    assert script.newest == ((), set())
+    assert len(script.views) == 2
 
 
 def test_nobody_is_looked_for_who_has_gone_before_it_was_in() -> None:
