@@ -151,9 +151,10 @@ class StallDiagnosis:
             sure = found.verdict.sure
             kept = None if sure else found
             clear = sure and found.verdict.cause not in (StallCause.NONE.value, StallCause.UNKNOWN.value)
-            if clear and self._looks == left:  # nothing else was reported meanwhile
+            due = _is_due(found)  # else another look may find what is wrong at once, such as a network that is cut
+            if clear and due and self._looks == left:  # nothing else was reported meanwhile
                 self._looks = 0
-            if (clear or left == 0) and _is_due(found):
+            if due and (clear or left == 0):
                 self._say(found)
             if sure and 0 < self._looks == left:
                 await asyncio.sleep(GAP)

@@ -22,11 +22,13 @@ def found(cause: StallCause, **known: Any) -> Diagnosis:
     return Diagnosis(verdict, JobFacts(at=100.0))
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *looks: Diagnosis, reported: tuple[int, ...] = ()) -> list[StallCause]:
+def told(
+    monkeypatch: pytest.MonkeyPatch, *looks: Diagnosis, reported: tuple[int, ...] = (), gap: float = 3600.0
+) -> list[StallCause]:
     """Returns the causes that are told when the looks find these. While it looks for the time that is in `reported`,
     counted from 0, something is reported."""
     said, number = list[StallCause](), 0
-    monkeypatch.setattr(diagnose, "GAP", 3600.0)  # who waits for that long hangs
+    monkeypatch.setattr(diagnose, "GAP", gap)  # who waits for an hour hangs
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -64,3 +66,9 @@ def test_another_look_may_find_a_cut_host_dead(monkeypatch: pytest.MonkeyPatch) 
     assert told(monkeypatch, cut, cut, cut) == [StallCause.CUT], "it is told at the last look"
     assert told(monkeypatch, cut, found(StallCause.NONE)) == [StallCause.CUT], "who was cut off is removed"
     assert told(monkeypatch, dead, cut, reported=(0,)) == [StallCause.DEAD_HOST], "it comes back"
+
+
+def test_what_is_no_stall_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, cut = found(StallCause.OWN_CODE, since=99.0), found(StallCause.CUT)
+    assert told(monkeypatch, early, cut, gap=0.0) == [StallCause.CUT], "a segment was sent again meanwhile"
+    assert told(monkeypatch, early, early, early, gap=0.0) == []
