@@ -139,6 +139,10 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
         links=links(after, before, apart),
     )
     waiting = [_waited(rank, suspicions, looked + place.presence) for rank in waiting]
+    waiting = [
+        msgspec.structs.replace(then, process=now.process, stacks=now.stacks, collecting=now.collecting)
+        for then, now in zip(waiting, ranks, strict=True)
+    ]
     if _pairs(waiting) <= _pairs(ranks):
         return facts
     known = {(link.sender, link.receiver): link for link in (*links(before, before, apart), *facts.links)}

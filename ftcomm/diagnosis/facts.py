@@ -109,4 +109,5 @@ class JobFacts(msgspec.Struct, frozen=True):
     forming: bool = False
     ranks: tuple[RankFacts, ...] = ()
     links: tuple[LinkFacts, ...] = ()
-    earlier: JobFacts | None = None  # of a moment before, if somebody waited then for one whom it does not wait for now
+    # Of a moment before, if somebody waited then for one whom it does not wait for now; its processes are those of now
+    earlier: JobFacts | None = None

@@ -85,12 +85,17 @@ def judge(facts: JobFacts) -> StallVerdict:
         return _unlike(facts, calls)
     if facts.forming and (missing := [rank for rank in facts.ranks if not rank.began]):
         return _never_joined(facts, missing)
-    if facts.earlier is not None and (cut := _cut_before(facts.earlier)) is not None:
-        return cut
+    if facts.earlier is not None and (before := _before(facts.earlier, facts)) is not None:
+        return before
     if not edges:
         if facts.ranks and not any(rank.reached for rank in facts.ranks):
             return StallVerdict(StallCause.UNKNOWN.value, who=ELSEWHERE, remedy=remedy(StallCause.UNKNOWN))
         return StallVerdict(StallCause.NONE.value, who="Nobody waits for anybody.")
+    return _of_waits(facts, edges)
+
+
+def _of_waits(facts: JobFacts, edges: Sequence[_Edge]) -> StallVerdict:
+    """Judges by the longest wait."""
     first = max(edges, key=lambda edge: edge.seconds)
     reached = _reached(first.by, edges)
     inside = _about(reached, edges)
@@ -104,13 +109,23 @@ def judge(facts: JobFacts) -> StallVerdict:
     return judged.deadlock(circle) if len({edge.same[:2] for edge in circle}) > 1 else judged.network()
 
 
-def _cut_before(facts: JobFacts) -> StallVerdict | None:
-    """Judges a network that was cut when somebody still waited for who is removed by now."""
+def _before(facts: JobFacts, now: JobFacts) -> StallVerdict | None:
+    """Judges by what was waited for when somebody still waited for who is removed by now: a network that was cut, or a
+    stall that the waiting rank has left behind by a view."""
     edges = _edges(facts.ranks)
     if not edges:
         return None
     first = max(edges, key=lambda edge: edge.seconds)
-    return _Judged(facts, _about(_reached(first.by, edges), edges)).cut()
+    if (cut := _Judged(facts, _about(_reached(first.by, edges), edges)).cut()) is not None:
+        return cut
+    same = first.op.group, first.op.column
+    epochs = [
+        op.epoch for rank in now.ranks if rank.rank == first.by for op in rank.ops if (op.group, op.column) == same
+    ]
+    if first.seconds < facts.op_floor or max(epochs, default=0) <= first.op.epoch:
+        return None
+    verdict = _of_waits(facts, edges)
+    return None if verdict.cause == StallCause.ENDED.value else verdict  # it has told by itself why it ended
 
 
 def _gone_on(calls: Unlike, edges: Sequence[_Edge]) -> bool:
@@ -123,12 +138,7 @@ def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
     """Returns the waits of the first op in flight of each group; the ops behind it wait for it. Who has gone on in a
     later view of the group is not waited for: that is what a rank does that was removed and has not heard of it."""
     ranks = tuple(ranks)
-    newest: dict[tuple[Rank, str, int], int] = {}
-    for rank in ranks:
-        for op in rank.ops:
-            key = rank.rank, op.group, op.column
-            newest[key] = max(op.epoch, newest.get(key, 0))
-    found = []
+    newest, found = _newest(ranks), []
     for rank in ranks:
         firsts: dict[tuple[str, int], OpFacts] = {}
         for op in rank.open:
@@ -142,6 +152,16 @@ def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
                 if wait.seconds >= LEAST_WAIT and newest.get((wait.rank, op.group, op.column), 0) <= op.epoch
             ]
     return found
+
+
+def _newest(ranks: Iterable[RankFacts]) -> dict[tuple[Rank, str, int], int]:
+    """Returns the newest view of each rank in each group."""
+    newest: dict[tuple[Rank, str, int], int] = {}
+    for rank in ranks:
+        for op in rank.ops:
+            key = rank.rank, op.group, op.column
+            newest[key] = max(op.epoch, newest.get(key, 0))
+    return newest
 
 
 def _reached(start: Rank, edges: Sequence[_Edge]) -> list[Rank]:

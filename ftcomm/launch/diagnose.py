@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ _AT_ONCE = {
         StallCause.SWAPPED,
     )
 }
-_SAID_WITH = {StallCause.CUT.value: StallCause.DEAD_HOST.value}  # some reach a host that comes back before others do
+BACK = 60.0  # s after which what is told of a dead host is no more of its death: some reach it again before others do
 SILENT = "silent"  # how the reason of a suspicion begins that is no proof
 LOOKS = 3  # at a stall, until there is a verdict
 
@@ -111,14 +112,16 @@ def _is_due(found: Diagnosis) -> bool:
 
 class StallDiagnosis:
     """Makes a verdict when something stands still, one at a time. It lives on one event loop, and blocks nothing of it:
-    the facts are collected in a thread."""
+    the facts are collected in a thread. It is always the same one: each that does such work keeps a heap of its own."""
 
     def __init__(self, status: Callable[[], Status], tell: Callable[[Diagnosis], None]) -> None:
         self._status, self._tell = status, tell
+        self._thread = ThreadPoolExecutor(1, "ftcomm-verdict")
         self._task: asyncio.Task[None] | None = None
         self._looks = 0  # that are still to be made
         self._suspicions: list[Suspicion] = []  # of the last seconds
         self._told: dict[tuple[str, tuple[Rank, ...], str], float] = {}  # cause, culprits and op -> when
+        self._dead: dict[Rank, float] = {}  # those whose host was told to be dead -> when
 
     def look(self, event: Mapping[str, Any]) -> None:
         """Note that a rank has reported that something stands still, or has failed as a stall would."""
@@ -137,13 +140,16 @@ class StallDiagnosis:
             await asyncio.wait([self._task], timeout=PATIENCE)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown(wait=False)
 
     async def _diagnose(self) -> None:
         kept: Diagnosis | None = None  # of the last look, if it was not sure
+        loop = asyncio.get_running_loop()
         while self._looks > 0:
             self._looks = left = self._looks - 1
             try:
-                found = await asyncio.to_thread(diagnose, self._status(), tuple(self._suspicions))
+                seen, suspicions = self._status(), tuple(self._suspicions)
+                found = await loop.run_in_executor(self._thread, diagnose, seen, suspicions)
             except (FtcommError, OSError, RuntimeError):  # RuntimeError: no thread could be started
                 return  # it is for people; the job goes on
             if kept is not None and found.verdict.cause == StallCause.NONE.value:
@@ -160,8 +166,14 @@ class StallDiagnosis:
                 await asyncio.sleep(GAP)
 
     def _say(self, found: Diagnosis) -> None:
-        now, cause, about = time.monotonic(), found.verdict.cause, (found.verdict.culprits, found.verdict.op)
+        now, verdict = time.monotonic(), found.verdict
+        said = verdict.cause, verdict.culprits, verdict.op
         self._told = {known: at for known, at in self._told.items() if now - at < AGAIN}
-        if not self._told.keys() & {(cause, *about), (_SAID_WITH.get(cause, cause), *about)}:
-            self._told[(cause, *about)] = now
-            self._tell(found)
+        self._dead = {known: at for known, at in self._dead.items() if now - at < BACK}
+        comes_back = verdict.cause == StallCause.CUT.value and self._dead.keys() & set(verdict.culprits)
+        if said in self._told or comes_back:
+            return
+        self._told[said] = now
+        if verdict.cause == StallCause.DEAD_HOST.value:
+            self._dead |= dict.fromkeys(verdict.culprits, now)
+        self._tell(found)

@@ -65,7 +65,10 @@ def test_another_look_may_find_a_cut_host_dead(monkeypatch: pytest.MonkeyPatch) 
     assert told(monkeypatch, cut, dead) == [StallCause.DEAD_HOST]
     assert told(monkeypatch, cut, cut, cut) == [StallCause.CUT], "it is told at the last look"
     assert told(monkeypatch, cut, found(StallCause.NONE)) == [StallCause.CUT], "who was cut off is removed"
-    assert told(monkeypatch, dead, cut, reported=(0,)) == [StallCause.DEAD_HOST], "it comes back"
+    later = found(StallCause.CUT, op="op 9", culprits=((1, 0), (2, 0)))
+    assert told(monkeypatch, dead, later, reported=(0,)) == [StallCause.DEAD_HOST], "it comes back"
+    other = found(StallCause.CUT, culprits=((0, 0), (1, 0)))
+    assert told(monkeypatch, dead, other, reported=(0,)) == [StallCause.DEAD_HOST, StallCause.CUT]
 
 
 def test_what_is_no_stall_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

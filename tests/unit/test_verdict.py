@@ -208,6 +208,18 @@ def test_a_cut_is_told_also_when_who_was_cut_off_has_been_removed() -> None:
         expect(msgspec.structs.replace(over, earlier=well), StallCause.NONE, ())
 
 
+def test_a_stall_is_told_also_when_its_cause_was_removed_within_the_look() -> None:
+    culprit = rank(2, process=process("R"), collecting=0.9, stacks=stacks(SCRIPT))
+    stall = waiting_for(culprit)
+    went_on = [rank(replica, op(17, open=False, epoch=1), op(18, on=((1, 0),), epoch=1)) for replica in (0, 1)]
+    over = msgspec.structs.replace(job(*went_on, culprit), earlier=stall)
+    expect(over, StallCause.GARBAGE, ((2, 0),), "train.py:31 step")
+    dead = msgspec.structs.replace(over, earlier=waiting_for(rank(2, process=None)))
+    assert judge(dead).culprits != ((2, 0),), "why it has ended is known"
+    short = msgspec.structs.replace(over, earlier=msgspec.structs.replace(stall, op_floor=60))
+    assert judge(short).culprits != ((2, 0),), "it was no stall"
+
+
 def test_a_network_that_is_cut_one_way() -> None:
     """Both sides send again, since of one the data do not arrive, and of the other the acknowledgements."""
     facts = circle(lost(0, 2), lost(2, 0, lost=0))

@@ -25,7 +25,7 @@ from tests.verdicts.kinds import CULPRIT, NAMED
 
 BEGINS = 20  # steps before the first command, so that it is known how long ops take
 BIG = 500_000  # elements of the ops that a slow network holds up
-FIFO, COMMAND, TAKEN, LATE, FULL, MANY = "fifo", "command", "taken", "late", "full", 64
+FIFO, COMMAND, TAKEN, LATE, FULL, KEPT, MANY = "fifo", "command", "taken", "late", "full", "kept", 64
 _NAMES = list(NAMED)
 
 
@@ -34,6 +34,7 @@ class Acts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._kept = [[object()] for _ in range(1_000_000 if (folder / KEPT).exists() else 0)]  # before others wait
         self.named: dict[str, Callable[[], None]] = {
             "own code": self.own_code,
             "own code, held": self.holds_the_interpreter,
@@ -79,9 +80,8 @@ class Acts:
         torch.compile(lambda x: x + 1, backend=slow_compiler)(torch.ones(3))
 
     def garbage(self) -> None:
-        kept = [[object()] for _ in range(1_000_000)]
         with self._healed() as healed:
-            while kept and not healed():
+            while self._kept and not healed():
                 gc.collect()
 
     def computes(self) -> None:
@@ -120,13 +120,13 @@ def main(folder: Path) -> None:
     culprit = int(os.environ["FTCOMM_REPLICA"]) == CULPRIT
     if culprit and (folder / LATE).exists():
         threading.Event().wait()
+    acts = Acts(folder).named if culprit else {}
     ftcomm.init()
     group = ftcomm.default_group()
     pair = [] if group.replica == 1 else [group.subgroup(name, [0, CULPRIT]) for name in "ab"]
     if culprit and (folder / "torch").exists():  # imports take long, so before the others wait
         import torch._dynamo
         import torch.utils.data  # noqa: F401
-    acts = Acts(folder).named
     small, big, other = np.ones(1000, np.float32), np.ones(BIG, np.float32), np.ones(700, np.float64)
     many = 0  # steps with big ops
     loop = StepLoop(group=group)  # with a vote, so that a mismatch ends an attempt, and not the job

@@ -24,7 +24,7 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch.admin.client import AdminClient
 from ftcomm.launch.admin.protocol import Status
 from ftcomm.launch.diagnose import diagnose, place_of
-from tests.verdicts.acts import BEGINS, COMMAND, FIFO, FULL, LATE, TAKEN
+from tests.verdicts.acts import BEGINS, COMMAND, FIFO, FULL, KEPT, LATE, TAKEN
 from tests.verdicts.kinds import CULPRIT, NAMED, StallKind, wrong
 
 PATIENCE = 180.0  # s for a verdict, and for a job that is whole again
@@ -69,6 +69,8 @@ class StallJob(contextlib.AbstractContextManager["StallJob"]):
         names = {kind.name for kind in kinds}
         if "never joined" in names:
             (folder / LATE).touch()
+        if "garbage collector" in names:
+            (folder / KEPT).touch()
         if names & {"data loader", "compilation"}:
             (folder / "torch").touch()
         if "full disk" in names:
