@@ -8,15 +8,17 @@ by its newest, since the older ones may be at work.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Hashable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from ftcomm.control.crowd import source_of
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Excess(NamedTuple, Generic[Key]):
+@dataclasses.dataclass(frozen=True)
+class Excess(Generic[Key]):
     """A connection that has to go."""
 
     key: Key

@@ -168,6 +168,42 @@ def test_accelerate(preforked: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.startswith(f"epoch {place['epoch']},"), resumed.lines
 
 
+WITHOUT_OURS = {
+    "lightning.pytorch": """
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+
+off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+strategy = DDPStrategy(process_group_backend="ftcomm")
+Trainer(accelerator="cpu", devices=2, max_steps=2, limit_val_batches=0, strategy=strategy, **off).fit(BoringModel())
+print("trained by", dist.get_backend(), "of", dist.get_world_size())
+""",
+    "transformers": """
+from ftcomm.integrations.transformers import TrainingArguments
+
+arguments = TrainingArguments("out", use_cpu=True, ddp_backend="ftcomm", report_to=[])
+print("trained by", "ftcomm" if arguments.device.type == "cpu" else "nobody", "of", 1 + arguments.world_size)
+""",
+}
+
+
+@pytest.mark.parametrize("library", WITHOUT_OURS)
+def test_the_name_of_the_backend_is_one_that_the_library_takes(
+    preforked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    """Lightning's own strategy waits at the store that the environment names. Accelerate knows no "ftcomm" on CPUs."""
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(WITHOUT_OURS[library])
+    lines: list[str] = []
+    options = RunOptions(script=str(tmp_path / "script.py"), replicas=2)
+    launcher = Launcher(options, on_line=lambda replica, rank, line: lines.append(line), on_log=lines.append)
+    assert asyncio.run(asyncio.wait_for(launcher.run(), DEADLINE)) == run.FINISHED, lines
+    assert lines.count("trained by ftcomm of 2") == 2, lines
+
+
 def test_lightning_refuses_what_would_stay_within_a_replica() -> None:
     pytest.importorskip("lightning")
     from torch.nn import Linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email.message
 import email.parser
 import re
@@ -172,6 +173,16 @@ def test_import_is_light(module: str, tmp_path: Path) -> None:
     """Nothing that only starts, lists or decides may pay the second and more that torch takes to import."""
     script = f"import {module}, sys; print(*(n for n in ('torch', 'matplotlib') if n in sys.modules))"
     assert run(sys.executable, "-c", script, cwd=tmp_path).split() == []
+
+
+def test_no_named_tuple_has_a_second_base() -> None:
+    """Which Python 3.10 refuses, at import."""
+    found = []
+    for file in (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases) and len(node.bases) > 1:
+                found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found
 
 
 def test_every_public_name_is_there(tmp_path: Path) -> None:
