@@ -381,9 +381,17 @@ def test_who_cannot_prepare_a_put_registers_anew(
 
         return prepare_or_fail
 
+    registered = list[int]()  # addresses, once for each rail
+
+    def noted(register: Any) -> Any:
+        return lambda memory, kind: registered.append(memory[0][0]) or register(memory, kind)
+
     for agent in endpoint._agents:
         monkeypatch.setattr(agent, "initialize_xfer", fail_first(agent.initialize_xfer))
-    put(reader, peer, 1, memoryview(np.zeros(CHUNK, np.uint8)))
+        monkeypatch.setattr(agent, "register_memory", noted(agent.register_memory))
+    array = np.zeros(CHUNK, np.uint8)
+    put(reader, peer, 1, memoryview(array))
+    assert registered == [array.ctypes.data] * 2 * len(endpoint._agents)
     failures = 2
     with pytest.raises(CannotSend, match="NOT_FOUND"):
         reader.send(POSTED, BEGUN | 2, 0, memoryview(np.zeros(2 * CHUNK, np.uint8)), (2, 0, 0))
