@@ -138,7 +138,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, timeout=230, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
     return found["REG"], found["STACK"] + found["LOCAL"]
 

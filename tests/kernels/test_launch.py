@@ -83,6 +83,6 @@ def test_one_variant_whatever_addresses_are_multiples_of() -> None:
     binder tells variants apart, in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True, timeout=230, check=False
     )
     assert done.stdout.split() == ["1"], done.stderr

@@ -10,6 +10,6 @@ from pathlib import Path
 def test_each_runs() -> None:
     path = Path(__file__).with_name("bench_parts.py")
     command = [sys.executable, "-m", "pytest", str(path), "-q", "--benchmark-disable", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=path.parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, cwd=path.parents[2])
     assert done.returncode == 0, done.stdout
     assert "failed" not in done.stdout

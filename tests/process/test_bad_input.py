@@ -175,6 +175,6 @@ size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size, size))
 ftcomm.transport.address.own_address("", ("127.0.0.1", 1), "FTCOMM_COORDINATOR")
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230, check=False)
     assert "InitError: the name '127.0.0.1' cannot be looked up" in ended.stderr, ended.stderr
     assert "MB (RLIMIT_AS) here. Raise it (ulimit -v)" in ended.stderr

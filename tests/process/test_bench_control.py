@@ -11,7 +11,7 @@ from pathlib import Path
 def test_what_is_lost_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "control.json"
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "bench", "control", "--smoke", "--json"]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = json.loads(path.read_bytes())["losses"]
     faults = ("rank", "host", "replica", "coordinator")

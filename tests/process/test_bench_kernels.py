@@ -320,7 +320,7 @@ def test_a_full_disk_hides_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(o.outcome, o.said) for o in outcomes] == [(FAILED, ["[Errno 28] No space left on device"]), (OK, [])]
     script = INTERRUPT.replace("time.sleep(600)", "print('fine')")
     command = [sys.executable, "-c", script, "bench", "gpu-check", "--json", "/dev/full", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230)
     assert done.returncode == 2, done.stderr
     assert "--json /dev/full is not complete: No space left on device" in done.stderr
     assert done.stdout.count("the JSON is not written: [Errno 28]") == 3

@@ -328,7 +328,7 @@ def open_without_variable(first: str, engine: str) -> subprocess.CompletedProces
         f"import {first}; from ftcomm.engines.registry import open_engine, Settings; open_engine(Settings({settings}))"
     )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=230)
 
 
 @pytest.mark.parametrize("engine", INTERPRETERS)

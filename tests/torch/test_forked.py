@@ -45,7 +45,7 @@ def test_children_of_a_process_group(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "2", str(script)]
     env = {**os.environ, "FTCOMM_TRANSPORT": "tcp"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line for line in done.stdout.splitlines() if "child" in line or "end" in line]
     for rank in (0, 1):

@@ -170,7 +170,7 @@ def run(folder: Path, environment: dict[str, str], script: str = SCRIPT) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=230,
     )
     return done.stdout if done.returncode == 0 else done.stderr
 

@@ -203,7 +203,7 @@ except ValueError as error:
     print(error)
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230, check=True)
     assert "to_local()" in done.stdout
 
 

@@ -174,7 +174,7 @@ def test_the_driver_for_ray_runs_a_job(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path}
     command = [sys.executable, CLUSTER / "ray_job.py", "--replicas", "3", "--gpus", "0"]
     command += ["--port", str(free_port()), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {f"replica {replica}: 7" for replica in range(3)} <= set(done.stdout.splitlines()), done.stdout
 

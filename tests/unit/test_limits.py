@@ -75,7 +75,7 @@ def test_replicas_and_ranks(replicas: int, ranks: int, said: str) -> None:
 
 def test_the_command_line_refuses_the_17th_replica() -> None:
     command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "17", "x.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230)
     assert done.returncode != 0
     assert "17 replicas; a job has at most 16" in done.stderr
 
@@ -150,14 +150,14 @@ except TransportError as error:
     print(error)
 endpoint.close()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230)
     assert "group 'many' of 256 members needs up to 13" in done.stdout, done.stderr
     assert "may have 512" in done.stdout
 
 
 def test_free_threaded_python() -> None:
     script = "import sys; sys._is_gil_enabled = lambda: False; import ftcomm"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230)
     assert done.returncode != 0
     assert "ImportError: ftcomm needs the interpreter lock" in done.stderr
     assert "PYTHON_GIL=1" in done.stderr

@@ -24,7 +24,7 @@ FOLDERS = {"ftcomm": "ftcomm", "bench": "ftcomm/bench", "control": "ftcomm/contr
 
 def run(*command: str, cwd: Path) -> str:
     """stdout of the command; its stderr is in the failure."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

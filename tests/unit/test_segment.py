@@ -103,7 +103,7 @@ def test_too_little_memory_is_an_error_with_the_mend() -> None:
         except TransportError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=230)
     assert done.returncode == 0, done.stderr
     assert "cannot reserve 16 MB of shared memory" in done.stdout
     assert "ulimit -f; now 1048576 bytes" in done.stdout
