@@ -29,4 +29,6 @@ Name = Annotated[str, Meta(max_length=256)]  # a host, a life, a kind
 Text = Annotated[str, Meta(max_length=1 << 20)]  # a reason; it may list every member
 Replicas = Annotated[tuple[Replica, ...], MANY]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 20)]  # for 8 million chunks, 4 TiB
+DIGEST = 16  # bytes
+Digest = Annotated[bytes, Meta(min_length=DIGEST, max_length=DIGEST)]
 Hex = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]

@@ -21,8 +21,8 @@ from ftcomm.control.decode import decode_with
 from ftcomm.control.views import Address, Addresses, Member, View
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages; the tag on the wire is the class name."""
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages. On the wire a message is an array, of the class name and of its fields in order."""
 
 
 # Only the coordinator, or the launcher around it, may log events of these kinds, since launchers and chaos act on them.
@@ -216,6 +216,30 @@ class NewView(Message, frozen=True):
     view: View
 
 
+class Carrier(enum.Enum):
+    """The messages that carry a view."""
+
+    NEW_VIEW = "NewView"
+    REGISTERED = "Registered"
+    DECISION = "Decision"
+
+
+class Difference(Message, frozen=True):
+    """A `carrier` on its way: the view in it, without what the one before on this connection had alike. `digest` is
+    that of the view, by which the receiver proves what it makes of both (`ftcomm.control.view_differences`)."""
+
+    carrier: Carrier
+    digest: t.Digest
+    epoch: t.Epoch
+    step: t.Step | None
+    proposal: t.Proposal
+    why: t.Text
+    gone: t.Replicas
+    changed: Annotated[tuple[Member, ...], t.MANY]  # new lives, with addresses, and what changed of known ones
+    loop: t.Loop = 0  # of `Registered`
+    decides: t.Proposal = 0  # the proposal of `Decision`
+
+
 class Welcome(Message, frozen=True):
     """The leader's answer to `Hello`. It names the life of the replica that the rank belongs to, and the processes
     whose end the leader sees by itself (`Address.processes`)."""
@@ -401,6 +425,7 @@ AnyMessage = (
     | Finished
     | Report
     | NewView
+    | Difference
     | Welcome
     | RanksAt
     | Queued

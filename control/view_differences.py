@@ -3,28 +3,27 @@
     coordinator -> leader    the addresses of all ranks
     leader -> rank           the addresses of the same rank of the other replicas
 
-On one connection a member's addresses are left out of a view if its life was in the view before. So after a loss all
-ranks of a replica get the same few bytes, which are encoded once. A connection that is made again begins anew, and both
-ends with it; so they never differ about what was told. The state machines see whole views and know nothing of this.
+On one connection a view is told as the difference from the one that was told before: who is gone, who is new, with the
+addresses, and who is the same life and contributes now or no more. A member that is not named is as it was. So after a
+loss all ranks of a replica get the same few bytes, which are encoded once. The first view on a connection is the
+difference from none. A connection that is made again begins anew, and both ends with it; so they never differ about
+what was told. Should they differ all the same, the digest of the view tells: the receiver ends the connection, and by
+the next one it is told the whole. The state machines see whole views and know nothing of this.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from ftcomm.control import messages as m
-from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
-
-Carrier = TypeVar("Carrier", bound=m.Message)
+from ftcomm.control.views import NO_ADDRESSES, Member, View
 
 CARRIERS = (m.NewView, m.Registered, m.Decision)
 KEPT = 8  # messages that may be sent again meanwhile
 
 
 class UntoldError(ValueError):
-    """A view leaves out what was not told on this connection."""
+    """A view does not follow from what was told on this connection."""
 
 
 class ViewsSent:
@@ -35,54 +34,103 @@ class ViewsSent:
         self.shard = shard
         self.before: View | None = None  # the last one that was sent
 
-    def is_new(self, member: Member) -> bool:
-        return self.before is None or not self.before.has(member.replica, member.incarnation)
-
-    def shorten(self, message: Carrier) -> Carrier:
-        """Returns `message` without what was told before. It has to be sent, as the next one."""
+    def shorten(self, message: m.Message) -> m.Message:
+        """Returns what is to be sent in place of `message`, as the next one."""
         view = message.view if isinstance(message, CARRIERS) else None
         if view is None:
             return message
-        members = (msgspec.structs.replace(member, ranks=self._addresses(member)) for member in view.members)
-        short = msgspec.structs.replace(view, members=tuple(members))
+        made = self.own(difference(message, view, self.before))
         self.before = view
-        return msgspec.structs.replace(message, view=short)
+        return made
 
-    def _addresses(self, member: Member) -> Addresses:
-        if not self.is_new(member):
-            return NO_ADDRESSES
-        return member.ranks if self.shard is None else member.ranks.part(self.shard, 1)
+    def own(self, told: m.Difference) -> m.Difference:
+        """Returns it with the addresses that concern the receiver alone."""
+        if self.shard is None:
+            return told
+        return msgspec.structs.replace(told, changed=tuple(map(self._own, told.changed)))
+
+    def _own(self, member: Member) -> Member:
+        return msgspec.structs.replace(member, ranks=member.ranks.part(self.shard or 0, 1)) if member.ranks else member
+
+
+def difference(message: m.Message, view: View, before: View | None) -> m.Difference:
+    """Returns `message`, which carries `view`, for one who was told `before` last; with the addresses of all ranks of
+    new lives."""
+    known = {member.replica: member for member in (before.members if before is not None else ())}
+    changed = (change for member in view.members if (change := _change(known.get(member.replica), member)) is not None)
+    return m.Difference(
+        m.Carrier(type(message).__name__),
+        view.digest(),
+        view.epoch,
+        view.step,
+        view.proposal,
+        view.why,
+        tuple(sorted(known.keys() - set(view.replicas))),
+        tuple(changed),
+        loop=message.loop if isinstance(message, m.Registered) else 0,
+        decides=message.proposal if isinstance(message, m.Decision) else 0,
+    )
+
+
+def _change(before: Member | None, member: Member) -> Member | None:
+    """Returns what is to be told of a member; None if that is nothing."""
+    if before is None or before.incarnation != member.incarnation:
+        return member
+    if before.contributing == member.contributing:
+        return None
+    return msgspec.structs.replace(member, ranks=NO_ADDRESSES)
 
 
 class ViewsReceived:
     """The receiving end of one connection. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], Addresses] = {}  # of the lives in the last view
+        self._members: dict[int, Member] = {}  # of the last view, by replica
 
-    def complete(self, message: Carrier) -> Carrier:
-        """Returns `message` with what was told before. Raises `UntoldError` if that is not known."""
-        view = message.view if isinstance(message, CARRIERS) else None
-        if view is None:
+    def complete(self, message: m.Message) -> m.Message:
+        """Returns what `message` stands for. Raises `UntoldError` if that does not follow from what was told before."""
+        if not isinstance(message, m.Difference):
+            if isinstance(message, CARRIERS) and message.view is not None:
+                raise UntoldError(f"{type(message).__name__} with a view of epoch {message.view.epoch} as it is")
             return message
-        lives = {(member.replica, member.incarnation): member.ranks for member in view.members}
-        unknown = [life for life, ranks in lives.items() if not ranks and life not in self._known]
+        view = self._whole(message)
+        self._members = {member.replica: member for member in view.members}
+        if message.carrier is m.Carrier.NEW_VIEW:
+            return m.NewView(view)
+        if message.carrier is m.Carrier.REGISTERED:
+            return m.Registered(view, message.loop)
+        return m.Decision(message.decides, view)
+
+    def _whole(self, told: m.Difference) -> View:
+        gone = frozenset(told.gone)
+        members = {replica: member for replica, member in self._members.items() if replica not in gone}
+        members.update((change.replica, self._changed(change)) for change in told.changed)
+        ascending = tuple(members[replica] for replica in sorted(members))
+        view = View(told.epoch, told.step, ascending, told.why, told.proposal)
+        unknown = [(member.replica, member.incarnation) for member in ascending if not member.ranks]
         if unknown:
-            raise UntoldError(f"a view of epoch {view.epoch} without the addresses of {unknown}")
-        known = {life: ranks or self._known[life] for life, ranks in lives.items()}
-        members = (msgspec.structs.replace(x, ranks=known[x.replica, x.incarnation]) for x in view.members)
-        whole = msgspec.structs.replace(view, members=tuple(members))
-        self._known = known
-        return msgspec.structs.replace(message, view=whole)
+            raise UntoldError(f"a view of epoch {told.epoch} without the addresses of {unknown}")
+        if view.digest() != told.digest:
+            raise UntoldError(
+                f"a view of epoch {told.epoch} that does not follow from what was told before: that makes it one of "
+                f"replicas {view.replicas}, whose digest is {view.digest().hex()} and not {told.digest.hex()}"
+            )
+        return view
+
+    def _changed(self, change: Member) -> Member:
+        known = self._members.get(change.replica)
+        if change.ranks or known is None or known.incarnation != change.incarnation:
+            return change
+        return msgspec.structs.replace(change, ranks=known.ranks)
 
 
 class EncodedOnce:
     """Encodes what goes to many in a row once for all who get the same. Not thread-safe."""
 
     def __init__(self) -> None:
-        # The newest messages, and for each its bytes by the view that the receiver was told before. What is named by
-        # its id lives here, so that nothing else has that.
-        self._made: dict[int, tuple[m.Message, dict[int, tuple[View | None, bytes]]]] = {}
+        # The newest messages, and for each what it is for those who were told the same view before: the difference, and
+        # its bytes if they are alike for all. What is named by its id lives here, so that nothing else has that.
+        self._made: dict[int, tuple[m.Message, dict[int, tuple[View | None, m.Message, bytes]]]] = {}
 
     def encode(self, message: m.Message, sent: ViewsSent) -> bytes:
         """Returns the bytes of the next message on the connection of `sent`."""
@@ -93,12 +141,15 @@ class EncodedOnce:
         made = self._made[id(message)][1]
         view = message.view if isinstance(message, CARRIERS) else None
         before = sent.before if view is not None else None
-        known = made.get(id(before))
-        if known is not None:
-            sent.before = view or sent.before
-            return known[1]
-        differs = view is not None and sent.shard is not None and any(map(sent.is_new, view.members))
-        data = m.encode(sent.shorten(message))
-        if not differs:
-            made[id(before)] = before, data
+        if id(before) not in made:
+            told = message if view is None else difference(message, view, before)
+            made[id(before)] = before, told, b""
+        _, told, data = made[id(before)]
+        sent.before = view or sent.before
+        if data:
+            return data
+        if isinstance(told, m.Difference) and sent.shard is not None and any(x.ranks for x in told.changed):
+            return m.encode(sent.own(told))
+        data = m.encode(told)
+        made[id(before)] = before, told, data
         return data

@@ -4,6 +4,7 @@ ordered by their epoch."""
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Annotated
@@ -50,7 +51,7 @@ _Index = Annotated[int, Meta(ge=0, le=8 * RANKS)]
 _Site = Annotated[tuple[_Index, ...], Meta(min_length=1 + len(_TEXTS), max_length=1 + len(_TEXTS))]
 
 
-class Addresses(msgspec.Struct, frozen=True):
+class Addresses(msgspec.Struct, frozen=True, array_like=True):
     """The addresses of consecutive ranks of one replica, from rank `first` on: of all, or of those that concern whoever
     holds it. `addresses[i]` is that of rank i.
 
@@ -144,7 +145,23 @@ class Addresses(msgspec.Struct, frozen=True):
         first = max(first, self.first)
         if (first, end) == (self.first, self.first + len(self)):
             return self
-        return Addresses.of((self[shard] for shard in range(first, end)), first)
+        begins, ends = first - self.first, max(end, first) - self.first
+        known: dict[str, int] = {}
+        sites = []
+        for at in range(bisect.bisect_right(self.sites, begins, key=_end), len(self.sites)):
+            if begins >= ends or (at and self.sites[at - 1][0] >= ends):
+                break
+            texts = (known.setdefault(self.texts[text], len(known)) for text in self.sites[at][1:])
+            sites.append((min(self.sites[at][0], ends) - begins, *texts))
+        return Addresses(
+            first,
+            tuple(known),
+            tuple(sites),
+            self.ports[2 * begins : 2 * ends],
+            self.pids[4 * begins : 4 * ends],
+            self.segments[4 * begins : 4 * ends],
+            self.nonces[_NONCE * begins : _NONCE * ends],
+        )
 
 
 def _end(site: tuple[int, ...]) -> int:
@@ -154,7 +171,7 @@ def _end(site: tuple[int, ...]) -> int:
 NO_ADDRESSES = Addresses.of(())
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, array_like=True):
     """A replica in a view. `incarnation` tells a restarted replica from its dead predecessor."""
 
     replica: t.Replica
@@ -195,9 +212,16 @@ class View(msgspec.Struct, frozen=True):
         members = (msgspec.structs.replace(member, ranks=NO_ADDRESSES) for member in self.members)
         return msgspec.structs.replace(self, members=tuple(members))
 
+    def digest(self) -> bytes:
+        """Returns what tells this view from any other: the same for all, whichever addresses they know."""
+        return hashlib.blake2b(_encoder.encode(self.bare()), digest_size=t.DIGEST).digest()
+
     def has(self, replica: int, incarnation: str) -> bool:
         member = self.member(replica)
         return member is not None and member.incarnation == incarnation
+
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 def _number(member: Member) -> int:

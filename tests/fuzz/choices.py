@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftcomm.control import messages as m
+from ftcomm.control.field_types import DIGEST, Digest
 from ftcomm.control.views import Address, Addresses
 
 T = TypeVar("T")
@@ -58,6 +59,8 @@ def value(choices: Choices, kind: Any, seen: Sequence[int], given: dict[str, Any
         return Addresses.of((ADDRESS,) * choices.pick((1, 1, 1, 0, 2)))
     if kind is Address:
         return ADDRESS
+    if kind == Digest:
+        return choices.bytes().ljust(DIGEST, b"0")[:DIGEST]
     if typing.get_origin(kind) is typing.Annotated:
         return value(choices, typing.get_args(kind)[0], seen, given)
     if kind is bool:

@@ -33,7 +33,7 @@ from ftcomm.control.sealed import Channel, Keys, Mac
 from ftcomm.control.store import StoreError, ViewStore
 from ftcomm.control.tls import Tls
 from ftcomm.control.unstarted import NamedRank, Unstarted
-from ftcomm.control.view_differences import CARRIERS, UntoldError, ViewsReceived
+from ftcomm.control.view_differences import CARRIERS, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
@@ -64,7 +64,7 @@ from ftcomm.transport.segment import CHUNK, HEADER, POSTED, REDUCED, SIZE, TAKEN
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.certificates import Authority
-from tests.fuzz.choices import ADDRESS, KINDS, Choices, value
+from tests.fuzz.choices import ADDRESS, KINDS, Choices, fields, value
 from tests.fuzz.machines import GIVEN, Coordinated, Ranked
 from tests.sealed_rig import SECRET, ends, records
 
@@ -107,8 +107,32 @@ def messages(data: bytes) -> None:
     if view is not None:
         assert list(view.replicas) == sorted(set(view.replicas))
     with contextlib.suppress(UntoldError):
-        whole = getattr(ViewsReceived().complete(message), "view", None)
-        assert whole is None or all(member.ranks for member in whole.members) or not isinstance(message, CARRIERS)
+        whole = ViewsReceived().complete(message)
+        assert not isinstance(whole, m.Difference)
+        told = whole.view if isinstance(whole, CARRIERS) else None
+        assert told is None or all(member.ranks for member in told.members)
+
+
+def differences(data: bytes) -> None:
+    """Views on a connection whose two ends may differ about what was told: the receiver has the right one, or none."""
+    choices = Choices(data)
+    sent, received = ViewsSent(), ViewsReceived()
+    while choices:
+        members = {number % 4: value(choices, Member, (1, 2), {"replica": number % 4}) for number in choices.bytes()}
+        ascending = tuple(msgspec.structs.replace(members[x], replica=x) for x in sorted(members))
+        view = View(choices.number(), None, ascending)
+        short = sent.shorten(m.NewView(view))
+        assert isinstance(short, m.Difference)
+        name = choices.pick(("", "", "gone", "changed", "epoch"))
+        if name:
+            other = value(choices, dict(fields(m.Difference))[name], (1, 2), {})
+            short = msgspec.structs.replace(short, **{name: other})
+        if choices.number() % 8 == 7:
+            sent, received = choices.pick(((ViewsSent(), received), (sent, ViewsReceived())))
+        with contextlib.suppress(UntoldError):
+            got = received.complete(short)
+            assert isinstance(got, m.NewView)
+            assert got.view.bare() == view.bare()
 
 
 def framed(*parts: bytes) -> bytes:
@@ -780,6 +804,7 @@ TARGETS = {
     "rows": Target(rows, row_seeds),
     "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef a%20job", b"[::1]:65535 x y", b"a:1"]),
     "views": Target(views, view_files),
+    "differences": Target(differences, noise),
     "etcd_answers": Target(etcd_answers, etcd_seeds),
     "requests": Target(requests, request_seeds),
     "launcher_words": Target(words_of_launchers, launcher_word_seeds),

@@ -46,7 +46,7 @@ from ftcomm.control.reconfiguration import Proposal, contributing
 from ftcomm.control.removals import Removals
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import TAG
-from ftcomm.control.view_differences import CARRIERS, ViewsReceived, ViewsSent
+from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.kernels.host.reduce import operand
@@ -781,32 +781,36 @@ def leaves_out_a_new_life(patch: Patch) -> None:
     """A view leaves out the addresses of a replica that was told before, whichever life of it that was."""
     shorten = ViewsSent.shorten
 
-    def told(self: ViewsSent) -> set[int]:
-        return self.__dict__.setdefault("by_number", set())
-
-    def remember(self: ViewsSent, message: Any) -> Any:
-        short = shorten(self, message)
-        told(self).update(self.before.replicas if self.before is not None else ())
+    def by_number(self: ViewsSent, message: m.Message) -> m.Message:
+        made = shorten(self, message)
+        if not isinstance(made, m.Difference):
+            return made
+        told = self.__dict__.setdefault("by_number", set())
+        changed = (msgspec.structs.replace(x, ranks=NO_ADDRESSES) if x.replica in told else x for x in made.changed)
+        short = msgspec.structs.replace(made, changed=tuple(changed))
+        told.update(x.replica for x in made.changed)
         return short
 
-    patch.setattr(ViewsSent, "is_new", lambda self, member: member.replica not in told(self))
-    patch.setattr(ViewsSent, "shorten", remember)
+    patch.setattr(ViewsSent, "shorten", by_number)
 
 
 def addresses_of_an_earlier_life(patch: Patch) -> None:
     """Both ends go by the number of a replica: a view is completed with what was known of its earlier life."""
     leaves_out_a_new_life(patch)
 
-    def complete(self: ViewsReceived, message: Any) -> Any:
-        view = message.view if isinstance(message, CARRIERS) else None
-        if view is None:
-            return message
+    def changed(self: ViewsReceived, change: Member) -> Member:
         known = self.__dict__.setdefault("by_number", {})
-        known.update({member.replica: member.ranks for member in view.members if member.ranks})
-        members = (msgspec.structs.replace(member, ranks=known[member.replica]) for member in view.members)
-        return msgspec.structs.replace(message, view=msgspec.structs.replace(view, members=tuple(members)))
+        known.update({change.replica: change.ranks} if change.ranks else {})
+        return msgspec.structs.replace(change, ranks=known[change.replica])
 
-    patch.setattr(ViewsReceived, "complete", complete)
+    patch.setattr(ViewsReceived, "_changed", changed)
+
+
+def keeps_who_is_gone(patch: Patch) -> None:
+    """A receiver takes in who is new, and keeps who is gone."""
+    patch.setattr(View, "digest", lambda self: bytes(16))
+    whole = ViewsReceived._whole
+    patch.setattr(ViewsReceived, "_whole", lambda self, told: whole(self, msgspec.structs.replace(told, gone=())))
 
 
 def tells_on_where_it_stopped(patch: Patch) -> None:
@@ -826,12 +830,12 @@ def tells_on_where_it_stopped(patch: Patch) -> None:
 def addresses_of_another_group(patch: Patch) -> None:
     """A rank is told where the first ranks of the other replicas are, and not those of its own group."""
 
-    def first(self: ViewsSent, member: Member) -> Addresses:
-        if not self.is_new(member):
-            return NO_ADDRESSES
-        return member.ranks if self.shard is None else Addresses.of((member.ranks[0],), self.shard)
+    def first(self: ViewsSent, member: Member) -> Member:
+        if not member.ranks:
+            return member
+        return msgspec.structs.replace(member, ranks=Addresses.of((member.ranks[0],), self.shard or 0))
 
-    patch.setattr(ViewsSent, "_addresses", first)
+    patch.setattr(ViewsSent, "_own", first)
 
 
 def says_a_loss_once(patch: Patch) -> None:
@@ -925,6 +929,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "goes-on-without-who-leaves": (goes_on_without_who_leaves, "leaving", 100),
     "leaves-out-a-new-life": (leaves_out_a_new_life, "kills", 40),
     "addresses-of-an-earlier-life": (addresses_of_an_earlier_life, "kills", 40),
+    "keeps-who-is-gone": (keeps_who_is_gone, "kills", 40),
     "tells-on-where-it-stopped": (tells_on_where_it_stopped, "resets", 40),
     "addresses-of-another-group": (addresses_of_another_group, "kills", 40),
     "says-a-loss-once": (says_a_loss_once, "severed", 40),

@@ -35,6 +35,7 @@ from ftcomm.control.server import CoordinatorServer
 from ftcomm.control.store import ViewStore
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank
+from ftcomm.control.view_differences import difference
 from ftcomm.control.view_entry import WAKE_AGAIN, WAKE_UPS
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.errors import SettingsError
@@ -411,7 +412,8 @@ def test_what_is_no_message_is_dropped_and_the_connection_goes_on(data: bytes, c
 def test_a_view_that_leaves_out_what_was_never_told_ends_the_connection(count: Callable[[str], int]) -> None:
     """The next one would leave it out, too; a new connection begins with everything."""
     heard: list[m.AnyMessage] = []
-    untold = m.NewView(View(2, None, (Member(0, "a", NO_ADDRESSES, True),)))
+    view = View(2, None, (Member(0, "a", NO_ADDRESSES, True),))
+    untold = difference(m.NewView(view), view, None)
     why = served(GOOD, m.encode(untold), GOOD, on_message=heard.append)
     assert heard == [m.Heartbeat(3)]
     assert "without the addresses of [(0, 'a')]" in why

@@ -26,6 +26,7 @@ def test_what_a_loss_costs_does_not_grow_with_the_ranks_but_at_the_leaders() -> 
     assert at_many.sent_mb == pytest.approx(at_few.sent_mb, abs=1e-5), "no addresses are told again"
     told = [cost.sent_mb / cost.sent for cost in (few["loss", "all leaders"], many["loss", "all leaders"])]
     assert told[1] == pytest.approx(told[0], rel=0.2), "each rank gets the same few bytes"
+    assert max(told) < 150e-6, "and nothing of members that are as they were"
 
 
 def test_a_job_without_a_rank_for_each_host_is_refused() -> None:
