@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import msgspec
 
@@ -14,27 +13,15 @@ from ftcomm.control.wire import MAX_MESSAGE
 REST = 1024  # bytes of a replica in a view besides its addresses
 
 
-class Room(NamedTuple):
-    """The room that a view has to fit in."""
-
-    most: int  # bytes of the encoded view
-    what: str  # names what has that room
-    mend: str = ""
-
-
-MESSAGE = Room(MAX_MESSAGE, "a message")
-
-
-def too_large(join: m.Join, replicas: int, room: Room = MESSAGE) -> str:
-    """Returns why a view of so many such replicas cannot be sent or stored, and the mend; empty if it can."""
-    each = len(msgspec.json.encode(join.ranks)) + REST  # as stores keep it; in a message it is shorter
-    if each * replicas <= room.most:
+def too_large(join: m.Join, replicas: int) -> str:
+    """Returns why a view of so many such replicas cannot be sent, and the mend; empty if it can."""
+    each = len(msgspec.msgpack.encode(join.ranks)) + REST
+    if each * replicas <= MAX_MESSAGE:
         return ""
     return (
         f"a view of {replicas} replicas with {len(join.ranks)} ranks takes {each * replicas} bytes, {each} for the "
-        f"addresses of replica {join.replica}, and {room.what} has at most {room.most}; start fewer ranks "
-        f"({room.most // each} such replicas are possible), or give hosts, racks and tuning files shorter names"
-        f"{room.mend}"
+        f"addresses of replica {join.replica}, and a message has at most {MAX_MESSAGE}; start fewer ranks "
+        f"({MAX_MESSAGE // each} such replicas are possible), or give hosts, racks and tuning files shorter names"
     )
 
 

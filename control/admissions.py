@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ftcomm.control import messages as m
-from ftcomm.control.admission import Room, other_job, too_large
+from ftcomm.control.admission import other_job, too_large
 from ftcomm.control.blame import Removal
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Close, Conn, Keep, Log, Send, Unfit
@@ -35,12 +35,11 @@ class Admissions:
         lost: LostMembers,
         doubts: Doubts,
         presence: Presence,
-        room: Room,
         unstarted: Iterable[Unstarted],
     ) -> None:
-        """`room` is what a persisted view has to fit in, and `unstarted` is what was kept by `Keep`."""
+        """`unstarted` is what was kept by `Keep`."""
         self._known, self._news, self._decisions, self._changes = known, news, decisions, changes
-        self._lost, self._doubts, self._presence, self._room = lost, doubts, presence, room
+        self._lost, self._doubts, self._presence = lost, doubts, presence
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the last life that was refused, and why
         self._unstarted = UnstartedRanks(known.expected, unstarted)
 
@@ -228,7 +227,7 @@ class Admissions:
     def _refusal(self, join: m.Join) -> m.Expelled | None:
         known = self._known
         other = other_job(join, known.expected, known.ranks_per_replica, known.timeouts) or too_large(
-            join, known.expected, self._room
+            join, known.expected
         )
         if other:
             return m.Expelled(other)

@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from ftcomm.control import messages as m
-from ftcomm.control.admission import MESSAGE, Room
 from ftcomm.control.admissions import Admissions
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Close, Conn, Log, Send
@@ -62,14 +61,13 @@ class Coordinator:
         now: float,
         lifetime: int,
         state: Callable[[Address], str] = lambda there: "",
-        room: Room = MESSAGE,
         boot: str = "",
         unstarted: Iterable[Unstarted] = (),
     ) -> None:
         """`views` are the last two that were persisted. No earlier run of this job's coordinator had the number
         `lifetime`. `state` tells what the process at an address does, where this host can see it
-        (`ftcomm.control.liveness.state_of`). `room` is what a persisted view has to fit in, `boot` names the kernel of
-        this host, and `unstarted` is what was kept by `Keep`."""
+        (`ftcomm.control.liveness.state_of`). `boot` names the kernel of this host, and `unstarted` is what was kept by
+        `Keep`."""
         self.known = known = KnownJob(replicas, ranks_per_replica, timeouts, views, now)
         self.job, self.links, self.joiners = known.job, known.links, known.joiners
         self._news = JoinerNews(known)
@@ -81,7 +79,6 @@ class Coordinator:
         self._removals = Removals(known, self._lost, self._doubts, state)
         self._admissions = Admissions(
             *(known, self._news, self._decisions, self._changes, self._lost, self._doubts, self._presence),
-            room,
             unstarted,
         )
 

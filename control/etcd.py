@@ -276,7 +276,7 @@ class Txn(msgspec.Struct, frozen=True):
         return self.header.revision
 
     def found(self) -> dict[str, Entry]:
-        """The keys that its only range has found."""
+        """The keys that its ranges have found."""
         entries = [entry for response in self.responses for entry in response.response_range.kvs]
         return {entry.key.decode(errors="replace"): entry for entry in entries}
 
@@ -311,12 +311,21 @@ def put(key: str, value: bytes, lease: int = 0) -> Json:
     return {"request_put": {"key": _text(key.encode()), "value": _text(value), "lease": str(lease)}}
 
 
-def get_all(prefix: str) -> Json:
-    return {"request_range": _below(prefix)}
+def get(key: str) -> Json:
+    return {"request_range": {"key": _text(key.encode())}}
+
+
+def get_names(prefix: str) -> Json:
+    """Gets what is below, without values."""
+    return {"request_range": {**_below(prefix), "keys_only": True}}
 
 
 def delete(key: str) -> Json:
     return {"request_delete_range": {"key": _text(key.encode())}}
+
+
+def delete_all(prefix: str) -> Json:
+    return {"request_delete_range": _below(prefix)}
 
 
 def created(key: str, revision: int) -> Json:

@@ -4,11 +4,14 @@
     PREFIX/term     put anew by each new owner, and never removed by one that goes: its revision is the number of a term
     PREFIX/view/0   the last view of an even epoch, in JSON, and
     PREFIX/view/1   that of an odd one: overwritten, so that no job grows
+    PREFIX/ranks/   the addresses of their members, in shards (`ftcomm.control.stored_views`): written before the first
+                    view that needs them, and removed after the last one
 
 A coordinator that is stopped, and wakes up after another one has taken over, can do no harm, for two reasons:
 
-- A transaction writes a view only if the owner's key is still the one that the writer made, in this term and on this
-  lease, and both views are those that it knows. A write that comes late, or a second time, changes nothing.
+- A transaction writes a view, or a shard, only if the owner's key is still the one that the writer made, in this term
+  and on this lease, and (a view) both views are those that it knows. A write that comes late, or a second time, changes
+  nothing.
 - What needs no view (the refusal of a replica, say) is decided only while the lease is known to be alive. A clock that
   runs on while the host is suspended counts that from the last request, less a tenth for clocks that differ.
 
@@ -24,23 +27,22 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
-from ftcomm.control import etcd
-from ftcomm.control.admission import Room
+from ftcomm.control import etcd, stored_views
 from ftcomm.control.decode import decode_with
-from ftcomm.control.store import DECODER, JobOver, Store, StoreError
+from ftcomm.control.store import JobOver, Store, StoreError
 from ftcomm.control.views import View
-from ftcomm.control.wire import MAX_MESSAGE
 
 T = TypeVar("T")
 
 SHORTEST = 2  # s of the shortest lease of etcd
 PATIENCE = 10.0  # s for an etcd that does not answer at the start or at the end
 PAUSE = 0.25  # s between two attempts
+MOST = 128  # operations that etcd allows in a transaction
 MAX_NAME = 256  # characters of the name of a job, as of a `Name` in field_types
 LATE = 3.0  # s that a busy etcd may be late to end a lease
 WORDS, BEATS = 0, 1  # the two threads, so that the lease never waits
@@ -73,9 +75,10 @@ class EtcdStore(Store):
 
     def __init__(self, place: etcd.Place, port: int, lease: float, standby: bool = False) -> None:
         self.name, self._standby = str(place), standby
-        mend = f", or give etcd a larger --max-request-bytes and this coordinator the same in {etcd.LARGEST}"
-        self.room = Room(min(MAX_MESSAGE, place.request * 3 // 4), "what etcd may be asked to store", mend)  # in JSON
         self.views = []
+        self._shard = min(stored_views.SHARD, place.request // 2)  # bytes
+        self._stored: dict[str, stored_views.StoredView] = {}  # the last two views, by their keys
+        self._needless: set[str] = set()  # folders of tables, maybe in part, that no view needs
         self._prefix = place.prefix
         self._owner, self._term = f"{place.prefix}/owner", f"{place.prefix}/term"
         seconds = max(SHORTEST, round(lease))
@@ -151,7 +154,7 @@ class EtcdStore(Store):
             self._lease = 0
         number = self._number  # the last term, as we know it
         if not number:
-            answer = await self._ask(self._etcd.txn, [], [etcd.get_all(self._prefix)], [])
+            answer = await self._ask(self._etcd.txn, [], self._looks(), [])
             self._revisions, found = [*self._revisions[-1:], answer.revision], answer.found()
             if self._owner in found or (met is not None and self._term not in found):
                 return self._who(found, self._owner), self._who(found, self._term)
@@ -160,12 +163,12 @@ class EtcdStore(Store):
         self._lease, seconds = await self._ask(self._etcd.grant, self._me.lease)
         record = msgspec.json.encode(self._me)
         free = [etcd.created(self._owner, 0), etcd.modified(self._term, number)]
-        take = [etcd.put(self._owner, record, self._lease), etcd.put(self._term, record), etcd.get_all(self._prefix)]
-        answer = await self._ask(self._etcd.txn, free, take, [etcd.get_all(self._prefix)])
+        take = [etcd.put(self._owner, record, self._lease), etcd.put(self._term, record), *self._looks()]
+        answer = await self._ask(self._etcd.txn, free, take, self._looks())
         found = answer.found()
         if answer.succeeded:
             self._number = self._made = answer.revision
-            self._read(found)
+            await self._read(found)
             self._until = asked + 0.9 * seconds
             return None
         owner, term = self._who(found, self._owner), self._who(found, self._term)
@@ -199,16 +202,41 @@ class EtcdStore(Store):
         except msgspec.DecodeError as error:
             raise StoreError(f"{key} in etcd is nothing of ftcomm ({error}); choose another name in --store") from None
 
-    def _read(self, found: dict[str, etcd.Entry]) -> None:
-        keys = [f"{self._prefix}/view/{parity}" for parity in (0, 1)]
-        self._written = [found[key].mod_revision if key in found else 0 for key in keys]
+    def _looks(self) -> list[etcd.Json]:
+        return [etcd.get(key) for key in (self._owner, self._term, *self._view_keys)]
+
+    @property
+    def _view_keys(self) -> list[str]:
+        return [f"{self._prefix}/view/{parity}" for parity in (0, 1)]
+
+    async def _read(self, found: dict[str, etcd.Entry]) -> None:
+        """Read the views that were found, with their tables. Nobody else may write these meanwhile, since we are the
+        owner. Raises `StoreError`: a view is not whole."""
+        self._written = [found[key].mod_revision if key in found else 0 for key in self._view_keys]
         try:
-            views = [decode_with(DECODER, found[key].value) for key in keys if key in found]
+            self._stored = {key: stored_views.decoded(found[key].value) for key in self._view_keys if key in found}
         except msgspec.DecodeError as error:
             raise StoreError(
                 f"{self._prefix} in etcd holds no views of this version ({error}); choose another name in --store"
             ) from None
-        self.views = sorted(views, key=lambda view: view.epoch)
+        views = sorted(self._stored.values(), key=lambda view: view.epoch)
+        shards: dict[str, bytes] = {}
+        for key in dict.fromkeys(key for view in views for key in view.keys(self._prefix)):
+            there = (await self._ask(self._etcd.txn, [], [etcd.get(key)], [])).found()  # one, so no answer is large
+            shards.update((key, entry.value) for key, entry in there.items())
+        try:
+            self.views = [stored_views.joined(view, self._prefix, shards) for view in views]
+        except stored_views.IncompleteTable as error:
+            raise StoreError(
+                f"{self._prefix} in etcd: {error}. Somebody else has changed it; restore what etcd had, or start a "
+                "coordinator with another name in --store once the job has ended, which goes on without a coordinator"
+            ) from None
+        names = (await self._ask(self._etcd.txn, [], [etcd.get_names(f"{self._prefix}/ranks")], [])).found()
+        self._needless = {*filter(None, (stored_views.folder_of(self._prefix, key) for key in names))}
+        self._needless -= self._folders(self._stored.values())
+
+    def _folders(self, views: Iterable[stored_views.StoredView]) -> set[str]:
+        return {stored_views.folder(self._prefix, *table) for view in views for table in view.tables.items()}
 
     async def _keep(self) -> None:
         """Keep the lease alive until that is in doubt."""
@@ -232,42 +260,55 @@ class EtcdStore(Store):
 
     async def _append(self, view: View) -> None:
         """Append a view, for as long as it takes. After a doubt the caller waits no longer, and has to cancel it."""
-        value, parity = msgspec.json.encode(view), view.epoch % 2
-        key = f"{self._prefix}/view/{parity}"
+        known = {digest: since for each in self._stored.values() for digest, since in each.tables.items()}
+        stored, tables = stored_views.divided(view, self._shard, known)
+        ours = etcd.created(self._owner, self._made)
+        self._needless |= self._folders([stored]) - self._folders(self._stored.values())  # until it is written
+        for digest in sorted(tables.keys() - known.keys()):
+            for number, shard in enumerate(stored_views.shards_of(tables[digest], self._shard)):
+                key = stored_views.key(self._prefix, digest, view.epoch, number)
+                await self._write([ours], [etcd.put(key, shard)])
+        parity = view.epoch % 2
+        key, value = self._view_keys[parity], msgspec.json.encode(stored)
+        there = {**self._stored, key: stored}
+        self._needless = (self._needless | self._folders(self._stored.values())) - self._folders(there.values())
+        gone = sorted(self._needless)[: MOST - 1]
+        same = [etcd.modified(self._view_keys[each], self._written[each]) for each in (0, 1)]
+        answer = await self._write([ours, *same], [etcd.put(key, value), *map(etcd.delete_all, gone)])
+        if answer.succeeded:
+            self._written[parity] = answer.revision
+        else:
+            found = answer.found().get(key)
+            if found is None or found.value != value:
+                raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
+            self._written[parity] = found.mod_revision  # an earlier attempt wrote it, and its answer was lost
+        self._needless.difference_update(gone)
+        self.views, self._stored = [*self.views[-1:], view], there
+
+    async def _write(self, compare: list[etcd.Json], what: list[etcd.Json]) -> etcd.Txn:
+        """Write as the owner, for as long as it takes; returns the answer. Who is the owner no more waits for ever."""
         while True:
-            known = [etcd.modified(f"{self._prefix}/view/{each}", self._written[each]) for each in (0, 1)]
-            ours = etcd.created(self._owner, self._made)
             try:
-                answer = await self._ask(
-                    self._etcd.txn, [ours, *known], [etcd.put(key, value)], [etcd.get_all(self._prefix)]
-                )
+                answer = await self._ask(self._etcd.txn, compare, what, self._looks())
             except etcd.Away:
                 await asyncio.sleep(PAUSE)
                 continue
-            if answer.succeeded:
-                self._written[parity] = answer.revision
-                break
-            found = answer.found()
-            owner, there = found.get(self._owner), found.get(key)
-            if owner is None or owner.create_revision != self._made:
-                self._doubt.set()
-                await asyncio.Event().wait()
-            elif there is None or there.value != value:
-                raise StoreError(f"{self._prefix} in etcd was changed by somebody else; choose another name in --store")
-            else:  # an earlier attempt wrote it, and its answer was lost
-                self._written[parity] = there.mod_revision
-                break
-        self.views = [*self.views[-1:], view]
+            owner = answer.found().get(self._owner)
+            if answer.succeeded or (owner is not None and owner.create_revision == self._made):
+                return answer
+            self._doubt.set()
+            await asyncio.Event().wait()
 
     async def clear(self) -> None:
         """Remove our keys alone, since keys of other jobs may be below. Says how to do it by hand if etcd does not
         answer."""
-        ours = [self._owner, self._term, *(f"{self._prefix}/view/{parity}" for parity in (0, 1))]
-        gone = [etcd.delete(key) for key in ours]
+        ours = [self._owner, self._term, *self._view_keys]
+        tables = sorted(self._folders(self._stored.values()) | self._needless)
+        gone = [*map(etcd.delete, ours), *map(etcd.delete_all, tables)][:MOST]
         await self._last_words(
             lambda: self._etcd.txn([etcd.modified(self._term, self._number)], gone, []),
             f"the views of the job that is over are left in {self.name}; remove them with: etcdctl del KEY, for "
-            f"{', '.join(ours)}",
+            f"{', '.join(ours)}, and etcdctl del --prefix {self._prefix}/ranks/",
             PATIENCE,
         )
 

@@ -153,7 +153,6 @@ class CoordinatorServer:
             now=time.monotonic(),
             lifetime=secrets.randbits(32),
             state=state_of,
-            room=self._store.room,
             boot=boot(),
             unstarted=self._store.words,
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-from ftcomm.control.admission import MESSAGE, Room
 from ftcomm.control.decode import decode_with
 from ftcomm.control.field_types import Name
 from ftcomm.control.fork import apart
@@ -54,7 +53,6 @@ class Store(abc.ABC):
 
     views: list[View]  # the last two at most
     words: tuple[Unstarted, ...] = ()  # what `keep` was given last
-    room: Room = MESSAGE  # for each view
     name: str  # for messages
     tell: Callable[[str], None] = staticmethod(lambda text: None)  # is told, in words, what a person should know
 

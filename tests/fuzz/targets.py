@@ -26,7 +26,7 @@ import numpy as np
 
 from ftcomm import subgroup
 from ftcomm.collective.operation import Operation
-from ftcomm.control import etcd, handshake
+from ftcomm.control import etcd, handshake, stored_views
 from ftcomm.control import messages as m
 from ftcomm.control.links import serve_messages
 from ftcomm.control.sealed import Channel, Keys, Mac
@@ -133,6 +133,29 @@ def differences(data: bytes) -> None:
             got = received.complete(short)
             assert isinstance(got, m.NewView)
             assert got.view.bare() == view.bare()
+
+
+def stored(data: bytes) -> None:
+    """What etcd has of a view, and then shards of addresses, in the order of their keys."""
+    value_, *parts = [*_parts(data)] or [b""]
+    try:
+        view = stored_views.decoded(value_)
+    except msgspec.DecodeError:
+        return
+    with contextlib.suppress(stored_views.IncompleteTable):
+        whole = stored_views.joined(view, "/job", dict(zip(view.keys("/job"), parts, strict=False)))
+        assert [x.table for x in stored_views.divided(whole, 64, {})[0].members] == [x.table for x in view.members]
+
+
+def stored_seeds() -> list[bytes]:
+    member = Member(0, "a", Addresses.of((ADDRESS,) * 3), True)
+    view = View(2, 7, (member, msgspec.structs.replace(member, replica=3)), "join 3", 1 << 32)
+    seeds = []
+    for size in (40, 1000):
+        kept, tables = stored_views.divided(view, size, {})
+        shards = [shard for x in kept.members for shard in stored_views.shards_of(tables[x.table], size)]
+        seeds.append(framed(msgspec.json.encode(kept), *shards))
+    return seeds
 
 
 def framed(*parts: bytes) -> bytes:
@@ -804,6 +827,7 @@ TARGETS = {
     "rows": Target(rows, row_seeds),
     "meeting": Target(meeting, lambda: [b"127.0.0.1:4000 1/3/0123456789abcdef a%20job", b"[::1]:65535 x y", b"a:1"]),
     "views": Target(views, view_files),
+    "stored": Target(stored, stored_seeds),
     "differences": Target(differences, noise),
     "etcd_answers": Target(etcd_answers, etcd_seeds),
     "requests": Target(requests, request_seeds),

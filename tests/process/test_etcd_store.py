@@ -14,8 +14,6 @@ import pytest
 import trustme
 
 from ftcomm.control import etcd
-from ftcomm.control import messages as m
-from ftcomm.control.admission import too_large
 from ftcomm.control.etcd import Etcd, Place
 from ftcomm.control.etcd_store import EtcdStore
 from ftcomm.control.store import JobOver, StoreError
@@ -73,7 +71,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def keys(url: str) -> dict[str, Any]:
     place = Place.parse(url, {})
-    return Etcd(place, 5).txn([], [etcd.get_all(place.prefix)], []).found()
+    return Etcd(place, 5).txn([], [{"request_range": etcd._below(place.prefix)}], []).found()
 
 
 def stored(url: str) -> list[int]:
@@ -143,7 +141,7 @@ def test_the_end_of_a_job_leaves_those_whose_names_begin_alike(url: str) -> None
             await store.append(view(1))
             await store.append(view(2))
         await first.clear()
-        assert len(keys(f"{url}/other")) == len(keys(url)) == 4
+        assert len(keys(f"{url}/other")) == len(keys(url)) == 5
         await other.append(view(3))
         assert other.sure
         await first.release()
@@ -172,9 +170,9 @@ def test_the_last_two_views_come_back_and_nothing_grows(url: str) -> None:
         assert store.views == []
         for epoch in range(1, 8):
             await store.append(view(epoch))
-        assert len(keys(url)) == 4
+        assert len(keys(url)) == 5
         await store.release()
-        assert len(keys(url)) == 3  # not the owner
+        assert len(keys(url)) == 4  # not the owner
         again = Store(url)
         await again.acquire()
         assert again.views == store.views == [view(6), view(7)]
@@ -185,25 +183,168 @@ def test_the_last_two_views_come_back_and_nothing_grows(url: str) -> None:
     run(test)
 
 
-def test_what_is_admitted_can_be_stored_and_who_would_make_it_larger_is_told(tmp_path: Path) -> None:
-    """The coordinator ended over such a view before, and all waited for it."""
-    most = 80_000
-    address = Address("host-0123.cluster", 50123, "b" * 36, 4711, 3, "0" * 32, "l" * 60, "", "t" * 60, "a" * 60)
+def large(epoch: int, lives: dict[int, str], ranks: int) -> View:
+    """With addresses of such lengths, eight to a host."""
+    return View(epoch, None, tuple(Member(r, life, table(r, ranks), True) for r, life in lives.items()), "why")
 
-    def join(ranks: int) -> m.Join:
-        return m.Join(0, "life", Addresses.of((address,) * ranks), epoch=0, step=-1, timeouts=())
+
+def table(replica: int, ranks: int) -> Addresses:
+    layout, tuning, traits = "l" * 60, "t" * 60, "a" * 60
+    return Addresses.of(
+        Address(
+            f"h-{replica}-{i // 8}", 50123, f"{i // 8:036}", i, 3, f"{replica:016x}{i:016x}", layout, "", tuning, traits
+        )
+        for i in range(ranks)
+    )
+
+
+def tables(url: str) -> set[str]:
+    return {key.rpartition("/")[0] for key in keys(url) if "/ranks/" in key}
+
+
+def test_views_of_98304_ranks_in_values_below_a_megabyte(url: str) -> None:
+    """Each table of addresses is there as long as a view needs it; a loss writes none, and a return one."""
+    told = [
+        large(1, {r: f"life {r}" for r in range(12)}, 8192),
+        large(2, {r: f"life {r}" for r in range(1, 12)}, 8192),
+        large(3, {r: f"life {r}" for r in range(1, 12)}, 8192),
+    ]
+    back = View(4, 7, (Member(0, "again", table(99, 8192), False), *told[2].members), "back", 1 << 32)
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        counts: list[tuple[int, int]] = []
+        written: list[list[etcd.Json]] = []
+        put = store._write
+
+        async def count(compare: list[etcd.Json], what: list[etcd.Json]) -> etcd.Txn:
+            written.append(what)
+            return await put(compare, what)
+
+        store._write = count  # type: ignore[method-assign]
+        for one in (*told, back):
+            written.clear()
+            await store.append(one)
+            counts.append((len(written), len(tables(url))))
+        assert counts == [(13, 12), (1, 12), (1, 11), (2, 12)], "requests of each view, and tables after it"
+        there = keys(url)
+        assert max(len(entry.value) for entry in there.values()) < 1 << 20
+        assert sum(len(entry.value) for key, entry in there.items() if "/view/" in key) < 10_000
+        await store.release()
+        other = Store(url, 2)
+        await other.acquire()
+        assert other.views == [told[2], back]
+        await other.clear()
+        await other.release()
+        assert keys(url) == {}
+
+    run(test)
+
+
+def test_a_smaller_request_makes_more_shards(tmp_path: Path) -> None:
+    most = 20_000
 
     async def test() -> None:
         with etcd_server(tmp_path, "--max-request-bytes", str(most)) as server:
             store = Store(server.url("job"), env={etcd.LARGEST: str(most)})
-            ranks = next(n for n in range(1000, 0, -1) if not too_large(join(n), 2, store.room))
-            assert "60000; start fewer ranks (1 such" in (said := too_large(join(ranks + 1), 2, store.room))
-            assert f"etcd a larger --max-request-bytes and this coordinator the same in {etcd.LARGEST}" in said
             await store.acquire()
-            await store.append(
-                View(1, None, tuple(Member(r, "life", Addresses.of((address,) * ranks), True) for r in (0, 1)), "why")
-            )
+            await store.append(one := large(1, {0: "a", 1: "b"}, 1000))
+            assert len([key for key in keys(server.url("job")) if "/ranks/" in key]) > 6
             await store.release()
+            other = Store(server.url("job"))
+            await other.acquire()
+            assert other.views == [one], "whatever the shards of this one are"
+            await other.release()
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["missing", "changed", "empty"])
+def test_a_take_over_without_all_addresses_is_refused(url: str, how: str) -> None:
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        await store.append(view(1))
+        await store.release()
+        (shard,) = (key for key in keys(url) if "/ranks/" in key)
+        other = {"missing": etcd.delete(shard), "changed": etcd.put(shard, b"x"), "empty": etcd.put(shard, b"")}
+        Etcd(Place.parse(url, {}), 5).txn([], [other[how]], [])
+        with pytest.raises(StoreError, match=r"replica 0 in the view of epoch 1 are not .*restore what etcd had, or"):
+            await Store(url, 2).acquire()
+
+    run(test)
+
+
+def test_who_died_while_it_wrote_addresses_leaves_nothing_behind(url: str) -> None:
+    """The next one removes what no view needs with its own first view, and writes anew what one does."""
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        await store.append(view(1))
+        lost, put = large(2, {0: "a", 1: "b"}, 8), store._write
+
+        async def dies(compare: list[etcd.Json], what: list[etcd.Json]) -> etcd.Txn:
+            answer = await put(compare, what)
+            if len(tables(url)) == 3:
+                await asyncio.Event().wait()
+            return answer
+
+        store._write = dies  # type: ignore[method-assign]
+        writing = store.append(lost)
+        while len(tables(url)) < 3:
+            await asyncio.sleep(0.01)
+        writing.cancel()
+        await store.release()
+        other = Store(url, 2)
+        await other.acquire()
+        assert other.views == [view(1)]
+        await other.append(large(2, {1: "b"}, 8))
+        assert len(tables(url)) == 2, "that of the view before, and the new one"
+        await other.release()
+        last = Store(url, 3)
+        await last.acquire()
+        assert last.views == [view(1), large(2, {1: "b"}, 8)]
+        await last.release()
+
+    run(test)
+
+
+def test_addresses_that_are_needed_again_get_another_place(url: str) -> None:
+    """Where nothing that is late, as the removal of the first ones may be, can reach them."""
+    told = [large(epoch, lives, 8) for epoch, lives in enumerate(({0: "a", 1: "b"}, {1: "b"}, {1: "b"}), 1)]
+    last = large(4, {0: "a", 1: "b"}, 8)
+
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        for one in (*told, last):
+            await store.append(one)
+        assert sorted(folder.rpartition("/")[2] for folder in tables(url)) == ["1", "4"], "epochs"
+        await store.release()
+        other = Store(url, 2)
+        await other.acquire()
+        assert other.views == [told[2], last]
+        await other.release()
+
+    run(test)
+
+
+def test_who_is_not_the_owner_any_more_writes_no_addresses(url: str) -> None:
+    async def test() -> None:
+        store = Store(url)
+        await store.acquire()
+        store.fall_silent()
+        await store._ask(store._etcd.revoke, store._lease)
+        other = Store(url, 2)
+        await other.acquire()
+        writing = store.append(large(1, {0: "a"}, 8))
+        await store.doubt()
+        assert tables(url) == set()
+        writing.cancel()
+        await store.release()
+        await other.release()
 
     run(test)
 
@@ -293,7 +434,7 @@ def test_a_write_of_an_earlier_term_changes_nothing(url: str) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("lost", [1, 2, 3])
+@pytest.mark.parametrize("lost", [1, 2, 3, 4])
 def test_an_answer_that_is_lost_while_it_becomes_the_owner(url: str, lost: int) -> None:
     async def test() -> None:
         before = Store(url)

@@ -15,14 +15,15 @@ import pytest
 
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView
+from ftcomm.control import admission, wire
 from ftcomm.control import messages as m
-from ftcomm.control import wire
 from ftcomm.control.admission import too_large
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import IN_FLIGHT, MEMBERS, RANKS
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
+from ftcomm.control.view_differences import ViewsSent
+from ftcomm.control.views import Address, Addresses
 from ftcomm.errors import ArgumentError, SettingsError, TransportError
 from ftcomm.launch.coordinator import CoordinatorOptions
 from ftcomm.launch.options import RunOptions
@@ -104,19 +105,19 @@ def test_a_view_that_no_message_can_carry() -> None:
     assert f"a message has at most {wire.MAX_MESSAGE}" in told[0].reason
 
 
-def test_what_is_admitted_can_be_sent() -> None:
+def test_what_is_admitted_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With messages of a megabyte, so that the job is small."""
+    most = 1 << 20
+    monkeypatch.setattr(admission, "MAX_MESSAGE", most)
     replicas = 16
-    ranks = next(n for n in range(31_000, 1000, -1000) if not too_large(_join(0, n), replicas))
+    ranks = next(n for n in range(4000, 100, -100) if not too_large(_join(0, n), replicas))
     coordinator = Coordinator(replicas, ranks, TIMEOUTS, views=[], now=0.0, lifetime=1)
     actions: list[Any] = []
     for replica in range(replicas):
         actions += coordinator.receive(replica, _join(replica, ranks), now=1.0)
     (view,) = [action.view for action in actions if isinstance(action, Persist)]
-    assert len(m.encode(m.NewView(view))) <= wire.MAX_MESSAGE
-    assert (
-        len(m.encode(m.NewView(View(1, 0, (*view.members, Member(99, "x", NO_ADDRESSES, True))))))
-        > wire.MAX_MESSAGE // 2
-    )
+    told = m.encode(ViewsSent().shorten(m.NewView(view)))
+    assert most * 3 // 4 < len(told) <= most
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +135,13 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits == [(256, 1024)]
 
 
-def test_a_static_group_asks_for_them_first() -> None:
-    """In a process of its own, whose limit is the kernel's."""
+def test_a_static_group_and_the_leader_of_many_ranks_ask_for_them_first() -> None:
+    """In a process of its own, whose limit is the kernel's. Each rank of a replica holds a connection to its leader."""
     script = """
 import resource
 from ftcomm.errors import TransportError
+from ftcomm.group import Group
+from ftcomm.settings import Settings
 from ftcomm.static.endpoint import Endpoint
 from ftcomm.static.group import StaticGroup
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
@@ -149,10 +152,16 @@ try:
 except TransportError as error:
     print(error)
 endpoint.close()
+try:
+    Group(Settings("127.0.0.1:1", "secret", 0, 12, 0, ranks_per_replica=8192, leader="127.0.0.1:2"))
+except TransportError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230)
     assert "group 'many' of 256 members needs up to 13" in done.stdout, done.stderr
     assert "may have 512" in done.stdout
+    assert "replica 0 rank 0 needs up to 82" in done.stdout
+    assert "open files, and this process may have 512; raise the limit (ulimit -n 82" in done.stdout
 
 
 def test_free_threaded_python() -> None:
