@@ -83,7 +83,8 @@ class Group(Calls):
         mine = credentials.of(settings)
         self._recorder = files.begin(_owner(settings), settings.coordinator)
         self._stacks = stacks.serve(files.own_path())
-        room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}")
+        led = settings.ranks_per_replica - 1 if settings.shard == 0 else 0  # ranks that connect to this one
+        room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
         self._me = settings.replica

@@ -17,7 +17,7 @@ import msgspec
 
 from ftcomm.control.handshake import Credentials
 from ftcomm.control.server import CoordinatorServer
-from ftcomm.errors import FtcommError
+from ftcomm.errors import FtcommError, SettingsError, TransportError
 from ftcomm.launch.admin.handlers import answer, status
 from ftcomm.launch.admin.protocol import SOCKET
 from ftcomm.launch.admin.server import AdminServer
@@ -47,10 +47,12 @@ from ftcomm.launch.torch_store import TorchStore
 from ftcomm.monitoring.evidence import KernelKills, without
 from ftcomm.monitoring.history import HistoryWriter
 from ftcomm.monitoring.job import JobMonitor, Overview
+from ftcomm.process.descriptors import room_for
 from ftcomm.recorder.files import FOLDER
 from ftcomm.recorder.reader import stands_since
 from ftcomm.settings.credentials import from_env
 
+PER_RANK = 6  # descriptors: the pipes of its output, its end, and its connections to torch's store and to this process
 FINISHED, FAILED, DRAINED, KILLED = 0, 1, 3, 130  # exit codes; 2 is a usage error
 
 
@@ -110,6 +112,7 @@ class Launcher:
         too, no process, socket or file of the run is left.
         """
         self.options.check()
+        self._check_descriptors()
         self._loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close_report)
@@ -262,6 +265,13 @@ class Launcher:
         self._monitor = MonitorLoop(job, self.known_steps, history)
         stack.push_async_callback(asyncio.to_thread, self._monitor.close)
         self._monitor.start()
+
+    def _check_descriptors(self) -> None:
+        ranks = len(self.options.started_here) * self.options.ranks_per_replica
+        try:
+            room_for(0, f"ftcomm run, which starts {ranks} ranks on this host,", PER_RANK * ranks)
+        except TransportError as error:
+            raise SettingsError(str(error)) from None
 
     async def _open_coordinator(
         self, stack: contextlib.AsyncExitStack, mine: Credentials, host: str, views: Path

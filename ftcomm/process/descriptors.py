@@ -1,4 +1,4 @@
-"""A group has enough descriptors for all its connections, or says so before it makes the first of them."""
+"""A process has enough descriptors for all its connections, or says so before it makes the first of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ PEER = 5  # descriptors for a peer that is reached by TCP: a link, a connection 
 RESERVE = 32  # for whatever else a process opens meanwhile
 
 
-def room_for(peers: int, what: str) -> None:
-    """Raise the soft limit to the hard one if `peers` more need it. Raises `TransportError` if that is not enough."""
-    needed = len(os.listdir("/proc/self/fd")) + PEER * peers + RESERVE
+def room_for(peers: int, what: str, others: int = 0) -> None:
+    """Raise the soft limit to the hard one if `peers` more need it, and `others` descriptors. Raises `TransportError`
+    if that is not enough."""
+    needed = len(os.listdir("/proc/self/fd")) + PEER * peers + others + RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -350,11 +351,15 @@ def test_a_run_inside_a_rank(shell: Shell) -> None:
 
 
 def test_too_few_open_files_are_one_line_that_says_what_to_type(shell: Shell) -> None:
+    """Said before any rank has started, with the number that this job needs."""
     shell.script("")
-    few = resource.RLIMIT_NOFILE, (12, 12)
-    command = shell.start("run", "--replicas", "1", "script.py", preexec_fn=lambda: resource.setrlimit(*few))
+    few = resource.RLIMIT_NOFILE, (40, 40)
+    command = shell.start("run", "--replicas", "2", "script.py", preexec_fn=lambda: resource.setrlimit(*few))
     _, err = command.communicate(timeout=DEADLINE)
-    assert err == "ftcomm: this process may have 12 open files, too few for this: ulimit -n 1024\n"
+    said = r"ftcomm: ftcomm run, which starts 2 ranks on this host, needs up to (\d+) open files, and this process may "
+    found = re.fullmatch(said + r"have 40; raise the limit \(ulimit -n (\d+); LimitNOFILE of systemd, .*\)\n", err)
+    assert found is not None, err
+    assert 40 < int(found[1]) == int(found[2]) < 100
     assert command.returncode == 2
 
 
