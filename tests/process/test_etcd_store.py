@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trustme
 
@@ -268,7 +269,8 @@ def test_a_take_over_without_all_addresses_is_refused(url: str, how: str) -> Non
         await store.append(view(1))
         await store.release()
         (shard,) = (key for key in keys(url) if "/ranks/" in key)
-        other = {"missing": etcd.delete(shard), "changed": etcd.put(shard, b"x"), "empty": etcd.put(shard, b"")}
+        another = msgspec.msgpack.encode(table(5, 1))
+        other = {"missing": etcd.delete(shard), "changed": etcd.put(shard, another), "empty": etcd.put(shard, b"")}
         Etcd(Place.parse(url, {}), 5).txn([], [other[how]], [])
         with pytest.raises(StoreError, match=r"replica 0 in the view of epoch 1 are not .*restore what etcd had, or"):
             await Store(url, 2).acquire()
