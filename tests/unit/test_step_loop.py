@@ -275,13 +275,15 @@ def test_optimizers_and_schedulers_behind_the_gate(verdict):
 def test_every_moment_is_of_one_part():
     now = [10.0]
     watch = Stopwatch(lambda: now[0])
-    for seconds, part in ((1.0, "boundary"), (4.0, "training"), (2.0, "paused"), (3.0, "training")):
+    spent = ((1.0, "boundary", 0.0), (4.0, "training", 0.0), (2.0, "paused", 0.0), (3.0, "training", 1.0))
+    for seconds, part, stalled in spent:
         now[0] += seconds
-        assert watch.lap(part) == seconds
+        assert watch.lap(part, stalled) == seconds
     watch.count("steps")
     watch.add("snapshot", 0.5)
-    assert watch.read() == Metrics(steps=1, total=10.0, training=7.0, boundary=1.0, paused=2.0, snapshot=0.5)
-    assert watch.read().effective == 0.7
+    parts = dict(boundary=1.0, training=6.0, paused=2.0, stalled=1.0, snapshot=0.5)
+    assert watch.read() == Metrics(steps=1, total=10.0, **parts)
+    assert watch.read().effective == 0.6, "an op that stands still trains nothing"
     assert Metrics().effective == 0.0
 
 
