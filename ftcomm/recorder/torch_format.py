@@ -44,8 +44,8 @@ def torch_dumps(recordings: Iterable[Recording]) -> dict[int, dict[str, Any]]:
     ranks = newest(recordings)
     members = _members(ranks)
     ops = {rank: [op for op in r.ops if rank in members.get((op.group, r.shard), ())] for rank, r in ranks.items()}
-    first = _first(ranks, ops)
-    return {rank: _dump(rank, r, ops[rank], members, first) for rank, r in ranks.items()}
+    first, last = _first(ranks, ops), _last(ranks, ops)
+    return {rank: _dump(rank, r, ops[rank], members, first, last) for rank, r in ranks.items()}
 
 
 def _members(ranks: Mapping[int, Recording]) -> dict[_Key, tuple[int, ...]]:
@@ -77,15 +77,34 @@ def _first(ranks: Mapping[int, Recording], ops: Mapping[int, Sequence[RecordedOp
     return first
 
 
+def _last(ranks: Mapping[int, Recording], ops: Mapping[int, Sequence[RecordedOp]]) -> dict[_Key, int]:
+    """Returns the last op of each group that is compared, where that is not the newest one. Recordings are read one
+    after the other while the job goes on: what one rank has returned from, all have called, though another recording
+    ends before it. What comes after the end of that is not known of its rank."""
+    newest: dict[_Key, list[int]] = defaultdict(list)
+    returned: dict[_Key, int] = {}
+    for rank, recording in ranks.items():
+        mine: dict[_Key, int] = {}
+        for op in ops[rank]:
+            key = op.group, recording.shard
+            mine[key] = max(op.number, mine.get(key, -1))
+            if op.returned is not None and not op.failed:
+                returned[key] = max(op.number, returned.get(key, -1))
+        for key, number in mine.items():
+            newest[key].append(number)
+    return {key: min(found) for key, found in newest.items() if returned.get(key, -1) > min(found)}
+
+
 def _dump(
     rank: int,
     recording: Recording,
     ops: Sequence[RecordedOp],
     members: Mapping[_Key, tuple[int, ...]],
     first: Mapping[_Key, int],
+    last: Mapping[_Key, int],
 ) -> dict[str, Any]:
     shard = recording.shard
-    kept = [op for op in ops[-MOST:] if op.number >= first[op.group, shard]]
+    kept = [op for op in ops[-MOST:] if first[op.group, shard] <= op.number <= last.get((op.group, shard), op.number)]
     groups = {name: told for (name, column), told in members.items() if column == shard and rank in told}
     config, status = {}, {}
     for name, told in groups.items():

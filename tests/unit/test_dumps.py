@@ -130,6 +130,18 @@ def test_torchs_analyser_names_who_did_not_come_and_the_line_of_those_who_wait(t
     assert "step at train.py:6" in said
 
 
+def test_ranks_that_were_read_at_other_times_of_a_job_that_goes_on_miss_nothing(tmp_path: Path) -> None:
+    ranks = [Rank(replica) for replica in range(3)]
+    for rank, done in zip(ranks, (4, 5, 7), strict=True):
+        for number in range(done):
+            rank.op(number, called=number + 1.0, returned=number + 1.5)
+    for rank in ranks[1:]:  # the first one may have called it since it was read
+        rank.op(7, called=9.0)
+    found, said = analysed(ranks, tmp_path)
+    assert len(found.collectives) == 4
+    assert "missing" not in said
+
+
 def test_torchs_analyser_finds_the_call_that_differs(tmp_path: Path) -> None:
     ranks = [Rank(replica) for replica in range(3)]
     for rank in ranks:
