@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -248,6 +249,7 @@ def _far(other: int | None) -> bool:
 def test_a_job_that_hangs_or_diverges_or_leaks_is_found_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "WARM_UP", 0.5)
     monkeypatch.setattr(run_of_chaos, "SAMPLE", 0.1)
+    monkeypatch.setitem(leaks.LIMITS, "memory", math.inf)  # it grows in the first seconds of a process
     (here / "stuck.py").write_text(STUCK)
     outcome, said, _ = chaos(
         {**TRAIN, "replicas": 2, "script": "stuck.py", "module": False},
