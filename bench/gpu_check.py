@@ -29,7 +29,7 @@ from ftcomm.launch.option_types import Several
 
 IN_ALL = 540.0  # seconds
 _GRACE = 5.0  # for a process that is told to end, and again for one that is killed
-_TAIL = 60  # lines of what it wrote
+_TAIL = 200  # lines of what it wrote
 _JSON = ("{", "[{")  # a line that begins so is a result
 _TESTS = Path(__file__).parents[1] / "tests"  # only in a source tree
 
@@ -176,6 +176,8 @@ def check(
 
 def _run(stage: GpuStage, seconds: float, on_outcome: Callable[[StageOutcome], None]) -> StageOutcome:
     """Raises `OSError` if it cannot be begun."""
+    from ftcomm.engines.gpu.probe import ENVIRONMENT
+
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ftcomm-gpu-check-", ignore_cleanup_errors=True) as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
@@ -187,7 +189,8 @@ def _run(stage: GpuStage, seconds: float, on_outcome: Callable[[StageOutcome], N
             said = [line for line in lines if not line.startswith(_JSON)]
             return StageOutcome(stage.name, kind, round(time.monotonic() - began, 1), code, said, found)
 
-        environment = {**os.environ, **dict(stage.environment)}
+        # PyTorch, when it has looked for a GPU, leaves what it prefers in the environment of this process.
+        environment = {**os.environ, **ENVIRONMENT, **dict(stage.environment)}
         environment.pop("TRITON_INTERPRET", None)
         try:
             with log.open("wb") as file, _process(command, environment, file) as process:

@@ -25,7 +25,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from cupy.cuda import runtime
@@ -87,7 +87,13 @@ def visible_peers() -> list[list[bool]]:
 
 
 class Shared:
-    """A memfd of `size` bytes mapped shared and registered, this rank's own (`create`) or that of a peer (`open`)."""
+    """A memfd of `size` bytes mapped shared and registered, this rank's own (`create`) or that of a peer (`open`).
+
+    It stays mapped until `close`, even if nobody holds it any more: the driver goes on counting an address as
+    registered, and refuses what is mapped there next.
+    """
+
+    _registered: ClassVar[set[Shared]] = set()
 
     def __init__(self, memory: mmap.mmap, fd: int) -> None:
         self.fd = fd  # -1 of a peer
@@ -98,6 +104,7 @@ class Shared:
         apart_memory(memory, self._host)
         apart(self, lambda shared: (shared.fd,))
         runtime.hostRegister(self._host, self.size, PORTABLE_MAPPED)
+        self._registered.add(self)
         self.address = driver.mapped_address(self._host)
 
     @classmethod
@@ -136,6 +143,7 @@ class Shared:
     def close(self) -> None:
         """No kernel reads it any more. May wait for all that runs on the GPU."""
         runtime.hostUnregister(self._host)
+        self._registered.discard(self)
 
     def stop(self) -> None:
         """Let nobody open it any more; idempotent."""
