@@ -5,7 +5,7 @@ and takes its tasks in order, with its own words and its own slots of staging, a
 other. No lane ever waits for another, so there is no barrier of the grid; members may launch grids of different sizes;
 and a program that ends between two steps leaves every chunk INPUT or FINAL, which the words of its lanes tell.
 
-    word      written by      value                   polled by   before
+    flag      written by      value                   polled by   before
     POSTED    owner's lane    tasks posted            all others  they read its POSTED staging of that lane
     REDUCED   owner's lane    tasks reduced           all others  they read its REDUCED staging (two-shot)
     TAKEN     owner's lane    tasks taken             all others  they call the lane stable
@@ -26,9 +26,6 @@ A launch that is broken off waits for the next epoch and goes on: `ftcomm.kernel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -37,11 +34,12 @@ from ftcomm.kernels.device.lane import await_flags, post, stable, take, verify
 from ftcomm.kernels.device.offsets import (
     ABORTED,
     AHEAD,
+    ATTEMPTS,
     BASE,
-    BEGUN,
     CALL_OF,
     CLOSED,
-    LANES_AT,
+    COPY,
+    FLAGS_OF,
     LINE,
     ME,
     MEMBERS,
@@ -56,21 +54,19 @@ from ftcomm.kernels.device.offsets import (
     RUNNING,
     TODO,
     TODO_OF,
-    WORDS_OF,
 )
-from ftcomm.kernels.device.signal import add, clock, load, pointer, publish, read, write
+from ftcomm.kernels.device.signal import add, announce, clock, load, pointer, read, write
+from ftcomm.kernels.device.variant import SCALARS
 from ftcomm.kernels.epochs import COUNTER
 
 _COUNTER = tl.constexpr(COUNTER)
-
-_SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
 
 
 @triton.jit
 def _serve(
     ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T: tl.constexpr, OP: tl.constexpr,
-    W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    ONE_SHOT: tl.constexpr, THREADS: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_SHOT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Serve one lane after the other, until none is left or the attempt is broken off: (its lanes, the steps of the
     longest, how many this program has brought to their end, how it went)."""
@@ -90,8 +86,9 @@ def _serve(
     two_shot = (read(view + ONE_HOST) == 0) | ((members > 2) & (count * size > ONE_SHOT))
     i = tl.arange(0, THREADS)
     others = (i < members) & (i != me)
-    theirs = tl.load(pointer(view + WORDS_OF + 8 * i), mask=i < members, other=0) + LANES_AT
-    mine = read(view + WORDS_OF + 8 * me) + LANES_AT
+    theirs = tl.load(pointer(view + FLAGS_OF + 8 * i), mask=i < members, other=0)
+    mine = read(view + FLAGS_OF + 8 * me)
+    copies = read(view + COPY)
 
     status = RUNNING
     if load(ctl + OPEN, THREADS) != epoch:
@@ -100,6 +97,7 @@ def _serve(
     lane = add(state + NEXT, 0 + 1)
     while (lane < lanes) & ((status == RUNNING) | (status == MISMATCH)):
         own = mine + lane * LINE
+        copy = copies + lane * LINE
         flags = theirs + lane * LINE
         steps = (ntasks - lane + lanes - 1) // lanes
         posted = tl.zeros((), tl.int64)
@@ -109,26 +107,27 @@ def _serve(
             write(own + CALL_OF, call)
         while (taken < steps) & (status == RUNNING):
             while posted < tl.minimum(steps, taken + AHEAD):
-                post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, BLOCK, ALIGNED,
+                post(tasks, lane + posted * lanes, lane, base + posted, view, array, kept, count, T, COPIED, ALIGNED,
                       LANES, CHUNK)  # fmt: skip
                 posted += 1
-                publish(own + POSTED, low + posted)
+                announce(own + POSTED, copy + POSTED, low + posted)
             index = base + taken
             status = await_flags(
-                flags + POSTED, others, low + taken + 1, high, ctl, epoch, number, deadline, status, THREADS
+                flags + POSTED, others, low + taken + 1, high, ctl, state, epoch, number, deadline, status, THREADS
             )
             if (status == RUNNING) & (taken == 0):
-                if not verify(flags, i < members, ctl, number, call, lane, THREADS):
+                if not verify(flags, i < members, ctl, state, number, call, lane, THREADS):
                     status = MISMATCH
             if status == RUNNING:
                 status = take(
-                    own, flags, others, view, tasks, lane + taken * lanes, lane, index, low + taken + 1, high, array,
-                    count, two_shot, ctl, epoch, number, deadline, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK, THREADS,
+                    own, copy, flags, others, view, tasks, lane + taken * lanes, lane, index, low + taken + 1, high,
+                    array, count, two_shot, ctl, state, epoch, number, deadline, T, OP, W, BLOCK, COPIED, ALIGNED,
+                    LANES, CHUNK, THREADS,
                 )  # fmt: skip
                 if status == RUNNING:
                     taken += 1
         status, ended = stable(
-            own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS
+            own, copy, flags, others, lane, steps, low, high, ctl, state, epoch, number, deadline, status, THREADS
         )
         done += ended
         if (status == RUNNING) | (status == MISMATCH):
@@ -136,7 +135,7 @@ def _serve(
     return lanes, (ntasks + lanes - 1) // lanes, done, status
 
 
-@triton.jit(do_not_specialize=_SCALARS)
+@triton.jit(do_not_specialize=SCALARS)
 def allreduce(
     ctl: tl.int64,  # addresses of the words
     state: tl.int64,
@@ -151,7 +150,8 @@ def allreduce(
     T: tl.constexpr,  # of the elements
     OP: tl.constexpr,  # index in dtypes.OPS
     W: tl.constexpr,  # sources that the reduction is unrolled for; any other number takes a loop, with the same bits
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a tile that is reduced
+    COPIED: tl.constexpr,  # of one that is copied
     ALIGNED: tl.constexpr,  # array % 16 == 0
     LANES: tl.constexpr,
     CHUNK: tl.constexpr,  # bytes
@@ -173,41 +173,21 @@ def allreduce(
     number = tl.zeros((), tl.int64) - 1
     launches = tl.zeros((), tl.int64)
     if first:
-        launches = load(ctl + BEGUN, THREADS)
+        launches = read(state + ATTEMPTS)
     over = False
     while not over:
         if first:
-            epoch, number, launches = begin(ctl, state, view, template, number, launches, deadline, THREADS)
+            epoch, number, launches = begin(ctl, state, view, template, number, launches, deadline, LANES, THREADS)
         else:
             epoch = join(state, epoch)
         over = epoch == CLOSED
         if not over:
             lanes, steps, done, status = _serve(
-                ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T, OP, W, BLOCK, ALIGNED, LANES,
-                CHUNK, ONE_SHOT, THREADS,
+                ctl, state, view, array, kept, chunks, count, call, epoch, deadline, T, OP, W, BLOCK, COPIED, ALIGNED,
+                LANES, CHUNK, ONE_SHOT, THREADS,
             )  # fmt: skip
             if first:
                 over = end(ctl, state, epoch, number, template, lanes, steps, done, status, launches, THREADS)
             else:
                 leave(state, done)
     depart(state, tl.num_programs(0))
-
-
-# ---- the launch, seen from the host ----------------------------------------------------------------------------------
-
-
-_WARPS = 8
-_BYTES = 64  # of every source that a thread has in flight, so 16 KB of it in a program
-_REGISTERS = 255  # a thread may have; the compiler aims at two programs a multiprocessor else, and spills
-
-
-def compiled_for(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the kernel is compiled for: what the exchange asks for, and the shape of a program on a GPU."""
-    return {
-        **constants,
-        "BLOCK": 32 * _WARPS * _BYTES * 8 // constants["T"].primitive_bitwidth,
-        "THREADS": 32 * _WARPS,
-        "num_warps": _WARPS,
-        "maxnreg": _REGISTERS,
-        "enable_fp_fusion": False,
-    }

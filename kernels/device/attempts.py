@@ -6,7 +6,8 @@ host, opens each attempt to the others and closes it, and stays until the op has
 after the other, so one that has not come yet, or that the GPU has no room for, holds up none.
 
     first    hold until OPEN is an epoch; BEGUN + 1; is OPEN the same? if not, FINISHED, and hold again
-             copy NEWS if the epoch is new; say which op begins; NEXT = DONE = 0; NOW = epoch; serve lanes
+             copy NEWS and raise the flags if the epoch is new; say which op begins; NEXT = DONE = 0; NOW = epoch;
+             serve lanes
              none is left: NOW = 0; wait for INSIDE == 0; DONE == lanes: the op has returned. FINISHED
              if it has not, hold again
     others   wait for NOW; INSIDE + 1; is NOW the same? if so, serve lanes and add them to DONE; INSIDE - 1; wait again
@@ -26,31 +27,38 @@ import triton.language as tl
 from ftcomm.kernels.device.offsets import (
     ABORTED,
     AHEAD,
+    ATTEMPTS,
     BASE,
     BASE_OF,
     BEGUN,
     CALLED,
     CAPTURED,
     CLOSED,
+    DIFFERED,
     DONE,
     EPOCH,
     FINISHED,
+    FLAGS_OF,
     HEARD,
     INSIDE,
     LEFT,
+    LINE,
+    ME,
     MISMATCH,
-    MISMATCHED,
     NEWS,
     NEXT,
     NOW,
     NUMBER,
     OK,
     OPEN,
+    POSTED,
+    REDUCED,
     RESUMED,
     RETURNED,
     RUNNING,
     STARTED,
     STATUS,
+    TAKEN,
     TEMPLATE,
     TIMED_OUT,
     VIEW_WORDS,
@@ -62,16 +70,32 @@ from ftcomm.kernels.device.signal import (
     fence,
     full_fence,
     load,
+    pointer,
     publish,
     read,
     rest,
     transfer,
     write,
 )
+from ftcomm.kernels.epochs import COUNTER
+
+_COUNTER = tl.constexpr(COUNTER)
 
 
 @triton.jit
-def begin(ctl, state, view, template, number, launches, deadline, THREADS: tl.constexpr):
+def raise_flags(view, epoch, LANES: tl.constexpr):
+    """Who was left behind in another epoch sees that we have left it before it sees any byte change: it goes by our
+    flags until it is told."""
+    flags = read(view + FLAGS_OF + 8 * read(view + ME)) + LINE * tl.arange(0, LANES)
+    value = tl.zeros((LANES,), tl.int64) + (epoch << _COUNTER)
+    tl.store(pointer(flags + POSTED), value)
+    tl.store(pointer(flags + REDUCED), value)
+    tl.store(pointer(flags + TAKEN), value)
+    fence()
+
+
+@triton.jit
+def begin(ctl, state, view, template, number, launches, deadline, LANES: tl.constexpr, THREADS: tl.constexpr):
     """The first program's: (epoch, number of the op, attempts begun ever). The epoch is CLOSED when nothing is left to
     do: at the end of the engine, by the deadline, or as the host has returned the op `number`, which had begun."""
     epoch = load(ctl + OPEN, THREADS)
@@ -88,6 +112,7 @@ def begin(ctl, state, view, template, number, launches, deadline, THREADS: tl.co
                 epoch = tl.zeros((), tl.int64) + CLOSED
             else:
                 launches += 1
+                write(state + ATTEMPTS, launches)
                 publish(ctl + BEGUN, launches)
                 full_fence()
                 ready = load(ctl + OPEN, THREADS) == epoch
@@ -100,6 +125,7 @@ def begin(ctl, state, view, template, number, launches, deadline, THREADS: tl.co
     if epoch != CLOSED:
         if load(view + EPOCH, THREADS) != epoch:
             transfer(ctl + NEWS, view, VIEW_WORDS)
+            raise_flags(view, epoch, LANES)
             number = read(view + RESUMED)
             write(state + NUMBER, number)
             write(state + BASE, 0)
@@ -154,7 +180,7 @@ def end(ctl, state, epoch, number, template, lanes, steps, done, status, launche
     returned = add(state + DONE, 0) == lanes
     differ = False
     if returned:
-        differ = load(ctl + MISMATCHED, THREADS) == number + 1
+        differ = load(state + DIFFERED, THREADS) == number + 1
         write(state + NUMBER, number + 1)
         write(state + BASE, read(state + BASE) + tl.where(differ, AHEAD, steps))
         write(ctl + STATUS, tl.where(differ, MISMATCH, OK))

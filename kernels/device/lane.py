@@ -10,6 +10,7 @@ from ftcomm.kernels.device.offsets import (
     AHEAD,
     CALL_OF,
     CONTRIBUTES,
+    DIFFERED,
     HOLDER,
     ME,
     MEMBERS,
@@ -29,14 +30,14 @@ from ftcomm.kernels.device.offsets import (
     TAKEN,
     TIMED_OUT,
 )
-from ftcomm.kernels.device.signal import OFTEN, behind, clock, fence, load, pointer, publish, read, rest
+from ftcomm.kernels.device.signal import OFTEN, announce, behind, clock, fence, load, pointer, publish, read, rest
 from ftcomm.kernels.device.tile import copy_span, reduce_span
 
 _SLICE = tl.constexpr(64)  # bytes; slices begin on cache lines
 
 
 @triton.jit
-def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr):
+def await_flags(flags, mask, low, high, ctl, state, epoch, number, deadline, status, THREADS: tl.constexpr):
     """Wait until all flags are within low .. high - 1, or the launch is to end; not at all if `status` is not
     RUNNING."""
     polls = 0
@@ -50,7 +51,7 @@ def await_flags(flags, mask, low, high, ctl, epoch, number, deadline, status, TH
             if polls % OFTEN == 0:
                 if load(ctl + OPEN, THREADS) != epoch:
                     status = ABORTED
-                elif load(ctl + MISMATCHED, THREADS) == number + 1:
+                elif load(state + DIFFERED, THREADS) == number + 1:
                     status = MISMATCH
                 elif deadline > 0:
                     if clock(THREADS) > deadline:
@@ -82,7 +83,7 @@ def _task(tasks, i, sole):
 
 @triton.jit
 def post(
-    tasks, i, lane, index, view, array, kept, count, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr
+    tasks, i, lane, index, view, array, kept, count, T, COPIED: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr
 ):  # fmt: skip
     """My input of the chunk, or, if I am to hand it on, my FINAL chunk, into my staging. What is reduced again, though
     it may be FINAL here, is first made INPUT, from `kept`."""
@@ -98,12 +99,12 @@ def post(
     last = tl.where(mine & (read(view + MEMBERS) > 1), 1, 0)
     while turn <= last:  # one loop: a second copy in the text takes more registers than sm_80 has
         source = tl.where(turn == 0, kept + start * size, inputs)
-        copy_span(source, tl.where(turn == 0, inputs, staging), n, T, BLOCK, ALIGNED)
+        copy_span(source, tl.where(turn == 0, inputs, staging), n, T, COPIED, ALIGNED)
         turn += 1
 
 
 @triton.jit
-def verify(flags, mask, ctl, number, call, lane, THREADS: tl.constexpr):
+def verify(flags, mask, ctl, state, number, call, lane, THREADS: tl.constexpr):
     """Whether all members have made the same call. Lane 0 tells the host what they have called."""
     i = tl.arange(0, THREADS)
     numbers = tl.load(pointer(flags + NUMBER_OF), mask=mask, other=0, volatile=True)
@@ -114,6 +115,7 @@ def verify(flags, mask, ctl, number, call, lane, THREADS: tl.constexpr):
             tl.store(pointer(ctl + SEEN + 16 * i), numbers, mask=mask)
             tl.store(pointer(ctl + SEEN + 16 * i + 8), calls, mask=mask)
             publish(ctl + MISMATCHED, number + 1)
+            publish(state + DIFFERED, number + 1)
     return same
 
 
@@ -150,7 +152,7 @@ def _reduce(
 
 
 @triton.jit
-def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
+def _gather(view, lane, index, array, start, n, T, COPIED: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr):
     """Two-shot: the slices of all into the caller's array."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     members = read(view + MEMBERS)
@@ -160,15 +162,15 @@ def _gather(view, lane, index, array, start, n, T, BLOCK: tl.constexpr, ALIGNED,
         first = _bound(member, members, n, _SLICE // size)
         last = _bound(member + 1, members, n, _SLICE // size)
         source = read(view + STAGING_OF + 8 * member) + at + first * size
-        copy_span(source, array + (start + first) * size, last - first, T, BLOCK, ALIGNED)
+        copy_span(source, array + (start + first) * size, last - first, T, COPIED, ALIGNED)
         member += 1
 
 
 @triton.jit
 def take(
-    own, flags, others, view, tasks, i, lane, index, reached, high, array, count, two_shot, ctl, epoch, number,
-    deadline, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, ALIGNED, LANES, CHUNK: tl.constexpr,
-    THREADS: tl.constexpr,
+    own, copy, flags, others, view, tasks, i, lane, index, reached, high, array, count, two_shot, ctl, state, epoch,
+    number, deadline, T, OP: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr, ALIGNED, LANES,
+    CHUNK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """All have posted task i: INPUT becomes FINAL; nothing is awaited between the first byte and the word for it."""
     size: tl.constexpr = T.primitive_bitwidth // 8
@@ -179,22 +181,25 @@ def take(
     if holder > 0:
         if (holder != read(view + ME) + 1) & (skip == 0):
             source = read(view + STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
-            copy_span(source, array + start * size, n, T, BLOCK, ALIGNED)
+            copy_span(source, array + start * size, n, T, COPIED, ALIGNED)
     else:
         _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)
         if two_shot:
-            publish(own + REDUCED, reached)
-            status = await_flags(flags + REDUCED, others, reached, high, ctl, epoch, number, deadline, status, THREADS)
+            announce(own + REDUCED, copy + REDUCED, reached)
+            status = await_flags(
+                flags + REDUCED, others, reached, high, ctl, state, epoch, number, deadline, status, THREADS
+            )
             if status == RUNNING:
-                _gather(view, lane, index, array, start, n, T, BLOCK, ALIGNED, LANES, CHUNK)
+                _gather(view, lane, index, array, start, n, T, COPIED, ALIGNED, LANES, CHUNK)
     if status == RUNNING:
-        publish(own + TAKEN, reached)
+        announce(own + TAKEN, copy + TAKEN, reached)
     return status
 
 
 @triton.jit
 def stable(
-    own, flags, others, lane, steps, low, high, ctl, epoch, number, deadline, status, THREADS: tl.constexpr
+    own, copy, flags, others, lane, steps, low, high, ctl, state, epoch, number, deadline, status,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """The end of a lane: until all members have taken what I have. (status, 1 if the lane is done)
 
@@ -207,14 +212,14 @@ def stable(
         ended = RUNNING
         if lane == 0:
             low += AHEAD - steps
-            publish(own + TAKEN, low)
+            announce(own + TAKEN, copy + TAKEN, low)
         else:
             i = tl.arange(0, THREADS)
-            flags = tl.zeros((THREADS,), tl.int64) + ctl + MISMATCHED
+            flags = tl.zeros((THREADS,), tl.int64) + state + DIFFERED
             others = i == 0
             low = number + 1
             high = number + 2
-    ended = await_flags(flags, others, low, high, ctl, epoch, -2, deadline, ended, THREADS)
+    ended = await_flags(flags, others, low, high, ctl, state, epoch, -2, deadline, ended, THREADS)
     if (status == RUNNING) | (ended != RUNNING):
         status = ended
     return status, (ended == RUNNING).to(tl.int32)

@@ -18,7 +18,7 @@ SPECIALISED = (1, 2, 4, 8)  # numbers of sources with a kernel of their own; the
 
 # 16-byte lines of each source that a thread has under way: 8 or more altogether, so that a block has 64 KB on the way.
 # Copies need less than the 64 registers that let two blocks of 16 warps live on one SM, reductions less than 128.
-_LINES = {1: 8, 2: 4, 4: 2, 8: 2, 0: 4}
+_LINES = {1: 8, 2: 4, 4: 2, 8: 1, 0: 4}
 _BLOCKS_PER_SM = {1: 2}
 _INTERPRETED_SMS = 3  # so that a program has tiles that are not neighbours
 

@@ -47,8 +47,7 @@ def reduce_kernel(
             tl.store(table + i, sources[i])
         tl.debug_barrier()
     n = tl.cast(n, tl.int64)
-    ahead: tl.constexpr = W < 8  # more would take more registers than sm_80 has
-    tiles(sources, table, w, 0, out, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, ahead)
+    tiles(sources, table, w, 0, out, n, divisor, begin, step, W, T, OP, BLOCK, ALIGNED, True)
 
 
 def reduce_spans(spans: list[MemorySpan], w: int, op: str, divisor: int | None, sms: int | None) -> None:

@@ -1,8 +1,9 @@
 """Waits that give up without harm, and signals: what a kernel knows of the others, of the host and of the time.
 
 A flag is a 64-bit word with one writer, `epoch << COUNTER | counter`, which only grows; a wait asks for
-`low <= flag < high`. Flags lie in pinned host memory and are only loaded and stored, never changed by an atomic: over
-PCIe that is a read and a write, and could undo a store of the owner.
+`low <= flag < high`. Flags lie in memory of their owner's GPU, where a poll takes a tenth of one over PCIe. Hosts see a
+copy in pinned memory, which the owner stores and nobody waits for. Both are only loaded and stored, never changed by an
+atomic, which over PCIe is a read and a write.
 
     signal  all threads' stores, barrier, then one thread: st.release.sys
     wait    ld.volatile (which is ld.relaxed.sys) until the flag is there, then all threads: fence.acq_rel.sys, barrier
@@ -109,6 +110,12 @@ if INTERPRETED:
         """All that this program has stored can be seen by whoever sees `value`."""
         tl.atomic_xchg(pointer(address), tl.cast(value, tl.int64), sem="release", scope="sys")
 
+    @triton.jit
+    def announce(flag, copy, value):
+        """`publish` a flag. Its copy can be seen with what is published next."""
+        publish(flag, value)
+        write(copy, value)
+
 else:
 
     @triton.jit
@@ -147,6 +154,27 @@ else:
             }""",
             "=r,l,l",
             [address, tl.cast(value, tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def announce(flag, copy, value):
+        """`publish` a flag. Its copy can be seen with what is published next."""
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.u64 [$1], $3;
+            @first st.relaxed.sys.global.u64 [$2], $3;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,l,l",
+            [flag, copy, tl.cast(value, tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -1,7 +1,8 @@
 """The words through which the host and the all-reduce kernel speak, and those through which members do.
 
 All are 64-bit and aligned. `ctl` lies in pinned host memory, `state` and `view` on the device; without a GPU all lie in
-host memory. Each word has one writer at a time:
+host memory. What is polled lies where it is polled: `flags` on the device of their owner, with a copy for the hosts in
+its segment. Each word has one writer at a time:
 
     ctl     OPEN        host     the epoch in which programs may run; 0: none may, CLOSED: never again
             RETURNED    kernel   ops returned, so the number of the one that runs; host: at a view change
@@ -18,14 +19,21 @@ host memory. Each word has one writer at a time:
             HEARD       host     the last MISMATCHED of which it has read SEEN; the op does not end before
             NEWS        host     the table of the members, before OPEN; while BEGUN and FINISHED are equal
     view    (all)       kernel   its copy of NEWS, from the first attempt in that epoch on
-    state   NUMBER      kernel   as RETURNED, for the next launch to read at home
+    state   NUMBER, ATTEMPTS, DIFFERED
+                        kernel   as RETURNED, BEGUN and MISMATCHED, for kernels to read at home
             BASE        kernel   tasks of the epoch before the next op
             NOW, ...    kernel   what its programs tell each other, see `ftcomm.kernels.device.attempts`
+    flags   POSTED, REDUCED, TAKEN
+                        kernel   how far it has come in a lane, for the kernels of all members
+            NUMBER_OF, CALL_OF
+                        kernel   which op that is, and which call
+    copy    POSTED, REDUCED, TAKEN
+                        kernel   the same for the hosts, behind the flags; host: raised to the epoch at a view change
 """
 
 from __future__ import annotations
 
-# In the segment of each member, for all to read: a line for each lane.
+# A line for each lane, in the flags and in their copy, which begins at word LANES_AT of the segment.
 LANES_AT = 512
 LINE = 8
 POSTED, REDUCED, TAKEN, NUMBER_OF, CALL_OF = 0, 1, 2, 3, 4
@@ -43,14 +51,15 @@ CAPTURED = 1 << 40  # TEMPLATE
 RUNNING, OK, ABORTED, TIMED_OUT, MISMATCH = 0, 1, 2, 3, 4  # STATUS
 
 # state
-NUMBER, BASE, NOW, INSIDE, NEXT, DONE, LEFT = 0, 1, 2, 3, 4, 5, 6
-STATE_WORDS = 8
+NUMBER, BASE, NOW, INSIDE, NEXT, DONE, LEFT, ATTEMPTS, DIFFERED = 0, 1, 2, 3, 4, 5, 6, 7, 8
+STATE_WORDS = 16
 
 # NEWS, view. An op that was begun before the epoch has TODO_OF = 1 + its number, and NTODO tasks left at address TODO
 EPOCH, MEMBERS, ME, SOURCES, CONTRIBUTES, SOLE, ONE_HOST = 0, 1, 2, 3, 4, 5, 6
 RESUMED = 7  # the number of the first op in it
 TODO_OF, TODO, NTODO = 8, 9, 10
-WORDS_OF, STAGING_OF, SOURCE_STAGING = 16, 32, 48
+COPY = 11  # address of the copy of this member's flags
+FLAGS_OF, STAGING_OF, SOURCE_STAGING = 16, 32, 48
 VIEW_WORDS = 64
 MOST_MEMBERS = 16
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftcomm.collective.plan import GroupView
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
-from ftcomm.engines.gpu_kernel.launch import constants, lane_word, view_words
+from ftcomm.engines.gpu_kernel.launch import lane_word, variant, view_words
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.epochs import COUNTER
@@ -94,9 +94,9 @@ class Ranks:
         operation = KernelOperation(flat, dtype, op, self.layout.chunk)
         chunks = len(operation.finals)
         programs = device.programs(flat.nbytes, min(chunks, self.layout.lanes), sms)
-        compiled = constants(operation, device.address(flat), self.layout, self.view(me))
+        asked = variant(operation, device.address(flat), self.layout, self.view(me))
         device.follow()
-        device.launch(AllreduceLaunch(flat, operation.count, operation.call, 0, chunks, None, programs, compiled))
+        device.launch(AllreduceLaunch(flat, operation.count, operation.call, 0, chunks, None, programs, asked))
         return operation
 
     def settle(self) -> None:

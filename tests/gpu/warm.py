@@ -16,73 +16,81 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ftcomm.kernels.dtypes import OPS
+from ftcomm.kernels.device.variant import SCALARS
 
-DEADLINE = 120.0  # s; of one variant
+DEADLINE = 120.0  # s; of all that one core compiles
 
 
-class Variant(NamedTuple):
+class WarmVariant(NamedTuple):
     dtype: str
     op: str
     members: int
     aligned: bool
+    small: bool
 
 
-def variants() -> list[Variant]:
+def variants() -> list[WarmVariant]:
     """The variants of tests/gpu and of `ftcomm bench gpu-check`. Numbers of members that are not unrolled share one."""
-    sums = itertools.product(("float32", "bfloat16", "float16", "int32"), ("sum",), (2, 3, 4, 8), (True,))
-    return [
-        *(Variant(*each) for each in sums),
-        Variant("bfloat16", "sum", 4, False),
-        Variant("float32", "max", 8, True),
-    ]
+    chosen = [*itertools.product(("float32", "bfloat16", "float16", "int32"), ("sum",), (2, 3, 4, 8), (True,))]
+    chosen += [("bfloat16", "sum", 4, False), ("float32", "max", 8, True), ("bfloat16", "avg", 8, True)]
+    return [WarmVariant(*each, small) for small in (False, True) for each in chosen]
 
 
-def compile_one(variant: Variant) -> None:
-    """Compile it as its first launch would, without launching."""
+def compile_each(chosen: list[WarmVariant]) -> None:
+    """Compile them as their first launch would, without launching. Prints a line of JSON for each."""
     import torch
 
     from ftcomm.collective.plan import GroupView
-    from ftcomm.engines.gpu_kernel.launch import constants
+    from ftcomm.engines.gpu_kernel.launch import variant
     from ftcomm.engines.gpu_kernel.layout import CUDA
     from ftcomm.engines.gpu_kernel.operation import KernelOperation
-    from ftcomm.kernels.device.allreduce import allreduce, compiled_for
+    from ftcomm.kernels.device.allreduce import allreduce
+    from ftcomm.kernels.device.variant import compiled_for
 
-    assert variant.op in OPS
-    array = torch.empty(64, dtype=getattr(torch, variant.dtype), device="cuda")
-    members = tuple(range(variant.members))
-    view = GroupView(1, 0, members, frozenset(members))
-    operation = KernelOperation(array, variant.dtype, variant.op, CUDA.chunk)
-    compiled = compiled_for(constants(operation, 16 if variant.aligned else 2, CUDA, view))
-    allreduce.warmup(*([1 << 40] * 10), grid=(1,), **compiled)
+    for one in chosen:
+        began = time.monotonic()
+        array = torch.empty(64, dtype=getattr(torch, one.dtype), device="cuda")
+        members = tuple(range(one.members))
+        view = GroupView(1, 0, members, frozenset(members))
+        operation = KernelOperation(array, one.dtype, one.op, CUDA.chunk)
+        compiled = compiled_for(variant(operation, 16 if one.aligned else 2, CUDA, view), one.small)
+        allreduce.warmup(*([1 << 40] * len(SCALARS)), grid=(1,), **compiled)
+        print(json.dumps({**one._asdict(), "seconds": round(time.monotonic() - began, 1)}), flush=True)
 
 
 def main(arguments: list[str]) -> None:
     if arguments:
-        compile_one(Variant(*json.loads(arguments[0])))
+        compile_each([WarmVariant(*one) for one in json.loads(arguments[0])])
         return
+    cores = len(os.sched_getaffinity(0))
 
-    def one(variant: Variant) -> tuple[Variant, float, str]:
-        began = time.monotonic()
-        command = [sys.executable, "-m", __spec__.name, json.dumps(variant)]
+    def some(which: int) -> list[dict[str, Any]]:
+        chosen = variants()[which::cores]
+        command = [sys.executable, "-m", __spec__.name, json.dumps(chosen)]
         lazily = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"}  # so many contexts with all kernels take gigabytes each
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=lazily)
-            said = [line for line in done.stderr.splitlines() if "Error" in line][-1:] if done.returncode else []
-        except subprocess.TimeoutExpired:
-            said = [f"not compiled within {DEADLINE:g} s"]
-        return variant, round(time.monotonic() - began, 1), " ".join(said)
+        except subprocess.TimeoutExpired as late:
+            output = late.stdout.decode() if isinstance(late.stdout, bytes) else ""
+            return [*_rows(output), {"error": f"not all compiled within {DEADLINE:g} s: {chosen}"}]
+        errors = [line for line in done.stderr.splitlines() if "Error" in line][-1:] if done.returncode else []
+        return [*_rows(done.stdout), *({"error": error} for error in errors)]
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        rows = []
-        for variant, seconds, error in pool.map(one, variants()):
-            rows.append({**variant._asdict(), "seconds": seconds, **({"error": error} if error else {})})
-            print(*variant, f"{seconds} s", error, flush=True)
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(cores) as pool:
+        for found in pool.map(some, range(min(cores, len(variants())))):
+            rows += found
+            for row in found:
+                print(*row.values(), flush=True)
     print(json.dumps(rows))
     if any("error" in row for row in rows):
         raise SystemExit(1)
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ftcomm.kernels.device.allreduce import allreduce, compiled_for
+from ftcomm.kernels.device.allreduce import allreduce
 from ftcomm.kernels.device.launch import plan
 from ftcomm.kernels.device.reduce import reduce_kernel
+from ftcomm.kernels.device.variant import SCALARS, Variant, compiled_for
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
 
@@ -83,14 +84,17 @@ def _reductions() -> Iterator[KernelCase]:
 
 
 def _allreduces() -> Iterator[KernelCase]:
-    scalars = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
-    launch = {"ALIGNED": True, "LANES": 64, "CHUNK": 256 << 10, "ONE_SHOT": 64 << 10}
-    for w, T, op in ((2, tl.bfloat16, "sum"), (4, tl.bfloat16, "sum"), (8, tl.bfloat16, "avg"), (0, tl.float32, "sum")):
-        constants = compiled_for({**launch, "T": T, "OP": OPS.index(op), "W": w})
+    chosen = [(2, tl.bfloat16, "sum"), (4, tl.bfloat16, "sum"), (8, tl.bfloat16, "avg"), (0, tl.float32, "sum")]
+    for w, T, op, small in (*((*each, False) for each in chosen), (8, tl.bfloat16, "avg", True)):
+        constants = compiled_for(Variant(T, OPS.index(op), w, True, 64, 256 << 10, 64 << 10), small)
         # Posting reads what is the caller's, or its copy; a holder's chunk and the posted inputs lie behind one wait,
         # the reduced shards behind two.
         yield KernelCase(
-            *("allreduce", f"{w or 'any'} {T} {op}", allreduce, dict.fromkeys(scalars, "i64"), constants),
+            "allreduce",
+            f"{w or 'any'} {T} {op}{' small' * small}",
+            allreduce,
+            dict.fromkeys(SCALARS, "i64"),
+            constants,
             loops=4,
             unfenced=1,
             twice=1,

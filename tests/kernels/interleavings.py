@@ -26,6 +26,7 @@ LANES = 2
 PLAIN = ("load", "read", "write", "publish", "add", "exchange", "full_fence", "transfer")
 CTL, STATE, VIEW, OWN = 0, 1 << 12, 2 << 12, 3 << 12  # addresses; OWN: words that only the test has
 QUIET, OTHERS = OWN, OWN + 8  # what the host believes; the last epoch in which the others have come
+RAISED = OWN + 16  # the epoch of the flags
 NEWS = (w.EPOCH, w.RESUMED, w.TODO_OF)  # words of the table that matter here
 UNSEEN = [CTL + 8 * word for word in (w.TEMPLATE, w.BASE_OF, w.STATUS, w.CALLED)] + [STATE + 8 * w.BASE]
 EAGER = ("read", "serve", "done")
@@ -73,7 +74,7 @@ class _Language:
 def program(which: int, programs: int, change: tuple[str, str]) -> Callable[[], Program]:
     """Program `which` of a launch, in whose text the one is put for the other."""
     functions = [attempts.begin, attempts.join, attempts.leave, attempts.end, attempts.depart, kernel.allreduce]
-    inner = {function.fn.__name__ for function in functions} | {"_serve"}
+    inner = {function.fn.__name__ for function in functions} | {"_serve", "raise_flags"}
     scope: dict[str, Any] = {}
     for module in (attempts, kernel):
         for name, value in vars(module).items():
@@ -88,10 +89,14 @@ def program(which: int, programs: int, change: tuple[str, str]) -> Callable[[], 
             argument.annotation = None
         tree = _Yields(inner).visit(tree)
         exec(compile(ast.fix_missing_locations(tree), function.fn.__name__, "exec"), scope)
-    scope["_serve"] = _serve
+    scope.update(_serve=_serve, raise_flags=_raise)
     arguments = dict.fromkeys(inspect.signature(kernel.allreduce.fn).parameters, NOTHING)
     arguments.update(ctl=CTL, state=STATE, view=VIEW)
     return lambda: scope["allreduce"](**arguments)
+
+
+def _raise(view: int, epoch: int, lanes: int) -> Program:
+    yield "write", RAISED, epoch
 
 
 def _serve(ctl: int, state: int, view: int, *arguments: Any) -> Program:
@@ -108,6 +113,8 @@ def _serve(ctl: int, state: int, view: int, *arguments: Any) -> Program:
         status = w.ABORTED
     lane = yield "add", state + 8 * w.NEXT, 1
     while lane < LANES and status == w.RUNNING:
+        if (yield "read", RAISED) != epoch:
+            raise Broken("bytes change before the flags are raised")
         yield "touch", number, epoch, lane
         while status == w.RUNNING and (yield "load", OTHERS) != epoch:
             if (yield "load", ctl + 8 * w.OPEN) != epoch:

@@ -55,7 +55,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.words = shared(w.LANES_AT + LANES * w.LINE)
-        self.staging = shared(2 * LANES * w.SLOTS * CHUNK // 8)
+        self.staging, self.flags = shared(2 * LANES * w.SLOTS * CHUNK // 8), shared(LANES * w.LINE)
         self.ctl, self.state, self.view = shared(w.CTL_WORDS), shared(w.STATE_WORDS), shared(w.VIEW_WORDS)
         self.tasks = shared(1024)
         self.epoch = 0
@@ -68,7 +68,8 @@ class Rank:
         view[w.SOURCES], view[w.CONTRIBUTES] = len(contributing), int(members.index(self) in contributing)
         view[w.SOLE], view[w.ONE_HOST] = (contributing[0] if len(contributing) == 1 else -1), 1
         for i, member in enumerate(members):
-            view[w.WORDS_OF + i], view[w.STAGING_OF + i] = member.words.data_ptr(), member.staging.data_ptr()
+            view[w.FLAGS_OF + i], view[w.STAGING_OF + i] = member.flags.data_ptr(), member.staging.data_ptr()
+        view[w.COPY] = self.words.data_ptr() + 8 * w.LANES_AT
         for j, index in enumerate(contributing):
             view[w.SOURCE_STAGING + j] = members[index].staging.data_ptr()
         for lane in range(LANES):
@@ -118,8 +119,8 @@ class Rank:
         allreduce[(max(1, min(grid, LANES, chunks)),)](
             self.ctl.data_ptr(), self.state.data_ptr(), self.view.data_ptr(), x.data_ptr(),
             0 if kept is None else kept.data_ptr(), chunks, x.numel(), call or x.numel(), template,
-            int(deadline * 1e9), T=_TYPES[x.dtype], OP=OPS.index(op), W=sources, BLOCK=256, ALIGNED=True, LANES=LANES,
-            CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS,
+            int(deadline * 1e9), T=_TYPES[x.dtype], OP=OPS.index(op), W=sources, BLOCK=256, COPIED=128, ALIGNED=True,
+            LANES=LANES, CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS,
         )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_counters_go_on_beyond_32_bits() -> None:
     for rank in ranks:
         rank.state[w.BASE] = far = (1 << 32) - 3
         for lane in range(LANES):
-            rank.words[w.LANES_AT + lane * w.LINE :][:3] = 1 << COUNTER | far
+            rank.flags[lane * w.LINE :][:3] = 1 << COUNTER | far
     ops = [arrays(count, torch.float32, 3) for count in (300, 5000, 300)]
     wants = [expected([x.clone() for x in xs], "sum") for xs in ops]
     reduce_all(ranks, *[(xs, "sum") for xs in ops])
@@ -201,10 +201,10 @@ def test_a_launch_ends_whose_op_the_host_has_returned(grid: int) -> None:
 def test_after_the_end_nothing_runs() -> None:
     (rank,), (x,) = group(1), arrays(700, torch.float32, 1)
     rank.ctl[w.OPEN] = w.CLOSED
-    before = rank.words.clone()
+    before = torch.cat((rank.words, rank.flags))
     rank.launch(x)
     assert (rank.returned, int(rank.ctl[w.BEGUN])) == (0, 0)
-    assert torch.equal(rank.words, before)
+    assert torch.equal(torch.cat((rank.words, rank.flags)), before)
 
 
 def test_a_wait_ends_by_its_deadline() -> None:
@@ -281,7 +281,7 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
     with running(lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stops) as processes:
         stat = Path(f"/proc/{processes[2].pid}/stat")
         until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
-        assert ranks[2].words[w.LANES_AT + w.TAKEN] == 1 << COUNTER | 2
+        assert ranks[2].flags[w.TAKEN] == 1 << COUNTER | 2
         for rank in ranks[:2]:
             rank.freeze()
         op = Op(xs, 0)
@@ -291,14 +291,14 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
         view_change(ranks[:2], [0, 1], 2, 0)
         join(processes[:2])
         assert torch.equal(xs[0], xs[1])
-        after = [ranks[who].words.clone() for who in (0, 1)]
+        after = [torch.cat((ranks[who].words, ranks[who].flags)) for who in (0, 1)]
         result = xs[0].clone()
         os.kill(processes[2].pid, signal.SIGCONT)  # type: ignore[arg-type]
         time.sleep(0.2)  # nothing is awaited here: time for it to do harm
         assert ranks[2].returned == 0
         ranks[2].freeze()
         assert ranks[2].status == w.ABORTED
-        assert all(torch.equal(ranks[who].words, after[who]) for who in (0, 1))
+        assert all(torch.equal(torch.cat((ranks[who].words, ranks[who].flags)), after[who]) for who in (0, 1))
         assert torch.equal(xs[0], result)
 
 

@@ -32,6 +32,7 @@ GUARDS = {
     "the second look at OPEN": (1, "load(ctl + OPEN, THREADS) == epoch", "True", "while the host writes it"),
     "the end of an op that the host has returned": (1, "> number):", "> number + 9):", "were not counted"),
     "the news of each epoch": (1, "load(view + EPOCH, THREADS) != epoch", "number < 0", "of another"),
+    "the flags of each epoch": (1, "raise_flags(view, epoch, LANES)", "pass", "before the flags are raised"),
     "the count of lanes begins anew": (1, "write(state + NEXT, 0)", "pass", "were not counted"),
     "so does that of lanes that are done": (2, "write(state + DONE, 0)", "pass", "were not counted"),
     "an op with a lane that is not through goes on": (1, "add(state + DONE, 0) == lanes", "True", "is not through"),

@@ -30,7 +30,7 @@ PATIENCE = 1.0  # s of it for a kernel that has yet to write: on a busy machine 
 
 def _launch(ranks: list[Rank], x: torch.Tensor, me: int, chance: int, change: Callable[[], None] | None) -> None:
     """In the process of a rank."""
-    others = [each for rank in ranks if rank is not ranks[me] for each in (rank.words, rank.staging)]
+    others = [each for rank in ranks if rank is not ranks[me] for each in (rank.flags, rank.staging)]
     memory = WeakMemory([*others, ranks[me].ctl, ranks[me].tasks], chance + me)
     memory.install()
     ranks_module.ONE_SHOT = 0
@@ -95,7 +95,7 @@ def _memory(rank: Rank) -> torch.Tensor:
     ended; and the programs of one that has returned tell each other in `state` that they leave."""
     ctl = rank.ctl[: w.NEWS].clone()
     ctl[w.BEGUN] = ctl[w.FINISHED] = 0
-    return torch.cat([rank.words, rank.staging, ctl, rank.state[[w.NUMBER, w.BASE]]])
+    return torch.cat([rank.words, rank.flags, rank.staging, ctl, rank.state[[w.NUMBER, w.BASE]]])
 
 
 def hold(chance: int, change: Callable[[], None] | None = None, *, changes: int = 8) -> str:
@@ -126,7 +126,7 @@ def freeze_as_it_begins(chance: int, *, fenced: bool) -> str:
     rank, at = ranks[0], shared(1)  # 1: the kernel is there, 2: the host has frozen it
 
     def body() -> None:
-        memory = WeakMemory([ranks[1].words, rank.ctl], chance)
+        memory = WeakMemory([ranks[1].flags, rank.ctl], chance)
         memory.install()
 
         def pause() -> None:
@@ -176,6 +176,11 @@ def _nothing() -> None:
     pass
 
 
+def _store(flag: object, copy: object, value: object) -> None:
+    signal.write(flag, value)
+    signal.write(copy, value)
+
+
 _one_shot = functools.partial(play, changes=0, shape=(2, 300))
 _two_shot = functools.partial(play, changes=0, shape=(3, 300))
 
@@ -185,8 +190,8 @@ _two_shot = functools.partial(play, changes=0, shape=(3, 300))
     ("history", "change"),
     [
         pytest.param(_one_shot, lambda: setattr(lane, "fence", _nothing), id="the fence behind flags"),
-        pytest.param(_one_shot, lambda: setattr(allreduce, "publish", signal.write), id="the release of POSTED"),
-        pytest.param(_two_shot, lambda: setattr(lane, "publish", signal.write), id="the release of REDUCED"),
+        pytest.param(_one_shot, lambda: setattr(allreduce, "announce", _store), id="the release of POSTED"),
+        pytest.param(_two_shot, lambda: setattr(lane, "announce", _store), id="the release of REDUCED"),
         pytest.param(hold, lambda: setattr(attempts, "fence", _nothing), id="the fence behind OPEN"),
         pytest.param(hold, lambda: setattr(attempts, "publish", signal.write), id="the release of FINISHED"),
     ],

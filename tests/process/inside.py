@@ -11,24 +11,21 @@ from typing import Any
 import ftcomm
 
 
-def before_publish(hook: Callable[[str], None], after: Callable[[str], None] = lambda what: None) -> None:
+def before_announce(hook: Callable[[str], None], after: Callable[[str], None] = lambda what: None) -> None:
     """`hook` is called with "posted", "reduced" or "taken" just before a lane says so of a task, `after` just after."""
     from ftcomm.kernels.device import allreduce, lane, words
 
-    publish = lane.publish
+    announce = lane.announce
     names = {words.POSTED: "posted", words.REDUCED: "reduced", words.TAKEN: "taken"}
 
-    def watched(address: Any, value: Any) -> Any:
-        device = _device()
-        line, word = divmod((_number(address) - device.own.words) // 8 - words.LANES_AT, words.LINE)
-        if not (0 <= line < device.layout.lanes and word in names):
-            return publish(address, value)
+    def watched(flag: Any, copy: Any, value: Any) -> Any:
+        word = (_number(flag) - _device().own.flags) // 8 % words.LINE
         hook(names[word])
-        result = publish(address, value)
+        result = announce(flag, copy, value)
         after(names[word])
         return result
 
-    allreduce.publish = lane.publish = watched
+    allreduce.announce = lane.announce = watched
 
 
 def within_copies(hook: Callable[[str], None]) -> None:
@@ -41,7 +38,7 @@ def within_copies(hook: Callable[[str], None]) -> None:
 
     def copied(source: Any, to: Any, n: Any, *rest: Any) -> Any:
         device = _device()
-        if device.own.staging <= _number(to) < device.own.words + device.layout.size:
+        if device.own.staging <= _number(to) < device.own.flags:
             copy_span(source, to, n // 2, *rest)
             hook("copy")
         elif shards:

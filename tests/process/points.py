@@ -136,7 +136,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     words = {POSTED: "posted", TAKEN: "taken"}
     before(Publisher, "publish", lambda self, word, count, **more: words.get(word) if count else None)
     if settings.kernels_run_ops:
-        inside.before_publish(at)
+        inside.before_announce(at)
     before(Fetch, "_open", "agreeing")
     before(Fetch, "_receive", "fetching")
     before(Replay, "load", "loading")

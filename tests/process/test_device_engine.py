@@ -205,9 +205,9 @@ def reduce_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             os.kill(os.getpid(), signal.SIGKILL)
 
     if group.replica == 1:
-        inside.before_publish(at)
+        inside.before_announce(at)
     else:
-        inside.before_publish(lambda point: None, after=at)
+        inside.before_announce(lambda point: None, after=at)
     reduce_forever(group, notes, arguments)
 
 

@@ -104,7 +104,7 @@ def replay_forever(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any])
             (marks / f"has-{group.replica}").touch()
 
     if point:
-        inside.before_publish(at, after)
+        inside.before_announce(at, after)
     replayed = Replayed(group)
     for step in ftcomm.steps(arguments["steps"]):
         replayed.step(notes, step)

@@ -70,7 +70,7 @@ def stop_at(place: str, times: int, note: Callable[[str], None] = lambda kind: N
             if reached == place and now():
                 stop()
 
-        inside.before_publish(at)
+        inside.before_announce(at)
         inside.within_copies(at)
     elif place == "frame":
         send = TcpMirrorWriter.send

@@ -91,12 +91,13 @@ def test_who_is_in_another_epoch_is_waited_for() -> None:
 
 
 def test_the_table_of_members() -> None:
-    reached = {m: Reached(1000 + m, 2000 + m, memoryview(b"")) for m in VIEW.members}
+    reached = {m: Reached(8000 + m, 2000 + m, 1000 + m, memoryview(b"")) for m in VIEW.members}
     table = view_words(VIEW, reached, 17)
     head = [table[i] for i in (words.EPOCH, words.MEMBERS, words.ME, words.SOURCES, words.CONTRIBUTES, words.SOLE)]
     assert head == [7, 3, 1, 2, False, -1]
     assert table[words.RESUMED] == 17
-    assert table[words.WORDS_OF : words.WORDS_OF + 4] == [1000, 1001, 1004, 0]
+    assert table[words.COPY] == 8001 + 8 * words.LANES_AT
+    assert table[words.FLAGS_OF : words.FLAGS_OF + 4] == [1000, 1001, 1004, 0]
     assert table[words.STAGING_OF : words.STAGING_OF + 4] == [2000, 2001, 2004, 0]
     assert table[words.SOURCE_STAGING : words.SOURCE_STAGING + 3] == [2000, 2004, 0]
     alone = GroupView(7, 1, (0, 1, 4), frozenset((4,)), one_host=False)

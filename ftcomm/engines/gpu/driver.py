@@ -56,10 +56,15 @@ class Context:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Calls of the driver by this thread are for this GPU, and `relaxed`."""
+        with self.pushed(), relaxed():
+            yield
+
+    @contextlib.contextmanager
+    def pushed(self) -> Iterator[None]:
+        """Calls of the driver by this thread are for this GPU."""
         _call("cuCtxPushCurrent_v2", self._context)
         try:
-            with relaxed():
-                yield
+            yield
         finally:
             _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 

@@ -26,7 +26,7 @@ from ftcomm.control.messages import Progress
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
 from ftcomm.engines.gpu_kernel.gather import detail_of
 from ftcomm.engines.gpu_kernel.graphs import Running, captured, replay_of
-from ftcomm.engines.gpu_kernel.launch import account, constants, counter, lane_word, missing, task_words, view_words
+from ftcomm.engines.gpu_kernel.launch import account, counter, lane_word, missing, task_words, variant, view_words
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.words import (
@@ -128,11 +128,11 @@ class DeviceCore:
         if op.atomic and len(op.finals) > 1:
             kept = device.empty(op.array)
             device.copy(op.array, kept)
-        compiled = constants(op, device.address(op.array), device.layout, view)
+        asked = variant(op, device.address(op.array), device.layout, view)
         chunks = len(op.finals)
         programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.max_sms)
         self.launched[op.template] = _Launched(kept, None)  # before it can return
-        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, compiled))
+        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, asked))
         if not device.blocking:
             self.launched[op.template] = _Launched(kept, device.mark())
 

@@ -29,7 +29,7 @@ import contextlib
 import logging
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,22 +51,24 @@ from ftcomm.engines.gpu_kernel import copies
 from ftcomm.engines.gpu_kernel.arrays import stage_device
 from ftcomm.engines.gpu_kernel.blocks import programs, room
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
-from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS
+from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS, flag_bytes
 from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
-from ftcomm.kernels.device.allreduce import allreduce, compiled_for
+from ftcomm.kernels.device.allreduce import allreduce
+from ftcomm.kernels.device.variant import SCALARS, Variant, compiled_for, small
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
 
 log = logging.getLogger("ftcomm")
 
 _STAGING = 2 * CUDA.lanes * CUDA.slots * CUDA.chunk  # of the all-reduce; that of the copies lies behind it
+_FLAGS_AT = _STAGING + copies.STAGING  # then the flags
 _TABLE = 64 << 10  # tasks for which there is room at first: an op of 16 GB
 _HIGHEST = -100  # priority; the runtime takes the nearest there is
 _NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
 _UNIT = 8  # bytes of a word
-_LOADED: set[tuple[Any, ...]] = set()  # variants of the kernel; by the process, as Triton loads them
+_LOADED: dict[tuple[int, Variant, bool], _Kernel] = {}  # by GPU; of the process, as Triton loads them
 _MASK = (1 << 64) - 1  # words are unsigned to the host
 
 
@@ -93,6 +95,16 @@ class _Words:
     @property
     def addresses(self) -> tuple[int, int, int]:
         return self.pinned.address, self.state, self.view
+
+
+class _Kernel(NamedTuple):
+    """A variant of the kernel that is loaded. Launched so, Triton does not look for it by all its arguments again."""
+
+    compiled: Any  # triton.compiler.CompiledKernel
+    constants: tuple[Any, ...]  # what is compiled in, in the order of the kernel's arguments
+
+    def launch(self, programs: int, stream: torch.cuda.Stream, scalars: tuple[int, ...]) -> None:
+        self.compiled[programs, 1, 1](*scalars, *self.constants, stream=stream.cuda_stream)
 
 
 class _Scratch(_Words):
@@ -127,13 +139,15 @@ class CudaDevice:
             log.warning("%s", reason)
         self._context = Context(self._index)
         with self._on():
-            self._lanes, self._export = self._allocate(segment, place)
             self._op = self._stream()
+            self._lanes, self._export = self._allocate(segment, place)
             self._words, self._scratch = _Words(self._op), _Scratch(self._op)
             self._table = Pinned(_TABLE * _UNIT)
-        self.own = Reached(self._lanes.address, self._export.pointer, self._lanes.words)
+        pointer = self._export.pointer
+        self.own = Reached(self._lanes.address, pointer, pointer + _FLAGS_AT, self._lanes.words)
         self.ctl = self._words.ctl
         self._called = torch.cuda.Event(external=True)  # behind the last op that was called, once any was captured
+        self._before = torch.cuda.Event()  # what the caller had queued before an op
         self._captures: torch.cuda.Stream | None = None  # from the first capture on
         self._engines: _CopyEngines | None = None
         self._lock = threading.Lock()  # guards the rest; never held across a wait
@@ -144,7 +158,7 @@ class CudaDevice:
 
     def _allocate(self, segment: Segment, place: str) -> tuple[Shared, Export]:
         nonce = bytes.fromhex(segment.nonce)
-        size = _STAGING + copies.STAGING
+        size = _FLAGS_AT + flag_bytes(CUDA.lanes)
         here = CUDA.staging_at
         lanes = Shared.create(here + size * (place == "host"), nonce)
         handle = bytes(64)
@@ -153,6 +167,8 @@ class CudaDevice:
         else:
             try:
                 pointer = runtime.malloc(size)
+                runtime.memsetAsync(pointer + _FLAGS_AT, 0, size - _FLAGS_AT, self._op.cuda_stream)
+                self._op.synchronize()
                 handle = runtime.ipcGetMemHandle(pointer)
             except runtime.CUDARuntimeError as error:
                 raise TransportError(
@@ -202,7 +218,8 @@ class CudaDevice:
             except TransportError:
                 shared.close()
                 raise
-        mine = _Peer(Reached(shared.address, staging, shared.words.toreadonly()), export, shared, opened)
+        reached = Reached(shared.address, staging, staging + _FLAGS_AT, shared.words.toreadonly())
+        mine = _Peer(reached, export, shared, opened)
         with self._lock:
             first = self._peers.setdefault(peer.nonce, mine)
             if first is not mine:
@@ -285,7 +302,8 @@ class CudaDevice:
 
     def follow(self) -> None:
         if not self.capturing():
-            self._op.wait_stream(torch.cuda.current_stream(self._index))
+            self._before.record(torch.cuda.current_stream(self._index))
+            self._op.wait_event(self._before)
             return
         with self._on():
             if self._captures is None:
@@ -310,33 +328,34 @@ class CudaDevice:
             *(self.address(launch.array), 0 if launch.kept is None else self.address(launch.kept)),
             *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
         )
-        constants = compiled_for(launch.constants)
-        with self._on():
-            try:
-                if launch.chunks > len(self._table.words):
+        try:
+            if launch.chunks > len(self._table.words):
+                with self._on():
                     self._table = Pinned(launch.chunks * _UNIT)
-                self._prepare(scalars, constants)
-                launch.array.record_stream(stream)
-                with torch.cuda.stream(stream):
-                    allreduce[(launch.programs,)](*self._words.addresses, *scalars, **constants)
-                if self._captures is not None and stream is self._op:
+            short = small(launch.array.nbytes)
+            kernel = _LOADED.get((self._index, launch.variant, short)) or self._load(launch.variant, short, scalars)
+            launch.array.record_stream(stream)
+            with self._context.pushed():
+                kernel.launch(launch.programs, stream, self._words.addresses + scalars)
+            if self._captures is not None and stream is self._op:
+                with self._on():
                     self._say_called()
-            except (RuntimeError, TritonError) as error:
-                raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
-            except (OSError, subprocess.SubprocessError) as error:
-                raise FtcommError(
-                    f"Triton cannot build what launches the all-reduce kernel: {error}. It needs a C compiler and the "
-                    "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
-                ) from error
+        except (RuntimeError, TritonError) as error:
+            raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
+        except (OSError, subprocess.SubprocessError) as error:
+            raise FtcommError(
+                f"Triton cannot build what launches the all-reduce kernel: {error}. It needs a C compiler and the "
+                "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
+            ) from error
 
-    def _prepare(self, scalars: tuple[int, ...], constants: Mapping[str, Any]) -> None:
-        """Launch this variant of the kernel once where it ends at once, and wait for that, unless it was before."""
-        variant = (self._index, *sorted((name, str(value)) for name, value in constants.items()))
-        if variant in _LOADED:
-            return
-        with self._brief_stream() as stream, torch.cuda.stream(stream):
-            allreduce[(1,)](*self._scratch.addresses, *scalars, **constants)
-        _LOADED.add(variant)
+    def _load(self, variant: Variant, short: bool, scalars: tuple[int, ...]) -> _Kernel:
+        """Launch the kernel once where it ends at once, and wait for that."""
+        constants = compiled_for(variant, short)
+        with self._on(), self._brief_stream() as stream, torch.cuda.stream(stream):
+            compiled = allreduce[(1,)](*self._scratch.addresses, *scalars, **constants)
+        names = allreduce.arg_names[len(SCALARS) :]
+        kernel = _LOADED[self._index, variant, short] = _Kernel(compiled, tuple(constants[name] for name in names))
+        return kernel
 
     def copy(self, source: torch.Tensor, to: torch.Tensor) -> None:
         stream = self._order()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftcomm.arrays import Staged
@@ -22,14 +22,16 @@ from ftcomm.transport.segment import Layout
 
 if TYPE_CHECKING:
     from ftcomm.engines.gpu_kernel.copies import Copies, Mover
+    from ftcomm.kernels.device.variant import Variant
 
 
 class Reached(NamedTuple):
     """The memory of a member, as this process sees it."""
 
-    words: int  # address for kernels; word 0 there is word 0 of a segment, so that lanes begin at word LANES_AT
+    words: int  # address for kernels of its segment, at whose word LANES_AT the copy of its flags begins
     staging: int  # address for kernels
-    lanes: memoryview  # ("Q") the same words for the host, also from word 0 on; of a peer read-only
+    flags: int  # likewise: of the first lane
+    lanes: memoryview  # ("Q") `words` for the host; of a peer read-only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class AllreduceLaunch:
     chunks: int
     kept: Any  # a copy of `array` from before the op, if it is atomic and has several chunks; else None
     programs: int
-    constants: Mapping[str, Any]  # the constexprs that follow from the op; the device adds its own (BLOCK, THREADS)
+    variant: Variant  # the constexprs that follow from the op; the device adds its own (BLOCK, THREADS)
 
 
 class Device(Protocol):

@@ -21,7 +21,7 @@ from ftcomm.engines.gpu.interpreter import interpreter, tl  # first: Triton is t
 from ftcomm.arrays import Staged, stage
 from ftcomm.engines.gpu_kernel.copies import WORDS, Copies, HostMover, Mover, PeerMemory
 from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
-from ftcomm.engines.gpu_kernel.layout import COPIES_AT
+from ftcomm.engines.gpu_kernel.layout import COPIES_AT, flag_bytes
 from ftcomm.errors import ArgumentError, FtcommError
 from ftcomm.kernels.device.allreduce import allreduce
 from ftcomm.kernels.device.words import CTL_WORDS, STATE_WORDS, VIEW_WORDS
@@ -50,19 +50,21 @@ class InterpretedGraph:
         self._queue(self.work)
 
 
-def _reached(peer: Peer, layout: Layout) -> Reached:
-    return Reached(peer.address, peer.address + layout.staging_at, peer.buffer.cast("Q"))
+def _reached(memory: Peer | Segment, layout: Layout) -> Reached:
+    end = memory.address + layout.size
+    staging, flags = memory.address + layout.staging_at, end - flag_bytes(layout.lanes)
+    return Reached(memory.address, staging, flags, memory.buffer.cast("Q"))
 
 
 class InterpretDevice:
-    """See `ftcomm.engines.gpu_kernel.device.Device`; lanes and staging lie in the segment."""
+    """See `ftcomm.engines.gpu_kernel.device.Device`; lanes, staging and flags lie in the segment."""
 
     blocking = True
     memory = "cpu"
 
     def __init__(self, segment: Segment) -> None:
         self.layout = segment.layout
-        self.own = Reached(segment.address, segment.address + segment.layout.staging_at, segment.buffer.cast("Q"))
+        self.own = _reached(segment, segment.layout)
         self._words = np.zeros(CTL_WORDS + STATE_WORDS + VIEW_WORDS, np.uint64)
         self._ctl, self._state, self._view = np.split(self._words, np.cumsum((CTL_WORDS, STATE_WORDS)))
         self.ctl = self._ctl.data
@@ -138,8 +140,9 @@ class InterpretDevice:
             )
             allreduce[(launch.programs,)](
                 *map(_int64, scalars),
-                **launch.constants,
+                **launch.variant._asdict(),
                 BLOCK=_BLOCK,
+                COPIED=_BLOCK,
                 THREADS=_THREADS,
             )
 

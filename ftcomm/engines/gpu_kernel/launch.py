@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import triton.language as tl
 
@@ -13,6 +12,7 @@ from ftcomm.collective.resume import REDUCE
 from ftcomm.engines.gpu_kernel.device import Reached
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
+from ftcomm.kernels.device.variant import Variant
 from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.transport.base import Peer
@@ -22,30 +22,23 @@ _UNROLLED = (2, 4, 8)  # sources for which the reduction is unrolled
 _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.tuning, which is of the host's engine
 
 
-def constants(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> dict[str, Any]:
+def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
     """What the kernel is compiled for. In another view the launch goes on with them: W changes the speed, never the
     result."""
     name, code = op.dtype, OPS.index(op.op)
     if name == "bool":  # sum and max are "or", product and min are "and"
         name, code = "uint8", OPS.index("max" if op.op in ("sum", "max") else "min")
     sources = len(view.contributors)
-    return {
-        "T": tl.dtype(_TRITON_NAMES[name]),
-        "OP": code,
-        "W": sources if sources in _UNROLLED else 0,
-        "ALIGNED": address % 16 == 0,
-        "LANES": layout.lanes,
-        "CHUNK": layout.chunk,
-        "ONE_SHOT": _ONE_SHOT,
-    }
+    unrolled = sources if sources in _UNROLLED else 0
+    return Variant(_TYPES[name], code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
 
 
-_TRITON_NAMES = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    **{name: name for name, dtype in DTYPES.items() if dtype.kind == "int"},
+_TYPES = {
+    "float64": tl.float64,
+    "float32": tl.float32,
+    "float16": tl.float16,
+    "bfloat16": tl.bfloat16,
+    **{name: tl.dtype(name) for name, dtype in DTYPES.items() if dtype.kind == "int"},
 }
 
 
@@ -74,8 +67,9 @@ def view_words(view: GroupView, reached: Mapping[int, Reached], returned: int) -
     table[words.SOLE] = view.members.index(contributors[0]) if len(contributors) == 1 else -1
     table[words.ONE_HOST] = view.one_host
     table[words.RESUMED] = returned
+    table[words.COPY] = reached[view.me].words + 8 * words.LANES_AT
     for i, member in enumerate(view.members):
-        table[words.WORDS_OF + i] = reached[member].words
+        table[words.FLAGS_OF + i] = reached[member].flags
         table[words.STAGING_OF + i] = reached[member].staging
     for i, member in enumerate(contributors):
         table[words.SOURCE_STAGING + i] = reached[member].staging
@@ -86,7 +80,7 @@ def view_words(view: GroupView, reached: Mapping[int, Reached], returned: int) -
 
 
 def lane_word(lane: int, word: int) -> int:
-    """Index in the words of a member."""
+    """Index in the words of a member's segment."""
     return words.LANES_AT + lane * words.LINE + word
 
 

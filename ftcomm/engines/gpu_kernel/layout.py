@@ -1,8 +1,10 @@
 """The memory of a rank whose ops a kernel runs: the words of a segment as ever, lanes behind them, then staging.
 
     bytes 0..4095    header, ASLEEP, lives: as in every segment; words EXPORT_AT.. say where the device's memory is
-    lane words       a line for each lane: POSTED, REDUCED, TAKEN, NUMBER, CALL, see ftcomm.kernels.device.words
-    staging          2 regions (POSTED, REDUCED) x lanes x SLOTS x chunk bytes; here, or in memory of the device
+    lane words       a line for each lane: the copy of POSTED, REDUCED, TAKEN, see ftcomm.kernels.device.words
+    staging          2 regions (POSTED, REDUCED) x lanes x SLOTS x chunk bytes, then that of the copies; here, or in
+                     memory of the device
+    flags            a line for each lane, behind the staging
 
 A lane is an independent stream of chunk tasks, see ftcomm.kernels.device.allreduce.
 """
@@ -20,12 +22,17 @@ COPIES_AT = EXPORT_AT + EXPORT_WORDS  # the same for the copy-engine path
 _MAGIC = 0x6674636F6D6D0100  # "ftcomm", layouts of devices from 0x100 on
 
 
+def flag_bytes(lanes: int) -> int:
+    """What the flags of so many lanes take."""
+    return lanes * LINE * 8
+
+
 def device_layout(kind: int, name: str, lanes: int, chunk: int, *, staged_here: bool) -> Layout:
-    """`kind` tells the devices apart, `name` is what FTCOMM_ENGINE calls it; `staged_here`: in the segment itself, that
-    of the copies behind that of the all-reduce."""
+    """`kind` tells the devices apart, `name` is what FTCOMM_ENGINE calls it; `staged_here`: staging and flags lie in
+    the segment itself."""
     words = (LANES_AT + lanes * LINE) * 8
     start = -(-words // 4096) * 4096
-    staging = 2 * lanes * SLOTS * chunk + COPY_SLOTS * chunk
+    staging = 2 * lanes * SLOTS * chunk + COPY_SLOTS * chunk + flag_bytes(lanes)
     return Layout(
         magic=_MAGIC + kind,
         engine=name,

@@ -1,0 +1,47 @@
+"""What the all-reduce kernel is compiled for, and the shape of a program on a GPU. No kernel is imported here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
+
+_WARPS = 8
+_LINE = 16  # bytes that a thread loads at a time
+_SMALL = 64 << 10  # bytes of an op that takes tiles of one line a thread: short code, which is fetched for each launch
+_REGISTERS = 255  # a thread may have; the compiler aims at two programs a multiprocessor else, and spills
+
+
+class Variant(NamedTuple):
+    """What the exchange asks for, by the names that the kernel gives it."""
+
+    T: tl.dtype
+    OP: int
+    W: int
+    ALIGNED: bool
+    LANES: int
+    CHUNK: int
+    ONE_SHOT: int
+
+
+def small(nbytes: int) -> bool:
+    """Whether an op of so many bytes has a kernel of its own."""
+    return nbytes <= _SMALL
+
+
+def compiled_for(variant: Variant, small: bool) -> dict[str, Any]:
+    """Constants of the kernel and options of the compiler. A program that is not of a small op has 16 KB of every
+    source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies."""
+    reduced, copied = (1, 1) if small else (2 if variant.W == 8 else 4, 16)  # lines a thread
+    size = variant.T.primitive_bitwidth // 8
+    return {
+        **variant._asdict(),
+        "BLOCK": 32 * _WARPS * reduced * _LINE // size,
+        "COPIED": 32 * _WARPS * copied * _LINE // size,
+        "THREADS": 32 * _WARPS,
+        "num_warps": _WARPS,
+        "maxnreg": _REGISTERS,
+        "enable_fp_fusion": False,
+    }
