@@ -113,8 +113,13 @@ def stages() -> list[GpuStage]:
 
     source = str(_TESTS / "gpu")
 
-    def tests(name: str, seconds: float, *arguments: str) -> GpuStage:
-        return GpuStage(name, (*pytest, *arguments), seconds, (source, "pytest"), (("FTCOMM_TESTS_NEED_GPU", "1"),))
+    def tests(name: str, seconds: float, *arguments: str, **environment: str) -> GpuStage:
+        asked = {"FTCOMM_TESTS_NEED_GPU": "1", **environment}
+        return GpuStage(name, (*pytest, *arguments), seconds, (source, "pytest"), tuple(asked.items()))
+
+    def jobs(name: str, seconds: float, *arguments: str) -> GpuStage:
+        """Of one rank a process, which need not load all kernels at the start, each of them in turn."""
+        return tests(name, seconds, *arguments, CUDA_MODULE_LOADING="LAZY")
 
     def module(name: str, seconds: float, module: str, *arguments: str) -> GpuStage:
         return GpuStage(name, (python, "-m", f"tests.gpu.{module}", *arguments), seconds, (source,))
@@ -136,15 +141,15 @@ def stages() -> list[GpuStage]:
         tests("two ranks", 60, "-x", allreduce, "-k", "2-float32"),
         tests("eight ranks", 110, allreduce, "-k", "not 2-float32"),
         module("bench all-reduce", 60, "bench_allreduce"),
-        tests("eight processes", 90, processes, "-k", by_ipc),
-        tests("one of eight killed", 90, processes, "-k", one_kill),
+        jobs("eight processes", 90, processes, "-k", by_ipc),
+        jobs("one of eight killed", 90, processes, "-k", one_kill),
         GpuStage("bench kernels", (*bench, "kernels", "--sms", "4,8,16,all", "--json", "{json}"), 110),
         tests("graphs", 60, gpu("test_graph.py")),
         tests("copies", 60, gpu("test_copies_gpu.py"), gpu("test_slots_gpu.py")),
         tests("arrays", 60, gpu("test_arrays.py"), gpu("test_device_arrays_gpu.py")),
         tests("reducer", 100, gpu("test_reducer_gpu.py"), "-n", "8"),
         tests("kernels", 150, str(_TESTS / "kernels"), f"--ignore={_TESTS}/kernels/test_compiled.py", "-n", "12"),
-        tests("processes", 300, processes, "-k", f"not ({by_ipc}) and not ({one_kill})"),
+        jobs("processes", 300, processes, "-k", f"not ({by_ipc}) and not ({one_kill})"),
         GpuStage("memcheck", (*sanitizer, "memcheck", *small), 90, ("compute-sanitizer",), bare),
         GpuStage("racecheck", (*sanitizer, "racecheck", *small), 90, ("compute-sanitizer",), bare),
     ]

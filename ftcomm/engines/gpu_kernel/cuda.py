@@ -309,9 +309,12 @@ class CudaDevice:
             if self._captures is None:
                 self._captures = self._stream()
                 self._say_called()
-            self._captures.wait_stream(torch.cuda.current_stream(self._index))
+            caller = torch.cuda.current_stream(self._index)
             with torch.cuda.stream(self._captures):
-                self._called.wait(self._captures)
+                first = not torch.cuda.is_current_stream_capturing()  # of ops in this graph; the others stand behind it
+                self._captures.wait_stream(caller)
+                if first:
+                    self._called.wait(self._captures)
 
     def _say_called(self) -> None:
         """An external event behaves as one for a current stream that is captured, and as any other else."""
