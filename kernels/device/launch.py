@@ -17,9 +17,9 @@ WARPS = 16
 SPECIALISED = (1, 2, 4, 8)  # numbers of sources with a kernel of their own; the others share one
 
 # 16-byte lines of each source that a thread has under way: 8 or more altogether, so that a block has 64 KB on the way.
-# Copies need less than the 64 registers that let two blocks of 16 warps live on one SM, reductions less than 128.
+# Reductions need less than the 128 registers with which a block of 16 warps lives on an SM.
 _LINES = {1: 8, 2: 4, 4: 2, 8: 1, 0: 4}
-_BLOCKS_PER_SM = {1: 2}
+_LINES_OF_MANY = 2  # of a copy whose tiles are dealt to the SMs by the GPU, each a program: several live on an SM
 _INTERPRETED_SMS = 3  # so that a program has tiles that are not neighbours
 
 
@@ -53,20 +53,22 @@ def operator(dtype: str, op: str) -> int:
 
 def plan(spans: list[MemorySpan], w: int, op: str, sms: int | None) -> LaunchConfig:
     """Plan the launch for `w` sources and the arrays `spans`, of at most `sms` programs. Small arrays take small tiles,
-    for more SMs."""
+    for more SMs; a copy of one that may have any number of programs, one a tile."""
     span = spans[0]
     kept = w if w in SPECIALISED else 0
-    lines = _LINES[kept]
+    many = kept == 1 and sms is None
+    lines = _LINES_OF_MANY if many else _LINES[kept]
     size = DTYPES[span.dtype].itemsize
     if DTYPES[span.dtype].kind in ("int", "bool") and kept != 1:
         # In registers of four bytes, or eight for an average, a narrow integer takes more room than in memory.
         lines = max(1, lines * size // 8 if op == "avg" else lines * min(size, 4) // 4)
-    most = sms or _sms(span.device) * _BLOCKS_PER_SM.get(kept, 1)
+    most = sms or _sms(span.device)
     line = 32 * WARPS * 16
     while lines > 1 and span.size < most * lines * line:
         lines //= 2
     block = lines * line // size
-    programs = max(1, min(most, -(-span.count // block)))
+    tiles = max(1, -(-span.count // block))
+    programs = tiles if many else min(most, tiles)
     return LaunchConfig(programs, element(span.dtype), operator(span.dtype, op), kept, block, aligned(spans))
 
 

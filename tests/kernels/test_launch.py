@@ -39,6 +39,12 @@ def test_a_small_array_is_spread_over_the_sms_that_there_are() -> None:
     assert many.BLOCK < few.BLOCK
 
 
+def test_a_copy_without_a_cap_has_a_program_a_tile() -> None:
+    launch = plan([span("float32", 1 << 24)], 1, "sum", None)
+    assert launch.programs * launch.BLOCK == 1 << 24
+    assert plan([span("float32", 1 << 24)], 1, "sum", 4).programs == 4
+
+
 @pytest.mark.parametrize(("addresses", "aligned"), [((16, 4096), True), ((16, 4104), False), ((2, 2), False)])
 def test_only_what_all_addresses_are_is_aligned(addresses: tuple[int, ...], aligned: bool) -> None:
     assert plan([span("int16", 100, address) for address in addresses], 1, "sum", None).ALIGNED is aligned
