@@ -358,7 +358,10 @@ def launch() -> Answer:
 
     require_cuda()
     from ftcomm.engines.gpu_kernel.cuda import CudaDevice
+    from ftcomm.engines.gpu_kernel.device import AllreduceLaunch
+    from ftcomm.engines.gpu_kernel.launch import variant
     from ftcomm.engines.gpu_kernel.layout import CUDA
+    from ftcomm.engines.gpu_kernel.operation import KernelOperation
 
     ranks = Ranks(1, CUDA, CudaDevice, deadline=ON_GPU)
     ranks.enter()
@@ -368,9 +371,16 @@ def launch() -> Answer:
     ranks.settle()
     answer: Answer = {"the first op, compiled and loaded, s": round(time.perf_counter() - began, 2)}
 
+    op = KernelOperation(x, "float32", "sum", CUDA.chunk)
+    asked = variant(op, device.address(x), CUDA, ranks.view(0))
+    launched = AllreduceLaunch(x, op.count, op.call, 0, 1, None, 1, asked)
     for name, call in (
         ("op without `mark` and `release`", lambda: ranks.launch(0, x, "float32")),
+        ("of it the operation", lambda: KernelOperation(x, "float32", "sum", CUDA.chunk)),
+        ("of it the variant", lambda: variant(op, device.address(x), CUDA, ranks.view(0))),
+        ("of it the number of programs", lambda: device.programs(x.nbytes, 1, None)),
         ("of it `follow`", device.follow),
+        ("of it the launch", lambda: device.launch(launched)),
         ("`mark` and `release`", lambda: device.release(device.mark())),
     ):
         took = []
