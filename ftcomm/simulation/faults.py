@@ -6,6 +6,7 @@ import functools
 
 from ftcomm.control import messages as m
 from ftcomm.control.blame import SETTLED
+from ftcomm.control.removals import LINGER
 from ftcomm.control.timeouts import REPORT
 from ftcomm.simulation.attacker import Attack
 from ftcomm.simulation.job import Replica, SimulatedJob
@@ -22,7 +23,7 @@ _OF_KIND = {
     "partitions": ("partition", "one-way", "lonely", "flap", "cut"),
     "coordinator": ("coordinator", "mid-decision", "mid-decision", "kill", "cut"),
     "growth": ("kill", "kill", "kill", "brief", "brief", "late-news", "late-news", "leave", "flap", "coordinator"),
-    "leaving": ("leave", "leave", "kill"),
+    "leaving": ("leave", "leave-unheard", "leave-unheard", "kill"),
     "cut-off": ("cut-off", "cut-off", "cut-off", "kill", "coordinator"),
     "resets": ("cut", "cut", "reset-all", "reset-all", "flap", "flap", "kill"),
     "held": ("hold", "hold", "hold-some", "hold-all", "stop-coordinator", "kill"),
@@ -248,6 +249,8 @@ class Faults:
             self._flap(replica)
         elif kind == "leave":
             self.leave(replica)
+        elif kind == "leave-unheard":
+            self._leave_unheard(replica)
         elif kind == "mid-decision" and self.job.coordinator is not None:
             self.job.coordinator.crash_in = self.random.randrange(4)
             self.world.after(0.3 * self.random.random(), None, self.job.kill_coordinator)
@@ -407,6 +410,23 @@ class Faults:
             known = rank.node.view is not None or rank.node.machine.preview is not None
             if rank.alive and not rank.gone and not rank.frozen and known:
                 rank.do(rank.node.tell(m.Leave()))
+
+    def _leave_unheard(self, replica: Replica) -> None:
+        """Let it leave. What it says last, at the boundary, is lost on the way to one of the others, or to several."""
+        others = [other.number for other in self.job.replicas if other is not replica]
+        if others and replica.ranks:
+            unheard = self.random.sample(others, self.random.randint(1, len(others)))
+            replica.ranks[0].unheard_by = tuple(unheard)
+            self._await_end(replica.ranks[0])
+        self.leave(replica)
+
+    def _await_end(self, leader: Rank) -> None:
+        """Look for the end of a leader that leaves. It is known from then on, so nobody waits for it much longer."""
+        if leader.alive:
+            self.world.after(0.05, None, self._await_end, leader)
+        elif leader.left:
+            soon = LINGER + self.scenario.timeouts.heartbeat
+            self.world.after(soon, None, self.job.promises.is_awaited_no_more, leader, self._everybody())
 
     def _partition(self, kind: str, replica: Replica) -> None:
         hosts = sorted({*self._hosts(), self.scenario.coordinator_host})

@@ -464,6 +464,11 @@ class SimulatedLink:
         if self._connection is not None:
             self._connection.close(0, NoConnection.RESET)
 
+    def lose(self) -> None:
+        """A fault: the connection is reset at both ends, with all that is under way."""
+        if self._connection is not None:
+            self._connection.reset((0, 1))
+
     def _dial(self) -> None:
         if not self._over:
             self._begun = self._network.world.now

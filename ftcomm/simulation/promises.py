@@ -6,7 +6,8 @@
                      `returned`: no op fails because somebody died
 3 no hang            `history.run`: the job ends in bounded time once faults have ended; `stood_still`: the cause of a
                      stall is removed in time, however many views change meanwhile; `left_behind`: who leaves is waited
-                     for, as nobody says in the next view how the last op ends
+                     for, as nobody says in the next view how the last op ends; `is_awaited_no_more`: and not for
+                     good, if what it said last is lost
 4 no ghost writes    the bytes in 1 and 2
 5 quiet control      `history.run`: with the coordinator away the training goes on; `persisted`, `heard`, `enters`:
                      epochs are never used twice, no view is heard of that was not written down first
@@ -152,6 +153,16 @@ class Promises:
         """The others have waited for that life for as long as an op may take, and longer."""
         if self.last is not None and any(member.incarnation == life for member in self.last.members):
             raise BrokenPromise(f"{life} stands still, and is still in view {self.last.epoch}: {self.last.why}")
+
+    def is_awaited_no_more(self, gone: Rank, others: list[Rank]) -> None:
+        """Check that nobody waits for a leader that has left and ended some time ago, whoever has heard its last
+        word."""
+        for rank in others:
+            leader = rank.node.leader
+            if not rank.alive or leader is None or gone.replica not in leader.waiting():
+                continue
+            if leader.view is not None and leader.view.has(gone.replica, gone.incarnation):
+                raise BrokenPromise(f"{rank.name} waits at a boundary for {gone.name}, which has left and ended")
 
     def excuse(self, life: str, why: str, *, stalls: bool = False) -> None:
         """Let that life go from now on; `stalls`: as a stall alone, unless there is another reason."""

@@ -84,6 +84,7 @@ class Rank(Process):
         self._calls_for_groups: list[Incoming] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
+        self.unheard_by: tuple[int, ...] = ()  # members to which its last words are lost when it leaves (a fault)
         self.holds_state = False
         self.view: View | None = None  # that the script stands in
         address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
@@ -139,6 +140,12 @@ class Rank(Process):
     def break_links(self, replica: int) -> None:
         if replica in self._links:
             self._links[replica][1].break_()
+
+    def _lose_last_words(self) -> None:
+        for replica in self.unheard_by:
+            if replica in self._links:
+                self.say("what it said to replica %s is lost with the connection", replica)
+                self._links[replica][1].lose()
 
     def break_data(self, replica: int, ends: tuple[int, ...]) -> None:
         """The connection by which this one reads `replica`, at its own end (0), at the other one (1), or at both. In
@@ -266,6 +273,8 @@ class Rank(Process):
                     self.exchange.exchange.member.watch.hand(seconds)
                 case act.Passed():
                     self.left = action.left
+                    if self.left:
+                        self._lose_last_words()
                     self.wake("boundary", action.view)
                     if self.left:
                         self.wake("join", None)  # sent away before it was in any view

@@ -777,6 +777,11 @@ def goes_on_without_who_leaves(patch: Patch) -> None:
     )
 
 
+def waits_for_who_has_left(patch: Patch) -> None:
+    """A member that has finished is given up only as long as it is in the newest view."""
+    patch.setattr(JobViews, "needs", lambda self, replica: self.view is not None and replica in self.view.replicas)
+
+
 def leaves_out_a_new_life(patch: Patch) -> None:
     """A view leaves out the addresses of a replica that was told before, whichever life of it that was."""
     shorten = ViewsSent.shorten
@@ -927,6 +932,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "hands-on-waits-for-the-lost": (hands_on_waits_for_the_lost, "missed", 40),
     "waits-for-no-coordinator": (waits_for_no_coordinator, "away", 20),
     "goes-on-without-who-leaves": (goes_on_without_who_leaves, "leaving", 100),
+    "waits-for-who-has-left": (waits_for_who_has_left, "leaving", 20),
     "leaves-out-a-new-life": (leaves_out_a_new_life, "kills", 40),
     "addresses-of-an-earlier-life": (addresses_of_an_earlier_life, "kills", 40),
     "keeps-who-is-gone": (keeps_who_is_gone, "kills", 40),
