@@ -118,7 +118,7 @@ def stages() -> list[GpuStage]:
         return GpuStage(name, (*pytest, *arguments), seconds, (source, "pytest"), tuple(asked.items()))
 
     def jobs(name: str, seconds: float, *arguments: str) -> GpuStage:
-        """Of one rank a process, which need not load all kernels at the start, each of them in turn."""
+        """Tests of jobs with one rank a process, which need not load all kernels at the start, each of them in turn."""
         return tests(name, seconds, *arguments, CUDA_MODULE_LOADING="LAZY")
 
     def module(name: str, seconds: float, module: str, *arguments: str) -> GpuStage:

@@ -84,8 +84,8 @@ _COUNTER = tl.constexpr(COUNTER)
 
 @triton.jit
 def raise_flags(view, epoch, LANES: tl.constexpr):
-    """Who was left behind in another epoch sees that we have left it before it sees any byte change: it goes by our
-    flags until it is told."""
+    """Raise our flags, so that a member which was left behind in another epoch sees that we have left it before it
+    sees any byte change: it goes by them until it is told."""
     flags = read(view + FLAGS_OF + 8 * read(view + ME)) + LINE * tl.arange(0, LANES)
     value = tl.zeros((LANES,), tl.int64) + (epoch << _COUNTER)
     tl.store(pointer(flags + POSTED), value)

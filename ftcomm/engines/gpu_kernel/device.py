@@ -30,7 +30,7 @@ class Reached(NamedTuple):
 
     words: int  # address for kernels of its segment, at whose word LANES_AT the copy of its flags begins
     staging: int  # address for kernels
-    flags: int  # likewise: of the first lane
+    flags: int  # address for kernels: of the first lane
     lanes: memoryview  # ("Q") `words` for the host; of a peer read-only
 
 
