@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -263,24 +265,34 @@ def test_a_hundred_aborts_and_then_a_right_sum() -> None:
     assert all(torch.equal(x, want) for x in xs)
 
 
-def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
-    """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
-    ranks, xs = group(3), arrays(6000, torch.float32, 3)
+def stopping(rank: Rank, x: torch.Tensor, before: int) -> Callable[[], None]:
+    """It launches, and stops before it takes its task number `before`, from 0 on."""
 
-    def stops() -> None:
+    def body() -> None:
         take, taken = module.take, itertools.count()
 
-        def third_time(*args: object) -> object:
-            if next(taken) == 2:
+        def stops(*args: object) -> object:
+            if next(taken) == before:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return take(*args)
 
-        module.take = third_time  # of this process
-        ranks[2].launch(xs[2])
+        module.take = stops  # of this process
+        rank.launch(x)
 
+    return body
+
+
+def until_stopped(process: BaseProcess) -> None:
+    stat = Path(f"/proc/{process.pid}/stat")
+    until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
+
+
+def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
+    """Stopped in mid-op; the others go on without it, through its staging as well, before it wakes."""
+    ranks, xs = group(3), arrays(6000, torch.float32, 3)
+    stops = stopping(ranks[2], xs[2], 2)
     with running(lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stops) as processes:
-        stat = Path(f"/proc/{processes[2].pid}/stat")
-        until("it has stopped", lambda: stat.read_text().rpartition(") ")[2].startswith("T"))
+        until_stopped(processes[2])
         assert ranks[2].flags[w.TAKEN] == 1 << COUNTER | 2
         for rank in ranks[:2]:
             rank.freeze()
@@ -300,6 +312,27 @@ def test_who_was_left_behind_never_returns_and_writes_to_nobody() -> None:
         assert ranks[2].status == w.ABORTED
         assert all(torch.equal(torch.cat((ranks[who].words, ranks[who].flags)), after[who]) for who in (0, 1))
         assert torch.equal(xs[0], result)
+
+
+def test_who_was_left_behind_does_not_return_what_changes_under_it() -> None:
+    """Stopped in the last step of an op that the others have all of: one of them posts its next op, in the next epoch,
+    where it reads."""
+    ranks, xs = group(3), arrays(200, torch.float32, 3)
+    (then,) = arrays(200, torch.float32, 1)
+    bodies = (lambda: ranks[0].launch(xs[0]), lambda: ranks[1].launch(xs[1]), stopping(ranks[2], xs[2], 0))
+    with running(*bodies) as processes:
+        until_stopped(processes[2])
+        until("the others have it", lambda: all(rank.flags[w.TAKEN] == 1 << COUNTER | 1 for rank in ranks[:2]))
+        for rank in ranks[:2]:
+            rank.freeze()
+        view_change(ranks[:2], [0, 1], 2, 1)  # in which that op has returned
+        join(processes[:2])
+        with running(lambda: ranks[0].launch(then)):
+            until("it has posted", lambda: ranks[0].flags[w.POSTED] == 2 << COUNTER | 1)
+            os.kill(processes[2].pid, signal.SIGCONT)  # type: ignore[arg-type]
+            until("it has taken", lambda: ranks[2].flags[w.TAKEN] == 1 << COUNTER | 1)
+            time.sleep(0.2)  # nothing is awaited here: time for it to return
+            assert ranks[2].returned == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
