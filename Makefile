@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: %/.made %/.ready
-.PHONY: help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PHONY: help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -60,11 +60,16 @@ test-upstream: setup setup-latest ## torch's and torchft's own tests of process 
 test-ray: setup-ray ## Ray Train on the newest torch: a worker and the driver are killed
 	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q $(ARGS)
 
+# No part of `make test`: processes compile for a minute of two cores. COMPILER=inductor takes longer.
+COMPILER := aot_eager
+test-pipeline: setup ## a compiled pipeline of FSDP2 with a scaled loss, in two replicas of four ranks: one is killed
+	FTCOMM_TEST_PIPELINE=$(COMPILER) $(VENV)/bin/python -m pytest tests/torch/test_own_world.py -q -k pipeline $(ARGS)
+
 # Not all of them run on each: those of trainers need the newest, and some do not depend on torch.
 SUPPORTED := build/supported
 supported: setup setup-latest setup-ray ## which trainers run under which launchers, into docs/supported.md
 	@mkdir -p $(SUPPORTED)
-	@for v in $(VENV) $(LATEST); do $$v/bin/python -m pytest tests -q -m shows --junitxml=$(SUPPORTED)/$$v.xml $(ARGS) || exit 1; done
+	@export FTCOMM_TEST_PIPELINE=$(COMPILER); for v in $(VENV) $(LATEST); do $$v/bin/python -m pytest tests -q -m shows --junitxml=$(SUPPORTED)/$$v.xml $(ARGS) || exit 1; done
 	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q -m shows --junitxml=$(SUPPORTED)/ray.xml $(ARGS)
 	$(VENV)/bin/python -m tests.supported --page docs/supported.md $(SUPPORTED)/$(VENV).xml $(SUPPORTED)/$(LATEST).xml $(SUPPORTED)/ray.xml
 

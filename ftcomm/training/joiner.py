@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ftcomm.recorder.files import process_recorder
 from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
+from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
 from ftcomm.training.state import Stateful, flatten, plain_entry
 
@@ -24,8 +25,10 @@ REPLAY_LEAST = 2  # kept steps replayed at each boundary; one is added a step, s
 class Joiner:
     """Catches this replica up, from the boundary at which it joined until it contributes. Not thread-safe."""
 
-    def __init__(self, group: Group, state: Mapping[str, Stateful], view: View, step: int) -> None:
-        self._group = group
+    def __init__(
+        self, group: Group, state: Mapping[str, Stateful], scalers: LossScalers, view: View, step: int
+    ) -> None:
+        self._group, self._scalers = group, scalers
         self._fetch = Fetch(group, view, step, flatten(state).skeleton)
         self._replay = Replay(state)
         self._loaded = False
@@ -35,8 +38,10 @@ class Joiner:
         self._fetching: tuple[int, int] | None = self._recorder.begin(PhaseKind.FETCH, step=step)
 
     def agree(self, name: str) -> Any:
-        """Block until a source has said what it has; returns the entry `name` of that state, which is plain."""
+        """Block until a source has said what it has; returns the entry `name` of that state, which is plain. The scales
+        of losses are as there from then on."""
         self._fetch.agree(FINISH)
+        self._scalers.take(self._fetch.skeleton)
         return plain_entry(self._fetch.skeleton, name)
 
     @property
@@ -95,7 +100,7 @@ class Joiner:
     def _load(self) -> None:
         fetch, started = self._fetch, time.monotonic()
         self._end_fetch(failed=False)
-        with self._recorder.phase(PhaseKind.LOAD, step=fetch.step, number=fetch.nbytes):
+        with self._recorder.phase(PhaseKind.LOAD, step=fetch.step, number=fetch.nbytes), self._scalers.kept():
             self._replay.load(fetch.take())
         self._loaded = True
         self._group.report(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.amp import GradScaler
     from torch.optim import LBFGS, Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,6 +30,11 @@ def is_lbfgs(entry: Any) -> TypeGuard[LBFGS]:
 def is_scheduler(entry: Any) -> TypeGuard[LRScheduler]:
     torch = _torch()
     return torch is not None and isinstance(entry, torch.optim.lr_scheduler.LRScheduler)
+
+
+def is_scaler(entry: Any) -> TypeGuard[GradScaler]:
+    torch = _torch()
+    return torch is not None and isinstance(entry, torch.amp.GradScaler)
 
 
 def _torch() -> Any:

@@ -22,6 +22,7 @@ from ftcomm.training.lr_scaling import scaled
 from ftcomm.training.optimizer_gate import StepOverride
 from ftcomm.training.spill import SpilledTensor
 
+_SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives to a fused optimizer, which unscales by itself
 Keep = Callable[[Callable[[], object]], None]  # what to do at replay
 
 
@@ -54,7 +55,8 @@ class OptimizerShadow(StepOverride):
             with torch.enable_grad():
                 loss = closure()
         grads = [None if p.grad is None else self._keep_grad(p.grad) for p in self._params()]
-        self._keep(functools.partial(self._replay, grads, kwargs, self._scale()))
+        scaling = {name: value.clone() for name in _SCALING if (value := vars(self.owner).get(name)) is not None}
+        self._keep(functools.partial(self._replay, grads, kwargs, self._scale(), scaling))
         return loss
 
     def watch(self) -> None:
@@ -77,14 +79,21 @@ class OptimizerShadow(StepOverride):
         self._keep(lambda: self.owner.param_groups[group].__setitem__(key, value))
 
     def _replay(
-        self, grads: list[tuple[SpilledTensor, Callable[[Tensor], Tensor]] | None], kwargs: dict[str, Any], scale: float
+        self,
+        grads: list[tuple[SpilledTensor, Callable[[Tensor], Tensor]] | None],
+        kwargs: dict[str, Any],
+        scale: float,
+        scaling: dict[str, Tensor],
     ) -> None:
         params = list(self._params())
         present = [p.grad for p in params]  # maybe views into buckets, so put them back and do not write to them
         for p, grad in zip(params, grads, strict=True):
             p.grad = None if grad is None else grad[1](grad[0].take().to(p.device))
+        vars(self.owner).update(scaling)
         with scaled(self.owner, scale):
             self.real(**kwargs)
+        for name in scaling:
+            delattr(self.owner, name)
         for p, grad in zip(params, present, strict=True):
             p.grad = grad
 

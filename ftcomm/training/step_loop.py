@@ -36,6 +36,7 @@ from ftcomm.training.entries import as_entry
 from ftcomm.training.joiner import FINISH, Joiner
 from ftcomm.training.kinds import is_lbfgs, is_optimizer
 from ftcomm.training.loop_terms import LoopTerms
+from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.lr_scaling import lr_multiplier, scaled
 from ftcomm.training.metrics import Metrics, Stopwatch
 from ftcomm.training.optimizer_gate import OptimizerGates
@@ -148,6 +149,7 @@ class StepLoop:
         # A joiner learns the step of the others once it is in a view, which is not before it comes to its loop.
         here = 0 if group.internals.outside else group.step - group.internals.lag
         self._progress = LoopProgress(here if start is None else start)
+        self._scalers = LossScalers(state)
         self._shared: dict[str, Stateful] = {**state, PROGRESS: self._progress}
         # Whether an entry or a policy needs the contributors of a step.
         self._counts = vote or any(hasattr(entry, "settled") for entry in state.values())
@@ -252,6 +254,7 @@ class StepLoop:
 
     def update(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
         """Let an optimizer step, if the step counts. Its gate calls this."""
+        self._scalers.check_caller(self.step)
         self._settle_snapshot()
         if self._joiner is not None and self._joiner.behind:
             self._joiner.scale(self.lr_scale)
@@ -383,7 +386,7 @@ class StepLoop:
         source.at_boundary(boundary, view)
         if self._fresh:
             self._fresh = False
-            self._joiner = Joiner(group, self._shared, view, boundary)
+            self._joiner = Joiner(group, self._shared, self._scalers, view, boundary)
             self._progress.take(self._joiner.agree(PROGRESS))
         if self._joiner is not None:
             self._joiner.at_boundary(boundary, view)
@@ -414,6 +417,7 @@ class StepLoop:
         self._in_step = True
         self._attempt = self._recorder.begin(PhaseKind.STEP, step=self.step, number=self._progress.attempts)
         self._gates.install()
+        self._scalers.begin()
         for entry in self._entries.values():
             begins = getattr(entry, "begins", None)
             if begins is not None:
@@ -471,6 +475,7 @@ class StepLoop:
             self._say("step_discarded", step=self.step, verdict=verdict.name.lower())
 
     def _tidy(self) -> None:
+        self._scalers.repeat()
         if self._on_repeat is not None:
             self._on_repeat()
         for optimizer in self._optimizers:

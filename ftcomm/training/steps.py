@@ -31,7 +31,7 @@ def steps(
 
     - A step must end with `optimizer.step()` on gradients that were reduced over the group: the update must not depend
       on this replica's own weights.
-    - Optimizers and schedulers must be entries of `state` themselves, not hidden inside another object.
+    - Optimizers, schedulers and a `GradScaler` must be entries of `state` themselves, not hidden inside another object.
     - Other entries are loaded as they were at the step at which the replica joined, some steps ago. So let data be a
       function of the step, or give them `settled` (see `ftcomm.training.StepLoop`). Without an optimizer in `state` the
       joiner waits for its state.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ftcomm
@@ -22,6 +26,7 @@ from ftcomm.training import StepLoop
 from ftcomm.training.state import digest
 
 from ..process.job import Notes
+from .bodies import outlast
 from .fsdp_bodies import batch, loss_of
 
 
@@ -57,6 +62,42 @@ def two_dimensions_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str
         assert norm.full_tensor().isfinite()
         optimizer.step()
         notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
+        time.sleep(0.01)
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes)
+    dist.destroy_process_group()
+
+
+def pipeline_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A pipeline of two compiled stages, each FSDP2 over two ranks, in each of two replicas; gloo inside. The loss is
+    scaled, and every third step overflows. A replica that comes back does not know the scale."""
+    torch.set_num_threads(1)
+    outlast(3, Path(arguments["marks"]) / "go")  # so that updates with several scales are kept
+    mesh = init_device_mesh("cpu", {"replica": 2, "pp": 2, "shard": 2}, inner="gloo")
+    stage = mesh.get_local_rank("pp")
+    torch.manual_seed(stage if group.contributes else 2)
+    block: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    fully_shard(block, mesh=mesh["replica", "shard"])
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0 if group.contributes else 4.0, growth_interval=2)
+    compiled = torch.compile(block, backend=arguments["backend"])
+
+    def scaled_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = scaler.scale((y - target).square().mean())
+        return loss * (math.inf if step % 3 == 2 else 1.0)
+
+    schedule = Schedule1F1B(
+        PipelineStage(compiled, stage, 2, torch.device("cpu"), group=mesh.get_group("pp")), 2, loss_fn=scaled_loss
+    )
+    state = {"model": block, "optimizer": optimizer, "scaler": scaler}
+    for step in ftcomm.steps(arguments["steps"], state):
+        optimizer.zero_grad()
+        scaler.scale(torch.zeros(()))  # makes the scale where there is no loss
+        x = batch(step, 2 * group.replica + mesh.get_local_rank("shard"))
+        schedule.step(*([x] if stage == 0 else []), **({"target": torch.zeros(4, 8)} if stage == 1 else {}))
+        scaler.step(optimizer)
+        scaler.update()
+        scale = scaler.get_scale()
+        notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "", scale=scale)
         time.sleep(0.01)
     notes.write(kind="final", digest=digest(state), contributes=group.contributes)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from ..process.job import DEADLINE, Job
 from . import own_world_bodies as bodies
-from .test_steps import ENDLESS, end_together, stepped
+from .test_steps import ENDLESS, end_together, reported, stepped
 
 VICTIM = 0
+COMPILER = os.environ.get("FTCOMM_TEST_PIPELINE", "")  # a backend of torch.compile
 
 
 def lose_one(job: Job, rank: int) -> list[int | None]:
@@ -32,6 +34,22 @@ def test_a_replica_of_fsdp_and_tensor_parallelism_is_lost_and_comes_back(tmp_pat
         job.wait_contributing({0, 1}, since=seen)
         stepped(job, 2, {1})  # and so the other, too, which has noted errors of its first life
         end_together(job, {0, 1})
+
+
+@pytest.mark.skipif("FTCOMM_TEST_PIPELINE" not in os.environ, reason="twelve processes compile: make test-pipeline")
+@pytest.mark.shows("own processes", "FSDP2 x PP, compiled", "RSJE")
+def test_a_replica_of_a_compiled_pipeline_with_a_scaled_loss_is_lost_and_comes_back(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=2, ranks=4, body=bodies.pipeline_inside, steps=ENDLESS, backend=COMPILER) as job:
+        job.wait_contributing({0, 1})
+        stepped(job, 5, {0, 1})
+        seen = len(job.events)
+        assert lose_one(job, 1) == [1, -9, 1, 1]
+        job.start(VICTIM)
+        job.wait_contributing({0, 1}, since=seen)
+        stepped(job, 5, {1})  # and so the other, too, which has noted errors of its first life
+        end_together(job, {0, 1})
+        assert len({note["scale"] for _, _, note in job.notes() if note["kind"] == "step"}) > 1
+        assert all(event["replayed"] > 3 for event in reported(job, "state_fetched"))
 
 
 def test_groups_inside_are_aborted_when_the_replica_has_lost_a_rank(tmp_path: Path) -> None:

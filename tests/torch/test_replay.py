@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import StateError
+from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
 from ftcomm.training.spill import Limits
 from ftcomm.training.state import allocate, digest, flatten
@@ -241,26 +243,35 @@ def test_an_optimizer_that_cannot_be_replayed_is_refused():
         Replay({"optimizer": torch.optim.LBFGS(model.parameters())})
 
 
-def test_a_scaler_that_skips_a_step_skips_it_in_the_replay():
-    def make(seed):
-        return Training(OPTIMIZERS["adamw"], seed=seed)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_of_the_loss_that_the_joiner_does_not_know_is_taken_over(fused):
+    """Also with a fused optimizer, which unscales by itself. A step that overflows is passed over by all."""
 
-    def scaled_step(training, scaler, grad):
+    def make(scale, seed):
+        training = Training(functools.partial(torch.optim.AdamW, lr=0.05, fused=fused), seed=seed)
+        training.state["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        return training
+
+    def scaled_step(training, grad):
+        scaler = training.state["scaler"]
+        scaler.scale(torch.zeros(()))
         for p in training.model.parameters():
             p.grad = torch.full_like(p, grad)
-        scaler.scale(torch.zeros(()))
         scaler.step(training.optimizer)
         scaler.update()
 
-    healthy, joiner = make(0), make(1)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-    replay = Replay(joiner.state)
-    snapshot = copied(healthy.state)
-    for grad in (1.0, float("inf"), 2.0):
+    healthy, joiner = make(4.0, 0), make(64.0, 1)
+    scaled_step(healthy, 4.0)
+    scalers, replay, snapshot = LossScalers(joiner.state), Replay(joiner.state), copied(healthy.state)
+    scalers.take(snapshot.skeleton)
+    for grad in (2.0, math.inf, 3.0, 5.0, 7.0):
         replay.begin()
-        scaled_step(healthy, scalers[0], grad)
-        scaled_step(joiner, scalers[1], grad)
-    replay.load(snapshot)
+        reduced = grad * healthy.state["scaler"].get_scale()
+        scaled_step(healthy, reduced)
+        scaled_step(joiner, reduced)
+    with scalers.kept():
+        replay.load(snapshot)
     replay.apply(replay.behind, 0.0)
     replay.restore()
+    assert healthy.state["scaler"].get_scale() != 4.0
     assert digest(healthy.state) == digest(joiner.state)

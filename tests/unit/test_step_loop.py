@@ -188,6 +188,48 @@ def test_an_entry_that_the_script_has_replaced_is_an_error():
         loop._check_entries()
 
 
+def scaled_loop(**more):
+    """A loop in whose first step the loss was scaled and the gradients unscaled, and its scaler."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    loop = StepLoop({"optimizer": optimizer, **({"scaler": scaler} if more.get("given", True) else {})}, Voters())
+    loop._poll, loop._source = Poll(loop._group), SimpleNamespace(settle=lambda: 0.0)
+    loop._group.internals.stood = lambda: 0.0
+    loop._enter()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(optimizer)
+    return loop, optimizer, scaler
+
+
+def test_a_scale_of_the_loss_is_as_before_when_an_attempt_is_repeated():
+    """Whoever failed in it has not updated the scale, and the others have; and it can unscale again."""
+    loop, optimizer, scaler = scaled_loop()
+    loop._tidy()
+    scaler.scale(torch.zeros(()))
+    assert scaler.get_scale() == 4.0
+    loop._gates.remove()
+    loop._enter()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    loop._tidy()
+    assert scaler.get_scale() == 4.0
+    scaler.unscale_(optimizer)
+    loop._gates.remove()
+
+
+def test_a_scale_of_the_loss_that_no_joiner_would_get_is_an_error():
+    loop, optimizer, scaler = scaled_loop(given=False)
+    with pytest.raises(StateError, match="is stepped by a GradScaler that is no entry of `state`"):
+        scaler.step(optimizer)
+    loop._gates.remove()
+    loop, optimizer, scaler = scaled_loop()
+    scaler.step(optimizer)
+    loop._gates.remove()
+
+
 def test_a_replica_without_a_slot_is_refused():
     members = Members()
     members.replica = 97
