@@ -32,6 +32,7 @@ class LazyGroup(click.Group):
         "check": ("ftcomm.simulation.check_cli:check", "Explore every interleaving of a small group and its faults."),
         "doctor": ("ftcomm.doctor.cli:doctor", "Check what ftcomm needs of this machine, and say what mends it."),
         "report": ("ftcomm.dashboard.report:report", "Tell what interrupted jobs, and what it cost."),
+        "resize": ("ftcomm.launch.commands:resize", "Let fewer or more replicas train, without a stop."),
         "restart": ("ftcomm.launch.commands:restart", "Restart replicas one by one while the others train on."),
         "simulate": ("ftcomm.simulation.simulate_cli:simulate", "Run the protocol in virtual time, all going wrong."),
         "stragglers": ("ftcomm.launch.diagnosis_commands:stragglers", "Show who makes the others wait, and for what."),

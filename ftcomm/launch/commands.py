@@ -1,4 +1,4 @@
-"""`ftcomm status` and `ftcomm restart`: look at a running job, and restart its replicas while it trains on."""
+"""`ftcomm status`, `restart` and `resize`: look at a running job, and change its replicas while it trains on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ftcomm.launch import rolling_restart
+from ftcomm.launch import resizing, rolling_restart
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient, JobEnded, find, running
 from ftcomm.launch.confirmation import confirm, yes_option
+from ftcomm.launch.event_text import replicas as named
 
 job_option = click.option("--job", metavar="RUN", help="Which job; not needed if only one of yours runs here.")
 
@@ -115,6 +116,38 @@ def restart(job: str | None, replicas: tuple[int, ...], all_of_them: bool, timeo
                 functools.partial(_tell, progress, bar, number),
             )
             progress.update(bar, description=f"replica {number} contributes again", completed=1)
+
+
+@click.command()
+@click.argument("count", metavar="N", type=click.IntRange(min=1))
+@job_option
+@click.option(
+    "--timeout",
+    type=float,
+    default=300.0,
+    metavar="S",
+    show_default=True,
+    help="Seconds within which N replicas must contribute and the others be gone; the job goes on in any case.",
+)
+@yes_option
+def resize(count: int, job: str | None, timeout: float, yes: bool) -> None:
+    """Let N replicas of a running job train: fewer than now, or more again.
+
+    With fewer, those with the highest numbers leave at a step boundary, so that no step is lost, and their processes
+    end; the others train on. With more, those that are away are started again and catch up while the others train. At
+    most as many as the job was started with (`ftcomm run --replicas`).
+
+    Where replicas would leave, it names the job and asks first.
+    """
+    with AdminClient(find(job)) as remote:
+        seen = remote.status()
+        if leaving := resizing.who_leaves(seen, count):
+            what = f"Let {named(leaving)} leave"
+            confirm(seen, what, f"ftcomm resize {count}", named=job is not None, yes=yes)
+        with Progress(SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()) as shown:
+            bar = shown.add_task(f"{count} replicas", total=1)
+            resizing.resize(remote, count, timeout, lambda text: shown.update(bar, description=text))
+            shown.update(bar, description=f"{named(range(count))} contribute", completed=1)
 
 
 def _tell(progress: Progress, bar: TaskID, number: int, text: str) -> None:

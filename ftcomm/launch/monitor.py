@@ -79,6 +79,8 @@ def _own(event: Event) -> str | None:
         return f"replica {replica} is started again in {event.get('delay'):g} s"
     if kind == "restart_asked":
         return f"replica {replica} is asked to leave and started again"
+    if kind == "leave_asked":
+        return f"replica {replica} is asked to leave"
     if kind == "resumed" and event.get("rank") == 0 and event.get("ops"):
         return f"replica {replica} goes on in view {event.get('epoch')} after {event.get('resume_ms'):.0f} ms"
     if kind == "diagnosis":

@@ -75,6 +75,7 @@ class ReplicaProcesses:
         self.removed = ""  # since it started: why the job goes on without it, though its process lived
         self.reason = ""  # why it is not in the job, or was not when it last ended; "" while it contributes
         self.restart_wanted = False  # a restart was asked for: start again as soon as this life has ended
+        self.unwanted = False  # it was asked to leave, and is not started again by itself
         # What no later life of it has made good, by contributing:
         self.failed_at_end = False  # it did all of its training, and failed then
         self.failed_by_itself = False  # it contributed, and ended by an error or a crash, not by a signal from outside
@@ -117,7 +118,7 @@ class ReplicaProcesses:
         self.left = False
         self.gives_up = False
         self.removed = ""
-        self.restart_wanted = False
+        self.restart_wanted = self.unwanted = False
         self.timer = None
         self.starts = starts
 

@@ -253,6 +253,15 @@ class Launcher:
         """
         self._supervisor.restart(number)
 
+    def resize(self, count: int) -> None:
+        """Let the replicas 0 to `count` - 1 train, and the others leave at a step boundary; those that were away are
+        started again. Returns at once. What has not left after the grace is killed.
+
+        At most as many as the job was started with. Raises `FtcommError` with the reason if that cannot be, or if none
+        of those that stay contributes.
+        """
+        self._supervisor.resize(count)
+
     # -- what is opened ----------------------------------------------------------------------------------------------
 
     def _open_monitor(self, stack: contextlib.AsyncExitStack) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftcomm.errors import FtcommError, InitError
+from ftcomm.launch.event_text import replicas
 from ftcomm.launch.job_state import JobState
 from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
@@ -46,6 +47,53 @@ class Supervisor:
             self._report.log(f"replica {number} is started again")
             self._start_again(replica)
 
+    def resize(self, count: int) -> None:
+        """Change how many replicas train, as `Launcher.resize` says."""
+        job = self._job
+        self._check_resize(count)
+        for replica in job.replicas[count:]:
+            if replica.state is State.RUNNING and not replica.unwanted:
+                replica.unwanted, replica.restart_wanted = True, False
+                self._report.log(f"replica {replica.number} is asked to leave at a coming step, and stays away then")
+                self._report.emit("leave_asked", replica=replica.number)
+                replica.signal(signal.SIGTERM)
+                self._later(replica, job.options.grace, self._did_not_leave, replica.starts)
+            elif replica.state is State.WAITING:
+                replica.cancel_start(State.LEFT)
+                self._report.log(f"replica {replica.number} is not started again")
+        for replica in job.replicas[:count]:
+            if replica.unwanted and replica.state is State.RUNNING:
+                replica.unwanted, replica.restart_wanted = False, True  # it is on its way out
+            elif replica.state in (State.LEFT, State.FAILED):
+                replica.restarts = Restarts()
+                self._report.log(f"replica {replica.number} is started again")
+                self._start_again(replica)
+        self._shutdown.check()
+
+    def _check_resize(self, count: int) -> None:
+        """Raise `FtcommError` if the job cannot have `count` replicas."""
+        job = self._job
+        most, least = len(job.replicas), job.options.min_replicas
+        if not least <= count <= most:
+            raise FtcommError(
+                f"{count} replicas: this job can have {least} (--min-replicas) to {most} (--replicas). For more, drain "
+                "it, and start it again from its checkpoint with a higher --replicas"
+            )
+        if job.is_ending:
+            raise FtcommError("the job is ending, so its replicas do not change any more")
+        if finished := [replica.number for replica in job.those_in(State.FINISHED)]:
+            raise FtcommError(f"{replicas(finished)} finished the training already")
+        stays = job.replicas[:count]
+        if not any(replica.holds_state and replica.number in job.contributing() for replica in stays):
+            raise FtcommError(
+                f"none of the replicas 0 to {count - 1} contributes now, so the state of the training would be lost; "
+                "wait until one has caught up (ftcomm status)"
+            )
+        changes = [r for r in stays if r.state in (State.LEFT, State.FAILED)]
+        changes += [r for r in job.replicas[count:] if not r.state.over]
+        if elsewhere := [replica.number for replica in changes if not replica.here]:
+            raise FtcommError(f"{replicas(elsewhere)}: started by another host; resize cannot change them")
+
     def ended(self, replica: ReplicaProcesses, *, away: bool) -> None:
         """Decide what the end of a replica means, with all that the coordinator had heard of it. `away`: nobody can
         tell the coordinator anything now."""
@@ -64,12 +112,12 @@ class Supervisor:
 
     def _restartable(self, number: int) -> ReplicaProcesses:
         """Raises `FtcommError` if a restart cannot be asked for."""
-        replicas = self._job.replicas
-        if not 0 <= number < len(replicas):
-            raise FtcommError(f"there is no replica {number}; this job has 0 to {len(replicas) - 1}")
+        known = self._job.replicas
+        if not 0 <= number < len(known):
+            raise FtcommError(f"there is no replica {number}; this job has 0 to {len(known) - 1}")
         if self._job.is_ending:
             raise FtcommError("the job is ending, so no replica is started any more")
-        replica = replicas[number]
+        replica = known[number]
         if not replica.here:
             raise FtcommError(f"replica {number} is started by another host; ask the launcher there")
         if replica.state is State.WAITING or replica.restart_wanted:
@@ -79,7 +127,8 @@ class Supervisor:
         return replica
 
     def _did_not_leave(self, replica: ReplicaProcesses, starts: int) -> None:
-        if replica.restart_wanted and replica.starts == starts:
+        runs = replica.state is State.RUNNING and replica.starts == starts
+        if runs and (replica.restart_wanted or replica.unwanted):
             grace = self._job.options.grace
             self._report.log(f"replica {replica.number} did not leave within {grace:g} s and is killed")
             replica.kill()
@@ -100,6 +149,10 @@ class Supervisor:
             job.unclean |= not replica.asked_to_end
             replica.state = State.STOPPED
             self._report.log(what)
+            return
+        if replica.unwanted:
+            replica.state = State.LEFT
+            self._report.log(f"{what}; it is not started again")
             return
         lost = not replica.contributed or replica.number not in job.contributing()
         if lost and job.is_complete():

@@ -231,6 +231,44 @@ def test_a_rolling_restart_loses_no_step(here: Path, ranks: int) -> None:
     check_steps(here, ranks)
 
 
+def test_a_job_is_made_smaller_and_larger_again_and_loses_no_step(here: Path) -> None:
+    """By the command. Who is killed on its way out stays away, too; and who would take the state along may not go."""
+    job = Job(here)
+
+    def resize(count: int) -> str:
+        result = CliRunner().invoke(commands, ["resize", str(count), "--yes"])
+        assert result.exit_code == 0, (result, result.output)
+        return result.output
+
+    async def plan() -> None:
+        await job.until(job.trained)
+        await asyncio.to_thread(resize, 1)
+        assert job.launcher.contributing() == {0}
+        assert set(job.launcher.states().values()) == {State.RUNNING, State.LEFT}
+        step = job.steps()
+        await job.until(lambda: job.steps() > step + 3)
+        await asyncio.to_thread(resize, 3)
+        assert job.launcher.contributing() == {0, 1, 2}
+        for pid in (pid for (replica, _), pid in job.launcher.pids().items() if replica == 2):
+            os.kill(pid, signal.SIGSTOP)
+            job.launcher.resize(2)
+            os.kill(pid, signal.SIGKILL)
+        await job.until(lambda: job.launcher.states()[2] is State.LEFT and job.launcher.contributing() == {0, 1})
+        os.kill(job.launcher.pids()[0, 0], signal.SIGTERM)
+        await job.until(lambda: job.launcher.states()[0] is State.LEFT)
+        for count, reason in ((1, "none of the replicas 0 to 0 contributes"), (4, r"1 .* to 3 \(--replicas\)")):
+            with pytest.raises(FtcommError, match=reason):
+                job.launcher.resize(count)
+        job.launcher.drain()
+        with pytest.raises(FtcommError, match="the job is ending"):
+            job.launcher.resize(2)
+
+    assert job.run(plan) == run.DRAINED, (job.said, job.lines)
+    assert job.starts() == [1, 2, 2]
+    assert [event["replica"] for event in job.of("leave_asked")] == [1, 2, 2]
+    check_steps(here, 1)
+
+
 # A joiner takes its time, and gets SIGTERM in its loop on the way into the job.
 PREPARES = """
 import os, signal

@@ -24,6 +24,8 @@ def answer(launcher: Launcher, request: protocol.AnyRequest) -> protocol.AnyAnsw
         launcher.restart_coordinator(request.away)
     elif isinstance(request, protocol.RestartReplica):
         launcher.restart_replica(request.replica)
+    elif isinstance(request, protocol.Resize):
+        launcher.resize(request.replicas)
     elif isinstance(request, protocol.Drain):
         launcher.drain()
     else:

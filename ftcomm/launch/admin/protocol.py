@@ -52,6 +52,12 @@ class RestartReplica(AdminRequest, frozen=True, tag="restart_replica"):
     replica: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Resize(AdminRequest, frozen=True, tag="resize"):
+    """Lets the lowest `replicas` train and the others leave at a step boundary. Answered once that is under way."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class Drain(AdminRequest, frozen=True, tag="drain"):
     """Drains the job: all replicas leave together and the job ends, as on a first Ctrl-C."""
 
@@ -111,7 +117,7 @@ class OverviewAnswer(AdminAnswer, frozen=True, tag="overview"):
     job: Overview
 
 
-AnyRequest = GetStatus | GetOverview | GetEvents | RestartCoordinator | RestartReplica | Drain
+AnyRequest = GetStatus | GetOverview | GetEvents | RestartCoordinator | RestartReplica | Resize | Drain
 AnyAnswer = Acknowledged | Rejected | Happened | Status | OverviewAnswer
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
