@@ -111,8 +111,8 @@ def one_by_one(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
                 some.allreduce(x)
             notes.write(kind="did", step=step, got=x[0], roster=some.roster)
             if step == 0:
-                me = some.roster.index(group.replica)
-                if me == 0:
+                assert (some.rank, some.world_size) == (some.roster.index(group.replica), len(some.roster))
+                if some.rank == 0:
                     some.send(x + 1, 1)
                 else:
                     some.recv(x, 0)

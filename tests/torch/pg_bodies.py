@@ -222,6 +222,7 @@ def everything(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> 
     dist.init_process_group("ftcomm")
     rank, size = dist.get_rank(), dist.get_world_size()
     assert (rank, size) == (group.replica * arguments["ranks_each"] + group.shard, arguments["world"])
+    assert (group.rank, group.world_size) == (group.replica, arguments["world"] // arguments["ranks_each"])
     assert dist.get_backend() == "ftcomm"
     all_but_one = dist.new_group([r for r in range(size) if r != 1])
     pgs: dict[str, Any] = {"world": None, "all but one": all_but_one}

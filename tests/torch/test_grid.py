@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ftcomm.errors import ArgumentError
 from ftcomm.torch.grid import Grid
@@ -53,6 +54,27 @@ def test_two_threads_that_call_at_once_are_told_so() -> None:
     thread.join(DEADLINE)
     grid.barrier()
     grid.close()
+
+
+def test_messages_go_along_a_row_or_a_column_and_any_other_is_refused() -> None:
+    """Rank 0 of 2 x 2, whose neighbour in a ring over the world is rank 3: it shares neither the replica nor the
+    place."""
+    sent: list[tuple[str, int, int]] = []
+
+    def group(name: str, roster: tuple[int, ...]) -> Any:
+        send = lambda x, rank, tag, async_op: sent.append((name, rank, tag))  # noqa: E731
+        return SimpleNamespace(roster=roster, rank=0, send=send, recv=send, group=SimpleNamespace())
+
+    grid = Grid(group("across", (0, 1)), group("inside", (0, 1)), lambda: (0, 0))
+    x = torch.ones(1)
+    grid.send(x, 1, 5, async_op=True)
+    grid.recv(x, 2, 6)
+    for call in (grid.send, grid.recv):
+        with pytest.raises(ArgumentError, match=r"rank 0 and rank 3 share neither .* make a group of both"):
+            call(x, 3, async_op=True)
+    with pytest.raises(ArgumentError, match="recv from any rank"):
+        grid.recv(x)
+    assert sent == [("inside", 1, 5), ("across", 1, 6)]
 
 
 def test_two_threads_that_make_the_first_calls_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
