@@ -10,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
+
+from tests.kernels import compiled as module
 
 pytestmark = pytest.mark.protocol
 
 ROOT = Path(__file__).parents[2]
-TARGETS = {"sm_90": (), "sm_80": ("--typical",), "sm_100": ("--typical",)}
+TARGETS = ("sm_90", "sm_80", "sm_100")
 
 
 # What is compiled is kept for this one process, so nothing tells it from what another Triton made: that would be half a
@@ -44,18 +47,19 @@ def compiled(cache: Path, *module: str, timeout: float) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel(target: str, tmp_path: Path) -> None:
+def test_every_kernel(tmp_path: Path) -> None:
     """Main loops move 128 bits at a time, nothing is spilled, barriers and fences are where they have to be: of all
     cases on one target, of the typical ones on the others."""
-    done = compiled(tmp_path, "tests.kernels.compiled", "--json", "--target", target, *TARGETS[target], timeout=580)
+    targets = [word for target in TARGETS for word in ("--target", target)]
+    done = compiled(tmp_path, "tests.kernels.compiled", "--json", "--typical", *targets, timeout=580)
     assert done.stdout, done.stderr
     found = msgspec.json.decode(done.stdout)
-    wrong = {f"{facts['kernel']} {facts['case']}": facts["problems"] for facts in found if facts["problems"]}
-    assert not wrong
+    wrong = [(facts["target"], facts["kernel"], facts["case"], facts["problems"]) for facts in found]
+    assert not [each for each in wrong if each[-1]]
     assert done.returncode == 0, done.stderr
-    kernels = {facts["kernel"] for facts in found}
-    assert kernels == {"reduce", "allreduce"}
+    kernels = {(facts["target"], facts["kernel"]) for facts in found}
+    assert kernels == {(target, kernel) for target in TARGETS for kernel in ("reduce", "allreduce")}
+    assert len({facts["case"] for facts in found if facts["target"] == "sm_90"}) > 10
     assert all(0 < facts["registers"] < 256 for facts in found)
 
 
@@ -87,17 +91,11 @@ def test_what_is_broken_is_reported(tmp_path: Path) -> None:
         assert all(words in said for words, said in zip(expected, found[name], strict=True)), (name, found[name])
 
 
-def test_interpreted_kernels_are_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=230,
-    )
-    assert done.returncode == 2
-    assert "TRITON_INTERPRET=1 is set" in done.stderr
+def test_interpreted_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERPRETED", True)
+    done = CliRunner().invoke(module.main, [])
+    assert done.exit_code == 2
+    assert "TRITON_INTERPRET=1 is set" in done.output
 
 
 def test_every_kernel_has_a_case() -> None:

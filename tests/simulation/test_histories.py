@@ -31,12 +31,16 @@ SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1000"))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_promise_is_broken(kind: str) -> None:
-    """As many histories of each kind as `ftcomm simulate` draws of `SEEDS`, and at least 40; and they do something."""
+    """As many histories of each kind as `ftcomm simulate` draws of `SEEDS`, and at least 40; and they do something.
+    Of every fourth there are up to 16 members. Those take most of the time, and all that test_mutations.py takes out is
+    noticed among up to 6."""
     count = max(SEEDS // 25, SEEDS * KINDS[kind] // sum(KINDS.values()))
     returns = views = 0
     for seed in range(count):
-        history = run(seed, 2, 16, kind)
-        assert not history.broken, f"{history.broken}\nftcomm simulate --replay {seed} --members 2..16 --kinds {kind}"
+        most = 6 if seed % 4 else 16
+        history = run(seed, 2, most, kind)
+        again = f"ftcomm simulate --replay {seed} --members 2..{most} --kinds {kind}"
+        assert not history.broken, f"{history.broken}\n{again}"
         returns, views = returns + history.returns, max(views, history.views)
     assert returns > 12 * count
     if kind not in ("calm", "quiet", "frozen", "stuck", "suspended"):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ftcomm.arrays import stage
 from ftcomm.compare import hashes
 from ftcomm.errors import StateError
 from ftcomm.training.replay import Replay
@@ -120,3 +121,10 @@ def test_a_plain_tensor_and_a_spread_one_are_different(mesh: dist.DeviceMesh) ->
     assert "and float32[3, 4] here" in str(first_difference(flatten(plain).skeleton, flatten(spread).skeleton))
     with pytest.raises(StateError, match="none here is"):
         load(copied(spread), plain)
+
+
+def test_an_op_takes_its_part_alone(mesh: dist.DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"to_local\(\)"):
+        stage(x)
+    assert stage(x.to_local()).flat.shape == (2,)

@@ -5,9 +5,6 @@ What an all-reduce does in between is played by writing to `flat`. JAX, DLPack a
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -186,25 +183,6 @@ def test_torch_refused(case: str) -> None:
     x = make()
     with pytest.raises(ArgumentError, match=message):
         stage(x)
-
-
-def test_torch_dtensor_refused() -> None:
-    """In a process of its own: a DTensor needs a process group."""
-    script = """
-import torch, torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.device_mesh import init_device_mesh
-from ftcomm.arrays import stage
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-x = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
-try:
-    stage(x)
-except ValueError as error:
-    print(error)
-dist.destroy_process_group()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=230, check=True)
-    assert "to_local()" in done.stdout
 
 
 # ---- NumPy --------------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.sources import ROOT, parsed
+
 FOLDERS = {"ftcomm": "ftcomm", "ftcomm.control": "control", "ftcomm.kernels": "kernels", "ftcomm.bench": "bench"}
 
 # From the ground up. A room is a folder, or a module of the root, and imports nothing of its own floor.
@@ -36,16 +37,14 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     found = {}
     for name, folder in FOLDERS.items():
         for file in (ROOT / folder).rglob("*.py"):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((name, *parts)).removesuffix(".__init__")] = ast.parse(file.read_text())
+            found[".".join((name, *parts)).removesuffix(".__init__")] = parsed(file)
     return found
-
-
-MODULES = modules()
 
 
 def statements(nodes: list[ast.stmt], *, lazy: bool) -> Iterator[ast.stmt]:
@@ -62,13 +61,13 @@ def statements(nodes: list[ast.stmt], *, lazy: bool) -> Iterator[ast.stmt]:
 def imports(name: str, *, lazy: bool) -> set[str]:
     """The modules of ours that `name` imports."""
     found = set()
-    for node in statements(MODULES[name].body, lazy=lazy):
+    for node in statements(modules()[name].body, lazy=lazy):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {part if part in MODULES else node.module for part in parts}
-    return {each for each in found if each in MODULES and each != name}
+            found |= {part if part in modules() else node.module for part in parts}
+    return {each for each in found if each in modules() and each != name}
 
 
 def room(module: str) -> str:
@@ -76,7 +75,7 @@ def room(module: str) -> str:
 
 
 def test_arrows_point_down() -> None:
-    arrows = {(room(name), room(other)) for name in MODULES for other in imports(name, lazy=True)}
+    arrows = {(room(name), room(other)) for name in modules() for other in imports(name, lazy=True)}
     assert {room for arrow in arrows for room in arrow} <= FLOOR.keys(), "give the new room a floor"
     wrong = {(a, b) for a, b in arrows if a != b and FLOOR[a] <= FLOOR[b]}
     assert not wrong, "import what lies below, or move what is needed there"
@@ -85,7 +84,7 @@ def test_arrows_point_down() -> None:
 def test_nobody_but_the_registry_knows_which_engines_there_are() -> None:
     """Who asks a group's engine asks the interface (`ftcomm.engines.base`). Bench looks at kernels themselves."""
     inside = re.compile(r"ftcomm\.engines\.gpu")
-    knows = {name for name in MODULES for other in imports(name, lazy=True) if inside.match(other)}
+    knows = {name for name in modules() for other in imports(name, lazy=True) if inside.match(other)}
     assert {name for name in knows if not inside.match(name) and room(name) != "bench"} == {"ftcomm.engines.registry"}
 
 
@@ -95,12 +94,12 @@ KNOW_TRANSPORTS = {"transport", "settings", "doctor", "simulation", "launch", "l
 
 def test_nobody_but_transport_knows_which_transports_there_are() -> None:
     inside = re.compile(r"ftcomm\.transport\.(nixl|shm|tcp)\b")
-    others = {name for name in MODULES if room(name) not in KNOW_TRANSPORTS}
+    others = {name for name in modules() if room(name) not in KNOW_TRANSPORTS}
     assert not {name for name in others if any(map(inside.match, imports(name, lazy=True)))}
     asks = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name in others
-        for node in ast.walk(MODULES[name])
+        for node in ast.walk(modules()[name])
         if isinstance(node, ast.Compare)
         for each in ast.walk(node)
         if isinstance(each, ast.Constant) and each.value in ("nixl", "shm", "tcp")
@@ -119,5 +118,5 @@ def test_no_modules_import_each_other() -> None:
                 visit(other, (*way, name))
             state[name] = 2
 
-    for name in MODULES:
+    for name in modules():
         visit(name, ())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ftcomm
+from tests.sources import nodes
 
 TREE = Path(ftcomm.__file__).parent.parent
 WALL = {("time", "time"), ("time", "time_ns"), ("time", "ctime"), ("time", "localtime"), ("time", "gmtime")}
@@ -30,7 +31,7 @@ STAMPS = {  # what people read, and nothing waits for
 def looks(path: Path) -> list[int]:
     """The lines that read the wall clock."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
             whose = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             found += [node.lineno] if (whose, node.attr) in WALL or node.attr == "CLOCK_REALTIME" else []

@@ -5,34 +5,32 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted(path for folder in ("ftcomm", "control", "kernels") for path in (ROOT / folder).rglob("*.py"))
+from tests.sources import ROOT, files, name, nodes
 
 
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    return (found for found in ast.walk(node) if isinstance(found, ast.Call))
+def _calls(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
+    return (found for found in nodes if isinstance(found, ast.Call))
 
 
 def _name(call: ast.Call) -> str:
-    return ast.unparse(call.func)
+    return name(call.func)
 
 
 def test_no_thread_is_the_first_to_decode_a_struct() -> None:
     """`ftcomm why` asked several ranks at once, and the launcher ended by SIGSEGV, and its job with it."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    sources = {path: nodes(path) for path in files("ftcomm", "control", "kernels")}
     learned = {
         ast.unparse(kind)
-        for tree in trees.values()
-        for call in _calls(tree)
+        for found in sources.values()
+        for call in _calls(found)
         if _name(call) == "learn"
         for kind in call.args
     }
     wrong = []
-    for path, tree in trees.items():
-        for call in _calls(tree):
+    for path, found in sources.items():
+        for call in _calls(found):
             kinds = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
             if _name(call) in ("msgspec.json.decode", "msgspec.msgpack.decode"):
                 wrong += [(path, call, kind) for kind in kinds if not ast.unparse(kind).startswith("list[tuple[")]
@@ -40,9 +38,11 @@ def test_no_thread_is_the_first_to_decode_a_struct() -> None:
                 kind = ast.unparse(call.args[1])
                 if kind not in {*learned, "kind", "Layout"}:  # etcd's kinds; a tuple of tuples
                     wrong.append((path, call, call.args[1]))
-        for function in ast.walk(tree):
+        for function in found:
             if isinstance(function, ast.FunctionDef) and function.name not in ("learn", "__init__"):
-                wrong += [(path, call, call.func) for call in _calls(function) if _name(call).endswith(".Decoder")]
+                wrong += [
+                    (path, call, call.func) for call in _calls(ast.walk(function)) if _name(call).endswith(".Decoder")
+                ]
     said = [f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(kind)}" for path, call, kind in wrong]
     assert not said, "give it to a Decoder of the module, or to ftcomm.control.decode.learn"
 

@@ -18,6 +18,7 @@ import ftcomm
 from ftcomm.cli import commands
 from ftcomm.simulation import mutations
 from tests.simulation import test_mutations
+from tests.sources import nodes
 
 pytestmark = pytest.mark.protocol
 
@@ -104,7 +105,7 @@ def home(name: str) -> tuple[Path, list[str]] | None:
 def names_in(module: Path) -> frozenset[str]:
     """All that a module defines or imports, in classes, too, and the names that it imports on first use."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(module.read_text())):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

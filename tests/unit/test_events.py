@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ftcomm.control.gathered import RESUMED
+from tests.sources import ROOT, files, name, nodes
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted(path for folder in ("ftcomm", "control") for path in (ROOT / folder).rglob("*.py"))
 ELSEWHERE = {"demo", "lab", "simulation"}
 SAID_BY = {"Log", "Report", "emit", "_emit", "report", "_report", "_say", "_log"}
 NO_EVENTS = {"torch_store.py"}  # its `_say` writes a line of the log
@@ -18,11 +16,11 @@ NO_EVENTS = {"torch_store.py"}  # its `_say` writes a line of the log
 
 def _said() -> Iterator[tuple[str, set[str]]]:
     """Yields the kinds that stand in the text of the product, with the fields that stand beside them."""
-    for path in FILES:
+    for path in files("ftcomm", "control"):
         if ELSEWHERE & set(path.parts) or path.name in NO_EVENTS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in SAID_BY:
+        for node in nodes(path):
+            if not isinstance(node, ast.Call) or name(node.func).rpartition(".")[2] not in SAID_BY:
                 continue
             match node.args:
                 case [ast.Constant(value=str(kind)), *fields]:

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PRODUCT = ("ftcomm", "control", "kernels", "bench")
-FILES = {
-    str(file.relative_to(ROOT)): ast.parse(file.read_text())
-    for folder in PRODUCT
-    for file in sorted((ROOT / folder).rglob("*.py"))
-}
+from tests.sources import FOLDERS, ROOT, files, parsed
 
 # Words that only their author knew. Each thing has the name that NCCL, MPI, raft or the kernel's documents give to it.
 _GONE = """
@@ -38,7 +32,11 @@ NO_MAIN_CLAUSE = frozenset(_NO_MAIN_CLAUSE.split())
 NO_NOUN = frozenset(("likewise", "nobody", "somebody", "who", "whoever", "whom", "whose"))
 OF_NAMED_TUPLES = frozenset(("_asdict", "_fields", "_make", "_replace"))
 
-folders = pytest.mark.parametrize("folder", PRODUCT)
+folders = pytest.mark.parametrize("folder", FOLDERS)
+
+
+def modules() -> dict[str, ast.Module]:
+    return {str(file.relative_to(ROOT)): parsed(file) for file in files()}
 
 
 def identifiers(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -69,7 +67,7 @@ def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_no_class_has_the_name_of_another() -> None:
     found = defaultdict(list)
-    for file, module in FILES.items():
+    for file, module in modules().items():
         for node in module.body:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(f"{file}:{node.lineno}")
@@ -81,7 +79,7 @@ def test_no_class_has_the_name_of_another() -> None:
 def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
     found = [
         f"{file}:{line}: {name}"
-        for file, module in FILES.items()
+        for file, module in modules().items()
         if file.startswith(f"{folder}/")
         for line, name in [*identifiers(module), *((1, part) for part in Path(file).with_suffix("").parts)]
         if GONE.intersection(words(name))
@@ -93,7 +91,7 @@ def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
 def test_docstrings_begin_with_a_main_clause(folder: str) -> None:
     found = [
         f"{file}:{line}: {said.splitlines()[0]}"
-        for file, module in FILES.items()
+        for file, module in modules().items()
         if file.startswith(f"{folder}/")
         for line, said in docstrings(module)
         if said.split()[0].strip(",.:;`") in NO_MAIN_CLAUSE
@@ -117,7 +115,7 @@ def comments(file: str) -> Iterator[tuple[int, str]]:
 def test_comments_begin_with_what_they_speak_of(folder: str) -> None:
     found = [
         f"{file}:{line}: {said}"
-        for file in FILES
+        for file in modules()
         if file.startswith(f"{folder}/")
         for line, said in comments(file)
         if said and said.split()[0].lower().strip(",.:;`") in NO_NOUN
@@ -196,6 +194,8 @@ def reaches_inside(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_nobody_reaches_inside_the_class_of_another_module() -> None:
     found = [
-        f"{file}:{line}: {attribute}" for file, module in FILES.items() for line, attribute in reaches_inside(module)
+        f"{file}:{line}: {attribute}"
+        for file, module in modules().items()
+        for line, attribute in reaches_inside(module)
     ]
     assert not found, "give it a name without an underscore where it belongs, or pass what is needed"

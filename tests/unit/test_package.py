@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import email.message
 import email.parser
+import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 
 import ftcomm
 from ftcomm.torch.versions import untested
+from tests.sources import files, nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / ".ci" / "dist.py"
@@ -37,7 +40,14 @@ def dist(out: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return dist(tmp_path_factory.mktemp("dist") / "first")
+    """By whichever worker needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out = folder / "dist" / "first"
+    out.parent.mkdir(exist_ok=True)
+    with (out.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return {file.suffix: file for file in out.iterdir()} if out.exists() else dist(out)
 
 
 @pytest.fixture(scope="module")
@@ -163,31 +173,29 @@ def test_the_unpacked_wheel_imports_without_the_repository(wheel: Path, tmp_path
     assert all(Path(file).is_relative_to(tmp_path / "site") for file in files)
 
 
-@pytest.mark.parametrize("package", ["bench", "collective", "control", "kernels"])
-def test_the_installed_package_imports_from_another_directory(package: str, tmp_path: Path) -> None:
-    run(sys.executable, "-c", f"import ftcomm.{package}", cwd=tmp_path)
-
-
-@pytest.mark.parametrize("module", ["ftcomm", "ftcomm.cli", "ftcomm.control"])
-def test_import_is_light(module: str, tmp_path: Path) -> None:
+def test_import_is_light(tmp_path: Path) -> None:
     """Nothing that only starts, lists or decides may pay the second and more that torch takes to import."""
-    script = f"import {module}, sys; print(*(n for n in ('torch', 'matplotlib') if n in sys.modules))"
+    script = "import sys, ftcomm, ftcomm.control, ftcomm.cli; print(*{'torch', 'matplotlib'} & set(sys.modules))"
     assert run(sys.executable, "-c", script, cwd=tmp_path).split() == []
 
 
 def test_no_named_tuple_has_a_second_base() -> None:
     """Which Python 3.10 refuses, at import."""
     found = []
-    for file in (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file in files():
+        for node in nodes(file):
             if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases) and len(node.bases) > 1:
                 found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not found
 
 
-def test_every_public_name_is_there(tmp_path: Path) -> None:
+def test_every_public_name_is_there_and_every_folder_is_installed(tmp_path: Path) -> None:
     """Names are imported on first use, so a wrong home would show only to the user."""
-    run(sys.executable, "-c", "import ftcomm; [getattr(ftcomm, name) for name in ftcomm.__all__]", cwd=tmp_path)
+    script = (
+        "import ftcomm; [getattr(ftcomm, name) for name in ftcomm.__all__]\n"
+        "import ftcomm.bench, ftcomm.collective, ftcomm.control, ftcomm.kernels"
+    )
+    run(sys.executable, "-c", script, cwd=tmp_path)
 
 
 def test_the_settings_list_every_variable_of_the_environment() -> None:
