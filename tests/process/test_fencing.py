@@ -152,7 +152,7 @@ def test_stopped_at_random_moments(tmp_path: Path, transport: str) -> None:
     """From outside, several lives of one replica; each wakes when the next one is in the view."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    lives = 3
+    lives = 2
     settings: dict[str, Any] = dict(steps=ENDLESS, elements=ELEMENTS, transport=transport, pause=0.0, **STALL)
     with Job(tmp_path, replicas=3, body=reduce_forever, **settings) as running:
         running.wait_contributing({0, 1, 2})
