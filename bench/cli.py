@@ -32,6 +32,7 @@ class Experiments(LazyGroup):
         "nixl": ("nixl", "All-reduce over NIXL beside NIXL alone."),
         "overhead": ("overhead", "Time all-reduces without fault tolerance, and with it."),
         "page": ("research.page:page", "Make docs/performance.md from the results that are kept."),
+        "process-group": ("process_group", "Time what the process group of torch adds to a step of DDP."),
         "recovery": ("recovery", "Take a replica out of an all-reduce, and time what the others do."),
         "reduce": ("collective:REDUCE", "Reduce: the sum of all on rank 0."),
         "reduce_scatter": ("collective:REDUCE_SCATTER", "Reduce-scatter: on each rank one part of the sum of all."),

@@ -348,6 +348,22 @@ def _views(result: Result) -> list[str]:
     return lines
 
 
+def _process_group(result: Result) -> list[str]:
+    request, costs = result.data["request"], result.data["costs"]
+    lines = [
+        "The time of the processor that an all-reduce takes through `dist.ProcessGroup`, beyond the same call of "
+        "ftcomm's own, over a group whose ops are over at once; DDP takes a future of each. A step is forward, "
+        f"backward and update of a transformer of width {request['width']} and {request['layers']} layers with one "
+        f"thread, and nothing exchanged; DDP calls {costs[0]['ops_per_step']} all-reduces in one.",
+        "",
+        *_heading("the caller", "own call (us)", "added (us)", "step (ms)", "of a step"),
+    ]
+    for cost in costs:
+        own, added = f"{cost['group_us']:.2f}", f"{cost['added_us']:.2f}"
+        lines.append(_line(cost["way"], own, added, f"{cost['step_ms']:.0f}", f"{cost['share_pct']:.3f}%"))
+    return lines
+
+
 def _micro(result: Result) -> list[str]:
     lines = [*_heading("part", "median (us)", "least (us)", "rounds")]
     for one in result.data["benchmarks"]:
@@ -368,6 +384,7 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "wire-shared": ("The same where hosts are shared", "ftcomm bench wire --hosts 2 --ranks-per-host 2", _wire),
     "nixl": ("All-reduce over NIXL beside NIXL alone", "ftcomm bench nixl", _nixl),
     "overhead": ("What fault tolerance costs while nothing fails", "ftcomm bench overhead", _overhead),
+    "process-group": ("What the process group of torch adds", "ftcomm bench process-group", _process_group),
     "train": ("Steps of a training, and kills", "ftcomm bench train", _train),
     "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
     "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),
