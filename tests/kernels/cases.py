@@ -100,5 +100,5 @@ def _allreduces() -> Iterator[KernelCase]:
             twice=1,
             signals=6,  # BEGUN, POSTED, REDUCED, TAKEN, RETURNED, FINISHED
             waits=2,
-            typical=w == 4,
+            typical=w == 2,
         )
