@@ -174,6 +174,17 @@ $(@D)/bin/python -c "import torch._dynamo, torch.distributed.fsdp, ftcomm.cli" 2
 echo "==> $(@D): installed $$(there) packages in $$(($$(date +%s) - began)) s"
 endef
 
+# A new environment begins with what $(VENV) has, if it is of the same Python, as hard links: pip replaces files and
+# writes into none. It then installs a quarter of the packages.
+define BEGIN_WITH_THOSE
+test -e $(@D)/install.log || test ! -e $(VENV)/.ready || test ! -d $(VENV)/$$(cd $(@D) && ls -d lib/python3*) || { \
+	for each in bin etc include lib share; do \
+		test ! -e $(VENV)/$$each || cp -aln $(VENV)/$$each $(@D)/ || exit 1; \
+	done; \
+	grep -rlI "^#!$(abspath $(VENV))/bin/" $(@D)/bin | xargs -r sed -i "1s,^#!$(abspath $(VENV))/,#!$(abspath $(@D))/,"; \
+}
+endef
+
 %/.made:
 	@$(FIND_PYTHON); \
 	echo "==> $(@D): made with $$($$found --version)"; \
@@ -183,7 +194,9 @@ endef
 $(VENV)/.ready: WANTED = $(TORCH)
 $(LATEST)/.ready: WANTED = $(TORCH_LATEST)
 $(LATEST)/.ready: EXTRAS := $(EXTRAS),torchft,hf,lightning
+$(LATEST)/.ready: FIRST = $(BEGIN_WITH_THOSE)
 %/.ready: %/.made pyproject.toml Makefile
 	@echo "==> $(@D): installing $(WANTED) and ftcomm[$(EXTRAS)]; minutes the first time, once (log: $(@D)/install.log)"
+	@$(FIRST)
 	@$(INSTALL)
 	@touch $@
