@@ -80,19 +80,23 @@ async def ours(
 async def theirs(peer: str, ranks: int, arguments: Sequence[str], folder: str) -> AsyncIterator[asyncio.Future[str]]:
     """The ranks of a peer; likewise."""
     python = _rank(arguments)
-    log = Path(folder) / f"{peer}.log"
-    with log.open("wb") as file, _environment(peer, file, ranks) as environment:
+    with contextlib.ExitStack() as stack:
+        shared = stack.enter_context((Path(folder) / f"{peer}.log").open("wb"))
+        environment = stack.enter_context(_environment(peer, shared, ranks))
         if peer == "mpi":
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             command = [str(mpirun()), "-n", str(ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *python]
             commands = [(command, environment)]
         else:
             commands = [(python, {**environment, "RANK": str(rank)}) for rank in range(ranks)]
+        # A log for each: in a common one the last lines are those of whoever ends at the same time.
+        logs = [Path(folder) / f"{peer}-{number}.log" for number in range(len(commands))]
+        files = [stack.enter_context(log.open("wb")) for log in logs]
         processes = [
             await asyncio.create_subprocess_exec(
                 *command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
-            for command, env in commands
+            for (command, env), file in zip(commands, files, strict=True)
         ]
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -101,7 +105,8 @@ async def theirs(peer: str, ranks: int, arguments: Sequence[str], folder: str) -
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             if not ended.done():
                 who = "mpirun" if peer == "mpi" else f"rank {number}"
-                ended.set_result(_last(f"{who} ended with {how}", log.read_text(errors="replace").splitlines()))
+                lines = logs[number].read_text(errors="replace").splitlines()
+                ended.set_result(_last(f"{who} ended with {how}", lines))
 
         tasks = [asyncio.create_task(follow(number, process)) for number, process in enumerate(processes)]
         try:

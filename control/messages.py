@@ -43,7 +43,7 @@ RESERVED = frozenset(
     }
     | {"ended", "outdated", "not_removed", "store", "suspect", "view"}
     | {"coordinator_started", "coordinator_stopped", "ending_removed", "process_exited", "process_started"}
-    | {"restart_asked", "restarting"}
+    | {"leave_asked", "restart_asked", "restarting"}
 )
 
 

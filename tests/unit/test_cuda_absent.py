@@ -146,7 +146,7 @@ def test_a_kernel_can_be_loaded_without_touching_anything(kept: int) -> None:
     before = [words.copy() for words in (ctl, state, view)]
     constants = {
         **{"T": tl.float32, "OP": 0, "W": 2, "ALIGNED": True, "LANES": 4, "CHUNK": 1 << 16, "ONE_SHOT": 1 << 12},
-        **{"BLOCK": 1024, "THREADS": 32},
+        **{"BLOCK": 1024, "COPIED": 1024, "THREADS": 32},
     }
     nowhere = 16  # an address that cannot be read
     addresses = [words.ctypes.data for words in (ctl, state, view)]
