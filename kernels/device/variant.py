@@ -15,7 +15,7 @@ _REGISTERS = 255  # a thread may have; the compiler aims at two programs a multi
 
 
 class Variant(NamedTuple):
-    """What the exchange asks for, by the names that the kernel gives it."""
+    """Says what the exchange asks the kernel to be compiled for, by the names that it has there."""
 
     T: tl.dtype
     OP: int
@@ -32,8 +32,8 @@ def small(nbytes: int) -> bool:
 
 
 def compiled_for(variant: Variant, small: bool) -> dict[str, Any]:
-    """Constants of the kernel and options of the compiler. A program that is not of a small op has 16 KB of every
-    source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies."""
+    """Returns constants of the kernel and options of the compiler. A program of an op that is not small has 16 KB of
+    every source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies."""
     reduced, copied = (1, 1) if small else (2 if variant.W == 8 else 4, 16)  # lines a thread
     size = variant.T.primitive_bitwidth // 8
     return {

@@ -1,10 +1,11 @@
 """The memory of a rank on a GPU, and how other ranks of its host reach it.
 
     ctl            pinned host memory: this rank's host and kernels
-    state, view    device memory: this rank's kernels, its host by copies
-    lanes' words   a memfd, registered as pinned memory: this rank's host and kernels write, those of others read
-    staging        device memory, opened by others by CUDA IPC; or behind the words in the memfd, where two GPUs of the
-                   host cannot read each other's memory
+    state, view    device memory: this rank's kernels
+    lanes' words   a memfd, registered as pinned memory: this rank's host and kernels write the copy of its flags there,
+                   which hosts read
+    staging,       device memory, opened by others by CUDA IPC; or behind the words in the memfd, where two GPUs of the
+    flags          host cannot read each other's memory
 
 Other than a segment, the memfd is not sealed against writing: registering memory for a GPU takes a writable mapping (a
 B300 with driver 610 refuses read-only ones, `HostRegisterReadOnlySupported` is 0), as does CUDA IPC. So here it is our
