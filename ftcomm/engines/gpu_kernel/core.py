@@ -238,7 +238,8 @@ class DeviceCore:
         return Entered(resumed, failed)
 
     def _open(self, view: GroupView, begun: KernelOperation | None) -> None:
-        """Our words first: who was left behind in another epoch has to see that we left it before any byte changes."""
+        """Raises the copy of our flags, which hosts read, then opens the epoch. The flags themselves are raised by the
+        kernel, before it changes a byte (`ftcomm.kernels.device.attempts.raise_flags`)."""
         own, ctl = self.device.own, self.ctl
         for lane in range(self.device.layout.lanes):
             for word in (POSTED, REDUCED, TAKEN):
