@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ftcomm.control.store import ViewStore
 from ftcomm.control.views import View
 from ftcomm.errors import FtcommError, SettingsError
-from ftcomm.lab.chaos import process_faults
+from ftcomm.lab.chaos import process_faults, run
 from ftcomm.lab.chaos.cli import chaos
 from ftcomm.lab.chaos.leaks import LIMITS, Leaks, Sample, slope
 from ftcomm.lab.chaos.plan import COORDINATOR, KINDS, LOCAL, REMOVES_NOBODY, Fault, Plan
@@ -269,6 +269,24 @@ def test_who_cuts_a_network_is_told_what_does_not_go_by_it(transport: str, share
     status = msgspec.structs.replace(outcome().status, transport=transport, network="/run/netns/hub")
     assert possible(status, ("partition",), said.append) == ("partition",)
     assert ["start the job with --transport tcp" in text for text in said] == [True] * shared
+
+
+def test_a_replica_that_is_no_member_yet_is_not_asked_whether_it_listens_to_signals() -> None:
+    status = outcome().status  # of processes that have no handler
+    starting = [msgspec.structs.replace(replica, member=False) for replica in status.replicas]
+    with pytest.raises(FtcommError, match="does not listen"):
+        possible(status, ("hold",), lambda text: None)
+    assert possible(msgspec.structs.replace(status, replicas=starting), ("hold",), lambda text: None) == ("hold",)
+
+
+def test_chaos_waits_for_a_job_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = outcome().status
+    answers = [msgspec.structs.replace(status, epoch=0)] * 3 + [status]
+    monkeypatch.setattr(run, "TICK", 0.0)
+    assert run.when_formed(lambda: answers.pop(0)) is status
+    monkeypatch.setattr(run, "FORMED", 0.0)
+    with pytest.raises(FtcommError, match="have not met within 0 s; ask `ftcomm why`"):
+        run.when_formed(lambda: msgspec.structs.replace(status, epoch=0))
 
 
 def test_the_report_of_a_hundred_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

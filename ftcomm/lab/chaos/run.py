@@ -35,6 +35,7 @@ from ftcomm.launch.rundir import VIEWS
 
 LOOK = 0.5  # s between looks at the job's status
 SAMPLE = 2.0  # s between looks at the processes
+FORMED = 120.0  # s that a job may take to start
 TICK = 0.1  # s that we listen at most before something else is looked at
 SETTLE = 60.0  # s that we wait for the job to be whole before the next fault all the same
 OVER = 10.0  # s on top of what the timeouts allow before the job counts as hung
@@ -91,7 +92,7 @@ class Chaos:
             AdminClient(self._path) as events,
             contextlib.ExitStack() as stack,
         ):
-            status = self._remote.status()
+            status = when_formed(self._remote.status)
             kinds = possible(status, self._options.kinds, self._say)
             events.ask(protocol.GetEvents())
             self._outcome = ChaosOutcome(self._options, status, FaultLedger(len(status.replicas)), Leaks())
@@ -318,6 +319,17 @@ def _in_words(record: FaultRecord) -> str:
     return ", ".join(parts)
 
 
+def when_formed(look: Callable[[], protocol.Status]) -> protocol.Status:
+    """Returns the status once the replicas have met: before, their ranks may not have come to their own code."""
+    status, end = look(), time.monotonic() + FORMED
+    while not status.epoch:
+        if time.monotonic() >= end:
+            raise FtcommError(f"the replicas have not met within {FORMED:g} s; ask `ftcomm why` whom the job waits for")
+        time.sleep(TICK)
+        status = look()
+    return status
+
+
 def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str], None]) -> tuple[str, ...]:
     """Returns the `kinds` that this kernel can do. Raises `FtcommError` if they cannot be done to that job."""
     if len(status.replicas) < 2:
@@ -338,7 +350,8 @@ def possible(status: protocol.Status, kinds: Sequence[str], say: Callable[[str],
             "the job with --transport tcp"
         )
     told = [kind for kind in kinds if kind in TOLD]
-    ranks = [pid for replica in status.replicas for pid in replica.pids.values()]
+    # One that comes back may not have come to its own code yet.
+    ranks = [pid for replica in status.replicas if replica.member for pid in replica.pids.values()]
     if told and not all(_handles(pid, number) for pid in ranks for number in (HOLDS, FORKS)):
         raise FtcommError(
             f"--kinds {','.join(told)}: the script does not listen to what it is told by signals; start the job with "
