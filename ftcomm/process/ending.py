@@ -121,10 +121,11 @@ def failure() -> str:
     error = getattr(sys, "last_value", None)
     if error is not None:
         return f"its script failed with {type(error).__name__}"
-    if _outermost is None or _status in (None, 0) or _last_instruction(_outermost).startswith("RETURN_"):
+    code = 0 if _status is None else int(_status) if isinstance(_status, int) else 1  # as Python makes it
+    if _outermost is None or not code or _last_instruction(_outermost).startswith("RETURN_"):
         return ""
     if _status is not _UNTOLD:
-        return f"its script exited with code {_status if isinstance(_status, int) else 1}"
+        return f"its script exited with code {code}"
     if _complete or "FTCOMM_RUN" in os.environ or not over():
         return ""
     return "its script raised SystemExit before the end of a step loop"

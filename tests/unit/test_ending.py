@@ -32,6 +32,7 @@ def main(how):
 
 
 EXITED = "its script exited with code 3"
+FAILED = "its script exited with code 1"
 RAISED = "its script raised SystemExit before the end of a step loop"  # and that is all that is known
 
 
@@ -49,10 +50,14 @@ def says(*argv: str) -> tuple[str, int]:
         ("sys.exit()", "", 0),
         ("sys.exit(3)", EXITED, 3),
         ("exit(3)", EXITED, 3),
-        ("quit('no more')", "its script exited with code 1", 1),
+        ("quit('no more')", FAILED, 1),
         ("raise ValueError", "its script failed with ValueError", 1),
+        ("sys.exit(True)", FAILED, 1),
+        ("sys.exit(False)", "", 0),
+        ("sys.exit(0.0)", FAILED, 1),  # a zero that is no int, as of NumPy
+        ("class Odd:\n    def __eq__(self, other): raise ValueError\nsys.exit(Odd())", FAILED, 1),  # an array
         ("raise SystemExit(3)", EXITED, 3),
-        ("raise SystemExit('no more')", "its script exited with code 1", 1),
+        ("raise SystemExit('no more')", FAILED, 1),
         ("raise SystemExit(main('return'))", EXITED, 3),
         ("raise SystemExit(main('break'))", "", 0),
         ("main('break')", "", 0),
