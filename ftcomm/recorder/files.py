@@ -6,7 +6,8 @@
 
 The directory is in memory if that of this user's runs is (XDG_RUNTIME_DIR). The file takes all its room at once: a page
 that cannot be had later would kill the process. Where there is no room the process records into its own memory, and
-says so.
+says so. The pages of the ring are mapped at once, too: the first store into one takes 3 us in memory and 5 us on a
+disk, which is 0.1 to 0.16 us of each op. On a disk that comes again whenever the kernel has written the page back.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class _OwnRecording:
 
     def _record(self, memory: mmap.mmap) -> None:
         fork.apart_memory(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        for page in range(PROCESS_SHAPE.ring, PROCESS_SHAPE.text, mmap.PAGESIZE):
+            memory[page] = 0
         self.recorder = Recorder(memory, PROCESS_SHAPE)
 
     def _share(self, folder: Path) -> None:

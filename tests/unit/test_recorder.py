@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import mmap
 import os
+import resource
 import signal
 import struct
 import sys
@@ -406,6 +408,18 @@ def test_a_killed_process_leaves_its_last_ops(tmp_path: Path, monkeypatch: pytes
 
     assert in_a_child(leaves) == 0
     assert files.folders() == {}  # those of the killed ones, whose job has ended, and its own
+
+
+def test_an_op_maps_no_page_of_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(files, "_own", files._OwnRecording())
+    group, op = files.begin(OWNER, "127.0.0.1:1").group("*", 0, GroupKind.JOB), Op(1)
+    assert files.own_path() is not None
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(PROCESS_SHAPE.records):
+        group.called(op, 1.0)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < PROCESS_SHAPE.records * RECORD / mmap.PAGESIZE / 2  # a disk may have written some back
 
 
 def test_without_room_for_a_file_a_process_records_for_itself(
