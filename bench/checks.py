@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ftcomm.bench.header import available_memory
+from ftcomm.control.limits import MEMBERS
 from ftcomm.errors import SettingsError
 
-MAX_REPLICAS = 16
 RANK_MEMORY = 400 << 20  # bytes of a rank before any array or model: torch, and ftcomm's staging
 
 
 def check_replicas(replicas: int) -> None:
-    if not 2 <= replicas <= MAX_REPLICAS:
-        raise SettingsError(f"--replicas {replicas}: expected 2 to {MAX_REPLICAS}.")
+    if not 2 <= replicas <= MEMBERS:
+        raise SettingsError(f"--replicas {replicas}: expected 2 to {MEMBERS}.")
 
 
 def check_at_least_one(option: str, value: int) -> None:

@@ -39,6 +39,7 @@ from ftcomm.bench.plots import COLOURS, INK, MUTED, figure
 from ftcomm.bench.sizes import format_size, sweep
 from ftcomm.bench.stats import algbw, median, percentile, slowest
 from ftcomm.collective.compression import FP8, unsupported_compression
+from ftcomm.control.limits import MEMBERS
 from ftcomm.errors import SettingsError
 from ftcomm.kernels.call_codes import COMPRESSIONS
 from ftcomm.launch.option_types import choices
@@ -47,7 +48,6 @@ from ftcomm.settings import TRANSPORTS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_RANKS = 16
 GLOO_REDOPS = ("sum", "min", "max", "product")
 GLOO_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
 COPY = "copy"  # all ranks copy as many bytes at once: the bound
@@ -170,8 +170,8 @@ class CollectiveRequest:
         if any(one < 1 for one in self.sms):
             raise SettingsError(f"--sms {min(self.sms)}: an all-reduce needs at least 1 to reduce with.")
         for ranks in self.ranks:
-            if not 2 <= ranks <= MAX_RANKS:
-                raise SettingsError(f"--ranks {ranks}: expected 2 to {MAX_RANKS}.")
+            if not 2 <= ranks <= MEMBERS:
+                raise SettingsError(f"--ranks {ranks}: expected 2 to {MEMBERS}.")
             least = item_size(self.dtype) * (ranks if COLLECTIVES[self.collective].parts else 1)
             if min(self.swept) < least:
                 raise SettingsError(

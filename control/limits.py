@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-MEMBERS = 16  # replicas of a job, for which segments have words
+MEMBERS = 256  # replicas of a job, and members of any other group
+KERNEL_MEMBERS = 16  # those of a job whose kernels run whole ops (ftcomm.kernels.device.words)
 RANKS = 1 << 16  # ranks of a replica
 IN_FLIGHT = 1 << 16  # ops of a group that one message may describe
 EPOCHS = 1 << 21  # all epochs are below, so that words hold them (ftcomm.kernels.epochs)

@@ -120,6 +120,7 @@ class Calls(Messages):
     """
 
     _turn: Turn[Operation]
+    _share = CHUNK  # see `ftcomm.transport.segment.share`; the same on all members
     _site: tuple[CodeType | None, int, int] = (None, 0, 0)  # the last place of a call, and how it is recorded
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +228,7 @@ class Calls(Messages):
         staged = stage(x)
         roster, me = self.roster, self.rank
         size = staged.flat.itemsize
-        plan = schedule.reduce(len(staged.flat), roster, me, root, CHUNK, size)
+        plan = schedule.reduce(len(staged.flat), roster, me, root, self._share, size)
         made = ScheduledOperation(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
@@ -254,7 +255,7 @@ class Calls(Messages):
         count = given.flat.size
         own = into.flat[me * count : (me + 1) * count]
         in_place = _same(own, given.flat)
-        plan = schedule.allgather(count, roster, me, in_place, CHUNK, 1)
+        plan = schedule.allgather(count, roster, me, in_place, self._share, 1)
         source = into.flat if in_place else _apart(given.flat, into.flat)
         op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
@@ -321,7 +322,7 @@ class Calls(Messages):
         into = self._only_at_root("gather", "out", out, to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        plan = schedule.gather(given.flat.size, roster, me, root, CHUNK, 1)
+        plan = schedule.gather(given.flat.size, roster, me, root, self._share, 1)
         op = ScheduledOperation(
             plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size
         )

@@ -46,7 +46,7 @@ from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.address import open_port, own_address
 from ftcomm.transport.connect import prepare
 from ftcomm.transport.router import ALL, P2P, PURPOSE, ConnectionRouter
-from ftcomm.transport.segment import LIVES, life
+from ftcomm.transport.segment import LIVES, life, share
 
 if TYPE_CHECKING:
     from ftcomm.subgroup import Subgroup
@@ -111,6 +111,7 @@ class Group(Calls):
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
         )
         self._segment, self._exchange = communicator.segment, communicator.exchange
+        self._share = share(settings.replicas)
         data_plane = LocalDataPlane(
             settings.shard,
             communicator,

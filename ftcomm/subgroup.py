@@ -52,7 +52,7 @@ from ftcomm.process.own import own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.transport.base import Lost
 from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, Incoming
-from ftcomm.transport.segment import Segment
+from ftcomm.transport.segment import HOST, Segment, share, sized
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -115,7 +115,7 @@ class Subgroup(Calls):
         self._p2p = JobProgressEngine(self.replica, group.shard, self._dial_p2p)
         engine = HostEngine(
             group.replica,
-            Segment(later=True),  # programs have many groups of which they use few
+            Segment(sized(HOST, len(replicas)), later=True),  # programs have many groups of which they use few
             settings.transport,
             deadlines(settings.timeouts),
             verify=settings.verify,
@@ -131,6 +131,7 @@ class Subgroup(Calls):
             GroupKind.SUBGROUP,
         )
         self._segment = communicator.segment
+        self._share = share(len(replicas))
         exchange = communicator.exchange
         assert isinstance(exchange, Exchange), "the ops of subgroups are driven by the host"
         self.exchange = self._exchange = exchange

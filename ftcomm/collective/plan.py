@@ -36,7 +36,7 @@ class GroupView:
         if self.hosts and (sorted(m for host in self.hosts for m in host) != list(self.members) or () in self.hosts):
             raise ValueError(f"the hosts {self.hosts} do not have the members {self.members}, each of them once")
         if len(self.ring) > MEMBERS:
-            raise ValueError(f"a ring of {len(self.ring)} members; segments have words for {MEMBERS}")
+            raise ValueError(f"a ring of {len(self.ring)} members; a group has at most {MEMBERS}")
         if self.ring and tuple(sorted(self.ring)) != self.members:
             raise ValueError(f"the ring {self.ring} does not consist of the members {self.members}")
         if list(self.members) != sorted(set(self.members)) or self.me not in self.members:

@@ -33,7 +33,6 @@ from ftcomm.transport.segment import (
     DETAIL,
     FINGERPRINT,
     POSTED,
-    PUBLISHED,
     REDUCED,
     SLOTS,
     TAKEN,
@@ -87,8 +86,8 @@ class Publisher:
         self._peers = pipeline.peers
         self.taken_by_all = pipeline.taken_by_all
         self._words = [peer.heard for peer in self._peers]
-        self._tokens = {word: token(view.me, word) for word in PUBLISHED}
         self._levels = pipeline.algorithms.readers
+        self._tokens = {word: token(view.me, word) for word in (*_TO_ALL, *self._levels)}
         self._compares = compares
         self._quiet = view.one_host and not compares  # the others look only at the last taken task of an op
         # In a ring members hear of others from the left neighbour, and tell the right one.

@@ -28,7 +28,7 @@ from ftcomm.recorder.recorder import GroupRecorder, unread
 from ftcomm.settings.tuning import Tuning
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import MirrorWriter, Peer, Poller
-from ftcomm.transport.segment import POSTED, PUBLISHED, SLOTS, TAKEN, Memory, Segment
+from ftcomm.transport.segment import POSTED, SLOTS, TAKEN, Memory, Segment
 
 
 class Interrupted(Exception):
@@ -207,8 +207,9 @@ class Stream:
 
     def come(self, replica: int) -> int:
         """Returns how far a member has come in this epoch, as its words tell; 0 if it has done nothing in it."""
-        words = self._peers[replica].words
-        return sum(words[word] & COUNTS - 1 for word in PUBLISHED if words[word] >> COUNTER == self.view.epoch)
+        peer = self._peers[replica]
+        words = peer.words
+        return sum(words[word] & COUNTS - 1 for word in peer.published if words[word] >> COUNTER == self.view.epoch)
 
     # -- the epoch ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, overload
 
-from ftcomm.control.limits import beyond
+from ftcomm.control.limits import KERNEL_MEMBERS, beyond
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 from ftcomm.settings.launchers import completed
@@ -147,6 +147,11 @@ class Settings:
                 )
             return
         reducer = name.replace("kernel", "reduce")
+        if self.replicas > KERNEL_MEMBERS:
+            raise SettingsError(
+                f"FTCOMM_REPLICAS={self.replicas} with FTCOMM_ENGINE={name}, whose kernels have room for "
+                f"{KERNEL_MEMBERS} replicas; set FTCOMM_ENGINE={reducer} or host, or start at most {KERNEL_MEMBERS}."
+            )
         for wrong, setting, why in (
             (self.transport not in ("auto", "shm"), f"FTCOMM_TRANSPORT={self.transport}", "need memory that all share"),
             (self.algorithm == "ring", "FTCOMM_ALGORITHM=ring", "read the memory of all others"),

@@ -168,7 +168,7 @@ class SimulatedExchange:
     ) -> None:
         self.rank, self.group = rank, group
         self.me = rank.replica if me is None else me
-        self.memory = TinyMemory(self.me, nonce=nonce)
+        self.memory = TinyMemory(self.me, nonce=nonce, members=rank.replicas)
         self._asleep: Pause | None = None  # why the thread that drives sleeps; None: it does not, or there is none
         self._drives = False
         self._until: Operation | None = None  # for which op
@@ -249,7 +249,7 @@ class SimulatedExchange:
     def mirror(self, connection: SimulatedConnection, replica: int, epoch: int, nonce: str) -> Mirror:
         """Makes a mirror of the memory of a member that was dialled."""
         sock = TinySocket(connection, 0)
-        mirror = Mirror(replica, epoch, sock, self._on_lost)
+        mirror = Mirror(replica, epoch, sock, self._on_lost, self.memory.layout)
         mirror.nonce = nonce
 
         def news() -> None:

@@ -235,6 +235,7 @@ class SimulatedJob:
                 world,
                 self.network,
                 self.promises,
+                replicas=scenario.replicas,
                 replica=replica.number,
                 index=index,
                 ranks=scenario.ranks,

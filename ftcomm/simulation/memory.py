@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import HEADER, POSTED, SLOTS, SPAN
+from ftcomm.transport.segment import HOST, LEAST, POSTED, SLOTS, SPAN, Layout, sized
 
 CHUNK = 64  # bytes: few to copy. One cache line, so one member alone has a slice of it in two-shot
+
+
+@functools.cache
+def tiny(members: int, chunk: int = CHUNK) -> Layout:
+    """The layout of the memory of a member of so many."""
+    return dataclasses.replace(sized(HOST, members), chunk=chunk)
 
 
 class Words(list[int]):
@@ -27,11 +35,11 @@ class TinyMemory(Peer):
     transport = "shm"
     shares_memory = True
 
-    def __init__(self, replica: int, chunk: int = CHUNK, nonce: str = "") -> None:
+    def __init__(self, replica: int, chunk: int = CHUNK, nonce: str = "", members: int = LEAST) -> None:
         super().__init__(replica)
         self.nonce = nonce
-        self.chunk = chunk  # bytes
-        self.words: Any = Words([0] * (HEADER // 8))
+        self._lay_out(tiny(members, chunk))
+        self.words: Any = Words([0] * (self.header // 8))
         self._bytes = np.zeros(2 * SLOTS * SPAN * chunk, np.uint8)
         self.buffer = memoryview(self._bytes)  # type: ignore[arg-type]
 

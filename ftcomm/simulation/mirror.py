@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ftcomm.control.sealed import Channel, Connection, Keys
 from ftcomm.simulation.attacker import Attack, Attacker
-from ftcomm.simulation.memory import CHUNK
 from ftcomm.sync.futex import Waiter
 from ftcomm.transport.base import Lost, MirrorWriter, Poller
 from ftcomm.transport.secure import plane
+from ftcomm.transport.segment import Layout
 from ftcomm.transport.tcp.mirror import TcpMirror
 
 if TYPE_CHECKING:
@@ -149,13 +149,11 @@ class TinySocket:
 
 
 class Mirror(TcpMirror):
-    """The mirror of the product, with smaller chunks. Who drives receives, and `attend` does what the thread does."""
+    """The mirror of the product. Who drives receives, and `attend` does what the thread does."""
 
-    chunk = CHUNK
-
-    def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: Lost) -> None:
+    def __init__(self, replica: int, epoch: int, sock: TinySocket, on_lost: Lost, layout: Layout) -> None:
         self.sock = sock
-        super().__init__(replica, epoch, sock.protected(), on_lost)
+        super().__init__(replica, epoch, sock.protected(), on_lost, layout)
 
     def start(self) -> None:
         """Start nothing: there is no thread."""

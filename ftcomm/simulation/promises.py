@@ -60,6 +60,7 @@ import numpy as np
 
 from ftcomm.collective.operation import Operation
 from ftcomm.control import messages as m
+from ftcomm.control.limits import MEMBERS
 from ftcomm.control.views import Member, View
 from ftcomm.errors import MismatchError
 from ftcomm.membership.derived import Left
@@ -75,7 +76,7 @@ MOST = 6 * ELEMENTS + 1  # elements of an op
 _NUMBERS = 16  # ops until inputs repeat
 
 # The sum of such numbers depends on who is in it and on the order.
-_INPUTS = np.random.default_rng(7).standard_normal((16, _NUMBERS, MOST), np.float32)
+_INPUTS = np.random.default_rng(7).standard_normal((MEMBERS, _NUMBERS, MOST), np.float32)
 
 
 class BrokenPromise(AssertionError):

@@ -52,6 +52,7 @@ class Rank(Process):
         network: SimulatedNetwork,
         promises: Promises,
         *,
+        replicas: int,
         replica: int,
         index: int,
         ranks: int,
@@ -67,6 +68,7 @@ class Rank(Process):
         super().__init__(world, f"{incarnation}/{index}" if ranks > 1 else incarnation, host)
         self.network, self.promises = network, promises
         self.replica, self.index, self.incarnation, self.port = replica, index, incarnation, port
+        self.replicas = replicas  # of the job
         self.timeouts = timeouts
         self.burst, self.pace = burst, pace  # tasks in a row at most, and s that they take
         nonce = f"{port:032x}"

@@ -13,12 +13,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ftcomm.control.limits import MEMBERS
 from ftcomm.errors import SettingsError
 from ftcomm.launch.option_types import Parsed, choices
 from ftcomm.simulation.history import History, run
 from ftcomm.simulation.scenario import KINDS
 
-MOST = 16
 _BATCH = 50  # seeds that a worker takes at a time
 _SHOWN = 5  # failing seeds that are told in full
 
@@ -32,8 +32,8 @@ def _members(text: str) -> tuple[int, int]:
         least, most = int(first), int(last if dots else first)
     except ValueError:
         raise SettingsError(f"{text!r} is no range; expected for example 2..16, or 3") from None
-    if not 1 <= least <= most <= MOST:
-        raise SettingsError(f"{text!r}: expected 1 <= first <= last <= {MOST}")
+    if not 1 <= least <= most <= MEMBERS:
+        raise SettingsError(f"{text!r}: expected 1 <= first <= last <= {MEMBERS}")
     return least, most
 
 

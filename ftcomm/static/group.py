@@ -34,6 +34,7 @@ from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms, closed
 from ftcomm.control import fork, handshake
+from ftcomm.control.limits import MEMBERS
 from ftcomm.control.messages import Progress
 from ftcomm.control.running_time import Patience, RunningTime
 from ftcomm.control.timeouts import Timeouts
@@ -63,7 +64,7 @@ from ftcomm.static.endpoint import Endpoint, parse, shown
 from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, Incoming
-from ftcomm.transport.segment import LIVES, Segment, life
+from ftcomm.transport.segment import HOST, LIVES, Segment, life, share, sized
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftcomm")
 
-MOST = 256  # members
 _PARTING = 5.0  # s in which a member that cannot be reached may say that it has closed the group
 
 
@@ -103,8 +103,8 @@ class StaticGroup(Calls):
         own_process()
         if not 0 < len(name) <= 200:
             raise ArgumentError(f"a group named {name!r}; expected a name of 1 to 200 characters")
-        if not 0 < len(infos) <= MOST:
-            raise ArgumentError(f"group {name!r} of {len(infos)} members; expected 1 to {MOST}")
+        if not 0 < len(infos) <= MEMBERS:
+            raise ArgumentError(f"group {name!r} of {len(infos)} members; expected 1 to {MEMBERS}")
         for what, seconds in (("op_timeout", op_timeout), ("timeout", timeout)):
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
@@ -120,7 +120,7 @@ class StaticGroup(Calls):
         self._communicator = communicator = Communicator(
             name,
             me,
-            HostEngine(me, Segment(), transport, deadlines, verify=verify),
+            HostEngine(me, Segment(sized(HOST, len(infos))), transport, deadlines, verify=verify),
             Events(self._stalled, self._broken, self._connection_ended, self._diverged),
             self._p2p,
             terms,
@@ -130,6 +130,7 @@ class StaticGroup(Calls):
         exchange = communicator.exchange
         assert isinstance(exchange, Exchange), "the ops of static groups are driven by the host"
         self._segment, self._exchange = communicator.segment, exchange
+        self._share = share(len(infos))
         members = hashlib.blake2b("\n".join(info.name for info in infos).encode(), digest_size=16).hexdigest()
         # The lock guards the next three.
         self._membership = StaticMembership(

@@ -117,14 +117,14 @@ def connect(
             network = nixl_network.here()
             if here.boot != there.boot and not network.between_hosts:
                 raise TransportError(f"it runs on another host, and UCX may use {network.name}. {nixl_network.MEND}")
-            peer = get_nixl().connect(replica, epoch, there.nonce, lambda: dial(NIXL), on_lost)
+            peer = get_nixl().connect(replica, epoch, there.nonce, lambda: dial(NIXL), on_lost, layout)
             peer.nonce = there.nonce
             return peer
         except (TransportError, OSError) as error:
             if mode == "nixl":
                 raise TransportError(f"replica {replica} cannot be reached by NIXL: {error}") from error
             log.warning("replica %d is not reached by NIXL, so by TCP: %s", replica, error)
-    mirror = TcpMirror(replica, epoch, None if lazy else plane(dial(TCP), data), on_lost)
+    mirror = TcpMirror(replica, epoch, None if lazy else plane(dial(TCP), data), on_lost, layout)
     mirror.dial = lambda: plane(dial(TCP), data)
     mirror.nonce = there.nonce
     return mirror

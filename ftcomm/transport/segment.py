@@ -1,7 +1,7 @@
 """The memory through which a rank speaks to its group, and its layout, which a segment and its mirrors share.
 
-    bytes 0..4095   words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
-                    levels of the ring
+    some pages      words, a cache line each: header, POSTED, REDUCED, TAKEN, ASLEEP, descriptors of slots, lives,
+                    levels of the ring: one page for up to 17 members, two for 49, nine for 256
     STAGED bytes    region POSTED:  the owner's input of a chunk, for the others to read
     STAGED bytes    region REDUCED: the owner's slice of a reduced chunk
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import mmap
 import os
 import resource
@@ -32,13 +33,16 @@ from ftcomm.errors import TransportError
 
 MAGIC = 0x6674636F6D6D0002  # "ftcomm", layout 2, of the host's engine
 _FAMILY = 16  # bits of the layout's number in MAGIC
-HEADER = 4096
+HEADER = 4096  # bytes of the words of a group of 17 members or fewer, and a page
 
 # docs/transports.md, "Measured choices", has the figures for these.
 CHUNK = 512 << 10  # bytes; a chunk and its copy must stay in the cache
 SLOTS = 8  # with SPAN, they fill a slow line between hosts
 SPAN = 2  # the most chunks of one task between hosts
 NEAR = 4  # slots that members of one host use, so that these stay in the cache
+
+MIRRORS = 64 << 20  # bytes of the staging of others that fill up in a group of many members
+HOP = 64 << 10  # bytes; to send fewer at a time costs more than the bytes
 
 STAGED = SLOTS * SPAN * CHUNK  # bytes of a region, and the most under way to a peer
 
@@ -51,11 +55,21 @@ ASLEEP = 4 * _LINE
 _DESCRIPTORS = 8 * _LINE
 _LIVES = 16 * _LINE
 _LEVELS = 32 * _LINE
-LEVELS = 2 * 16 - 2  # levels of the largest ring, see ftcomm.collective.algorithms.ring
-LIVES = 16  # one per other member of the largest group, so that the kernel wakes each of them
+LIVES = 16  # the kernel wakes one watcher of each; in larger groups that one wakes those that share it
 FINGERPRINT = 2  # see ftcomm.collective.checksum
 DETAIL = 3  # the rest of a call, besides sizes, dtype and reduction, see ftcomm.collective.schedule
-SIZE = HEADER + 2 * STAGED
+SIZE = HEADER + 2 * STAGED  # of a group of 17 members or fewer
+LEAST = 16  # members for which every segment has words
+
+
+def levels(members: int) -> int:
+    """Returns how many levels a ring of so many members has, see `ftcomm.collective.algorithms.ring`."""
+    return 2 * members - 2
+
+
+def header(members: int) -> int:
+    """Returns the bytes of the words of a group of so many members, whole pages."""
+    return -(-8 * (_LEVELS + levels(members) * _LINE) // HEADER) * HEADER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +84,13 @@ class Layout:
     staging_at: int
     size: int
     near: int = 1  # the most chunks of one task on one host
+    members: int = LEAST  # the most that the group may have
 
     def __str__(self) -> str:
         lanes = f" in each of {self.lanes} lanes" if self.lanes > 1 else ""
         near = f", tasks of {self.near} chunks" if self.near > 1 else ""
-        whole = f"{self.slots} slots of {self.chunk} bytes{lanes}{near}"
+        many = f" for {self.members} members" if self.members > LEAST else ""
+        whole = f"{self.slots} slots of {self.chunk} bytes{lanes}{near}{many}"
         return f"engine {self.engine}, {whole}, layout {self.magic & 0xFFFF:#x}"
 
 
@@ -91,6 +107,20 @@ def putting(layout: Layout) -> Layout:
 def layout_for(transport: str, layout: Layout) -> Layout:
     """Returns the layout of a group with FTCOMM_TRANSPORT=`transport`, whose layout is otherwise `layout`."""
     return putting(layout) if transport == "nixl" else layout
+
+
+def sized(layout: Layout, members: int) -> Layout:
+    """Returns the layout, one of those that the host drives, with words for at most so many members."""
+    if members <= layout.members:
+        return layout
+    at = header(members)
+    return dataclasses.replace(layout, members=members, staging_at=at, size=at + 2 * STAGED)
+
+
+def share(members: int) -> int:
+    """Returns how many bytes a member may stage for another one in a task in which all stage as much for that one: the
+    mirrors of a group of up to 128 members then take no more than `MIRRORS` bytes."""
+    return min(CHUNK, max(HOP, MIRRORS // SLOTS // members // HOP * HOP))
 
 
 def descriptor(slot: int) -> int:
@@ -113,7 +143,10 @@ def reached_at(word: int) -> int:
     return (word - _LEVELS) // _LINE + 1
 
 
-PUBLISHED = (POSTED, REDUCED, TAKEN, *map(level, range(1, LEVELS + 1)))  # words that count tasks
+@functools.cache
+def published(members: int) -> frozenset[int]:
+    """Returns the words that count tasks, in a group of so many members."""
+    return frozenset((POSTED, REDUCED, TAKEN, *map(level, range(1, levels(members) + 1))))
 
 
 def life(reader: int) -> int:
@@ -127,6 +160,8 @@ class Memory:
 
     layout = HOST
     chunk = CHUNK  # bytes
+    header = HEADER  # bytes before the staging
+    published = published(LEAST)  # the words that count tasks
     words: memoryview
     address: int
     buffer: memoryview  # all of the memory, as bytes
@@ -135,13 +170,17 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """The bytes of the words and both regions, in the layout of the host's engine."""
-        return HEADER + 2 * SLOTS * SPAN * self.chunk
+        return self.header + 2 * SLOTS * SPAN * self.chunk
+
+    def _lay_out(self, layout: Layout) -> None:
+        self.layout, self.chunk = layout, layout.chunk
+        self.header, self.published = header(layout.members), published(layout.members)
 
     def _map(self, memory: mmap.mmap) -> None:
         self.buffer = memoryview(memory)
         self._bytes = np.frombuffer(memory, np.uint8)
         self.address = self._bytes.ctypes.data
-        self.words = memoryview(memory)[:HEADER].cast("Q")
+        self.words = memoryview(memory)[: self.header].cast("Q")
         apart_memory(memory, self.address)
 
     @property
@@ -159,7 +198,7 @@ class Memory:
     def offset(self, region: int, slot: int) -> int:
         """Returns the offset of the `slot`-th chunk in the memory; `region` may be the word that announces its
         content."""
-        return HEADER + ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
+        return self.header + ((region != POSTED) * SLOTS * SPAN + slot) * self.chunk
 
     def place(self, region: int, start: int, nbytes: int) -> int:
         """Returns the offset in the memory of byte `start` of a region, if `nbytes` from there lie in one slot.
@@ -181,14 +220,14 @@ class Segment(Memory):
     """
 
     def __init__(self, layout: Layout = HOST, *, later: bool = False) -> None:
-        self.layout, self.chunk = layout, layout.chunk
+        self._lay_out(layout)
         size = layout.size
         self.nonce = secrets.token_hex(16)
         self.fd = os.memfd_create("ftcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._reserving = threading.Lock()
         self._reserved = False
         try:
-            os.posix_fallocate(self.fd, 0, HEADER if later else size)
+            os.posix_fallocate(self.fd, 0, self.header if later else size)
             os.ftruncate(self.fd, size)
             memory = mmap.mmap(self.fd, size)
             # From here on no process can change its size or map it for writing, not even through /proc.
@@ -215,7 +254,7 @@ class Segment(Memory):
                 os.posix_fallocate(self.fd, 0, self.layout.size)
             except OSError as error:
                 raise self._no_memory(error) from error
-            self._bytes[HEADER:] = 0
+            self._bytes[self.header :] = 0
             self._reserved = True
 
     def _no_memory(self, error: OSError) -> TransportError:

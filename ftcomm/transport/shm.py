@@ -28,7 +28,7 @@ class ShmPeer(Peer):
 
     def __init__(self, replica: int, pid: int, fd: int, nonce: str, layout: Layout = HOST) -> None:
         super().__init__(replica)
-        self.layout, self.chunk = layout, layout.chunk
+        self._lay_out(layout)
         self.pid, self.nonce = pid, nonce
         path = f"/proc/{pid}/fd/{fd}"
         try:

@@ -738,11 +738,11 @@ def noise() -> list[bytes]:
 def notifications(data: bytes) -> None:
     """What an agent of NIXL may be told, one after the other: frames of one channel, in any order."""
     order = nixl_frames.InOrder()
-    words = dict.fromkeys(nixl_frames.WORDS, EPOCH << COUNTER)
+    words = dict.fromkeys(Memory.published, EPOCH << COUNTER)
     for part in _parts(data):
         try:
             for frame in (ready for told in nixl_frames.unpack(part) for ready in order.arrive(told)):
-                nixl_frames.check(frame, words.get(frame.word, 0), EPOCH)
+                nixl_frames.check(frame, words, words.get(frame.word, 0), EPOCH)
                 assert frame.value >> COUNTER == EPOCH
                 place = Memory().place(frame.word, frame.start, frame.nbytes)
                 assert HEADER <= place <= place + frame.nbytes <= SIZE

@@ -60,7 +60,7 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.peer_cache import PeerCache
 from ftcomm.transport.router import Incoming
 from ftcomm.transport.secure import Gmac
-from ftcomm.transport.segment import LEVELS, level
+from ftcomm.transport.segment import LEAST, level, levels
 from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
@@ -562,8 +562,8 @@ def slots_not_waited_for(patch: Patch) -> None:
 def levels_not_waited_for(patch: Patch) -> None:
     """In a ring, or a hierarchical all-reduce, a member reads a sum before who has made it says so."""
     is_open = Gate.is_open
-    levels = {level(number) for number in range(1, LEVELS + 1)}
-    patch.setattr(Gate, "is_open", lambda self, count: self.word in levels or is_open(self, count))
+    words = {level(number) for number in range(1, levels(LEAST) + 1)}
+    patch.setattr(Gate, "is_open", lambda self, count: self.word in words or is_open(self, count))
 
 
 def reads_only_for_ops(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings.tuning import Tuning, up_to
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.transport.segment import LEVELS, POSTED, REDUCED, level
+from ftcomm.transport.segment import LEAST, POSTED, REDUCED, level, levels
 from tests.slots import slot_of
 
 CHUNK = 4096
@@ -105,7 +105,7 @@ def play(
             player.route.step(slots[m])
         player.number += 1
         if step.makes:
-            assert player.reached < step.makes <= level(LEVELS)
+            assert player.reached < step.makes <= level(levels(LEAST))
             player.reached = step.makes
             tell(m, player.route.readers[step.makes], step.makes, REDUCED)
         if player.number == len(player.route.steps):

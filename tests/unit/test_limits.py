@@ -61,7 +61,7 @@ def test_ops_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "said"), [(MEMBERS + 1, 1, "at most 16"), (1, RANKS + 1, "at most 65536")]
+    ("replicas", "ranks", "said"), [(MEMBERS + 1, 1, "at most 256"), (1, RANKS + 1, "at most 65536")]
 )
 def test_replicas_and_ranks(replicas: int, ranks: int, said: str) -> None:
     made: list[Any] = [
@@ -74,16 +74,16 @@ def test_replicas_and_ranks(replicas: int, ranks: int, said: str) -> None:
             options.check()
 
 
-def test_the_command_line_refuses_the_17th_replica() -> None:
-    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "17", "x.py"]
+def test_the_command_line_refuses_the_257th_replica() -> None:
+    command = [sys.executable, "-c", "from ftcomm.cli import main; main()", "run", "--replicas", "257", "x.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230)
     assert done.returncode != 0
-    assert "17 replicas; a job has at most 16" in done.stderr
+    assert "257 replicas; a job has at most 256" in done.stderr
 
 
 def test_a_ring() -> None:
     members = tuple(range(MEMBERS + 1))
-    with pytest.raises(ValueError, match="a ring of 17 members; segments have words for 16"):
+    with pytest.raises(ValueError, match="a ring of 257 members; a group has at most 256"):
         GroupView(1, 0, members, frozenset(members), ring=members)
 
 

@@ -31,7 +31,7 @@ from ftcomm.transport.nixl.library import NixlLibrary, NixlMissing, UcxPaths, li
 from ftcomm.transport.nixl.memory import MirrorMemories, MirrorMemory, Region, Registrations, source_of
 from ftcomm.transport.nixl.network import rdma_devices
 from ftcomm.transport.nixl.window import ALIGN, LEAST, Window, cut, spread
-from ftcomm.transport.segment import CHUNK, POSTED, TAKEN
+from ftcomm.transport.segment import CHUNK, POSTED, TAKEN, published
 from tests.static_rig import together
 
 EPOCH = 3
@@ -81,9 +81,9 @@ WRONG = {
 
 @pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG)
 def test_a_frame_that_cannot_be(fields: dict[str, int]) -> None:
-    frames.check(frame(), BEGUN, EPOCH)
+    frames.check(frame(), published(16), BEGUN, EPOCH)
     with pytest.raises(ValueError, match=r"cannot be|payload"):
-        frames.check(frame(**fields), BEGUN, EPOCH)
+        frames.check(frame(**fields), published(16), BEGUN, EPOCH)
 
 
 @pytest.mark.parametrize("seed", range(20))

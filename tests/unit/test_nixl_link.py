@@ -152,7 +152,7 @@ def wait(peer: NixlMirror, word: int, count: int) -> None:
 
 def test_frames_fill_the_mirror(link: Link, pair: tuple[NixlMirrorWriter, NixlMirror]) -> None:
     reader, peer = pair
-    assert [peer.words[word] for word in frames.WORDS] == [BEGUN] * len(frames.WORDS)
+    assert [peer.words[word] for word in peer.published] == [BEGUN] * len(peer.published)
     rng = np.random.default_rng(7)
     large, odd, small = (rng.bytes(nbytes) for nbytes in (CHUNK, 200_001, 100))
     reader.send(POSTED, BEGUN | 1, 0, link.staged(POSTED, 0, 0, large), (41, 99, 7))

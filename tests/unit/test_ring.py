@@ -14,11 +14,12 @@ from ftcomm.collective.algorithms.ring import Ring, turns
 from ftcomm.collective.compression import hands_on
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, by_route, slices
+from ftcomm.control.limits import MEMBERS
 from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings import Settings
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.transport.segment import LEVELS, PUBLISHED
+from ftcomm.transport.segment import header, levels, published
 from tests.slots import slot_of
 
 CHUNK = 4096
@@ -112,7 +113,7 @@ def test_what_is_read_from_the_left_is_what_the_left_has_at_that_level(
     n = len(ring)
     for place in range(n):
         mine, lefts = turns(ring, contributing, place), turns(ring, contributing, (place - 1) % n)
-        assert len(mine) == 2 * (n - 1) <= LEVELS
+        assert len(mine) == 2 * (n - 1) == levels(n)
         assert mine[0].slice == (place - 1) % n  # which the left has posted
         assert [step.slice for step in mine[1:]] == [step.slice for step in lefts[:-1]]
         assert sum(step.last for step in mine) == 1
@@ -165,8 +166,12 @@ def test_only_large_ops_of_groups_that_have_a_ring_go_around() -> None:
         GroupView(1, 0, members, frozenset(members), False, (2, 0))
 
 
-def test_every_level_has_a_line_of_its_own_in_the_header() -> None:
-    lines = [word // 8 for word in PUBLISHED]
-    assert len(set(lines)) == len(PUBLISHED)
-    assert max(PUBLISHED) < 512
+@pytest.mark.parametrize("members", [16, 17, 18, 64, MEMBERS])
+def test_every_level_has_a_line_of_its_own_in_the_header(members: int) -> None:
+    words = published(members)
+    assert len(words) == 3 + levels(members)
+    assert len({word // 8 for word in words}) == len(words)
+    assert max(words) < header(members) // 8
+    assert header(members) % 4096 == 0
+    assert header(17) == 4096
     assert Settings.__dataclass_fields__["algorithm"].default == "auto"

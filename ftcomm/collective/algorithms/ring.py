@@ -105,6 +105,9 @@ class Ring(Algorithm):
     def __init__(self, view: GroupView, memories: Mapping[int, Memory], reducer: Reducer) -> None:
         super().__init__(view, memories, reducer)
         self.size = len(view.ring)
+        most = memories[view.me].layout.members
+        if self.size > most:
+            raise ValueError(f"a ring of {self.size} members; the segment of {view.me} has words for {most}")
         self.place = view.ring.index(view.me)
         self.left, self.right = view.ring[self.place - 1], view.ring[(self.place + 1) % self.size]
         self.turns = turns(view.ring, view.contributing, self.place)

@@ -19,6 +19,7 @@ from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.hearing import HearingProbe
 from ftcomm.transport.nixl.network import rdma_devices
 from ftcomm.transport.nixl.writer import NixlMirrorWriter
+from ftcomm.transport.segment import HOST, Layout
 
 log = logging.getLogger("ftcomm.transport")
 
@@ -59,7 +60,13 @@ class Nixl:
                 each.close()
 
     def connect(
-        self, replica: int, epoch: int, nonce: str, dial: Callable[[], Connection], on_lost: Lost
+        self,
+        replica: int,
+        epoch: int,
+        nonce: str,
+        dial: Callable[[], Connection],
+        on_lost: Lost,
+        layout: Layout = HOST,
     ) -> mirror.NixlMirror:
         """Make the reader's side of a connection, which `dial` opens. Blocks until a put has come through.
 
@@ -70,7 +77,7 @@ class Nixl:
         doubt = False
         while True:
             try:
-                return self._connect(replica, epoch, nonce, dial(), on_lost, doubt)
+                return self._connect(replica, epoch, nonce, dial(), on_lost, layout, doubt)
             except handshake.NothingCame as error:
                 if doubt and time.monotonic() > end:
                     raise
@@ -80,12 +87,12 @@ class Nixl:
             time.sleep(_AGAIN)
 
     def _connect(
-        self, replica: int, epoch: int, nonce: str, sock: Connection, on_lost: Lost, doubt: bool
+        self, replica: int, epoch: int, nonce: str, sock: Connection, on_lost: Lost, layout: Layout, doubt: bool
     ) -> mirror.NixlMirror:
         try:
             endpoint = self.endpoint()
             while True:
-                peer = mirror.NixlMirror(endpoint, endpoint.use_mirror(nonce), replica, epoch, sock, on_lost)
+                peer = mirror.NixlMirror(endpoint, endpoint.use_mirror(nonce), replica, epoch, sock, on_lost, layout)
                 try:
                     if peer.meet(doubt):
                         return peer

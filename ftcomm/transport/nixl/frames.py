@@ -8,16 +8,16 @@ mirror.
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from typing import NamedTuple
 
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.transport.segment import PUBLISHED, TAKEN
+from ftcomm.transport.segment import TAKEN
 
 # Magic, word, channel, number; of the payload: where in its region, bytes, whether it follows; value; what belongs to
 # the word.
 _HEAD = struct.Struct("<IIQQIIIQQQQ")
 _MAGIC = 0x66746E32
-WORDS = PUBLISHED
 GREETING = 0  # no word: the first frame of a channel shows that puts and notifications get through
 
 INLINE = 4096  # bytes of a payload that travels in its frame
@@ -72,9 +72,9 @@ def unpack(message: bytes) -> list[Frame]:
     return frames
 
 
-def check(frame: Frame, seen: int, epoch: int) -> None:
-    """Raise `ValueError` if this cannot be the next frame where the word holds `seen`."""
-    if frame.word not in WORDS or not seen < frame.value < (epoch + 1) << COUNTER:
+def check(frame: Frame, words: Container[int], seen: int, epoch: int) -> None:
+    """Raise `ValueError` if this cannot be the next frame where one of `words`, its word, holds `seen`."""
+    if frame.word not in words or not seen < frame.value < (epoch + 1) << COUNTER:
         raise ValueError(f"a frame that cannot be: word {frame.word}, value {frame.value:#x} after {seen:#x}")
     if frame.word == TAKEN and frame.nbytes:
         raise ValueError(f"a payload of {frame.nbytes} bytes that tells of what is taken")

@@ -33,7 +33,7 @@ from ftcomm.transport.nixl import frames, handshake
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.memory import MirrorMemory
 from ftcomm.transport.nixl.network import MEND
-from ftcomm.transport.segment import CHUNK, HEADER, SLOTS
+from ftcomm.transport.segment import CHUNK, HOST, SLOTS, Layout, header, published
 
 _GLANCE = 200e-6  # seconds between looks for a greeting
 
@@ -54,7 +54,14 @@ class NixlMirror(Peer):
     transport = "nixl"
 
     def __init__(
-        self, endpoint: NixlEndpoint, mirror: MirrorMemory, replica: int, epoch: int, sock: Connection, on_lost: Lost
+        self,
+        endpoint: NixlEndpoint,
+        mirror: MirrorMemory,
+        replica: int,
+        epoch: int,
+        sock: Connection,
+        on_lost: Lost,
+        layout: Layout = HOST,
     ) -> None:
         super().__init__(replica)
         self.endpoint, self.mirror = endpoint, mirror
@@ -62,10 +69,11 @@ class NixlMirror(Peer):
         self._quiet = self._closed = self._met = self._driven = False
         self._order = frames.InOrder()
         self._map(mirror.memory)
-        page = mmap.mmap(-1, HEADER)
+        self.published = published(layout.members)
+        page = mmap.mmap(-1, header(layout.members))  # the mirror has one of HEADER bytes, which nobody uses
         self.words = memoryview(page).cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        for word in frames.WORDS:
+        for word in self.published:
             self.words[word] = epoch << COUNTER
         self.channel = endpoint.open_channel(self)
 
@@ -157,7 +165,7 @@ class NixlMirror(Peer):
     def _apply(self, frame: frames.Frame) -> None:
         """Apply a frame. Every field is checked: a wrong one must not reach beyond the chunk that it names."""
         word, value = frame.word, frame.value
-        frames.check(frame, self.words[word] if word in frames.WORDS else 0, self._epoch)
+        frames.check(frame, self.published, self.words[word] if word in self.published else 0, self._epoch)
         base = self.place(word, frame.start, frame.nbytes)
         if frame.payload:
             self.buffer[base : base + frame.nbytes] = frame.payload

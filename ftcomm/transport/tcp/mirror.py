@@ -49,12 +49,7 @@ from ftcomm.kernels.epochs import COUNTER, COUNTS, EPOCHS
 from ftcomm.sync.doorbell import Doorbell
 from ftcomm.sync.futex import wake
 from ftcomm.transport.base import Belongs, Lost, Peer, raise_word
-from ftcomm.transport.segment import (
-    HEADER,
-    POSTED,
-    PUBLISHED,
-    TAKEN,
-)
+from ftcomm.transport.segment import HEADER, HOST, POSTED, TAKEN, Layout
 from ftcomm.transport.tcp import frames
 
 _INBOX = 4096  # bytes received at once when no large payload is under way
@@ -78,8 +73,9 @@ class TcpMirror(Peer):
 
     transport = "tcp"
 
-    def __init__(self, replica: int, epoch: int, sock: Connection | None, on_lost: Lost) -> None:
+    def __init__(self, replica: int, epoch: int, sock: Connection | None, on_lost: Lost, layout: Layout = HOST) -> None:
         super().__init__(replica)
+        self._lay_out(layout)
         self._epoch = epoch  # the epoch that this member is in, or about to enter
         self._newest = 0  # the epoch of the words; that of the writer, if it is ahead
         self._sock: Any = None
@@ -331,8 +327,8 @@ class TcpMirror(Peer):
             if of is not None:
                 of.relayed(word & frames.WORD, value, frame[5:])
             return
-        again = epoch == self._newest and word in frames.WORDS and value <= self.words[word]
-        if magic != frames.MAGIC or word not in frames.WORDS or not 0 < epoch < EPOCHS or not count or again:
+        again = epoch == self._newest and word in self.published and value <= self.words[word]
+        if magic != frames.MAGIC or word not in self.published or not 0 < epoch < EPOCHS or not count or again:
             raise ValueError(f"a frame that cannot be: magic {magic:#x}, word {word}, value {value:#x}")
         if word == TAKEN and nbytes:
             raise ValueError(f"a payload of {nbytes} bytes that tells of what is taken")
@@ -355,7 +351,7 @@ class TcpMirror(Peer):
                     self._relayed[POSTED] = self._relayed[TAKEN] = epoch << COUNTER
         if epoch > self._newest:
             self._newest = epoch
-            for word in PUBLISHED:
+            for word in self.published:
                 self.words[word] = epoch << COUNTER
 
     def _raise(self) -> None:
