@@ -23,7 +23,7 @@ from ftcomm.control.views import Address
 from ftcomm.errors import LostError
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import Segment
+from ftcomm.transport.segment import HOST, Segment, share, sized
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.coded import coded
 from tests.orphans import end_with_pytest
@@ -32,17 +32,22 @@ _HANDSHAKE = struct.Struct("<II32s")  # replica, epoch, nonce of its segment
 _PERIOD = 1009
 
 
+def weight(replica: int) -> int:
+    """So small that sums of all members are exact."""
+    return 1 << replica if replica < 12 else 40 + replica
+
+
 def pattern(replica: int, count: int) -> np.ndarray:
     """Small integers, so that sums of them are exact, and different for every set of contributors and every chunk."""
-    return np.resize(np.arange(_PERIOD, dtype=np.float32), count) * np.float32(1 << replica)
+    return np.resize(np.arange(_PERIOD, dtype=np.float32), count) * np.float32(weight(replica))
 
 
 class Member:
     """Commands come through `pipe` as (name, arguments), reports go back as tuples."""
 
-    def __init__(self, replica: int, mode: str, pipe: Connection) -> None:
+    def __init__(self, replica: int, mode: str, pipe: Connection, members: int) -> None:
         self.replica, self.mode, self.pipe = replica, mode, pipe
-        self.segment = Segment()
+        self.segment = Segment(sized(HOST, members))
         self.sending = threading.Lock()
         self.exchange = Exchange(
             replica,
@@ -101,6 +106,7 @@ class Member:
                         mode={"ring": "tcp", "hosts": "auto"}.get(self.mode, self.mode),
                         dial=lambda what, there=there: self.dial(there, epoch),  # type: ignore[misc]
                         on_lost=lambda *args: self.send("lost", *args),
+                        layout=self.segment.layout,
                     )
                 except OSError:  # it was killed meanwhile; the next view is on its way
                     return
@@ -121,7 +127,7 @@ class Member:
             raise op.error
         for start, stop, who in op.spans():
             # The pattern repeats, so a sum does too.
-            want = np.resize(np.arange(_PERIOD, dtype=np.float32), stop)[start:] * np.float32(sum(1 << m for m in who))
+            want = np.resize(np.arange(_PERIOD, dtype=np.float32), stop)[start:] * np.float32(sum(map(weight, who)))
             if wire == "fp8":
                 want = coded([pattern(m, stop)[start:] for m in who], "float32", "sum")
             if not np.array_equal(array[start:stop], want):
@@ -174,7 +180,7 @@ class Member:
         ends = [*[start for start, _, _ in runs[1:]], len(result)] if runs else []
         for (start, there, who), stop in zip(runs, ends, strict=True):
             want = np.resize(np.arange(_PERIOD, dtype=np.float32), there + stop - start)[there:]
-            if not np.array_equal(result[start:stop], want * np.float32(sum(1 << m for m in who))):
+            if not np.array_equal(result[start:stop], want * np.float32(sum(map(weight, who)))):
                 raise AssertionError(f"{kind}: elements {start}..{stop} are not what {who} gave")
         self.send("done", "")
 
@@ -184,12 +190,13 @@ class Caller(Calls):
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
         self._me, self.roster, self._exchange = member.replica, roster, member.exchange
+        self._share = share(member.segment.layout.members)
 
 
-def main(replica: int, mode: str, pipe: Connection) -> None:
+def main(replica: int, mode: str, pipe: Connection, members: int) -> None:
     """Serve until told to end, or until the test is gone."""
     end_with_pytest()
-    member = Member(replica, mode, pipe)
+    member = Member(replica, mode, pipe, members)
     calls: Any = itertools.count()
     try:
         while True:

@@ -32,7 +32,7 @@ class Job:
         self.addresses: dict[int, Any] = {}
         for replica in range(count):
             near, far = _context.Pipe()
-            process = _context.Process(target=main, args=(replica, mode, far), daemon=True)
+            process = _context.Process(target=main, args=(replica, mode, far, count), daemon=True)
             process.start()
             far.close()
             self.processes[replica], self.pipes[replica] = process, near
@@ -184,6 +184,27 @@ def one_after_the_other(
     job.reduce(count, wire=wire)
     (result,) = job.results()
     assert result[2] == ((0, count, tuple(job.processes)),)
+
+
+@pytest.mark.parametrize("mode", ["shm", "tcp", "ring"])
+def test_24_members_lose_two_in_mid_op(jobs: list[Job], mode: str) -> None:
+    """Beyond the 17 members for which the first page of a segment has words."""
+    job = Job(24, mode)
+    jobs.append(job)
+    job.start()
+    for count, lost in ((1000, ()), (300_000, (23, 5)), (300_000, ())):
+        members = tuple(job.processes)
+        job.reduce(count)
+        if lost:
+            job.receive(members[0], "started")
+            for replica in lost:
+                job.kill(replica)
+            job.view()
+        (result,) = job.results()
+        assert {m for _, _, who in result[2] for m in who} >= set(job.processes)
+        assert lost or result[2] == ((0, count, members),)
+    job.start_all("call", "allgather", 200_000, tuple(job.processes))
+    assert job.results() == {("",)}
 
 
 KINDS = ("broadcast", "allgather", "gather", "scatter", "alltoall", "reduce", "reduce_scatter", "barrier")

@@ -166,6 +166,13 @@ def test_only_large_ops_of_groups_that_have_a_ring_go_around() -> None:
         GroupView(1, 0, members, frozenset(members), False, (2, 0))
 
 
+def test_a_ring_that_the_segment_has_no_words_for() -> None:
+    members = tuple(range(17))
+    view = GroupView(1, 0, members, frozenset(members), False, members)
+    with pytest.raises(ValueError, match="a ring of 17 members; the segment of 0 has words for 16"):
+        Ring(view, {0: TinyMemory(0)}, Reducer())
+
+
 @pytest.mark.parametrize("members", [16, 17, 18, 64, MEMBERS])
 def test_every_level_has_a_line_of_its_own_in_the_header(members: int) -> None:
     words = published(members)

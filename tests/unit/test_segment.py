@@ -9,9 +9,30 @@ import textwrap
 import numpy as np
 import pytest
 
+from ftcomm.control.limits import KERNEL_MEMBERS, MEMBERS
 from ftcomm.errors import TransportError
+from ftcomm.kernels.device.words import MOST_MEMBERS
 from ftcomm.kernels.epochs import COUNTER
-from ftcomm.transport.segment import CHUNK, HEADER, HOST, POSTED, REDUCED, SIZE, SLOTS, OtherEngine, Segment, wrong
+from ftcomm.transport.segment import (
+    CHUNK,
+    HEADER,
+    HOP,
+    HOST,
+    LEAST,
+    MIRRORS,
+    POSTED,
+    REDUCED,
+    SIZE,
+    SLOTS,
+    Layout,
+    OtherEngine,
+    Segment,
+    level,
+    levels,
+    share,
+    sized,
+    wrong,
+)
 from ftcomm.transport.shm import ShmPeer
 
 
@@ -39,14 +60,37 @@ def test_a_peer_sees_words_and_staging_and_cannot_write() -> None:
             os.ftruncate(file.fileno(), 0)
 
 
-def test_regions_and_slots_do_not_overlap() -> None:
-    segment = Segment()
+def test_a_segment_of_many_members_is_opened_by_those_who_expect_as_many() -> None:
+    layout = sized(HOST, 64)
+    segment = Segment(layout)
+    segment.words[level(levels(64))] = 7
+    peer = ShmPeer(3, os.getpid(), segment.fd, segment.nonce, layout)
+    assert peer.words[level(levels(64))] == 7
+    with pytest.raises(TransportError, match=f"it has {layout.size} bytes, not {SIZE}"):
+        open_peer(segment)
+    assert "for 64 members" in str(layout)
+    assert all(sized(HOST, members) is HOST for members in range(1, LEAST + 1))
+    assert MOST_MEMBERS == KERNEL_MEMBERS
+
+
+@pytest.mark.parametrize("members", range(2, MEMBERS + 1))
+def test_what_a_member_gives_another_one_shrinks_with_their_number(members: int) -> None:
+    assert HOP <= share(members) <= CHUNK
+    assert members > 16 or share(members) == CHUNK
+    assert members > 128 or SLOTS * share(members) * members <= MIRRORS
+
+
+@pytest.mark.parametrize("layout", [HOST, sized(HOST, 64)])
+def test_regions_and_slots_do_not_overlap(layout: Layout) -> None:
+    segment = Segment(layout)
+    segment.words[max(segment.published)] = 7
     carrier = np.dtype(np.uint8)
     parts = [segment.carve(region, slot, 0, CHUNK, carrier) for region in (POSTED, REDUCED) for slot in range(SLOTS)]
     for value, part in enumerate(parts, start=1):
         part[...] = value
     assert [int(part.min()) for part in parts] == [int(part.max()) for part in parts] == list(range(1, 2 * SLOTS + 1))
-    assert wrong(segment.words, segment.nonce) is None
+    assert segment.words[max(segment.published)] == 7
+    assert wrong(segment.words, segment.nonce, layout) is None
     assert SIZE <= 32 << 20
 
 

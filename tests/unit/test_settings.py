@@ -70,6 +70,10 @@ def test_everything() -> None:
         ({"FTCOMM_REPLICA": "-1"}, "expected a replica number from 0"),
         ({"FTCOMM_REPLICAS": "0"}, "of which there is at least one"),
         ({"FTCOMM_RANK": "1"}, "expected a rank from 0 to 0"),
+        (
+            {"FTCOMM_REPLICAS": "17", "FTCOMM_ENGINE": "gpu-kernel"},
+            "FTCOMM_REPLICAS=17 with FTCOMM_ENGINE=gpu-kernel, whose kernels have room for 16 replicas; set",
+        ),
         ({"FTCOMM_ENGINE": "gpu"}, "FTCOMM_ENGINE='gpu'; expected one of auto, host, gpu-reduce, gpu-kernel"),
         ({"FTCOMM_ENGINE": "cuda"}, "set FTCOMM_ENGINE=gpu-kernel for kernels that run whole ops on one host"),
         ({"FTCOMM_ENGINE": "interpret"}, "else FTCOMM_ENGINE=interpreter-reduce"),
