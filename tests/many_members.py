@@ -2,9 +2,9 @@
 
     python -m tests.many_members --members 24,64 --mode tcp
 
-Prints by how many megabytes the memory of a rank has grown, on top of its segment, behind each thing that the group has
-done; medians over all ranks. A rank is a process of its own, forked from one that has imported what all need, so what is
-counted is what it alone has written (Private_Dirty of smaps_rollup).
+Prints by how many megabytes the memory of a rank has grown, on top of its segment, behind each thing that the group
+has done; medians over all ranks. A rank is a process of its own, forked from one that has imported what all need, so
+what is counted is what it alone has written (Private_Dirty of smaps_rollup).
 """
 
 from __future__ import annotations
