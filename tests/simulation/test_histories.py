@@ -47,6 +47,14 @@ def test_no_promise_is_broken(kind: str) -> None:
         assert views > 2
 
 
+@pytest.mark.parametrize(("kind", "members", "seed"), [("kills", 24, 0), ("kills", 24, 1), ("storm", 24, 3)])
+def test_no_promise_is_broken_among_many(kind: str, members: int, seed: int) -> None:
+    """Of more members than the first page of a segment has words for. `ftcomm simulate --members 24..64` runs more."""
+    history = run(seed, members, members, kind)
+    assert not history.broken, history.broken
+    assert history.views > 1
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     told: bool, monkeypatch: pytest.MonkeyPatch
