@@ -284,7 +284,7 @@ def test_chaos_waits_for_a_job_that_is_starting(monkeypatch: pytest.MonkeyPatch)
     answers = [msgspec.structs.replace(status, epoch=0)] * 3 + [status]
     monkeypatch.setattr(run, "TICK", 0.0)
     assert run.when_formed(lambda: answers.pop(0)) is status
-    monkeypatch.setattr(run, "FORMED", 0.0)
+    monkeypatch.setattr(run, "STARTED", 0.0)
     with pytest.raises(FtcommError, match="have not met within 0 s; ask `ftcomm why`"):
         run.when_formed(lambda: msgspec.structs.replace(status, epoch=0))
 

@@ -35,7 +35,7 @@ from ftcomm.launch.rundir import VIEWS
 
 LOOK = 0.5  # s between looks at the job's status
 SAMPLE = 2.0  # s between looks at the processes
-FORMED = 120.0  # s that a job may take to start
+STARTED = 120.0  # s that processes may take to come to the job: theirs is the time of imports, on a busy machine
 TICK = 0.1  # s that we listen at most before something else is looked at
 SETTLE = 60.0  # s that we wait for the job to be whole before the next fault all the same
 OVER = 10.0  # s on top of what the timeouts allow before the job counts as hung
@@ -286,7 +286,11 @@ class Chaos:
             self._outcome.failures.append(f"no step for {now - self._progress[1]:.0f} s; the last was {step}")
             self._outcome.ranks = where_they_stand(status)
             return True
-        stuck = [record for record in self._ledger.open if now - record.injected > self._limit() + SETTLE]
+        stuck = [
+            record
+            for record in self._ledger.open
+            if now - record.injected > self._limit() + SETTLE + (STARTED if record.removed else 0.0)
+        ]
         if stuck:
             self._outcome.failures.append(f"not over after {now - stuck[0].injected:.0f} s: {stuck[0].fault}")
             self._outcome.ranks = where_they_stand(status)
@@ -321,10 +325,12 @@ def _in_words(record: FaultRecord) -> str:
 
 def when_formed(look: Callable[[], protocol.Status]) -> protocol.Status:
     """Returns the status once the replicas have met: before, their ranks may not have come to their own code."""
-    status, end = look(), time.monotonic() + FORMED
+    status, end = look(), time.monotonic() + STARTED
     while not status.epoch:
         if time.monotonic() >= end:
-            raise FtcommError(f"the replicas have not met within {FORMED:g} s; ask `ftcomm why` whom the job waits for")
+            raise FtcommError(
+                f"the replicas have not met within {STARTED:g} s; ask `ftcomm why` whom the job waits for"
+            )
         time.sleep(TICK)
         status = look()
     return status
