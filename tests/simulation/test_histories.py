@@ -26,12 +26,12 @@ from ftcomm.simulation.world import World
 
 pytestmark = pytest.mark.protocol
 
-SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "1000"))
+SEEDS = int(os.environ.get("FTCOMM_SIMULATION_SEEDS", "500"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_promise_is_broken(kind: str) -> None:
-    """As many histories of each kind as `ftcomm simulate` draws of `SEEDS`, and at least 40; and they do something.
+    """As many histories of each kind as `ftcomm simulate` draws of `SEEDS`, and at least 20; and they do something.
     Of every fourth there are up to 16 members. Those take most of the time, and all that test_mutations.py takes out is
     noticed among up to 6."""
     count = max(SEEDS // 25, SEEDS * KINDS[kind] // sum(KINDS.values()))
