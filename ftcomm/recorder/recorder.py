@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +77,7 @@ class Recorder:
         self.words = memoryview(memory).cast("Q")
         self.times = memoryview(memory).cast("d")
         self.next = itertools.cycle(range(shape.ring, shape.text, RECORD))
+        deque(itertools.islice(self.next, shape.records), maxlen=0)  # the first time round it takes memory
         self._phases = itertools.count(1)
         self._lock = threading.Lock()  # guards texts and groups
         self._texts: dict[str, int] = {"": 0}
