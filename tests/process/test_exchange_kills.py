@@ -186,7 +186,7 @@ def one_after_the_other(
     assert result[2] == ((0, count, tuple(job.processes)),)
 
 
-@pytest.mark.parametrize("mode", ["shm", "tcp", "ring"])
+@pytest.mark.parametrize("mode", ["shm", "ring"])  # the ring runs over TCP
 def test_24_members_lose_two_in_mid_op(jobs: list[Job], mode: str) -> None:
     """Beyond the 17 members for which the first page of a segment has words."""
     job = Job(24, mode)
