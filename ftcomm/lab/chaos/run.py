@@ -92,7 +92,8 @@ class Chaos:
             AdminClient(self._path) as events,
             contextlib.ExitStack() as stack,
         ):
-            status = when_formed(self._remote.status)
+            told = any(kind in TOLD for kind in self._options.kinds)
+            status = when_formed(self._remote.status) if told else self._remote.status()
             kinds = possible(status, self._options.kinds, self._say)
             events.ask(protocol.GetEvents())
             self._outcome = ChaosOutcome(self._options, status, FaultLedger(len(status.replicas)), Leaks())
@@ -324,7 +325,7 @@ def _in_words(record: FaultRecord) -> str:
 
 
 def when_formed(look: Callable[[], protocol.Status]) -> protocol.Status:
-    """Returns the status once the replicas have met: before, their ranks may not have come to their own code."""
+    """Returns the status once the replicas have met: before, their ranks may not listen to what signals tell them."""
     status, end = look(), time.monotonic() + STARTED
     while not status.epoch:
         if time.monotonic() >= end:
