@@ -24,22 +24,16 @@ help: ## this list
 demo: setup ## train four replicas, kill one inside an all-reduce, watch the others go on (ARGS="--help")
 	$(VENV)/bin/ftcomm demo $(ARGS)
 
-# Both at once, since the jobs of real processes wait for most of their time: what computes takes what they leave (nice).
-# The latter starts no processes of a job, so that the kernels' tests fork from one that has no threads of them. Whoever
-# is free takes the next test, the longest first (tests/conftest.py). A selection may be empty (pytest's exit code 5).
-# Each writes a log; the first is shown as it grows, then the second.
+# First those that start no processes of a job, so that the kernels' tests fork from one that has no threads of them:
+# three at a time, for two cores, since some wait. Then those that do, which wait for longer: four. Whoever is
+# free takes the next one, the longest first (tests/conftest.py). A selection may be empty (pytest's exit code 5).
 PURE := tests/unit tests/kernels tests/simulation
 NEXT := --dist load --maxschedchunk 1
-LOGS := build/tests
 define RUN_TESTS
-	@mkdir -p $(LOGS); for each in functions jobs; do : > $(LOGS)/$(1)-$$each.log; done
-	@echo "==> $(1): functions, kernels and histories, and beside them jobs of real processes (logs: $(LOGS)/$(1)-*.log)"
-	@trap "wait; exit 130" INT; failed=0; log=$(LOGS)/$(1); \
-	{ nice -n 5 $(1)/bin/python -m pytest $(PURE) -q -n 3 $(NEXT) $(2) $(ARGS) > $$log-functions.log 2>&1 || test $$? -eq 5; } & functions=$$!; \
-	{ $(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 4 $(NEXT) $(2) $(ARGS) > $$log-jobs.log 2>&1 || test $$? -eq 5; } & jobs=$$!; \
-	echo "==> $(1): functions, kernels and histories"; tail -n +1 -f --pid=$$functions $$log-functions.log; wait $$functions || failed=1; \
-	echo "==> $(1): jobs of real processes"; tail -n +1 -f --pid=$$jobs $$log-jobs.log; wait $$jobs || failed=1; \
-	exit $$failed
+	@echo "==> $(1): functions, kernels and histories"
+	@$(1)/bin/python -m pytest $(PURE) -q -n 3 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
+	@echo "==> $(1): jobs of real processes"
+	@$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) -q -n 4 $(NEXT) $(2) $(ARGS) || test $$? -eq 5
 endef
 
 test: setup lint types ## lint, type check and every test, on the pinned torch
