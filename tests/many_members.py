@@ -1,6 +1,6 @@
 """What a rank of a group of many members takes of memory, by the transport that its members reach each other by.
 
-    python -m tests.many_members --members 24,64 --mode tcp
+    python -m tests.many_members --members 4,16,24 --mode tcp
 
 Prints by how many megabytes the memory of a rank has grown, on top of its segment, behind each thing that the group
 has done; medians over all ranks. A rank is a process of its own, forked from one that has imported what all need, so
@@ -29,7 +29,7 @@ def taken(job: Job) -> float:
 
 
 @click.command()
-@click.option("--members", default="24,64", show_default=True, metavar="N,N")
+@click.option("--members", default="4,16,24", show_default=True, metavar="N,N")
 @click.option("--mode", type=click.Choice(["tcp", "ring"]), default="tcp", show_default=True)
 def main(members: str, mode: str) -> None:
     for count in map(int, members.split(",")):
