@@ -99,6 +99,17 @@ def test_a_kill_from_injection_to_the_return() -> None:
     assert not book.innocent
 
 
+def test_a_replica_that_was_removed_has_the_time_of_a_start_to_come_back() -> None:
+    book = ledger()
+    stop = book.add(Fault(1, "stop", (1,), (0,)), 10.0)
+    assert book.stuck(71.0, 60.0, 120.0) == [stop]
+    book.feed(view(20.0, 2, {0, 2}))
+    assert (book.stuck(189.0, 60.0, 120.0), book.stuck(191.0, 60.0, 120.0)) == ([], [stop])
+    book.healed(stop, 191.0)
+    book.feed(view(192.0, 3, {0, 1, 2}))
+    assert not book.stuck(1000.0, 60.0, 120.0)
+
+
 def test_a_gap_of_a_replica_that_another_fault_hit_does_not_count() -> None:
     book = ledger()
     book.feed(step(10.0, 0, 1))

@@ -77,6 +77,11 @@ class FaultLedger:
     def open(self) -> list[FaultRecord]:
         return [record for record in self.records if record.closed is None]
 
+    def stuck(self, now: float, limit: float, start: float) -> list[FaultRecord]:
+        """The faults that have been open for longer than `limit` seconds, and, of a replica that was removed, for
+        as long as a `start` takes on top."""
+        return [each for each in self.open if now - each.injected > limit + (start if each.removed else 0.0)]
+
     @property
     def touched(self) -> frozenset[int]:
         return frozenset(replica for record in self.open for replica in record.fault.replicas)

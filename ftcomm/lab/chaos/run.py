@@ -287,11 +287,7 @@ class Chaos:
             self._outcome.failures.append(f"no step for {now - self._progress[1]:.0f} s; the last was {step}")
             self._outcome.ranks = where_they_stand(status)
             return True
-        stuck = [
-            record
-            for record in self._ledger.open
-            if now - record.injected > self._limit() + SETTLE + (STARTED if record.removed else 0.0)
-        ]
+        stuck = self._ledger.stuck(now, self._limit() + SETTLE, STARTED)
         if stuck:
             self._outcome.failures.append(f"not over after {now - stuck[0].injected:.0f} s: {stuck[0].fault}")
             self._outcome.ranks = where_they_stand(status)
