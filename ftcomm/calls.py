@@ -27,7 +27,7 @@ from ftcomm.p2p.calls import Messages
 from ftcomm.process.turn import Series, Turn
 from ftcomm.recorder.callers import find, known
 from ftcomm.recorder.files import process_recorder
-from ftcomm.transport.segment import CHUNK
+from ftcomm.transport.segment import CHUNK, slot_payload
 
 Array = np.ndarray[Any, Any]
 
@@ -120,13 +120,16 @@ class Calls(Messages):
     """
 
     _turn: Turn[Operation]
-    _share = CHUNK  # see `ftcomm.transport.segment.share`; the same on all members
     _site: tuple[CodeType | None, int, int] = (None, 0, 0)  # the last place of a call, and how it is recorded
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
         made._turn = Turn(_done)
         return made
+
+    def __init__(self, members: int) -> None:
+        """`members`: the most that the group may have, the same number on all of them."""
+        self._slot_payload = slot_payload(members)
 
     _exchange: GroupExchange[Any]
     _engine: CallEngine = HostCalls()
@@ -228,7 +231,7 @@ class Calls(Messages):
         staged = stage(x)
         roster, me = self.roster, self.rank
         size = staged.flat.itemsize
-        plan = schedule.reduce(len(staged.flat), roster, me, root, self._share, size)
+        plan = schedule.reduce(len(staged.flat), roster, me, root, self._slot_payload, size)
         made = ScheduledOperation(plan, staged.flat, staged.flat, staged.dtype, op, len(staged.flat), size)
         return self._carry_out(made, x, staged.finish if me == root else None, async_op)
 
@@ -255,7 +258,7 @@ class Calls(Messages):
         count = given.flat.size
         own = into.flat[me * count : (me + 1) * count]
         in_place = _same(own, given.flat)
-        plan = schedule.allgather(count, roster, me, in_place, self._share, 1)
+        plan = schedule.allgather(count, roster, me, in_place, self._slot_payload, 1)
         source = into.flat if in_place else _apart(given.flat, into.flat)
         op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
@@ -322,7 +325,7 @@ class Calls(Messages):
         into = self._only_at_root("gather", "out", out, to_write, root)
         if me == root:
             self._fits("gather", "out", into, given.count * len(roster), given)
-        plan = schedule.gather(given.flat.size, roster, me, root, self._share, 1)
+        plan = schedule.gather(given.flat.size, roster, me, root, self._slot_payload, 1)
         op = ScheduledOperation(
             plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", given.count, given.size
         )

@@ -46,7 +46,7 @@ from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.address import open_port, own_address
 from ftcomm.transport.connect import prepare
 from ftcomm.transport.router import ALL, P2P, PURPOSE, ConnectionRouter
-from ftcomm.transport.segment import LIVES, life, share
+from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
     from ftcomm.subgroup import Subgroup
@@ -80,6 +80,7 @@ class Group(Calls):
         coordinator = split_endpoint(settings.coordinator, "FTCOMM_COORDINATOR")
         host = own_address(settings.host, coordinator, "FTCOMM_COORDINATOR", settings.init_timeout)
         self.settings = settings = dataclasses.replace(settings, host=host)
+        super().__init__(settings.replicas)
         mine = credentials.of(settings)
         self._recorder = files.begin(_owner(settings), settings.coordinator)
         self._stacks = stacks.serve(files.own_path())
@@ -111,7 +112,6 @@ class Group(Calls):
             on_died=lambda replica, epoch: self._agent.suspect(replica, epoch, "its process died", proof=True),
         )
         self._segment, self._exchange = communicator.segment, communicator.exchange
-        self._share = share(settings.replicas)
         data_plane = LocalDataPlane(
             settings.shard,
             communicator,

@@ -52,7 +52,7 @@ from ftcomm.process.own import own_process
 from ftcomm.recorder.layout import GroupKind
 from ftcomm.transport.base import Lost
 from ftcomm.transport.router import ASK, ENTERED, P2P, PURPOSE, Incoming
-from ftcomm.transport.segment import HOST, Segment, share, sized
+from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -102,6 +102,7 @@ class Subgroup(Calls):
                 f"group {name!r} of replicas {list(replicas)} at replica {group.replica}; expected this one among "
                 "them, and each once"
             )
+        super().__init__(len(replicas))
         self._group, self.replica = group, group.replica
         self.internals = group.internals
         self.called: tuple[int, int] | None = None  # when, if one thread makes the calls of others; see `Internals`
@@ -115,7 +116,7 @@ class Subgroup(Calls):
         self._p2p = JobProgressEngine(self.replica, group.shard, self._dial_p2p)
         engine = HostEngine(
             group.replica,
-            Segment(sized(HOST, len(replicas)), later=True),  # programs have many groups of which they use few
+            Segment(members=len(replicas), later=True),  # programs have many groups of which they use few
             settings.transport,
             deadlines(settings.timeouts),
             verify=settings.verify,
@@ -131,7 +132,6 @@ class Subgroup(Calls):
             GroupKind.SUBGROUP,
         )
         self._segment = communicator.segment
-        self._share = share(len(replicas))
         exchange = communicator.exchange
         assert isinstance(exchange, Exchange), "the ops of subgroups are driven by the host"
         self.exchange = self._exchange = exchange

@@ -14,7 +14,7 @@ from ftcomm.p2p.slots import Slots
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.settings import Settings
 from ftcomm.transport.base import Peer
-from ftcomm.transport.segment import CHUNK, HOST, Layout, Segment, layout_for, sized
+from ftcomm.transport.segment import CHUNK, HOST, Layout, Segment, layout_for
 
 if TYPE_CHECKING:
     from ftcomm.calls import Calls
@@ -65,7 +65,7 @@ class HostEngine(HostCalls):
 
     @classmethod
     def of_job(cls, settings: Settings, layout: Layout = HOST, reducer: Reducer | None = None) -> HostEngine:
-        segment = Segment(sized(layout_for(settings.transport, layout), settings.replicas))
+        segment = Segment(layout_for(settings.transport, layout), members=settings.replicas)
         return cls(
             settings.replica,
             segment,

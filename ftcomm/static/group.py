@@ -64,7 +64,7 @@ from ftcomm.static.endpoint import Endpoint, parse, shown
 from ftcomm.static.pairs import Arrivals, Pairs, PeerInfo, discard, meet
 from ftcomm.sync.robust_mutex import hold, release
 from ftcomm.transport.router import LINK, P2P, PURPOSE, ConnectionRouter, Incoming
-from ftcomm.transport.segment import HOST, LIVES, Segment, life, share, sized
+from ftcomm.transport.segment import LIVES, Segment, life
 
 if TYPE_CHECKING:
     from ftcomm.control.sealed import Channel
@@ -109,6 +109,7 @@ class StaticGroup(Calls):
             if not 0 < seconds < float("inf"):
                 raise ArgumentError(f"group {name!r}: {what}={seconds}; expected a positive number of seconds")
         room_for(len(infos) - 1, f"group {name!r} of {len(infos)} members")
+        super().__init__(len(infos))
         self.roster = tuple(range(len(infos)))
         self.op_timeout = op_timeout
         self._infos = tuple(infos)
@@ -120,7 +121,7 @@ class StaticGroup(Calls):
         self._communicator = communicator = Communicator(
             name,
             me,
-            HostEngine(me, Segment(sized(HOST, len(infos))), transport, deadlines, verify=verify),
+            HostEngine(me, Segment(members=len(infos)), transport, deadlines, verify=verify),
             Events(self._stalled, self._broken, self._connection_ended, self._diverged),
             self._p2p,
             terms,
@@ -130,7 +131,6 @@ class StaticGroup(Calls):
         exchange = communicator.exchange
         assert isinstance(exchange, Exchange), "the ops of static groups are driven by the host"
         self._segment, self._exchange = communicator.segment, exchange
-        self._share = share(len(infos))
         members = hashlib.blake2b("\n".join(info.name for info in infos).encode(), digest_size=16).hexdigest()
         # The lock guards the next three.
         self._membership = StaticMembership(

@@ -117,9 +117,9 @@ def sized(layout: Layout, members: int) -> Layout:
     return dataclasses.replace(layout, members=members, staging_at=at, size=at + 2 * STAGED)
 
 
-def share(members: int) -> int:
-    """Returns how many bytes a member may stage for another one in a task in which all stage as much for that one: the
-    mirrors of a group of up to 128 members then take no more than `MIRRORS` bytes."""
+def slot_payload(members: int) -> int:
+    """Returns the most bytes of a slot that a member fills for another one in a task in which all fill as much for that
+    one: the mirrors of a group of up to 128 members then take no more than `MIRRORS` bytes."""
     return min(CHUNK, max(HOP, MIRRORS // SLOTS // members // HOP * HOP))
 
 
@@ -214,12 +214,13 @@ class Memory:
 class Segment(Memory):
     """The own memory of this rank. Its address for others is the process id, `fd` and `nonce`.
 
-    All of it is reserved and touched here, or, with `later`, by `reserve`, which must come before anything is staged:
-    to run out of memory later would be a signal in the middle of a copy, and a first touch costs a page fault every 4
-    KB. Raises `TransportError` if the memory cannot be had.
+    It has words for `members`, if `layout` has fewer. All of it is reserved and touched here, or, with `later`, by
+    `reserve`, which must come before anything is staged: to run out of memory later would be a signal in the middle of
+    a copy, and a first touch costs a page fault every 4 KB. Raises `TransportError` if the memory cannot be had.
     """
 
-    def __init__(self, layout: Layout = HOST, *, later: bool = False) -> None:
+    def __init__(self, layout: Layout = HOST, *, members: int = LEAST, later: bool = False) -> None:
+        layout = sized(layout, members)
         self._lay_out(layout)
         size = layout.size
         self.nonce = secrets.token_hex(16)

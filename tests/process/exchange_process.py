@@ -23,7 +23,7 @@ from ftcomm.control.views import Address
 from ftcomm.errors import LostError
 from ftcomm.transport.base import Peer
 from ftcomm.transport.connect import connect
-from ftcomm.transport.segment import HOST, Segment, share, sized
+from ftcomm.transport.segment import Segment
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 from tests.coded import coded
 from tests.orphans import end_with_pytest
@@ -47,7 +47,7 @@ class Member:
 
     def __init__(self, replica: int, mode: str, pipe: Connection, members: int) -> None:
         self.replica, self.mode, self.pipe = replica, mode, pipe
-        self.segment = Segment(sized(HOST, members))
+        self.segment = Segment(members=members)
         self.sending = threading.Lock()
         self.exchange = Exchange(
             replica,
@@ -189,8 +189,8 @@ class Caller(Calls):
     """The calls of a group."""
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
+        super().__init__(member.segment.layout.members)
         self._me, self.roster, self._exchange = member.replica, roster, member.exchange
-        self._share = share(member.segment.layout.members)
 
 
 def main(replica: int, mode: str, pipe: Connection, members: int) -> None:

@@ -29,6 +29,7 @@ class Caller(Calls):
     stamp, lag = UNKNOWN, 0
 
     def __init__(self, member: Member, roster: tuple[int, ...]) -> None:
+        super().__init__(len(roster))
         self._me, self.roster, self._exchange = member.replica, roster, member.exchange
 
     def _when(self) -> tuple[int, int]:

@@ -325,7 +325,7 @@ def test_an_op_calls_no_more_functions_than_it_needs() -> None:
             """As that of `Group`, which calls nothing in a replica that runs."""
 
     exchange, segment = mirrored()
-    caller, array, called = Member(), np.zeros(256, np.float32), 0
+    caller, array, called = Member(2), np.zeros(256, np.float32), 0
     caller._exchange = exchange
 
     def count(frame: FrameType, event: str, _: object) -> None:

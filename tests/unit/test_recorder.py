@@ -334,7 +334,7 @@ def test_each_call_is_recorded_with_its_line_whatever_functions_it_goes_through(
         called.append(op.caller)
         op.finish()
 
-    group, x = Alone(), np.zeros(4, np.float32)
+    group, x = Alone(1), np.zeros(4, np.float32)
     group._exchange = SimpleNamespace(run=run)  # type: ignore[assignment]
     inside: Any = {"__name__": "ftcomm.training.some", "group": group}
     exec("def reduce(x):\n    group.allreduce(x)\n", inside)

@@ -29,8 +29,8 @@ from ftcomm.transport.segment import (
     Segment,
     level,
     levels,
-    share,
     sized,
+    slot_payload,
     wrong,
 )
 from ftcomm.transport.shm import ShmPeer
@@ -62,7 +62,7 @@ def test_a_peer_sees_words_and_staging_and_cannot_write() -> None:
 
 def test_a_segment_of_many_members_is_opened_by_those_who_expect_as_many() -> None:
     layout = sized(HOST, 64)
-    segment = Segment(layout)
+    segment = Segment(members=64)
     segment.words[level(levels(64))] = 7
     peer = ShmPeer(3, os.getpid(), segment.fd, segment.nonce, layout)
     assert peer.words[level(levels(64))] == 7
@@ -75,9 +75,9 @@ def test_a_segment_of_many_members_is_opened_by_those_who_expect_as_many() -> No
 
 @pytest.mark.parametrize("members", range(2, MEMBERS + 1))
 def test_what_a_member_gives_another_one_shrinks_with_their_number(members: int) -> None:
-    assert HOP <= share(members) <= CHUNK
-    assert members > 16 or share(members) == CHUNK
-    assert members > 128 or SLOTS * share(members) * members <= MIRRORS
+    assert HOP <= slot_payload(members) <= CHUNK
+    assert members > 16 or slot_payload(members) == CHUNK
+    assert members > 128 or SLOTS * slot_payload(members) * members <= MIRRORS
 
 
 @pytest.mark.parametrize("layout", [HOST, sized(HOST, 64)])
