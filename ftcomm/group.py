@@ -19,7 +19,6 @@ from ftcomm.collective.operation import stamp_of
 from ftcomm.collective.roster import NONE
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms
-from ftcomm.compare import compare
 from ftcomm.control import fork
 from ftcomm.control import messages as m
 from ftcomm.control.agent import ACK, Agent
@@ -259,6 +258,8 @@ class Group(Calls):
         differ from the majority and the first entries that differ, and `StateError` for what cannot be compared. The
         group goes on in either case.
         """
+        from ftcomm.compare import compare
+
         return compare(state, self)
 
     # -- membership ----------------------------------------------------------------------------------------------

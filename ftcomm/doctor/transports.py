@@ -7,7 +7,6 @@ import os
 from ftcomm.doctor.check import Finding
 from ftcomm.settings import TRANSPORTS
 from ftcomm.sync.futex import TOTAL_STORE_ORDER
-from ftcomm.transport.nixl import context as nixl
 from ftcomm.transport.nixl import network as nixl_network
 
 
@@ -15,7 +14,7 @@ def chosen() -> list[Finding]:
     mode = os.environ.get("FTCOMM_TRANSPORT", "auto")
     if mode not in TRANSPORTS:
         return [Finding("transport", "wrong", f"FTCOMM_TRANSPORT={mode}", f"Set it to one of {', '.join(TRANSPORTS)}.")]
-    beyond = "nixl" if nixl.rdma_available() else "tcp"
+    beyond = "nixl" if nixl_network.rdma_available() else "tcp"
     if mode == "nixl" and not nixl_network.here().between_hosts:
         said = "FTCOMM_TRANSPORT=nixl, and there is no RDMA: only ranks of this host are reached"
         return [Finding("transport", "note", said, nixl_network.MEND)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ftcomm.control.liveness import boot, network, pids
 from ftcomm.control.sealed import Connection
@@ -19,9 +19,7 @@ from ftcomm.settings.tuning import BUILT_IN, Tuning, differ
 from ftcomm.sync.futex import TOTAL_STORE_ORDER, Waiter
 from ftcomm.transport.base import Lost, MirrorWriter, Peer, Poller
 from ftcomm.transport.nixl import network as nixl_network
-from ftcomm.transport.nixl.context import get_nixl, rdma_available
-from ftcomm.transport.nixl.mirror import NixlMirror
-from ftcomm.transport.nixl.poller import NixlPoller
+from ftcomm.transport.nixl.network import rdma_available
 from ftcomm.transport.secure import plane
 from ftcomm.transport.segment import HOST, Layout, OtherEngine, Segment
 from ftcomm.transport.shm import ShmPeer
@@ -29,12 +27,17 @@ from ftcomm.transport.tcp.mirror import TcpMirror
 from ftcomm.transport.tcp.poller import TcpPoller
 from ftcomm.transport.tcp.writer import TcpMirrorWriter
 
+if TYPE_CHECKING:
+    from ftcomm.transport.nixl.context import Nixl
+
 log = logging.getLogger("ftcomm.transport")
 
 Dial = Callable[[str], Connection]  # what the connection is for
 
 
 TCP, NIXL = CONNECTIONS = "data", "nixl"  # the purpose of a connection
+
+_nixl_name = ""  # how the names of its agents begin
 
 
 class AdmitsWriters(Protocol):
@@ -46,9 +49,19 @@ class AdmitsWriters(Protocol):
 def prepare(mode: str, name: str) -> None:
     """Name the NIXL of this process, and load it if FTCOMM_TRANSPORT=`mode` asks for it, so that a lack of it is an
     error before the job is joined. Raises `TransportError`."""
-    nixl = get_nixl(name)
+    global _nixl_name
+    _nixl_name = name
     if mode == "nixl":
-        nixl.endpoint()
+        own_nixl().endpoint()
+    elif rdma_available():
+        own_nixl()  # so that it is closed after the job was left, as what was begun first is closed last
+
+
+def own_nixl() -> Nixl:
+    """Returns the NIXL of this process. Its modules are imported here: who shares memory or uses TCP needs none."""
+    from ftcomm.transport.nixl.context import get_nixl
+
+    return get_nixl(_nixl_name)
 
 
 def by_tcp(mode: str) -> bool:
@@ -117,7 +130,7 @@ def connect(
             network = nixl_network.here()
             if here.boot != there.boot and not network.between_hosts:
                 raise TransportError(f"it runs on another host, and UCX may use {network.name}. {nixl_network.MEND}")
-            peer = get_nixl().connect(replica, epoch, there.nonce, lambda: dial(NIXL), on_lost, layout)
+            peer = own_nixl().connect(replica, epoch, there.nonce, lambda: dial(NIXL), on_lost, layout)
             peer.nonce = there.nonce
             return peer
         except (TransportError, OSError) as error:
@@ -147,7 +160,7 @@ def accept(
         exchange.admit(TcpMirrorWriter(plane(connection, data), replica, epoch, life))
         return
     try:
-        writer = get_nixl().accept(replica, epoch, connection, on_lost)
+        writer = own_nixl().accept(replica, epoch, connection, on_lost)
         writer.life = life
         exchange.admit(writer)
     except (TransportError, OSError) as error:
@@ -162,12 +175,16 @@ def poller_for(peers: Iterable[Peer], waiter: Waiter) -> Poller | None:
     """
     peers = list(peers)
     by_tcp = [peer for peer in peers if isinstance(peer, TcpMirror)]
-    by_nixl = [peer for peer in peers if isinstance(peer, NixlMirror)]
+    nixl = any(peer.transport == "nixl" for peer in peers)
     for peer in by_tcp:
-        peer.drive(not by_nixl)
-    if by_nixl:
-        return NixlPoller(by_nixl, waiter) if len(by_nixl) == len(peers) else TcpPoller((), waiter)
-    return TcpPoller(by_tcp, waiter) if by_tcp else None
+        peer.drive(not nixl)
+    if not nixl:
+        return TcpPoller(by_tcp, waiter) if by_tcp else None
+    from ftcomm.transport.nixl.mirror import NixlMirror
+    from ftcomm.transport.nixl.poller import NixlPoller
+
+    by_nixl = [peer for peer in peers if isinstance(peer, NixlMirror)]
+    return NixlPoller(by_nixl, waiter) if len(by_nixl) == len(peers) else TcpPoller((), waiter)
 
 
 def here_is(

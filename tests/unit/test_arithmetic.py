@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from ftcomm.kernels.host import arithmetic
@@ -33,13 +36,25 @@ def test_another_vector_unit_is_another_arithmetic(flag: str) -> None:
     assert x86(flag) != x86()
 
 
-def test_other_libraries_and_choices_of_code_are_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_libraries_and_choices_of_code_are_another_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     text = X86.format(more="", mhz=1)
     assert arithmetic.digest(text, {"NPY_DISABLE_CPU_FEATURES": "AVX2"}) != x86()
     assert arithmetic.digest(text, {"ATEN_CPU_CAPABILITY": "default"}) != x86()
-    before, real = x86(), importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "numpy" else real(name))
-    assert x86() != before
+    found = {x86()}
+    monkeypatch.setattr(np, "__version__", "9.9")
+    found.add(x86())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found.add(x86())
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    for commit in "ab":
+        (tmp_path / "version.py").write_text(f"__version__ = '9.9'\ngit_version = '{commit}'\n")
+        found.add(x86())
+    assert len(found) == 5
+    (tmp_path / "version.py").unlink()
+    assert x86() == "", "what torch is here is not known"
 
 
 def test_an_arm_processor_says_it_otherwise_and_one_that_says_nothing_is_like_no_other() -> None:

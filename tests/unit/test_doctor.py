@@ -86,7 +86,7 @@ def test_without_nixl(monkeypatch: pytest.MonkeyPatch, broken: str, wanted: bool
 )
 def test_which_transport(monkeypatch: pytest.MonkeyPatch, mode: str, verdict: str, said: str) -> None:
     monkeypatch.setenv("FTCOMM_TRANSPORT", mode)
-    monkeypatch.setattr(transports.nixl, "rdma_available", lambda: True)
+    monkeypatch.setattr(transports.nixl_network, "rdma_available", lambda: True)
     [found] = transports.chosen()
     assert found.verdict == verdict
     assert said in found.said

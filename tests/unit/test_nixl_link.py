@@ -878,7 +878,7 @@ def test_which_way_is_taken(
     link: Link, monkeypatch: pytest.MonkeyPatch, mode: str, rdma: bool, refuses: bool, how: str
 ) -> None:
     monkeypatch.setattr(connect, "rdma_available", lambda: rdma)
-    monkeypatch.setattr(connect, "get_nixl", lambda: link.reader)
+    monkeypatch.setattr(connect, "own_nixl", lambda: link.reader)
     monkeypatch.setenv(nixl_network.TRUSTED, "1")  # between these two "hosts"
     asked = Asked(link, refuses)
     here, there = (Address("127.0.0.1", 1, boot, 1, 1, NONCE) for boot in ("a", "b"))
@@ -889,7 +889,7 @@ def test_which_way_is_taken(
 
 
 def test_who_wants_nixl_is_told_why_not(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "get_nixl", lambda: link.reader)
+    monkeypatch.setattr(connect, "own_nixl", lambda: link.reader)
     monkeypatch.setenv(nixl_network.TRUSTED, "1")
     asked = Asked(link, refuses=True)
     here, there = (Address("127.0.0.1", 1, boot, 1, 1, NONCE) for boot in ("a", "b"))

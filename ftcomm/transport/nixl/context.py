@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import os
 import threading
@@ -17,7 +16,6 @@ from ftcomm.transport.base import Lost
 from ftcomm.transport.nixl import handshake, mirror
 from ftcomm.transport.nixl.agent import NixlEndpoint
 from ftcomm.transport.nixl.hearing import HearingProbe
-from ftcomm.transport.nixl.network import rdma_devices
 from ftcomm.transport.nixl.writer import NixlMirrorWriter
 from ftcomm.transport.segment import HOST, Layout
 
@@ -187,7 +185,7 @@ def get_nixl(name: str = "", devices: Sequence[str] | None = None) -> Nixl:
     with _lock:
         if _nixl is None:
             _nixl = Nixl(name, rails(os.environ.get("FTCOMM_NIXL_DEVICES", "")) if devices is None else devices)
-            # It must be closed before the job is left, since the last messages still have to go.
+            # It is closed after the job was left, if `prepare` asked for it: the last messages still have to go.
             atexit.register(_nixl.close)
         return _nixl
 
@@ -195,8 +193,3 @@ def get_nixl(name: str = "", devices: Sequence[str] | None = None) -> Nixl:
 def rails(text: str) -> tuple[str, ...]:
     """Returns the devices of each rail, as in UCX_NET_DEVICES, from FTCOMM_NIXL_DEVICES: "mlx5_0:1;mlx5_1:1"."""
     return tuple(part.strip() for part in text.split(";"))
-
-
-def rdma_available() -> bool:
-    """Whether there is a device for RDMA, and NIXL is installed. FTCOMM_TRANSPORT=auto uses NIXL only then."""
-    return bool(rdma_devices()) and any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -65,6 +66,11 @@ def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[str]:
             if "ACTIVE" in state.read_text() and state.parts[-4] not in up:
                 up.append(state.parts[-4])
     return up
+
+
+def rdma_available() -> bool:
+    """Whether there is a device for RDMA, and NIXL is installed. FTCOMM_TRANSPORT=auto uses NIXL only then."""
+    return bool(rdma_devices()) and any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13"))
 
 
 def listeners(net: Path = Path("/proc/thread-self/net"), fds: Path = Path("/proc/self/fd")) -> frozenset[str]:
