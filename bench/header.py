@@ -70,8 +70,8 @@ def available_memory() -> int:
 
 
 def _program() -> str:
-    path = Path(sys.argv[0])
-    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a module that `python -m` runs
+    return Path(sys.argv[0]).name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def _version(package: str) -> str:

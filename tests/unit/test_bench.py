@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import importlib.metadata
 import random
+import sys
 from pathlib import Path
 
 import msgspec
@@ -391,6 +393,21 @@ def test_header() -> None:
     assert msgspec.json.decode(msgspec.json.encode(fields)) == fields
     assert all(line.startswith("# ") for line in header_lines(fields))
     assert f"torch {importlib.metadata.version('torch')}," in header_lines(fields)[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("tests.verdicts.__main__", "python -m tests.verdicts --runs 2"),
+        ("tests.many_members", "python -m tests.many_members --runs 2"),
+        ("", "ftcomm --runs 2"),  # a program
+    ],
+)
+def test_the_command_of_a_result_can_be_run_again(module: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/ftcomm", "--runs", "2"])
+    spec = importlib.machinery.ModuleSpec(module, None) if module else None
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    assert header()["command"] == said
 
 
 def test_tail_leaves_half_a_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,12 +25,14 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch.admin.client import AdminClient
 from ftcomm.launch.admin.protocol import Status
 from ftcomm.launch.diagnose import diagnose, place_of
+from tests.orphans import end_with_pytest
 from tests.verdicts.acts import BEGINS, COMMAND, FIFO, FULL, KEPT, LATE, TAKEN
 from tests.verdicts.kinds import CULPRIT, NAMED, StallKind, wrong
 
 PATIENCE = 180.0  # s for a verdict, and for a job that is whole again
 HEARTBEAT, FLOOR, TIMEOUT = 3.0, 4.0, 16.0  # s
 BEFORE = 0.3  # s by which the clock of the file and the times of a wait may be wrong
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # before a command: it is killed when this process ends
 HOGS = 4  # processes on the CPU of the one that gets none
 RATE = "1mbit"  # of a slow network
 
@@ -57,15 +60,21 @@ class Told(msgspec.Struct, frozen=True):
         return f"{self.kind}: {self.mistake or 'right'} ({how}): {self.who}"
 
 
+def with_small_disk(folder: Path) -> tuple[str, ...]:
+    """Returns what to put before a command that is to have a small disk in `folder`: a mount that nobody else has, and
+    that the kernel takes away with the last process of the command, however that ends."""
+    folder.mkdir()
+    mount = f'mount -t tmpfs -o size=1500k none {shlex.quote(str(folder))} && exec "$@"'
+    return *ENDS_WITH_US, "unshare", "--mount", "sh", "-c", mount, "sh"
+
+
 class StallJob(contextlib.AbstractContextManager["StallJob"]):
     """A job whose ranks run `tests.verdicts.acts`. `kinds` are to follow."""
 
     def __init__(self, folder: Path, kinds: list[StallKind]) -> None:
         self._folder, self._runtime = folder, folder / "run"
-        self._stack = contextlib.ExitStack()
         self._runtime.mkdir(mode=0o700)
         os.mkfifo(folder / FIFO)
-        (folder / FULL).mkdir()
         names = {kind.name for kind in kinds}
         if "never joined" in names:
             (folder / LATE).touch()
@@ -73,16 +82,14 @@ class StallJob(contextlib.AbstractContextManager["StallJob"]):
             (folder / KEPT).touch()
         if names & {"data loader", "compilation"}:
             (folder / "torch").touch()
-        if "full disk" in names:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", folder / FULL], check=True)
-            self._stack.callback(subprocess.run, ["umount", "-l", folder / FULL], check=True)
         hosts = ["--hosts", "netns"] if any(kind.network for kind in kinds) else []
         times = ["--op-timeout", TIMEOUT, "--op-timeout-floor", FLOOR, "--heartbeat-timeout", HEARTBEAT]
         options = ["--replicas", 3, "--events", self._events_file, "--transport", "tcp", "--max-restarts", 1000]
         command = ["-m", "ftcomm.cli", "run", *options, *times, *hosts, "-m", "tests.verdicts.acts", folder]
+        begins = with_small_disk(folder / FULL) if "full disk" in names else ENDS_WITH_US
         with open(folder / "log", "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *map(str, command)],
+                [*begins, sys.executable, *map(str, command)],
                 env={**os.environ, "XDG_RUNTIME_DIR": str(self._runtime), "FTCOMM_HISTORY": "off"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -94,7 +101,11 @@ class StallJob(contextlib.AbstractContextManager["StallJob"]):
             self._process.wait(0 if error[0] else 5)
         self._process.kill()  # the reaper kills what is left
         self._process.wait()
-        self._stack.close()
+
+    @property
+    def _full(self) -> Path:
+        """The disk that is full, which only the processes of the job see under its name."""
+        return Path(f"/proc/{self._process.pid}/root{self._folder}", FULL)
 
     @property
     def _events_file(self) -> Path:
@@ -241,10 +252,10 @@ class StallJob(contextlib.AbstractContextManager["StallJob"]):
             with contextlib.suppress(ProcessLookupError):  # it was removed before
                 os.kill(pid, signal.SIGKILL)
         elif kind.name == "full disk":
-            (self._folder / FULL / "checkpoint").unlink(missing_ok=True)
-            (self._folder / FULL / "healed").touch()
+            (self._full / "checkpoint").unlink(missing_ok=True)
+            (self._full / "healed").touch()
             self.whole()
-            (self._folder / FULL / "healed").unlink()
+            (self._full / "healed").unlink()
         else:
             with contextlib.suppress(OSError):  # nobody reads: it was removed before
                 fd = os.open(self._folder / FIFO, os.O_WRONLY | os.O_NONBLOCK)
@@ -319,6 +330,7 @@ def once(name: str, folder: Path) -> tuple[Told, Event]:
 def run(kinds: list[StallKind], found: Queue[Told]) -> None:
     """Lets a job have these stalls, one after the other, and a new one go on where it ends; tells what was said of
     each."""
+    end_with_pytest()  # or whoever has begun this process
     rest = list(kinds)
     while rest:
         with tempfile.TemporaryDirectory() as folder, StallJob(Path(folder), rest) as job:
