@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ftcomm.control import actions as act
@@ -44,6 +44,7 @@ log = logging.getLogger("ftcomm.control")
 Entered = TypeVar("Entered", View, "View | None")
 
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
+SAY = 0.05  # s between two words on whom a rank waits for at a boundary
 
 
 class Agent:
@@ -183,11 +184,18 @@ class Agent:
         """The step loop of the members, as a replica that joins them was told last."""
         return self._node.machine.loop_of_job
 
-    def boundary(self, step: int, timeout: float | None, loop: int = 0) -> View:
+    def boundary(
+        self,
+        step: int,
+        timeout: float | None,
+        loop: int = 0,
+        waits: Callable[[Sequence[tuple[int, int]], float], object] | None = None,
+    ) -> View:
         """Stand at the boundary of `step` in step loop `loop`, with no op in flight. Blocks only if membership may
         change there; returns the view in force. Raises `Gone`, and `TimeoutError` after `timeout` seconds. Without
         that it waits for as long as an op may, anew after each view that comes meanwhile: those that hold it up are
-        removed one after the other, by a coordinator that is heard."""
+        removed one after the other, by a coordinator that is heard. `waits` hears every `SAY` seconds for which
+        (replica, rank in it) this rank waits, and in how many seconds it gives up."""
         with self._lock:
             actions = self._inform(self._node.boundary, step, loop)
             if len(actions) == 1 and isinstance(actions[0], act.Passed):
@@ -203,12 +211,16 @@ class Agent:
         if timeout is None:
             patience = Patience(seconds, time.monotonic, lambda: self._newest, lambda: self._excused)
         while True:
-            part = patience.part()
+            left = patience.left()
             try:
-                return passed.result(part)
+                return passed.result(min(left, SAY))
             except concurrent.futures.TimeoutError:
-                if not part:
+                if not left:
                     raise TimeoutError(f"the boundary of step {step} was not passed within {seconds:g} s") from None
+            with self._lock:
+                missing = self._node.not_come()
+            if waits is not None:
+                waits(missing, left)
 
     @property
     def _newest(self) -> int:

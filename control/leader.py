@@ -435,6 +435,13 @@ class Leader:
             return ()
         return tuple(replica for replica in self._awaited(change, view) if replica not in change.heard)
 
+    def not_come(self) -> list[int]:
+        """Returns the ranks of this replica that have not come to a boundary where others of them stand."""
+        change = self.change
+        if change is None or change.decided or not change.asked:
+            return []
+        return [shard for shard in range(self.ranks) if shard not in change.asked]
+
     def _awaited(self, change: _Change, view: View) -> list[int]:
         """Returns the replicas that have to speak before this one decides."""
         others = [replica for replica in view.replicas if replica != self.replica]

@@ -538,6 +538,16 @@ class Node:
             self.leader.waiting() if self.leader is not None and self.machine.phase is mem.Phase.RUNNING else (),
         )
 
+    def not_come(self) -> list[tuple[int, int]]:
+        """Returns the ranks, as (replica, rank in it), that have to move for this one to pass the boundary where it
+        stands. Only the leader knows of others than itself."""
+        me, (what, missing) = self.machine.replica, self.waiting()
+        if what == CHANGE:
+            return [(replica, self.shard) for replica in missing]
+        if self.leader is None:
+            return [(me, 0)] if self.machine.asked() else []
+        return [(me, shard) for shard in self.leader.not_come()] or [(replica, 0) for replica in missing]
+
     def _epoch(self) -> int:
         return self.machine.view.epoch if self.machine.view is not None else 0
 

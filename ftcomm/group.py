@@ -39,6 +39,7 @@ from ftcomm.process.own import looked, own_process
 from ftcomm.recorder import files
 from ftcomm.recorder.layout import GroupKind, PhaseKind, RecordingEnd
 from ftcomm.recorder.recorder import Owner
+from ftcomm.recorder.waits import PhaseWait
 from ftcomm.settings import Settings, credentials, split_endpoint, unstarted
 from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
@@ -63,6 +64,7 @@ class Group(Calls):
     rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` means, and its length.
     roster, contributors: the replicas in rank order, and those of them whose input counts. The same on all members;
         they change only at step boundaries. `view`, `members` and `contributing` say what is in force now.
+    name: "*"; subgroups have names of their own.
     replica, replicas: the number of this replica, and the number of replicas with which the job was started.
     shard, shards: the index of this rank inside its replica, and how many ranks a replica has.
     drained: whether this replica has left the job.
@@ -87,7 +89,7 @@ class Group(Calls):
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self._me = settings.replica
+        self.name, self._me = ALL, settings.replica
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False
@@ -349,7 +351,8 @@ class Group(Calls):
         try:
             for exchange in self._exchanges():
                 exchange.drain(timeout)
-            view = self._agent.boundary(step, timeout, self.internals.loop)
+            with PhaseWait(PhaseKind.STAND, number=step) as wait:
+                view = self._agent.boundary(step, timeout, self.internals.loop, wait.look)
             for exchange in self._exchanges():
                 exchange.common(reset=True)
         except Gone as error:

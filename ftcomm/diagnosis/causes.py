@@ -12,6 +12,7 @@ class StallCause(enum.Enum):
     NEVER_JOINED = "never joined"
     OWN_CODE = "own code"
     OTHER_GROUP = "other group"  # ranks wait for each other in different groups
+    DEADLOCK = "deadlock"  # ranks wait for each other, one of them for a message
     DATA_LOADER = "data loader"
     COMPILATION = "compilation"
     FROZEN = "frozen process"
@@ -36,6 +37,8 @@ _DO = {
     StallCause.OWN_CODE: "Look at that line: a lock, a queue, input that does not come, or a loop without an end.",
     StallCause.OTHER_GROUP: "Let all ranks call the collectives of these groups in the same order, or from threads of "
     "their own.",
+    StallCause.DEADLOCK: "Let one of them send before it receives, with the tag that the other receives, or start one "
+    "of these calls with async_op=True and wait for it behind the other.",
     StallCause.DATA_LOADER: "Its input is slow or stands still: look at its workers and its storage; more workers or "
     "prefetching help against the first.",
     StallCause.COMPILATION: "It compiles and will go on. Compile before the first step, share the compiler's cache, or "

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -20,10 +20,20 @@ import msgspec
 
 from ftcomm.diagnosis import processes, stacks
 from ftcomm.diagnosis.connections import Connection, connections, links
-from ftcomm.diagnosis.facts import COORDINATOR, JobFacts, OpFacts, Rank, RankFacts, WaitFacts
+from ftcomm.diagnosis.facts import ALL, COORDINATOR, JobFacts, OpFacts, PhaseFacts, Rank, RankFacts, WaitFacts
 from ftcomm.diagnosis.processes import ProcessFacts, SchedulerTimes
 from ftcomm.diagnosis.stacks import Stacks
-from ftcomm.recorder.reader import SUFFIX, RecordedOp, RecordedWait, Recording, RecordingError, read
+from ftcomm.diagnosis.words import ranks_named
+from ftcomm.recorder.reader import (
+    SUFFIX,
+    RecordedOp,
+    RecordedPhase,
+    RecordedPhaseWait,
+    RecordedWait,
+    Recording,
+    RecordingError,
+    read,
+)
 
 BETWEEN = 0.3  # s between the two looks
 NEWEST = 64  # ops of a rank that are compared with those of others, besides those that are not over or have failed
@@ -258,7 +268,63 @@ def _rank_facts(
         idle=max(0.0, now - max(ended)) if ended else 0.0,
         step=0.0 if life is None else _usual(life),
         ops=ops,
+        phases=() if life is None else _phases(life, before, rank, members, now),
     )
+
+
+def _phases(
+    life: Recording,
+    before: Recording | None,
+    rank: Rank,
+    members: Mapping[tuple[str, int, int], Rank],
+    now: float,
+) -> tuple[PhaseFacts, ...]:
+    """Returns the phases in which a rank waits, with the waits that have grown between the two looks, as those of
+    ops."""
+    known = () if before is None else before.phases
+    earlier = {(p.name, p.began, w.replica, w.rank): w.seconds for p in known for w in p.waits}
+    static = {group.name for group in life.groups if group.kind == "static"}
+    within = next((p for p in reversed(life.phases) if p.ended is None and p.name == "vote"), None)
+    found = []
+    for phase in life.phases:
+        if phase.ended is not None or not phase.waits:
+            continue
+        grown = [w for w in phase.waits if w.seconds > earlier.get((phase.name, phase.began, w.replica, w.rank), 0.0)]
+        waits = []
+        for wait in grown:
+            if (other := _of_phase(phase, wait, rank, members, static)) is not None:
+                waits.append(WaitFacts(other, wait.seconds))
+        named, group = _named(phase, within, rank, [wait.rank for wait in waits])
+        left = 0.0 if phase.gives_up is None else max(0.0, phase.gives_up - now)
+        found.append(PhaseFacts(phase.name, named, group, phase.number, phase.caller, left, tuple(waits)))
+    return tuple(found)
+
+
+def _of_phase(
+    phase: RecordedPhase,
+    wait: RecordedPhaseWait,
+    rank: Rank,
+    members: Mapping[tuple[str, int, int], Rank],
+    static: Collection[str],
+) -> Rank | None:
+    """Returns for whom a phase waits."""
+    if wait.rank is not None:
+        return wait.replica, wait.rank
+    return _member(phase.note, wait.replica, rank, members) if phase.note in static else (wait.replica, rank[1])
+
+
+def _named(phase: RecordedPhase, within: RecordedPhase | None, rank: Rank, others: Sequence[Rank]) -> tuple[str, str]:
+    """Returns what a phase is in words, and what is alike for all that are in it."""
+    if phase.name == "stand":
+        return f"the step boundary {phase.number}, where the membership changes", ""
+    if phase.name == "meet":
+        what = "an exchange" if within is None else f"the vote on step {within.step}"
+        return f"{what} between the ranks of replica {rank[0]}", f"{rank[0]}"
+    way = "a send to" if phase.name == "send" else "a recv from"
+    group = "" if phase.note in ("", ALL) else f" of group {phase.note!r}"
+    mine = f"{rank[0]}.{rank[1]} {phase.note} {phase.began}"
+    whom = f"any of {ranks_named(others)}" if len(others) > 1 else ranks_named(others) or "another rank"
+    return f"{way} {whom} with tag {phase.number}{group}", mine
 
 
 def _ops(
@@ -338,7 +404,7 @@ def _awaited(ranks: Iterable[RankFacts], forming: bool) -> list[Rank]:
     for rank in ranks:
         if forming and not rank.began:
             weight[rank.rank] = float("inf")
-        for op in rank.open:
-            for wait in op.waits:
+        for each in rank.inside:
+            for wait in each.waits:
                 weight[wait.rank] = weight.get(wait.rank, 0.0) + wait.seconds
     return sorted(weight, key=lambda rank: (-weight[rank], rank))

@@ -23,6 +23,9 @@ class WaitFacts(msgspec.Struct, frozen=True):
     seconds: float
 
 
+Call = tuple[str, int, int]  # what is alike for all that are in the same op, or the same phase
+
+
 class OpFacts(msgspec.Struct, frozen=True):
     """An op of a rank. `what` says in words what was called, alike on all members; `caller` is the line of the script.
     An op that is not `open` has returned; `epoch` is that of the view in which it goes on. Groups with the same name
@@ -38,14 +41,58 @@ class OpFacts(msgspec.Struct, frozen=True):
     column: int = 0
     epoch: int = 0
     waits: tuple[WaitFacts, ...] = ()
+    any_ends = False  # all have to come
+
+    @property
+    def same(self) -> Call:
+        return self.group, self.column, self.number
 
     @property
     def named(self) -> str:
         return f"{self.short} ({self.what})"
 
     @property
+    def within(self) -> str:
+        return f"in {self.named}"
+
+    def removes(self, by: Rank, on: Rank) -> bool:
+        """Whether `on` is removed if `by` waits for it for too long."""
+        return True
+
+    @property
     def short(self) -> str:
         return f"op {self.number}" if self.group == ALL else f"op {self.number} of group {self.group!r}"
+
+
+class PhaseFacts(msgspec.Struct, frozen=True):
+    """Something besides ops that a rank is in, and in which it waits for others: a step boundary ("stand"), what the
+    ranks of one replica tell each other ("meet"), a message ("send", "recv"). `named` says in words what it is. `group`
+    is alike for all that are in the same one; each message has one of its own. It fails by itself in `left` seconds."""
+
+    kind: str
+    named: str
+    group: str
+    number: int
+    caller: str = ""
+    left: float = 0.0
+    waits: tuple[WaitFacts, ...] = ()
+
+    @property
+    def same(self) -> Call:
+        return f"{self.kind} {self.group}", 0, self.number
+
+    @property
+    def any_ends(self) -> bool:
+        """Whether it is over when any of those comes that it waits for; else all have to."""
+        return self.kind == "recv"
+
+    @property
+    def within(self) -> str:
+        return f"{'at' if self.kind == 'stand' else 'in'} {self.named}"
+
+    def removes(self, by: Rank, on: Rank) -> bool:
+        """Whether `on` is removed if `by` waits for it for too long."""
+        return self.kind == "stand" and by[0] != on[0]
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -67,11 +114,17 @@ class RankFacts(msgspec.Struct, frozen=True):
     idle: float = 0.0  # since its last op returned
     step: float = 0.0  # what it usually takes from the return of an op to the next call
     ops: tuple[OpFacts, ...] = ()  # the newest, oldest first
+    phases: tuple[PhaseFacts, ...] = ()  # in which it is, and waits
 
     @property
     def open(self) -> tuple[OpFacts, ...]:
         """The ops in flight."""
         return tuple(op for op in self.ops if op.open)
+
+    @property
+    def inside(self) -> tuple[OpFacts | PhaseFacts, ...]:
+        """All that it is in and may wait in."""
+        return (*self.open, *self.phases)
 
 
 class LinkFacts(msgspec.Struct, frozen=True):

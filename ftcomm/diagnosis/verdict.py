@@ -1,8 +1,9 @@
 """Judges why a job stands still, from facts of all its ranks. Pure.
 
-Ops say whom they wait for. The waits are followed to a rank that waits for nobody: it holds up all the others, and what
-its process and its stacks say is the verdict. If the waits go around in a circle, either the ranks are in different
-groups, which is a deadlock of their scripts, or in one op that all have called, which the network holds up.
+Ops say whom they wait for, and so do step boundaries, votes inside a replica, and messages. The waits are followed to a
+rank that waits for nobody: it holds up all the others, and what its process and its stacks say is the verdict. If the
+waits go around in a circle, either the ranks are in different groups, or wait for messages, which is a deadlock of
+their scripts, or in one op that all have called, which the network holds up.
 
 Where nothing passes between ranks that wait for each other, that comes first: nobody can say what a rank does that
 nobody reaches.
@@ -10,18 +11,19 @@ nobody reaches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
 from ftcomm.control.decode import learn
 from ftcomm.diagnosis.causes import StallCause, remedy
-from ftcomm.diagnosis.facts import COORDINATOR, JobFacts, LinkFacts, OpFacts, Rank, RankFacts
+from ftcomm.diagnosis.facts import COORDINATOR, Call, JobFacts, LinkFacts, OpFacts, PhaseFacts, Rank, RankFacts
 from ftcomm.diagnosis.frames import doing, of_script
 from ftcomm.diagnosis.unlike import Unlike, unlike
 from ftcomm.diagnosis.words import called_at, clock, duration, ranks_named, sentence
 
 LEAST_WAIT = 0.5  # s; shorter waits are no news
+PLACES = 3  # where others wait, that are named
 MOSTLY = 0.5  # a share of time that explains a stall
 ENOUGH, SLACK = 3.0, 0.1  # so many times its usual time, and so many s more, let a rank come to its next op
 ELSEWHERE = (
@@ -33,8 +35,9 @@ CUT_RETRIES, CUT_LOST = 2, 2  # a segment was sent again, and none came, so ofte
 
 class StallVerdict(msgspec.Struct, frozen=True):
     """Why a job stands still. `culprits` are (replica, rank); `since` is in seconds since 1970, None if nobody waits;
-    `removal` are the earliest and the latest time at which they are removed, if that comes. `who`, `others` and
-    `remedy` are sentences for people."""
+    `removal` are the earliest and the latest time at which they are removed, or `removed` in their place, if that
+    comes. `gives_up` says when a wait fails by itself, and which. `who`, `others` and `remedy` are sentences for
+    people."""
 
     cause: str  # a value of `StallCause`
     culprits: tuple[Rank, ...] = ()
@@ -42,6 +45,8 @@ class StallVerdict(msgspec.Struct, frozen=True):
     op: str = ""  # the op that waits
     lines: tuple[str, ...] = ()  # of scripts: where the culprits are
     removal: tuple[float, float] | None = None
+    removed: tuple[Rank, ...] = ()  # if not the culprits: the job does not know of messages, for which these wait
+    gives_up: tuple[float, str] | None = None
     sure: bool = True  # False while another look may say more
     who: str = ""
     others: str = ""
@@ -57,7 +62,12 @@ class StallVerdict(msgspec.Struct, frozen=True):
         if self.removal is not None:
             first, last = self.removal
             when = f"at {clock(last)} at the latest" + (f", and not before {clock(first)}" if first > now else "")
-            said.append(f"If nothing moves, what holds them up is removed {when}; the others then go on without it.")
+            what = ranks_named(self.removed) if self.removed else "what holds them up"
+            verb = "are" if len(self.removed) > 1 else "is"
+            said.append(f"If nothing moves, {what} {verb} removed {when}; the others then go on without it.")
+        if self.gives_up is not None:
+            at, what = self.gives_up
+            said.append(f"If nothing moves, {what} fails at {clock(at)} with a CollectiveTimeout.")
         if self.remedy:
             said.append(self.remedy)
         return said
@@ -68,14 +78,18 @@ learn(StallVerdict)
 
 class _Edge(msgspec.Struct, frozen=True):
     by: Rank
-    op: OpFacts
+    op: OpFacts | PhaseFacts
     on: Rank
     seconds: float
 
     @property
-    def same(self) -> tuple[str, int, int]:
-        """What is alike for all members of the op."""
-        return self.op.group, self.op.column, self.op.number
+    def same(self) -> Call:
+        return self.op.same
+
+    @property
+    def removes(self) -> bool:
+        """Whether the job removes whom this waits for."""
+        return self.op.removes(self.by, self.on)
 
 
 def judge(facts: JobFacts) -> StallVerdict:
@@ -103,6 +117,8 @@ def _of_waits(facts: JobFacts, edges: Sequence[_Edge]) -> StallVerdict:
     judged = _Judged(facts, inside)
     if (cut := judged.cut()) is not None:
         return cut
+    if first.op.any_ends and len(silent := [rank for rank in idle if any(w.rank == rank for w in first.op.waits)]) > 1:
+        return judged.silent(silent)
     if idle:
         return judged.stands(max(idle, key=lambda rank: (sum(edge.on == rank for edge in inside), rank)))
     circle = _circle(first.by, edges)
@@ -118,10 +134,10 @@ def _before(facts: JobFacts, now: JobFacts) -> StallVerdict | None:
     first = max(edges, key=lambda edge: edge.seconds)
     if (cut := _Judged(facts, _about(_reached(first.by, edges), edges)).cut()) is not None:
         return cut
-    same = first.op.group, first.op.column
-    epochs = [
-        op.epoch for rank in now.ranks if rank.rank == first.by for op in rank.ops if (op.group, op.column) == same
-    ]
+    if not isinstance(first.op, OpFacts):
+        return None
+    same = first.same[:2]
+    epochs = [op.epoch for rank in now.ranks if rank.rank == first.by for op in rank.ops if op.same[:2] == same]
     if first.seconds < facts.op_floor or max(epochs, default=0) <= first.op.epoch:
         return None
     verdict = _of_waits(facts, edges)
@@ -135,8 +151,9 @@ def _gone_on(calls: Unlike, edges: Sequence[_Edge]) -> bool:
 
 
 def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
-    """Returns the waits of the first op in flight of each group; the ops behind it wait for it. Who has gone on in a
-    later view of the group is not waited for: that is what a rank does that was removed and has not heard of it."""
+    """Returns the waits of phases, and of the first op in flight of each group; the ops behind it wait for it. Who has
+    gone on in a later view of the group is not waited for: that is what a rank does that was removed and has not heard
+    of it."""
     ranks = tuple(ranks)
     newest, found = _newest(ranks), []
     for rank in ranks:
@@ -150,6 +167,10 @@ def _edges(ranks: Iterable[RankFacts]) -> list[_Edge]:
                 _Edge(rank.rank, op, wait.rank, wait.seconds)
                 for wait in op.waits
                 if wait.seconds >= LEAST_WAIT and newest.get((wait.rank, op.group, op.column), 0) <= op.epoch
+            ]
+        for phase in rank.phases:
+            found += [
+                _Edge(rank.rank, phase, wait.rank, wait.seconds) for wait in phase.waits if wait.seconds >= LEAST_WAIT
             ]
     return found
 
@@ -212,15 +233,29 @@ class _Judged:
         cause, said, line = _why(rank, waits)
         return self._verdict(cause, [culprit], f"{ranks_named([culprit])} {said}", waits, (line,) if line else ())
 
+    def silent(self, ranks: Sequence[Rank]) -> StallVerdict:
+        """Judges ranks that wait for nobody, of which any could send what another one waits for."""
+        causes, said, lines = list[StallCause](), list[str](), list[str]()
+        for rank in ranks:
+            verdict = self.stands(rank)
+            causes.append(StallCause(verdict.cause))
+            said.append(verdict.who.removesuffix("."))
+            lines += verdict.lines
+        cause = next((cause for cause in causes if cause is not StallCause.OWN_CODE), StallCause.OWN_CODE)
+        waits = [edge for edge in self._edges if edge.on in ranks]
+        return self._verdict(cause, ranks, f"none of these has sent: {'; '.join(said)}.", waits, tuple(lines))
+
     def deadlock(self, circle: Sequence[_Edge]) -> StallVerdict:
-        """Judges ranks that wait for each other in different groups."""
+        """Judges ranks that wait for each other in different groups, or for messages."""
         said = [
-            f"{ranks_named([edge.by])} waits for {ranks_named([edge.on])} in {edge.op.named}{called_at(edge.op.caller)}"
+            f"{ranks_named([edge.by])} waits for {ranks_named([edge.on])} {edge.op.within}{called_at(edge.op.caller)}"
             for edge in circle
         ]
         lines = tuple(edge.op.caller for edge in circle if edge.op.caller)
-        who = f"ranks wait for each other in different groups: {'; '.join(said)}."
-        return self._verdict(StallCause.OTHER_GROUP, [edge.by for edge in circle], who, circle, lines)
+        groups = all(isinstance(edge.op, OpFacts) for edge in circle)
+        cause = StallCause.OTHER_GROUP if groups else StallCause.DEADLOCK
+        who = f"ranks wait for each other{' in different groups' if groups else ''}: {'; '.join(said)}."
+        return self._verdict(cause, [edge.by for edge in circle], who, circle, lines)
 
     def cut(self) -> StallVerdict | None:
         """Judges ranks of which one waits for another that it does not reach; None if there are none."""
@@ -292,23 +327,55 @@ class _Judged:
         sure: bool = True,
     ) -> StallVerdict:
         facts, longest = self._facts, max(waits, key=lambda edge: edge.seconds)
-        waiting = sorted({edge.by for edge in self._edges} - (set(culprits) if len(culprits) == 1 else set()))
-        callers = list(dict.fromkeys(edge.op.caller for edge in waits if edge.op.caller and edge.by in waiting))
-        verb = "waits" if len(waiting) == 1 else "wait"
-        others = f"{ranks_named(waiting)} {verb} in {longest.op.named}{called_at(*callers[:2])}." if waiting else ""
+        waiting = {edge.by for edge in self._edges} - (set(culprits) if len(culprits) == 1 else set())
+        others = _where(waiting, [longest, *waits], self._edges)
         since = facts.at - longest.seconds
+        removing = [edge for edge in self._edges if edge.removes]
+        stuck = sorted({edge.on for edge in removing} - {edge.by for edge in removing})
+        instead = {replica for replica, _ in stuck}.isdisjoint(replica for replica, _ in culprits)
+        removal = self._removal([edge for edge in waits if edge.removes] or removing)
+        phases = [edge.op for edge in self._edges if isinstance(edge.op, PhaseFacts)]
+        soonest = min(phases, key=lambda phase: phase.left, default=None)
+        gives_up = None if soonest is None else (facts.at + soonest.left, soonest.named)
+        if gives_up is not None and removal is not None and removal[1] < gives_up[0]:
+            gives_up = None
         return StallVerdict(
             cause=cause.value,
             culprits=tuple(culprits),
             since=since,
             op=longest.op.named,
             lines=lines,
-            removal=(since + facts.op_floor + facts.grace, since + facts.op_timeout + facts.grace),
+            removal=removal,
+            removed=tuple(stuck) if phases and instead else (),
+            gives_up=gives_up,
             sure=sure,
             who=sentence(who),
-            others=sentence(others),
+            others=others,
             remedy=remedy(cause),
         )
+
+    def _removal(self, waits: Sequence[_Edge]) -> tuple[float, float] | None:
+        """Returns when the job removes whom these wait for; None if they wait for nobody whom it removes."""
+        if not waits:
+            return None
+        facts = self._facts
+        since = facts.at - max(edge.seconds for edge in waits)
+        return since + facts.op_floor + facts.grace, since + facts.op_timeout + facts.grace
+
+
+def _where(waiting: Set[Rank], first: Sequence[_Edge], edges: Sequence[_Edge]) -> str:
+    """Returns in words where ranks wait: those in the ops and phases of `first` there, any others for those."""
+    rest, said = set(waiting), []
+    for within in list(dict.fromkeys(edge.op.within for edge in first))[:PLACES]:
+        inside = {edge.by for edge in edges if edge.op.within == within} & rest
+        callers = dict.fromkeys(e.op.caller for e in first if e.op.within == within and e.op.caller and e.by in inside)
+        said.append((inside, f"{within}{called_at(*list(callers)[:2])}"))
+        rest -= inside
+    return " ".join(
+        f"{sentence(ranks_named(sorted(ranks)))} {'waits' if len(ranks) == 1 else 'wait'} {how}."
+        for ranks, how in [*said, (rest, "for those")]
+        if ranks
+    )
 
 
 def _why(rank: RankFacts, waits: Sequence[_Edge]) -> tuple[StallCause, str, str]:
@@ -336,7 +403,7 @@ def _why(rank: RankFacts, waits: Sequence[_Edge]) -> tuple[StallCause, str, str]
         share = f"it was ready to run and got none for {process.delayed:.0%} of the time"
         return StallCause.STARVED, f"gets no CPU: {share}{where}.", line
     called = {edge.same for edge in waits}
-    if any((op.group, op.column, op.number) in called for op in rank.open):
+    if any(each.same in called for each in rank.inside):
         return StallCause.INSIDE, f"has called the same op and does not go on with it{where}.", line
     held = ", and does not give the interpreter lock away" if stacks.held else ""
     if not stacks.main and stacks.missing:

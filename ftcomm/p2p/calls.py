@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import EAGER, MessageRequest, RecvRequest, SendRequest
 from ftcomm.p2p.slots import DeviceMemory, Slots
 from ftcomm.process.own import looked, own_process
+from ftcomm.recorder.layout import PhaseKind
+from ftcomm.recorder.waits import LOOK, PhaseWait
 from ftcomm.transport.router import Incoming
 
 
@@ -27,9 +29,16 @@ class MessageWork:
     """A send or a receive that was started. Methods may be called from any thread."""
 
     def __init__(
-        self, message: MessageRequest, received: Any, finish: Callable[[], Any] | None, roster: tuple[int, ...]
+        self,
+        message: MessageRequest,
+        received: Any,
+        finish: Callable[[], Any] | None,
+        roster: tuple[int, ...],
+        group: str,
+        peers: Sequence[int],
     ) -> None:
-        self._message, self._roster = message, roster
+        """`peers` are the members that can end the message, as `roster` has them."""
+        self._message, self._roster, self._group, self._peers = message, roster, group, peers
         self._received, self._finish = received, finish
         self._lock = threading.Lock()
 
@@ -53,7 +62,7 @@ class MessageWork:
         message = self._message
         if not message.ended.is_set():
             own_process()
-        if not message.ended.wait(timeout):
+        if not self._come(timeout):
             raise CollectiveTimeout(f"a message with tag {message.tag} has not ended within {timeout:g} s; it goes on")
         if message.error is not None:
             raise fresh(message.error)
@@ -63,6 +72,22 @@ class MessageWork:
                     self._received = self._finish()
                     self._finish = None
         return self._received
+
+    def _come(self, timeout: float | None) -> bool:
+        """Wait for the end of the message for `timeout` seconds at most, and record that; whether it has come."""
+        message = self._message
+        if message.ended.wait(LOOK if timeout is None else min(LOOK, timeout)):
+            return True
+        end = None if timeout is None else time.monotonic() + timeout - LOOK
+        kind = PhaseKind.RECV if isinstance(message, RecvRequest) else PhaseKind.SEND
+        with PhaseWait(kind, number=message.tag, note=self._group) as wait:
+            while True:
+                now = time.monotonic()
+                until = message.deadline if end is None else min(end, message.deadline)
+                wait.look([(peer, None) for peer in self._peers], max(0.0, until - now))
+                part = LOOK if end is None else min(LOOK, end - now)
+                if part <= 0 or message.ended.wait(part):
+                    return message.ended.is_set()
 
 
 class JobProgressEngine(ProgressEngine):
@@ -116,6 +141,7 @@ class JobProgressEngine(ProgressEngine):
 class Messages:
     """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
 
+    name = ""  # of the group, as it is recorded
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
     _me: int  # the number of this member
     _p2p: ProgressEngine
@@ -167,7 +193,7 @@ class Messages:
         flat = to_read(x) if place is None else None
         message = SendRequest(target, *self._outline(flat, tag, timeout, place))
         self._p2p.send(message)
-        sending = MessageWork(message, None, None, self.roster)
+        sending = MessageWork(message, None, None, self.roster, self.name, (target,))
         return sending if async_op else sending.wait()
 
     def recv(
@@ -194,7 +220,8 @@ class Messages:
         message = RecvRequest(source, *self._outline(flat, tag, timeout, place))
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._p2p.receive(message)
-        receiving = MessageWork(message, x, finish, self.roster)
+        peers = [other for other in self.roster if other != self._me] if source is None else [source]
+        receiving = MessageWork(message, x, finish, self.roster, self.name, peers)
         return receiving if async_op else receiving.wait()
 
     def _place(self, x: Any, copy_engine: bool) -> DeviceMemory | None:

@@ -3,12 +3,12 @@
 A record has 128 bytes, 16 words of 8. Three kinds share the words, and so one reader:
 
     word    op                                   wait for a replica          phase
-    0       place: stamp and number of the op    place of its op             its number in the process, from 1
+    0       place: stamp and number of the op    place of its op, or phase   its number in the process, from 1
     1       kind, route, group; epoch            kind, 0, group; epoch       kind, phase, 0; epoch
-    2       call, see `kernels.call_codes`       replica                     step
+    2       call, see `kernels.call_codes`       replica; rank in it + 1     step
     3       detail, see `kernels.call_codes`     seconds, so far             a number
-    4       caller, a text                       -                           note, a text
-    5       time of the first post               -                           -
+    4       caller, a text                       -                           note and caller, texts
+    5       time of the first post               -                           time at which its wait gives up
     6       time at which all had posted         -                           -
     7       time of the return                   -                           time of the end
     8       epoch in which it goes on, or 0      -                           -
@@ -16,6 +16,9 @@ A record has 128 bytes, 16 words of 8. Three kinds share the words, and so one r
     10      1: it has failed                     -                           1: it has failed
     11      algorithm, a text; 0: the fast path  -                           -
     15      time of the call                     when the wait began          time of the beginning
+
+A wait of a phase is in the group `PHASES`. Its rank + 1 is 0 if that is the rank with the same index as
+this one, or, in a static group, the member that `replica` numbers.
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of a host share; 0.0 is not yet, or not taken.
 
@@ -58,17 +61,19 @@ GROUP_FORMAT = struct.Struct("<IIIIdd")
 RECORD = 128
 WORDS = RECORD // 8
 CALLED = struct.Struct("<QQQQI84xd")  # an op: place, head, call, detail, caller, time
-WAITED = struct.Struct("<QQI4xd88xd")  # place, head, replica, seconds, time
-BEGUN = struct.Struct("<QQqqI84xd")  # a phase: number, head, step, a number, note, time
+WAITED = struct.Struct("<QQIId88xd")  # place, head, replica, rank in it + 1, seconds, time
+BEGUN = struct.Struct("<QQqqII80xd")  # a phase: number, head, step, a number, note, caller, time
 # To read them, with the head as kind, route or phase, group and epoch, and what is stored later.
 READ_OP = struct.Struct("<QBBHIQQI4xdddQQQQ24xd")
-READ_WAIT = struct.Struct("<QBBHII4xd88xd")
-READ_PHASE = struct.Struct("<QBBHIqqI20xd16xQ32xd")
+READ_WAIT = struct.Struct("<QBBHIIId88xd")
+READ_PHASE = struct.Struct("<QBBHIqqIId8xd16xQ32xd")
 SECONDS = NUMBER = 3
+GIVES_UP = 5  # of a phase
 POSTED, ARRIVED, RETURNED, LAST_EPOCH, RETRIES, FAILED, ALGORITHM = 5, 6, 7, 8, 9, 10, 11
 
 OP, WAIT, PHASE = 1, 2, 3  # kinds of records
 MANY = 0xFFFF  # the group of ops whose group found no room in the table
+PHASES = 0xFFFE  # the group of waits of phases
 
 MOST_TEXT = 1000  # bytes of a text
 
@@ -87,6 +92,10 @@ class PhaseKind(enum.IntEnum):
     LOAD = 9  # a joiner loads it
     REPLAY = 10  # a joiner applies updates that it has kept. The number says how many
     LINGER = 11  # at the end, for joiners that fetch from here
+    MEET = 12  # waits for the other ranks of its replica: for what follows from what all know
+    STAND = 13  # waits at a boundary where membership changes. The number is that of the boundary
+    SEND = 14  # waits until a message was received. The number is its tag, the note the group
+    RECV = 15  # waits for a message; likewise
 
 
 class RecordingEnd(enum.IntEnum):

@@ -86,8 +86,18 @@ class RecordedWait(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class RecordedPhaseWait(msgspec.Struct, frozen=True):
+    """A wait of a phase for a rank, for so many `seconds` up to now. Without `rank` it is that with the same index as
+    the one that waits or, in a static group, the member that `replica` numbers."""
+
+    replica: int
+    rank: int | None
+    seconds: float
+
+
 class RecordedPhase(msgspec.Struct, frozen=True):
-    """What a rank did besides ops; see `layout.PhaseKind` for `number`. Without `ended` it is in it."""
+    """What a rank did besides ops; see `layout.PhaseKind` for `number`. Without `ended` it is in it. One that waits for
+    others has their `waits`, the line of the script, and the time at which it gives up."""
 
     name: str  # "step", "boundary", "vote", "view", ...: names of `layout.PhaseKind`
     step: int
@@ -97,6 +107,9 @@ class RecordedPhase(msgspec.Struct, frozen=True):
     began: float
     ended: float | None
     failed: bool
+    caller: str = ""
+    gives_up: float | None = None
+    waits: tuple[RecordedPhaseWait, ...] = ()
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -293,7 +306,9 @@ class _Parser:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _records(self) -> tuple[list[RecordedOp], list[RecordedWait], list[RecordedPhase]]:
-        ops, waits, phases = [], [], []
+        ops, waits = [], []
+        phases: dict[int, RecordedPhase] = {}  # by their numbers
+        within: dict[int, list[RecordedPhaseWait]] = {}  # number of a phase -> its waits
         end = min(self._shape.text, len(self._data), len(self._again))
         for at in self._places(end):
             kind = self._data[at + 8]
@@ -304,16 +319,20 @@ class _Parser:
                 self._torn += 1
             elif kind == layout.OP:
                 ops.append(self._op(record))
+            elif kind == layout.WAIT and int.from_bytes(record[10:12], "little") == layout.PHASES:
+                number, wait = self._phase_wait(record)
+                within.setdefault(number, []).append(wait)
             elif kind == layout.WAIT:
                 waits.append(self._wait(record))
             elif kind == layout.PHASE:
-                phases.append(self._phase(record))
+                number, phase = self._phase(record)
+                phases[number] = phase
             else:
                 self._torn += 1
         ops.sort(key=lambda op: (op.called, op.group, op.number))
         waits.sort(key=lambda wait: wait.began)
-        phases.sort(key=lambda phase: phase.began)
-        return ops, waits, phases
+        told = [msgspec.structs.replace(phase, waits=tuple(within.get(n, ()))) for n, phase in phases.items()]
+        return ops, waits, sorted(told, key=lambda phase: phase.began)
 
     def _places(self, end: int) -> Iterable[int]:
         """Returns the offsets of the records that are taken, of those before `end`."""
@@ -363,14 +382,26 @@ class _Parser:
         )
 
     def _wait(self, record: bytes) -> RecordedWait:
-        place, _, _, group, epoch, replica, seconds, began = layout.READ_WAIT.unpack(record)
-        lasted = seconds if 0.0 <= seconds < _MOST_TIME else 0.0
-        return RecordedWait(self._group(group, began), place & (1 << NUMBER) - 1, replica, began, lasted, epoch)
+        place, _, _, group, epoch, replica, _, seconds, began = layout.READ_WAIT.unpack(record)
+        number = place & (1 << NUMBER) - 1
+        return RecordedWait(self._group(group, began), number, replica, began, _lasted(seconds), epoch)
 
-    def _phase(self, record: bytes) -> RecordedPhase:
-        _, _, phase, _, epoch, step, number, note, ended, failed, began = layout.READ_PHASE.unpack(record)
-        name = _PHASES.get(phase) or f"phase {phase}"
-        return RecordedPhase(name, step, number, self._text(note), epoch, began, _time(ended), bool(failed))
+    def _phase_wait(self, record: bytes) -> tuple[int, RecordedPhaseWait]:
+        """Returns the number of a phase, and a wait of it."""
+        phase, *_, replica, rank, seconds, _ = layout.READ_WAIT.unpack(record)
+        return phase, RecordedPhaseWait(replica, rank - 1 if rank else None, _lasted(seconds))
+
+    def _phase(self, record: bytes) -> tuple[int, RecordedPhase]:
+        """Returns the number of a phase in its process, and the phase."""
+        mark, _, phase, _, epoch, step, number, note, caller, *later, began = layout.READ_PHASE.unpack(record)
+        gives_up, ended, failed = later
+        return mark, RecordedPhase(
+            *(_PHASES.get(phase) or f"phase {phase}", step, number, self._text(note), epoch, began),
+            ended=_time(ended),
+            failed=bool(failed),
+            caller=self._text(caller),
+            gives_up=_time(gives_up),
+        )
 
 
 def numbers(members: str) -> list[int]:
@@ -390,6 +421,10 @@ def lives(recording: Recording) -> bool:
         fields = file.read().rpartition(b")")[2].split()
         return int(fields[19]) == recording.started and fields[0] not in (b"Z", b"X")
     return False
+
+
+def _lasted(seconds: float) -> float:
+    return seconds if 0.0 <= seconds < _MOST_TIME else 0.0
 
 
 def _time(seconds: float) -> float | None:

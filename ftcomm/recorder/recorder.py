@@ -179,19 +179,32 @@ class Recorder:
             self.times[(layout.HEADER + layout.GROUP * number) // 8 + 3] = self.clock()
             self._closed.append(number)
 
-    def begin(self, phase: PhaseKind, *, step: int = 0, number: int = 0, note: str = "") -> tuple[int, int]:
-        """Record that a phase begins; returns what `finish` needs."""
+    def begin(
+        self,
+        phase: PhaseKind,
+        *,
+        step: int = 0,
+        number: int = 0,
+        note: str = "",
+        caller: int = 0,
+        began: float | None = None,
+    ) -> tuple[int, int]:
+        """Record that a phase begins, or has `began`; returns what `finish` needs. `caller` is the number of a text."""
         at, mark = next(self.next), next(self._phases)
         head = PHASE | phase << 8 | self.epoch << 32
-        text = self.text(note)
-        BEGUN.pack_into(self.memory, at, mark, head, _signed(step), _signed(number), text, self.clock())
+        text, now = self.text(note), self.clock() if began is None else began
+        BEGUN.pack_into(self.memory, at, mark, head, _signed(step), _signed(number), text, caller, now)
         return at, mark
+
+    def is_phase(self, begun: tuple[int, int]) -> bool:
+        """Whether the record of a phase is still there."""
+        at, mark = begun[0] >> 3, begun[1]
+        return bool(self.words[at] == mark and self.words[at + 1] & 0xFF == PHASE)
 
     def finish(self, begun: tuple[int, int], *, failed: bool = False, number: int | None = None) -> None:
         """Record that a phase is over; `number`, if it is known only now."""
-        at, mark = begun[0] >> 3, begun[1]
-        words = self.words
-        if words[at] == mark and words[at + 1] & 0xFF == PHASE:
+        at, words = begun[0] >> 3, self.words
+        if self.is_phase(begun):
             words[at + FAILED] = failed
             if number is not None:
                 words[at + layout.NUMBER] = number
@@ -275,7 +288,7 @@ class GroupRecorder:
                 before, began = before + self._seconds(op, record), since
             if not record or not self._is(op, record):
                 record = next(self._next)
-                WAITED.pack_into(self._memory, record, op.place, self._head(WAIT), replica & _U32, before, since)
+                WAITED.pack_into(self._memory, record, op.place, self._head(WAIT), replica & _U32, 0, before, since)
             self._waits[replica] = record, before, began
             self._times[(record >> 3) + layout.SECONDS] = before + now - since
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,8 @@ from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection
 from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.recorder.layout import PhaseKind
+from ftcomm.recorder.waits import LOOK, PhaseWait
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -51,6 +53,7 @@ class IntraReplicaExchange:
         self._number = 0
         self._came = threading.Condition()
         self._sockets: dict[int, Connection] = {}
+        self._looks: PhaseWait
         if group.shard == 0:
             group.internals.serve("inside", self._serve)
 
@@ -61,7 +64,8 @@ class IntraReplicaExchange:
         self._number += 1
         patience = self._wait()
         try:
-            return self._collect(row, fold, patience) if self._group.shard == 0 else self._ask(row, patience)
+            with PhaseWait(PhaseKind.MEET, number=self._number) as self._looks:
+                return self._collect(row, fold, patience) if self._group.shard == 0 else self._ask(row, patience)
         except TimeoutError:
             raise CollectiveTimeout(
                 f"{self._who()}: the other ranks of this replica did not come within {self._patience:g} s; "
@@ -82,13 +86,12 @@ class IntraReplicaExchange:
 
     def _collect(self, row: bytes, fold: Callable[[list[bytes]], bytes], patience: Patience) -> bytes:
         with self._came:
-            while len(self._sockets) < self._ranks - 1:
-                part = patience.part()
-                if not part:
+            while absent := [rank for rank in range(1, self._ranks) if rank not in self._sockets]:
+                if not self._goes_on(patience, absent):
                     raise TimeoutError
-                self._came.wait(part)
-        others = (self._sockets[rank] for rank in range(1, self._ranks))
-        rows = [row, *(self._receive(sock, len(row), self._number, patience) for sock in others)]
+                self._came.wait(LOOK)
+        others = ((self._sockets[rank], rank) for rank in range(1, self._ranks))
+        rows = [row, *(self._receive(sock, rank, len(row), self._number, patience) for sock, rank in others)]
         answer = fold(rows)
         for sock in self._sockets.values():
             self._send(sock, answer)
@@ -98,7 +101,7 @@ class IntraReplicaExchange:
         if not self._sockets:
             self._sockets[0] = self._open(patience)
         self._send(self._sockets[0], row)
-        return self._receive(self._sockets[0], len(row), self._number, patience)
+        return self._receive(self._sockets[0], 0, len(row), self._number, patience)
 
     def _open(self, patience: Patience) -> Connection:
         """Connect to rank 0, which closes the connection as long as its script has not come to the loop."""
@@ -106,12 +109,12 @@ class IntraReplicaExchange:
             sock = None
             try:
                 sock = self._dial()
-                self._receive(sock, 0, 0, patience)
+                self._receive(sock, 0, 0, 0, patience)
                 return sock
             except OSError:
                 if sock is not None:
                     sock.close()
-                if not patience.left():
+                if not self._goes_on(patience, [0]):
                     raise
             time.sleep(RETRY)
 
@@ -139,9 +142,15 @@ class IntraReplicaExchange:
         sock.settimeout(self._patience)
         sock.sendall(_FRAMES.frame(Row(self._number, data)))
 
-    def _receive(self, sock: Connection, expected: int, number: int, patience: Patience) -> bytes:
+    def _goes_on(self, patience: Patience, absent: Sequence[int]) -> bool:
+        """Whether to wait on for the ranks `absent` of this replica. It is recorded that this rank does."""
+        left = patience.left()
+        self._looks.look([(self._group.replica, rank) for rank in absent], left)
+        return left > 0
+
+    def _receive(self, sock: Connection, rank: int, expected: int, number: int, patience: Patience) -> bytes:
         try:
-            said = _FRAMES.read(receive_while(sock, lambda: patience.left() > 0), expected + _HEAD)
+            said = _FRAMES.read(receive_while(sock, lambda: self._goes_on(patience, [rank]), LOOK), expected + _HEAD)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{error}; all ranks must run the same script") from None
         if said.number != number:

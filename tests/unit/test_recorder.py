@@ -30,6 +30,7 @@ from ftcomm.recorder.layout import PROCESS_SHAPE, RECORD, GroupKind, PhaseKind, 
 from ftcomm.recorder.reader import Recording, RecordingError, lives, numbers, parse, read, stands_since
 from ftcomm.recorder.recorder import Owner, Recorder, listed
 from ftcomm.recorder.tail import RecordingTail
+from ftcomm.recorder.waits import PhaseWait
 
 OWNER = Owner(2, 1, 4, 2, "a job", "a host")
 SHAPE = Shape(4, 32, 4096)
@@ -206,6 +207,28 @@ def test_every_truncation_is_read_as_far_as_it_goes_and_said() -> None:
         assert len(found.ops) >= before
         before = len(found.ops)
     assert before == SHAPE.records
+
+
+def test_a_wait_outside_of_ops_is_a_phase_with_those_who_have_not_come() -> None:
+    recorder = made()
+    with PhaseWait(PhaseKind.RECV, number=-7, note="a group", recorder=lambda: recorder) as wait:
+        wait.look([(1, None)], 9.0)
+    assert not seen(recorder).phases, "who came at once leaves no trace"
+    with PhaseWait(PhaseKind.MEET, number=3, recorder=lambda: recorder) as wait:
+        for ranks in ([(2, 0), (2, 3)], [(2, 0), (2, 3)], [(2, 3)], [(2, 3)]):
+            wait.look(ranks, 20.0)
+        [phase] = seen(recorder).phases
+        began, now = phase.began, recorder.clock.now  # type: ignore[attr-defined]
+        assert (phase.name, phase.number, phase.ended, phase.gives_up) == ("meet", 3, None, now + 20.0)
+        assert {(w.replica, w.rank): w.seconds for w in phase.waits} == {(2, 0): 1.0, (2, 3): now - began}
+        assert __file__ in phase.caller
+        for _ in range(SHAPE.records):  # the ring comes around
+            recorder.finish(recorder.begin(PhaseKind.VIEW))
+        wait.look([(2, 3)], 5.0)
+        [phase] = [phase for phase in seen(recorder).phases if phase.name == "meet"]
+        assert phase.waits[0].seconds == recorder.clock.now - began  # type: ignore[attr-defined]
+    [phase] = [phase for phase in seen(recorder).phases if phase.name == "meet"]
+    assert (phase.failed, phase.ended) == (False, recorder.clock.now)  # type: ignore[attr-defined]
 
 
 def test_the_training_stands_since_somebody_waits_and_no_op_returns(tmp_path: Path) -> None:

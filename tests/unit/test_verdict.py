@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ftcomm.diagnosis import facts as known_facts
 from ftcomm.diagnosis.causes import StallCause, remedy
-from ftcomm.diagnosis.facts import JobFacts, LinkFacts, OpFacts, Rank, RankFacts, WaitFacts
+from ftcomm.diagnosis.facts import JobFacts, LinkFacts, OpFacts, PhaseFacts, Rank, RankFacts, WaitFacts
 from ftcomm.diagnosis.processes import ProcessFacts
 from ftcomm.diagnosis.stacks import Stacks
 from ftcomm.diagnosis.verdict import StallVerdict, judge
@@ -111,6 +111,68 @@ def verdict_of_two(facts: JobFacts) -> tuple[Rank, ...]:
     culprits = judge(facts).culprits
     assert set(culprits) == {(0, 0), (1, 0)}
     return culprits
+
+
+def phase(kind: str, on: tuple[Rank, ...], group: str = "", left: float = 80.0, **known: Any) -> PhaseFacts:
+    waits = tuple(WaitFacts(rank, 40.0) for rank in on)
+    return PhaseFacts(kind, f"the {kind}", group, 7, "/home/me/train.py:50 f", left, waits, **known)
+
+
+def test_a_vote_inside_a_replica_to_which_a_rank_does_not_come() -> None:
+    busy = rank(0, shard=2, stacks=stacks(SCRIPT))
+    waits = [rank(0, phases=(phase("meet", ((0, on),)),), shard=shard) for shard, on in ((0, 2), (1, 0))]
+    alone = expect(job(*waits, busy), StallCause.OWN_CODE, ((0, 2),), "train.py:31", "in the meet", "train.py:50")
+    assert (alone.removal, alone.gives_up) == (None, (AT + 80, "the meet")), "no other replica waits for this one"
+    assert "fails at" in words(alone)
+    facts = job(*waits, busy, rank(1, op(on=((0, 2),)), shard=2), rank(1, op(on=((0, 0),))))
+    others = expect(facts, StallCause.OWN_CODE, ((0, 2),), "what holds them up is removed")
+    assert others.removal == (AT - 40 + 35, AT - 40 + 125)
+
+
+def test_a_boundary_to_which_a_rank_of_another_replica_does_not_come() -> None:
+    facts = job(
+        rank(0, phases=(phase("stand", ((1, 0),)),)),
+        rank(1, phases=(phase("stand", ((1, 1),)),)),
+        rank(1, shard=1, stacks=stacks(SCRIPT)),
+    )
+    verdict = expect(facts, StallCause.OWN_CODE, ((1, 1),), "train.py:31", "at the stand", "what holds them up is")
+    assert verdict.removal is not None
+
+
+def test_a_rank_that_has_come_to_the_same_boundary_and_goes_no_further_is_ours_to_look_at() -> None:
+    facts = job(rank(0, phases=(phase("stand", ((1, 0),)),)), rank(1, phases=(phase("stand", ()),)))
+    expect(facts, StallCause.INSIDE, ((1, 0),))
+
+
+def test_a_message_that_is_not_sent() -> None:
+    facts = job(rank(0, phases=(phase("recv", ((1, 0),), "0"),)), rank(1, stacks=stacks(SCRIPT)))
+    verdict = expect(facts, StallCause.OWN_CODE, ((1, 0),), "train.py:31", "waits in the recv", "fails at")
+    assert (verdict.since, verdict.removal) == (AT - 40, None)
+
+
+def test_a_rank_that_waits_for_a_message_is_removed_in_place_of_who_does_not_send_it() -> None:
+    receives = rank(1, phases=(phase("recv", ((2, 0),), "1", left=300.0),))
+    facts = job(rank(0, op(on=((1, 0),))), receives, rank(2, stacks=stacks(SCRIPT)))
+    verdict = expect(facts, StallCause.OWN_CODE, ((2, 0),), "train.py:31", "replica 1 is removed")
+    assert verdict.gives_up is None, "the removal comes first"
+
+
+@pytest.mark.parametrize("other", ["recv", "send", "op"])
+def test_messages_that_wait_for_each_other(other: str) -> None:
+    waits = (op(on=((0, 0),)),) if other == "op" else ()
+    phases = () if waits else (phase(other, ((0, 0),), "1"),)
+    facts = job(rank(0, phases=(phase("recv", ((1, 0),), "0"),)), rank(1, *waits, phases=phases))
+    verdict = judge(facts)
+    assert (verdict.cause, set(verdict.culprits)) == (StallCause.DEADLOCK.value, {(0, 0), (1, 0)})
+    assert "/home/me/train.py:50 f" in verdict.lines
+
+
+def test_a_message_from_anybody_names_all_who_could_send_it() -> None:
+    waits = rank(0, phases=(phase("recv", ((1, 0), (2, 0)), "0"),))
+    facts = job(waits, rank(1, stacks=stacks(SCRIPT)), rank(2, process=process("T")))
+    expect(facts, StallCause.FROZEN, ((1, 0), (2, 0)), "None of these has sent", "train.py:31", "SIGSTOP")
+    waiting = rank(2, op(on=((0, 0),)))
+    expect(job(waits, rank(1, stacks=stacks(SCRIPT)), waiting), StallCause.OWN_CODE, ((1, 0),), "train.py:31")
 
 
 @pytest.mark.parametrize(
@@ -376,6 +438,15 @@ OPS = st.builds(
     column=st.integers(-2, 1),
     waits=st.lists(st.builds(WaitFacts, rank=RANKS, seconds=st.floats(0, 100)), max_size=3).map(tuple),
 )
+PHASES = st.builds(
+    PhaseFacts,
+    kind=st.sampled_from(["stand", "meet", "send", "recv"]),
+    named=st.just("it"),
+    group=st.sampled_from(["0", "1"]),
+    number=st.integers(0, 1),
+    left=st.floats(0, 100),
+    waits=st.lists(st.builds(WaitFacts, rank=RANKS, seconds=st.floats(0, 100)), max_size=3).map(tuple),
+)
 PROCESSES = st.none() | st.builds(
     ProcessFacts,
     pid=st.just(4711),
@@ -393,6 +464,7 @@ FACTS = st.builds(
     stacks=st.sampled_from([stacks(), stacks(SCRIPT), stacks(LIBRARY, held=True), stacks(missing="x")]),
     collecting=st.floats(0, 1),
     ops=st.lists(OPS, max_size=3).map(tuple),
+    phases=st.lists(PHASES, max_size=2).map(tuple),
 )
 LINKS = st.builds(
     LinkFacts,
@@ -418,6 +490,6 @@ def test_any_facts_have_a_verdict_in_words(ranks: list[RankFacts], links: list[L
     if cause is StallCause.UNKNOWN and not any(each.reached for each in ranks):
         return  # nobody knows more
     assert verdict.culprits
-    waits = {each.rank: {w.rank for o in each.open for w in o.waits if w.seconds >= 0.5} for each in ranks}
+    waits = {each.rank: {w.rank for o in each.inside for w in o.waits if w.seconds >= 0.5} for each in ranks}
     awaited = set().union(*waits.values())
     assert set(verdict.culprits) & awaited, "nobody waits for whom it names"
