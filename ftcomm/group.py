@@ -64,7 +64,6 @@ class Group(Calls):
     rank, world_size: the place of this replica in `roster`, which every `root`, `src` and `dst` means, and its length.
     roster, contributors: the replicas in rank order, and those of them whose input counts. The same on all members;
         they change only at step boundaries. `view`, `members` and `contributing` say what is in force now.
-    name: "*"; subgroups have names of their own.
     replica, replicas: the number of this replica, and the number of replicas with which the job was started.
     shard, shards: the index of this rank inside its replica, and how many ranks a replica has.
     drained: whether this replica has left the job.
@@ -89,7 +88,7 @@ class Group(Calls):
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self.name, self._me = ALL, settings.replica
+        self._me, self._recorded_as = settings.replica, ALL
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False

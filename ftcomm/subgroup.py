@@ -108,7 +108,8 @@ class Subgroup(Calls):
         self.called: tuple[int, int] | None = None  # when, if one thread makes the calls of others; see `Internals`
         self._dial, self._on_stall, self._on_lost = dial, on_stall, on_lost
         self._on_failed, self._on_closed = on_failed, on_closed
-        self.name, self._me = name, group.replica
+        self.name = self._recorded_as = name
+        self._me = group.replica
         in_view = group.internals.router.newest is not None
         self._made = group.internals.next_boundary() if in_view else None  # before which boundary; None: not known yet
         self.error: BaseException | None = None  # why no op can succeed any more; None while all is well
