@@ -18,6 +18,7 @@ Each optimizer step is a step of ftcomm's step loop. What Lightning takes for th
 These things go between replicas:
 
     gradients                        DistributedDataParallel over the group of all replicas, or FSDP2 over the mesh
+    the scale of the loss            with precision "16-mixed", to a replica that comes back; the same on all
     `self.log(..., sync_dist=True)`  the mean, or the sum, over those that contribute
     decisions of callbacks           those that Lightning reduces, such as that of EarlyStopping
 
@@ -183,6 +184,8 @@ class _Replicas(ParallelStrategy):  # type: ignore[misc]
         state: dict[str, Any] = {"model": self.lightning_module, "optimizer": self.optimizers[0]}
         for i, config in enumerate(trainer.lr_scheduler_configs):
             state[f"scheduler {i}"] = config.scheduler
+        if (scaler := _scaler(self)) is not None:
+            state["scaler"] = scaler
         state["rng"] = Rng(int(os.environ.get("PL_GLOBAL_SEED", "0")), self.exchange.group, part=self._part()[0])
         before = trainer.global_step
         self._loop = StepLoop(state, self.exchange.group, vote=False, start=before, initial_state="lowest")
@@ -288,9 +291,10 @@ def _check(trainer: Trainer, strategy: _Replicas) -> None:
             f"{type(module).__name__} has {len(strategy.optimizers)} optimizers, and automatic_optimization="
             f"{module.automatic_optimization}; replicas need one optimizer, which Lightning steps."
         )
-    if getattr(strategy.precision_plugin, "scaler", None) is not None:
+    if _scaler(strategy) is not None and not isinstance(strategy, ReplicaStrategy):
         raise ArgumentError(
-            'the loss scaler of precision "16-mixed" has a state, which replicas do not share; use bf16.'
+            f'{type(strategy).__name__} with the loss scaler of precision "16-mixed": the ranks of a replica would not '
+            "agree on which steps it skips; use bf16."
         )
     if trainer.reload_dataloaders_every_n_epochs or any(isinstance(each, Timer) for each in trainer.callbacks):
         raise ArgumentError("reload_dataloaders_every_n_epochs, max_time and Timer: replicas would not do it together.")
@@ -300,6 +304,11 @@ def _check(trainer: Trainer, strategy: _Replicas) -> None:
                 f"a {type(loader).__name__} without a batch sampler: a replica that comes back could not find its "
                 "place in the data. Give a DataLoader of a map-style data set."
             )
+
+
+def _scaler(strategy: _Replicas) -> torch.amp.GradScaler | None:
+    """Returns the scaler of the loss, which Lightning makes for precision "16-mixed"."""
+    return getattr(strategy.precision_plugin, "scaler", None)
 
 
 def _check_mesh(module: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from tests.deadlines import DEADLINE
 
 KILLED = Path(__file__).with_name("killed.py")
 TRACKED = Path(__file__).with_name("tracked.py")
+SCALED = Path(__file__).with_name("scaled.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AFTER = 12  # steps between two kills, and before the end
 pytestmark = pytest.mark.slow
@@ -121,11 +122,14 @@ def test_lightning(preforked: None, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     out = tmp_path / "out"
     args = ("--steps", "100000", "--width", "32", "--samples", "400", "--output", str(out))
-    example = Running(tmp_path, "train_lightning", *args)
+    example = Running(tmp_path, "train_lightning", *args, by=(str(SCALED),))
     assert example.run() == run.DRAINED, (example.said, example.lines)
     ends = example.ends()
     assert set(ends) == {0, 1}, example.lines
     assert ends[0] == ends[1], "replicas differ"
+    scales = [line for _, line in example.lines if line.startswith("scale ")]
+    assert len(scales) == 2, example.lines
+    assert len(set(scales)) == 1, "replicas scale the loss differently"
     assert list(out.rglob("*.ckpt")), "no checkpoint at the end of an epoch"
 
 
