@@ -27,8 +27,8 @@ Work is handed out as a `Slot`. `arrive`, `step` and `take` report it as done, a
 between the caller moves the memory, and nothing else happens.
 
 Words hold `epoch << COUNTER | counter` and only grow. Task `index` has descriptor `index % SLOTS` and, in the staging,
-the room of SPAN chunks with that number. Among members of one host it has room `index % NEAR`, of as many chunks as
-their layout has for a task.
+room `index % staged`. Between hosts there are as many rooms as the layout has slots, SLOTS or fewer, and among members
+of one host NEAR. Each is of as many chunks as the layout has for a task.
 """
 
 from __future__ import annotations
@@ -141,9 +141,12 @@ class Pipeline:
         # In a ring a member needs connections only to its neighbours, and hears of the others from the left.
         self.relayed = any(peer.heard is not peer.words for peer in others)
         self.far = not view.one_host
-        self.ahead = SLOTS if self.far else AHEAD
         # Slots of the staging that are used, and chunks of a task.
-        self.staged, self._most = (SLOTS, SPAN) if self.far else (NEAR, near)
+        layout = segment.layout
+        self.staged, self._most = (layout.slots, layout.span) if self.far else (NEAR, near)
+        self.ahead = self.staged if self.far else AHEAD
+        # An op of so many chunks has a task for each, in its own slot. With more members that would make small slices.
+        self._apart = SLOTS if self._most <= SPAN else 1
         self.posted_by_all = self._gate(POSTED, self.peers, relayed=True)
         self._arrival = (self.posted_by_all,)
         self.taken_by_all = self._gate(TAKEN, self.peers, relayed=True)
@@ -174,7 +177,8 @@ class Pipeline:
         There a task takes as long as the way there and back, so members go as far as there are slots. Then that I have
         taken a task does not tell that others have taken an earlier one. Among members of one host it does.
         """
-        if self._served_alone and self.posted >= SLOTS and self.slots[self.posted % SLOTS].algorithm.chained:
+        before = self.posted - self.staged  # the task that had the slot
+        if self._served_alone and before >= 0 and self.slots[before % SLOTS].algorithm.chained:
             return self._taken_by_served
         return self.taken_by_all
 
@@ -186,7 +190,7 @@ class Pipeline:
                 return Obstacle(slot.gates[min(slot.number, len(slot.gates) - 1)], count)
             return Obstacle(next((gate for gate in slot.arrival if not gate.is_open(count)), self.posted_by_all), count)
         if oldest.end < 0:
-            return Obstacle(self._gate_of_slot(), self.posted - SLOTS + 1)
+            return Obstacle(self._gate_of_slot(), self.posted - self.staged + 1)
         return Obstacle(self.taken_by_all, oldest.end)
 
     # -- what can be done ----------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ class Pipeline:
         """Returns the op whose next task may be posted."""
         if not self.unposted or self.posted - self.taken >= self.ahead:
             return None
-        if self.far and not self._gate_of_slot().is_open(self.posted - SLOTS + 1):
+        if self.far and not self._gate_of_slot().is_open(self.posted - self.staged + 1):
             return None
         return self._next_op()
 
@@ -234,7 +238,7 @@ class Pipeline:
 
     def _span(self, op: Operation) -> int:
         """Returns how many chunks the next task has: the same on all members, since they have the same tasks."""
-        if self._most == 1 or op.schedule is not None or len(op.finals) <= SLOTS:  # each of these finds its own slot
+        if self._most == 1 or op.schedule is not None or len(op.finals) <= self._apart:
             return 1
         tasks: Any = op.tasks
         return side_by_side(tasks[op.next : op.next + self._most])

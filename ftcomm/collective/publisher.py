@@ -150,6 +150,7 @@ class Publisher:
                 return
             self._readers.remove(known)
             known.close()
+        reader.slots = self._pipeline.staged
         self._readers.append(reader)
         if reader.replica == self._right:
             for _, told in self.relayed:

@@ -101,6 +101,7 @@ class MirrorWriter(ABC):
     replica: int
     epoch: int
     life: str
+    slots = SLOTS  # of the staging that are used in the epoch, see `ftcomm.collective.pipeline`
 
     @abstractmethod
     def send(self, word: int, value: int, start: int, payload: memoryview, belongs: Belongs) -> None:

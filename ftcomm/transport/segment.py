@@ -37,8 +37,8 @@ HEADER = 4096  # bytes of the words of a group of 17 members or fewer, and a pag
 
 # docs/transports.md, "Measured choices", has the figures for these.
 CHUNK = 512 << 10  # bytes; a chunk and its copy must stay in the cache
-SLOTS = 8  # with SPAN, they fill a slow line between hosts
-SPAN = 2  # the most chunks of one task between hosts
+SLOTS = 8  # with SPAN, they fill a slow line between hosts; larger groups have fewer
+SPAN = 2  # the most chunks of one task between hosts; larger groups have more
 NEAR = 4  # slots that members of one host use, so that these stay in the cache
 
 MIRRORS = 64 << 20  # bytes of the staging of others that fill up in a group of many members
@@ -84,6 +84,7 @@ class Layout:
     staging_at: int
     size: int
     near: int = 1  # the most chunks of one task on one host
+    span: int = SPAN  # the most chunks of one task between hosts; with the host's engine a slot has room for them
     members: int = LEAST  # the most that the group may have
 
     def __str__(self) -> str:
@@ -110,11 +111,15 @@ def layout_for(transport: str, layout: Layout) -> Layout:
 
 
 def sized(layout: Layout, members: int) -> Layout:
-    """Returns the layout, one of those that the host drives, with words for at most so many members."""
+    """Returns the layout, one of those that the host drives, for at most so many members: with words for all, and with
+    tasks so large that the slice of a member has `HOP` bytes, as long as two slots are left of the same staging."""
     if members <= layout.members:
         return layout
-    at = header(members)
-    return dataclasses.replace(layout, members=members, staging_at=at, size=at + 2 * STAGED)
+    at, span = header(members), SPAN
+    while span * layout.chunk < members * HOP and 4 * span <= SLOTS * SPAN:
+        span *= 2  # so that `near` divides it
+    slots = SLOTS * SPAN // span
+    return dataclasses.replace(layout, members=members, slots=slots, span=span, staging_at=at, size=at + 2 * STAGED)
 
 
 def slot_payload(members: int) -> int:
@@ -205,9 +210,9 @@ class Memory:
 
         Raises `ValueError` if they do not.
         """
-        room = SPAN * self.chunk
-        if start % room + nbytes > room or start >= SLOTS * room:
-            raise ValueError(f"a payload of {nbytes} bytes at {start} of {SLOTS} slots of {room}")
+        slots, room = self.layout.slots, self.layout.span * self.chunk
+        if start % room + nbytes > room or start >= slots * room:
+            raise ValueError(f"a payload of {nbytes} bytes at {start} of {slots} slots of {room}")
         return self.offset(region, 0) + start
 
 

@@ -19,7 +19,7 @@ from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings.tuning import Tuning, up_to
 from ftcomm.simulation.memory import TinyMemory
-from ftcomm.transport.segment import LEAST, POSTED, REDUCED, level, levels
+from ftcomm.transport.segment import HOST, LEAST, POSTED, REDUCED, level, levels, sized
 from tests.slots import slot_of
 
 CHUNK = 4096
@@ -45,7 +45,7 @@ class Player:
         hosts, contributing = group
         members = tuple(sorted(m for host in hosts for m in host))
         self.me, self.memory = me, memory
-        self.mirrors = {m: mates.get(m) or TinyMemory(m, CHUNK) for m in members if m != me}
+        self.mirrors = {m: mates.get(m) or TinyMemory(m, CHUNK, members=len(members)) for m in members if m != me}
         for mirror in self.mirrors.values():
             if mirror.replica not in mates:
                 mirror.buffer[:] = b"\xff" * len(mirror.buffer)  # NaN
@@ -66,7 +66,7 @@ def play(
     """What each member has in the end; whose step is next is drawn, among those that need not wait."""
     hosts, _ = group
     chance = random.Random(seed)
-    memories = {m: TinyMemory(m, CHUNK) for m in inputs}
+    memories = {m: TinyMemory(m, CHUNK, members=len(inputs)) for m in inputs}
     players = {
         m: Player(group, m, memories[m], {o: memories[o] for o in host if o != m} if shared else {})
         for host in hosts
@@ -140,6 +140,18 @@ def test_all_members_end_with_the_sum_of_those_who_contribute(
     want = np.empty_like(next(iter(inputs.values())))
     Reducer().get(dtype, op)([operand(dtype, inputs[m]) for m in sorted(group[1])], operand(dtype, want))
     for result in results.values():
+        assert result.tobytes() == want.tobytes()
+
+
+def test_half_of_the_largest_task_of_many_members_is_the_slice_of_one() -> None:
+    """A member alone on its host has one rail with another, and tasks are as large as for a slice a member."""
+    members = tuple(range(33))
+    group = (members[:1], members[1:]), frozenset(members)
+    count = sized(HOST, len(members)).span * CHUNK // 4
+    assert count > 2 * CHUNK // 4
+    inputs = drawn(group, count, "int32")
+    want = functools.reduce(np.add, inputs.values())
+    for result in play(group, "int32", "sum", inputs, shared=True, seed=1).values():
         assert result.tobytes() == want.tobytes()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,8 +16,12 @@ from ftcomm.collective.publisher import Publisher
 from ftcomm.collective.resume import Task
 from ftcomm.kernels.epochs import COUNTER
 from ftcomm.kernels.host.reduce import Reducer
+from ftcomm.settings.tuning import MEMBERS as MOST
 from ftcomm.simulation.memory import CHUNK, TinyMemory
-from ftcomm.transport.segment import POSTED, REDUCED, TAKEN
+from ftcomm.transport.segment import CHUNK as REAL_CHUNK
+from ftcomm.transport.segment import HOP, POSTED, REDUCED, SLOTS, SPAN, TAKEN
+from ftcomm.transport.tcp.writer import TcpMirrorWriter
+from tests.exchange_rig import socket_pair
 
 MEMBERS = (0, 1, 2)
 
@@ -97,3 +103,48 @@ def test_somebody_is_in_the_way_of_a_task_without_steps_in_all_its_stages(arrive
     assert [peer.replica for peer in gate.behind(count)] == [1, 2]
     of.raise_all(POSTED, 1)
     assert not gate.behind(count)
+
+
+@pytest.mark.parametrize("by_ring", [False, True])
+@pytest.mark.parametrize("members", [2, 9, 16, 17, 24, 32, 33, 64, 65, 128, 129, MOST])
+def test_no_hop_of_a_large_op_between_hosts_is_small(members: int, by_ring: bool) -> None:
+    """Tasks have as many chunks as that takes, while two of them fit into the staging: a slot is then used again
+    when those have taken what it held who read it, and no two that are under way share a byte."""
+    everybody, chunk = tuple(range(members)), 16384
+    scale = REAL_CHUNK // chunk
+    memories: dict[int, Any] = {m: TinyMemory(m, chunk, members=members) for m in everybody}
+    for memory in memories.values():
+        for word in memory.published:
+            memory.words[word] = 1 << COUNTER
+    view = GroupView(1, 0, everybody, frozenset(everybody), False, everybody if by_ring else ())
+    peers = {m: memories[m] for m in everybody if m}
+    pipeline = Pipeline(view, memories[0], peers, Algorithms(view, memories, Reducer()), 1)
+    near, far = socket_pair()
+    reader = TcpMirrorWriter(far, 1, 1)  # type: ignore[arg-type]
+    Publisher(pipeline, memories[0], [], lambda *lost: None, compares=False).welcome(reader)
+    assert reader.slots == pipeline.staged
+    near.close()
+    reader.close()
+    op = Operation(np.zeros(64 * chunk, np.uint8), "uint8", "sum", chunk)
+    op.number, op.verified = 0, True
+    pipeline.algorithms.of = lambda _: pipeline.algorithms.route or pipeline.algorithms.two_shot  # type: ignore[method-assign]
+    pipeline.unposted.append(op)
+    rooms: list[set[int]] = []
+    while pipeline.to_post() is not None:
+        slot = pipeline.begin(op)
+        pipeline.posted = slot.index + 1
+        rooms.append(set(range(slot.chunk, slot.chunk + slot.span)))
+        views = slot.views
+        bounds = views.bounds if by_ring else views.slices.values()
+        hop = min(stop - start for start, stop in bounds) * scale
+        assert hop > min(HOP, 64 * HOP // members) - 64 * scale, f"{hop} bytes"  # slices begin on cache lines
+        assert slot.span == SPAN or members > 16
+    assert len(rooms) == pipeline.staged == (SLOTS if members <= 16 else 4 if members <= 32 else 2)
+    assert len(set.union(*rooms)) == sum(map(len, rooms))
+    assert max(set.union(*rooms)) < SLOTS * SPAN
+    pipeline.arrived = pipeline.taken = 1
+    assert pipeline.to_post() is None
+    for m in (1,) if by_ring else everybody:
+        memories[m].words[TAKEN] = 1 << COUNTER | 1
+    assert pipeline.to_post() is op
+    assert pipeline.begin(op).chunk == min(rooms[0])

@@ -66,8 +66,12 @@ def test_a_segment_of_many_members_is_opened_by_those_who_expect_as_many() -> No
     segment.words[level(levels(64))] = 7
     peer = ShmPeer(3, os.getpid(), segment.fd, segment.nonce, layout)
     assert peer.words[level(levels(64))] == 7
-    with pytest.raises(TransportError, match=f"it has {layout.size} bytes, not {SIZE}"):
+    with pytest.raises(TransportError, match=r"2 slots of .*, not 8"):
         open_peer(segment)
+    fewer = sized(HOST, 40)
+    assert fewer.slots == layout.slots
+    with pytest.raises(TransportError, match=f"it has {layout.size} bytes, not {fewer.size}"):
+        ShmPeer(3, os.getpid(), segment.fd, segment.nonce, fewer)
     assert "for 64 members" in str(layout)
     assert all(sized(HOST, members) is HOST for members in range(1, LEAST + 1))
     assert MOST_MEMBERS == KERNEL_MEMBERS

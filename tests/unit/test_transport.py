@@ -351,15 +351,17 @@ def test_frames_that_come_in_pieces_of_any_size_are_put_together() -> None:
     wire.far.close()
 
 
-def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader() -> None:
+@pytest.mark.parametrize("slots", [SLOTS, 4, 2])  # fewer are larger
+def test_a_slot_is_used_again_though_its_next_task_posts_nothing_for_this_reader(slots: int) -> None:
     near, far = socket_pair()
     reader = TcpMirrorWriter(far, 5, EPOCH)
-    half = memoryview(bytes(CHUNK // 2))
-    for count in range(1, SLOTS + 1):
-        reader.send(POSTED, EPOCH << COUNTER | count, at(count), half, (0, 0, 0))
-        reader.send(REDUCED, EPOCH << COUNTER | count, at(count) + CHUNK // 2, half, (0, 0, 0))
-    reader.send(POSTED, EPOCH << COUNTER | SLOTS + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
-    reader.send(REDUCED, EPOCH << COUNTER | SLOTS + 1, 64, half[:56], (0, 0, 0))
+    reader.slots, room = slots, STAGED // slots
+    half = memoryview(bytes(room // 2))
+    for count in range(1, slots + 1):
+        reader.send(POSTED, EPOCH << COUNTER | count, (count - 1) * room, half, (0, 0, 0))
+        reader.send(REDUCED, EPOCH << COUNTER | count, (count - 1) * room + len(half), half, (0, 0, 0))
+    reader.send(POSTED, EPOCH << COUNTER | slots + 1, 0, half[:0], (0, 0, 0))  # of a small op: no shard
+    reader.send(REDUCED, EPOCH << COUNTER | slots + 1, 64, half[:56], (0, 0, 0))
     near.close()
     reader.close()
 

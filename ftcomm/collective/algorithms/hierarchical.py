@@ -96,7 +96,8 @@ class Hierarchical(Algorithm):
             number for number, members in enumerate(hosts) if not view.contributing.isdisjoint(members)
         )
         self._divisor = len(view.contributors)
-        self._scratch = np.empty(memories[me].chunk, np.uint8)  # holds the sum of my host's inputs for its own slice
+        # Holds the sum of my host's inputs for its own slice, which is at most half of a task.
+        self._scratch = np.empty(memories[me].layout.span // 2 * memories[me].chunk, np.uint8)
         self._opposite: dict[int, int] = {}  # number of another host -> the leader of my rail there
         if me in self._leaders:
             self._opposite = {i: members[self._rail] for i, members in enumerate(hosts) if i != self._home}

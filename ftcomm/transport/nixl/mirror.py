@@ -69,7 +69,7 @@ class NixlMirror(Peer):
         self._quiet = self._closed = self._met = self._driven = False
         self._order = frames.InOrder()
         self._map(mirror.memory)
-        self.published = published(layout.members)
+        self.layout, self.published = layout, published(layout.members)
         page = mmap.mmap(-1, header(layout.members))  # the mirror has one of HEADER bytes, which nobody uses
         self.words = memoryview(page).cast("Q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(page))

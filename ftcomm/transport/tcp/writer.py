@@ -104,7 +104,7 @@ class TcpMirrorWriter(MirrorWriter):
 
     def _count(self, word: int, value: int, start: int, nbytes: int) -> None:
         """Count bytes under way. They never exceed the slots, since a slot is not used again before it was taken."""
-        slot = self._staged[((value & (COUNTS - 1)) - 1) % SLOTS]
+        slot = self._staged[((value & (COUNTS - 1)) - 1) % self.slots]
         if word == POSTED and slot:
             self._under_way -= sum(slot.values())
             slot.clear()
