@@ -52,7 +52,7 @@ def body(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             group.recv(x, 1, tag=7)
         elif step == 1 and me == (0, 1):
             before_the_vote(marks)
-    if me == (0, 1):
+    if me == (1, 1):
         before_the_boundary(marks)
     if me == (1, 0):
         group.leave()
@@ -88,7 +88,8 @@ def test_whoever_holds_others_up_outside_of_ops_is_named(tmp_path: Path, monkeyp
         (tmp_path / "sends").touch()
         told((0, 1), "before_the_vote", "in the vote on step 1 between the ranks of replica 0, called at")
         (tmp_path / "votes").touch()
-        verdict = told((0, 1), "before_the_boundary", "at the step boundary", "replica 1")  # which waits for its leader
+        # Who stays waits for the leader of the replica that leaves, and that one for its other rank.
+        verdict = told((1, 1), "before_the_boundary", "at the step boundary", "Replica 0")
         assert verdict.removal is not None
         (tmp_path / "stands").touch()
         assert job.join(0) == job.join(1) == [0, 0]
