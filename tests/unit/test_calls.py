@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from ftcomm.calls import Calls
 from ftcomm.collective.operation import stamp_of
 from ftcomm.errors import ArgumentError, LostError, MismatchError
 from ftcomm.kernels.call_codes import ELSEWHERE, UNKNOWN
+from ftcomm.transport.segment import CHUNK, slot_payload
 from tests.exchange_rig import DEADLINE, Member, Rig
 
 pytestmark = pytest.mark.protocol
@@ -427,3 +429,25 @@ def test_counts_that_do_not_fit_are_told_to_all(group: Group) -> None:
     assert all(isinstance(error, MismatchError) for error in errors)
     assert "rank 0 sends 0 elements to rank 0, which expects 1" in str(errors[0])
     assert group.all(lambda c: c.barrier()) == [None] * 3
+
+
+def test_all_give_one_member_no_more_than_its_mirrors_have_room_for() -> None:
+    class Alone(Calls):
+        _me, roster = 0, tuple(range(200))
+
+        def _may_call(self) -> None:
+            """It always may."""
+
+    rooms: list[int] = []
+
+    def run(op: Any) -> None:
+        rooms.append(op.schedule.room)
+        op.finish()
+
+    group, x = Alone(200), np.zeros(4, np.uint8)
+    group._exchange = SimpleNamespace(run=run)  # type: ignore[assignment]
+    group.allgather(np.zeros(800, np.uint8), x)
+    group.gather(np.zeros(800, np.uint8), x, 0)
+    group.reduce(x, 0)
+    assert rooms == [slot_payload(200)] * 3
+    assert rooms[0] < CHUNK

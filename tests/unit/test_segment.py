@@ -29,6 +29,8 @@ from ftcomm.transport.segment import (
     Segment,
     level,
     levels,
+    life,
+    published,
     sized,
     slot_payload,
     wrong,
@@ -82,6 +84,10 @@ def test_what_a_member_gives_another_one_shrinks_with_their_number(members: int)
     assert HOP <= slot_payload(members) <= CHUNK
     assert members > 16 or slot_payload(members) == CHUNK
     assert members > 128 or SLOTS * slot_payload(members) * members <= MIRRORS
+
+
+def test_the_word_that_tells_of_a_death_is_no_level_whoever_watches_it() -> None:
+    assert not {life(reader) // 8 for reader in range(MEMBERS)} & {word // 8 for word in published(MEMBERS)}
 
 
 @pytest.mark.parametrize("layout", [HOST, sized(HOST, 64)])
