@@ -60,9 +60,10 @@ test-upstream: setup setup-latest ## torch's and torchft's own tests of process 
 test-ray: setup-ray ## Ray Train on the newest torch: a worker and the driver are killed
 	FTCOMM_TEST_RAY=1 $(LATEST)/bin/python -m pytest tests/ray -q $(ARGS)
 
-# No part of `make test`: processes compile for a minute of two cores. COMPILER=inductor takes longer.
+# No part of `make test`: processes compile for a minute of two cores, and are 16 at a time. COMPILER=inductor takes
+# longer.
 COMPILER := aot_eager
-test-pipeline: setup ## a compiled pipeline of FSDP2 with a scaled loss, in two replicas of four ranks: one is killed
+test-pipeline: setup ## a compiled pipeline of FSDP2 with a scaled loss, FSDP2 x TP x PP: one of two replicas is killed
 	FTCOMM_TEST_PIPELINE=$(COMPILER) $(VENV)/bin/python -m pytest tests/torch/test_own_world.py -q -k pipeline $(ARGS)
 
 # Not all of them run on each: those of trainers need the newest, and some do not depend on torch.

@@ -103,6 +103,37 @@ def pipeline_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
     dist.destroy_process_group()
 
 
+def three_dimensions_inside(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """A pipeline of two stages, each tensor parallel and FSDP2 over two ranks of a dimension, in each of the replicas;
+    gloo inside. Both micro-batches of a step go through all of it."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", {"replica": group.replicas, "pp": 2, "shard": 2, "tp": 2}, inner="gloo")
+    stage, part = mesh.get_local_rank("pp"), mesh.get_local_rank("shard")
+    # Who joins takes over the weights of the others.
+    torch.manual_seed(stage if group.contributes else 2)
+    block = Network(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(block, mesh=mesh["replica", "shard"])
+    # Not AdamW: DTensor searches for a way to do each new kind of op, the longer the more dimensions a mesh has.
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01, momentum=0.9)
+    schedule = Schedule1F1B(
+        PipelineStage(block, stage, 2, torch.device("cpu"), group=mesh.get_group("pp")),
+        2,
+        loss_fn=nn.functional.mse_loss,
+    )
+    state = {"model": block, "optimizer": optimizer}
+    for step in ftcomm.steps(arguments["steps"], state):
+        optimizer.zero_grad()
+        x = batch(step, 2 * group.replica + part)
+        schedule.step(*([x] if stage == 0 else []), **({"target": torch.zeros(4, 8)} if stage == 1 else {}))
+        assert all(parameter.grad is not None for parameter in block.parameters())
+        optimizer.step()
+        notes.write(kind="step", step=step, digest=digest(state) if group.contributes else "")
+        time.sleep(0.01)
+    notes.write(kind="final", digest=digest(state), contributes=group.contributes)
+    dist.destroy_process_group()
+
+
 class Stuck(dist.ProcessGroup):  # type: ignore[misc]
     """A backend whose collectives end by `abort` alone, as those of NCCL do when a member is lost."""
 

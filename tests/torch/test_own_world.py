@@ -52,6 +52,19 @@ def test_a_replica_of_a_compiled_pipeline_with_a_scaled_loss_is_lost_and_comes_b
         assert all(event["replayed"] > 3 for event in reported(job, "state_fetched"))
 
 
+@pytest.mark.skipif("FTCOMM_TEST_PIPELINE" not in os.environ, reason="24 processes: make test-pipeline")
+def test_a_replica_of_a_pipeline_of_fsdp_and_tensor_parallelism_is_lost_and_comes_back(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=2, ranks=8, body=bodies.three_dimensions_inside, steps=ENDLESS) as job:
+        job.wait_contributing({0, 1})
+        stepped(job, 2, {0, 1})
+        seen = len(job.events)
+        assert lose_one(job, 5) == [1, 1, 1, 1, 1, -9, 1, 1]
+        job.start(VICTIM)
+        job.wait_contributing({0, 1}, since=seen)
+        stepped(job, 2, {1})  # and so the other, too, which has noted errors of its first life
+        end_together(job, {0, 1})
+
+
 def test_groups_inside_are_aborted_when_the_replica_has_lost_a_rank(tmp_path: Path) -> None:
     """A rank that waits in one gets an error, which `guard` lets through, as the others of its replica are gone."""
     with Job(tmp_path, replicas=2, ranks=2, body=bodies.stuck_inside, steps=40) as job:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ..process.job import Job
+from ..process.job import DEADLINE, Job
 from . import bodies
 
 ENDLESS = 1_000_000
@@ -41,7 +41,7 @@ def stepped(job: Job, count: int, replicas: set[int]) -> None:
         done = {replica: note["step"] for replica, _, note in job.notes() if note["kind"] == "step"}
         return {replica: done.get(replica, -1) for replica in replicas}
 
-    start, deadline = last(), time.monotonic() + 60
+    start, deadline = last(), time.monotonic() + DEADLINE
     while min(step - start[replica] for replica, step in last().items()) < count:
         failed = [error for error in job.errors() if error[0] in replicas]
         assert not failed, failed
