@@ -78,8 +78,9 @@ def chaos(
     """Hit a running job with faults, and tell what came of it.
 
     The job is one that `ftcomm run` has started here; it is named, and you are asked, before it is hit. Start it with
-    a high --max-restarts and a short --heartbeat-timeout; FTCOMM_VERIFY=1 in its environment lets it compare all
-    results. `-m ftcomm.lab.chaos.train` is a training made for this.
+    a high --max-restarts and a short --heartbeat-timeout. A divergence is one that the job reports itself:
+    FTCOMM_VERIFY=1 in its environment lets it compare all results, and `-m ftcomm.lab.chaos.train`, a training made
+    for this, compares its weights.
 
     \b
     Faults:

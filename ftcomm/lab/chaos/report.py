@@ -98,8 +98,8 @@ def show(outcome: ChaosOutcome, console: Console) -> None:
     console.print(leaks_table(outcome))
     for line in outcome.ranks:
         console.print(line, highlight=False, markup=False)
-    divergences = len(outcome.ledger.divergences)
-    console.print(f"divergence: {divergences or 'none'}; steps: {max(outcome.ledger.steps.values(), default=0)}")
+    divergences, steps = len(outcome.ledger.divergences), max(outcome.ledger.steps.values(), default=0)
+    console.print(f"divergence: {divergences or 'none'} reported; steps: {steps}")
     for failure in outcome.failures:
         console.print(f"FAILED: {failure}", style="bold red", markup=False)
     unsure = "; ".join(outcome.leaks.unsure())
@@ -107,7 +107,7 @@ def show(outcome: ChaosOutcome, console: Console) -> None:
         text = f"leaks: too short to tell ({unsure}, from processes older than {WARM_UP:.0f} s, while the job is whole)"
         console.print(text, style="yellow", markup=False)
     if not outcome.failures:
-        console.print(f"no hang, no divergence{'' if unsure else ', no leak'}", style="bold green")
+        console.print(f"no hang, no divergence reported{'' if unsure else ', no leak'}", style="bold green")
 
 
 def as_dict(outcome: ChaosOutcome) -> dict[str, Any]:
