@@ -100,7 +100,7 @@ def recordings(folder: Path, pids: Mapping[Rank, int], newest: int | None = None
 
 def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody: bool = False) -> JobFacts:
     """Returns the facts of a job. With `everybody` the stacks of all ranks are taken, not only of those that are waited
-    for. Who suspects another one has waited for it, though it was removed before anybody could look. Blocks for
+    for. Who has suspected another one waited for it then, though it was removed before anybody could look. Blocks for
     `BETWEEN`, and for some seconds if ranks do not answer. Any thread."""
     pids = {(r.replica, rank): pid for r in place.replicas for rank, pid in r.pids.items()}
     before, connected = _sides(place, pids), time.monotonic()  # first: who is removed soon has none any more
@@ -148,7 +148,8 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
         ranks=tuple(ranks),
         links=links(after, before, apart),
     )
-    waiting = [_waited(rank, suspicions, looked + place.presence) for rank in waiting]
+    then = [one for one in suspicions if not _came_back(one, first, pids)]
+    waiting = [_waited(rank, then, looked, place.presence) for rank in waiting]
     waiting = [
         msgspec.structs.replace(then, process=now.process, stacks=now.stacks, collecting=now.collecting)
         for then, now in zip(waiting, ranks, strict=True)
@@ -160,15 +161,25 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
     return msgspec.structs.replace(facts, earlier=earlier)
 
 
-def _waited(rank: RankFacts, suspicions: Iterable[Suspicion], now: float) -> RankFacts:
-    """Returns the facts of a rank whose newest op also waits for those whom its replica has suspected."""
-    waits = {(one.on, rank.rank[1]): now - one.at for one in suspicions if one.by == rank.rank[0]}
-    waits = {on: seconds for on, seconds in waits.items() if (rank.rank, on) not in _pairs([rank])}
-    if not waits or not rank.ops:
-        return rank
-    last = rank.ops[-1]
-    op = msgspec.structs.replace(last, open=True, waits=last.waits + tuple(itertools.starmap(WaitFacts, waits.items())))
-    return msgspec.structs.replace(rank, ops=(*rank.ops[:-1], op))
+def _came_back(one: Suspicion, lives: Mapping[Rank, Sequence[Recording]], pids: Mapping[Rank, int]) -> bool:
+    """Whether who was suspected has begun another life since."""
+    now = (_life(lives[rank], pids.get(rank)) for rank in lives if rank[0] == one.on)
+    return any(life is not None and life.began > one.at for life in now)
+
+
+def _waited(rank: RankFacts, suspicions: Iterable[Suspicion], now: float, presence: float) -> RankFacts:
+    """Returns the facts of a rank whose op also waits, until it returns, for those whom its replica suspected while it
+    was in that op; they had been silent for `presence` then. A suspicion says nothing of later ops."""
+    ops, seen = list(rank.ops), _pairs([rank])
+    for one in suspicions:
+        on, ago = (one.on, rank.rank[1]), now - one.at
+        place = next((place for place, op in enumerate(ops) if op.age >= ago >= op.over), None)
+        if one.by != rank.rank[0] or place is None or (rank.rank, on) in seen:
+            continue
+        seen.add((rank.rank, on))
+        wait = WaitFacts(on, ago + presence - ops[place].over)
+        ops[place] = msgspec.structs.replace(ops[place], open=True, waits=(*ops[place].waits, wait))
+    return msgspec.structs.replace(rank, ops=tuple(ops))
 
 
 def _pairs(ranks: Iterable[RankFacts]) -> set[tuple[Rank, Rank]]:
@@ -353,6 +364,7 @@ def _ops(
                 number=op.number,
                 what=_what(op),
                 age=max(0.0, now - op.called),
+                over=0.0 if op.returned is None else max(0.0, now - op.returned),
                 caller=op.caller,
                 open=open_,
                 failed=op.failed,

@@ -28,8 +28,8 @@ Call = tuple[str, int, int]  # what is alike for all that are in the same op, or
 
 class OpFacts(msgspec.Struct, frozen=True):
     """An op of a rank. `what` says in words what was called, alike on all members; `caller` is the line of the script.
-    An op that is not `open` has returned; `epoch` is that of the view in which it goes on. Groups with the same name
-    and `column` are the same: rank i of all replicas has a group of its own for each i."""
+    An op that is not `open` has returned, `over` seconds ago; `epoch` is that of the view in which it goes on. Groups
+    with the same name and `column` are the same: rank i of all replicas has a group of its own for each i."""
 
     group: str
     number: int
@@ -37,6 +37,7 @@ class OpFacts(msgspec.Struct, frozen=True):
     age: float  # since it was called
     caller: str = ""
     open: bool = True
+    over: float = 0.0
     failed: bool = False
     column: int = 0
     epoch: int = 0

@@ -27,16 +27,25 @@ Sides = dict[Rank, list[Connection]]
 
 
 class Op:
-    place, call, detail, caller, record = 1, 1000 << 16 | 2 << 8, 0, 0, 0
+    call, detail, caller, record = 1000 << 16 | 2 << 8, 0, 0, 0
+
+    def __init__(self, place: int = 1) -> None:
+        self.place = place
 
 
-def recorded(folder: Path, replica: int) -> GroupRecorder:
+def recorded(folder: Path, replica: int, began: float) -> GroupRecorder:
     path = folder / f"replica-{replica}.rank-0.pid-{os.getpid()}.recording"
     with open(path, "w+b") as file:
         file.truncate(PROCESS_SHAPE.size)
         recorder = Recorder(mmap.mmap(file.fileno(), PROCESS_SHAPE.size), PROCESS_SHAPE)
+    recorder.clock = lambda: began
     recorder.describe(Owner(replica, 0, 2, 1, "job", "here"))
     return recorder.group("job", replica, GroupKind.JOB)
+
+
+def job(folder: Path) -> JobPlace:
+    members = tuple(ReplicaPlace(replica, "running", True, "here", {0: os.getpid()}) for replica in (0, 1))
+    return JobPlace("run", folder, members, 1, op_floor=4.0, op_timeout=16.0, grace=5.0, presence=1.5, forming=False)
 
 
 def cut(one_way: bool) -> Sides:
@@ -51,8 +60,8 @@ def cut(one_way: bool) -> Sides:
 def test_a_removal_while_recordings_are_read_leaves_the_verdict(
     one_way: bool, cause: StallCause, suspected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [recorded(tmp_path, replica) for replica in (0, 1)]
     op, began = Op(), time.monotonic() - 2.0
+    groups = [recorded(tmp_path, replica, began) for replica in (0, 1)]
     groups[0].called(op, began)
     groups[0].waits(op, (1,), began, began + 1.0)
     sides = cut(one_way)
@@ -70,7 +79,31 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
 
     monkeypatch.setattr(collect, "recordings", reads)
     monkeypatch.setattr(collect, "_sides", look)
-    members = tuple(ReplicaPlace(replica, "running", True, "here", {0: os.getpid()}) for replica in (0, 1))
-    place = JobPlace("run", tmp_path, members, 1, op_floor=4.0, op_timeout=16.0, grace=5.0, presence=1.5, forming=False)
-    found = judge(collect.collect(place, [Suspicion(0, 1, began + 1.5)] if suspected else ()))
+    found = judge(collect.collect(job(tmp_path), [Suspicion(0, 1, began + 1.5)] if suspected else ()))
     assert (found.cause, found.culprits) == (cause.value, ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "came_back", "waited"),
+    [
+        pytest.param(None, False, [(1, 9.5)], id="still in that op"),
+        pytest.param(7.0, False, [(1, 2.5)], id="in an earlier op"),
+        pytest.param(8.5, False, [], id="between ops"),
+        pytest.param(None, True, [], id="who has come back"),
+    ],
+)
+def test_a_suspicion_is_a_wait_of_the_op_and_the_life_that_it_was_told_of(
+    returned: float | None, came_back: bool, waited: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    """Else an op that has just begun would be taken for a stall of many seconds when who was removed is back."""
+    now = time.monotonic()
+    group, op, later = recorded(tmp_path, 0, began=now - 60.0), Op(1), Op(2)
+    recorded(tmp_path, 1, began=now - 1.0 if came_back else now - 60.0)
+    group.called(op, now - 9.0)
+    if returned is not None:
+        group.returned(op, now - returned)
+        group.called(later, now - 6.0)
+    facts = collect.collect(job(tmp_path), [Suspicion(0, 1, now - 8.0)])
+    seen = facts if facts.earlier is None else facts.earlier
+    waits = [(op.number, wait.seconds) for rank in seen.ranks for op in rank.ops for wait in op.waits]
+    assert waits == [(number, pytest.approx(seconds, abs=1.0)) for number, seconds in waited]
