@@ -162,29 +162,32 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
 
 
 def _came_back(one: Suspicion, lives: Mapping[Rank, Sequence[Recording]], pids: Mapping[Rank, int]) -> bool:
-    """Whether who was suspected has begun another life since."""
-    now = (_life(lives[rank], pids.get(rank)) for rank in lives if rank[0] == one.on)
+    """Whether one of the two has begun another life since."""
+    now = (_life(lives[rank], pids.get(rank)) for rank in lives if rank[0] in (one.by, one.on))
     return any(life is not None and life.began > one.at for life in now)
 
 
 def _waited(rank: RankFacts, suspicions: Iterable[Suspicion], now: float, presence: float) -> RankFacts:
-    """Returns the facts of a rank whose op also waits, until it returns, for those whom its replica suspected while it
-    was in that op; they had been silent for `presence` then. A suspicion says nothing of later ops."""
-    ops, seen = list(rank.ops), _pairs([rank])
+    """Returns the facts of a rank that also waits for those whom its replica has suspected, which had been silent for
+    `presence` then: in the op that it was in, until that returns, or for a sign of life alone."""
+    ops, phases, seen = list(rank.ops), list(rank.phases), _pairs([rank])
     for one in suspicions:
         on, ago = (one.on, rank.rank[1]), now - one.at
-        place = next((place for place, op in enumerate(ops) if op.age >= ago >= op.over), None)
-        if one.by != rank.rank[0] or place is None or (rank.rank, on) in seen:
+        if one.by != rank.rank[0] or (rank.rank, on) in seen:
             continue
         seen.add((rank.rank, on))
-        wait = WaitFacts(on, ago + presence - ops[place].over)
-        ops[place] = msgspec.structs.replace(ops[place], open=True, waits=(*ops[place].waits, wait))
-    return msgspec.structs.replace(rank, ops=tuple(ops))
+        place = next((place for place, op in enumerate(ops) if op.age >= ago >= op.over), None)
+        if place is not None:
+            wait = WaitFacts(on, ago + presence - ops[place].over)
+            ops[place] = msgspec.structs.replace(ops[place], open=True, waits=(*ops[place].waits, wait))
+        else:
+            phases.append(PhaseFacts("alive", "a sign of life", f"{on}", 0, waits=(WaitFacts(on, ago + presence),)))
+    return msgspec.structs.replace(rank, ops=tuple(ops), phases=tuple(phases))
 
 
 def _pairs(ranks: Iterable[RankFacts]) -> set[tuple[Rank, Rank]]:
     """Returns who waits for whom."""
-    return {(rank.rank, wait.rank) for rank in ranks for op in rank.open for wait in op.waits}
+    return {(rank.rank, wait.rank) for rank in ranks for each in rank.inside for wait in each.waits}
 
 
 def _sides(place: JobPlace, pids: Mapping[Rank, int]) -> dict[Rank, list[Connection]]:
@@ -306,7 +309,7 @@ def _phases(
             if (other := _of_phase(phase, wait, rank, members, static)) is not None:
                 waits.append(WaitFacts(other, wait.seconds))
         named, group = _named(phase, within, rank, [wait.rank for wait in waits])
-        left = 0.0 if phase.gives_up is None else max(0.0, phase.gives_up - now)
+        left = None if phase.gives_up is None else max(0.0, phase.gives_up - now)
         found.append(PhaseFacts(phase.name, named, group, phase.number, phase.caller, left, tuple(waits)))
     return tuple(found)
 

@@ -67,15 +67,16 @@ class OpFacts(msgspec.Struct, frozen=True):
 
 class PhaseFacts(msgspec.Struct, frozen=True):
     """Something besides ops that a rank is in, and in which it waits for others: a step boundary ("stand"), what the
-    ranks of one replica tell each other ("meet"), a message ("send", "recv"). `named` says in words what it is. `group`
-    is alike for all that are in the same one; each message has one of its own. It fails by itself in `left` seconds."""
+    ranks of one replica tell each other ("meet"), a message ("send", "recv"), a sign of life ("alive"). `named` says in
+    words what it is. `group` is alike for all that are in the same one; each message has one of its own. It fails by
+    itself in `left` seconds, if that is known."""
 
     kind: str
     named: str
     group: str
     number: int
     caller: str = ""
-    left: float = 0.0
+    left: float | None = None
     waits: tuple[WaitFacts, ...] = ()
 
     @property
@@ -89,11 +90,11 @@ class PhaseFacts(msgspec.Struct, frozen=True):
 
     @property
     def within(self) -> str:
-        return f"{'at' if self.kind == 'stand' else 'in'} {self.named}"
+        return f"{ {'stand': 'at', 'alive': 'for'}.get(self.kind, 'in') } {self.named}"
 
     def removes(self, by: Rank, on: Rank) -> bool:
         """Whether `on` is removed if `by` waits for it for too long."""
-        return self.kind == "stand" and by[0] != on[0]
+        return self.kind in ("stand", "alive") and by[0] != on[0]
 
 
 class RankFacts(msgspec.Struct, frozen=True):

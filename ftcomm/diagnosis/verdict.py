@@ -335,8 +335,8 @@ class _Judged:
         instead = {replica for replica, _ in stuck}.isdisjoint(replica for replica, _ in culprits)
         removal = self._removal([edge for edge in waits if edge.removes] or removing)
         phases = [edge.op for edge in self._edges if isinstance(edge.op, PhaseFacts)]
-        soonest = min(phases, key=lambda phase: phase.left, default=None)
-        gives_up = None if soonest is None else (facts.at + soonest.left, soonest.named)
+        ends = [(facts.at + phase.left, phase.named) for phase in phases if phase.left is not None]
+        gives_up = min(ends, default=None)
         if gives_up is not None and removal is not None and removal[1] < gives_up[0]:
             gives_up = None
         return StallVerdict(

@@ -55,10 +55,10 @@ def cut(one_way: bool) -> Sides:
     return {(0, 0): [to], (1, 0): [back if one_way else back._replace(sent=28)]}
 
 
-@pytest.mark.parametrize("suspected", [False, True])
+@pytest.mark.parametrize("suspected", [None, "in an op", "behind it"])
 @pytest.mark.parametrize(("one_way", "cause"), [(False, StallCause.CUT), (True, StallCause.CUT_ONE_WAY)])
 def test_a_removal_while_recordings_are_read_leaves_the_verdict(
-    one_way: bool, cause: StallCause, suspected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_way: bool, cause: StallCause, suspected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op, began = Op(), time.monotonic() - 2.0
     groups = [recorded(tmp_path, replica, began) for replica in (0, 1)]
@@ -71,7 +71,7 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
         if not suspected:
             found = read(folder, pids, newest)
         sides.clear()  # it is removed: its connections are gone, and the op ends without it
-        groups[0].returned(op, time.monotonic())
+        groups[0].returned(op, began + 1.2 if suspected == "behind it" else time.monotonic())
         return read(folder, pids, newest) if suspected else found
 
     def look(place: Any, pids: Mapping[Rank, int]) -> Sides:
@@ -86,24 +86,27 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
 @pytest.mark.parametrize(
     ("returned", "came_back", "waited"),
     [
-        pytest.param(None, False, [(1, 9.5)], id="still in that op"),
-        pytest.param(7.0, False, [(1, 2.5)], id="in an earlier op"),
-        pytest.param(8.5, False, [], id="between ops"),
+        pytest.param(None, False, [("op 1", 9.5)], id="still in that op"),
+        pytest.param(7.0, False, [("op 1", 2.5)], id="in an earlier op"),
+        pytest.param(8.5, False, [("a sign of life", 9.5)], id="between ops"),
         pytest.param(None, True, [], id="who has come back"),
     ],
 )
 def test_a_suspicion_is_a_wait_of_the_op_and_the_life_that_it_was_told_of(
-    returned: float | None, came_back: bool, waited: list[tuple[int, float]], tmp_path: Path
+    returned: float | None, came_back: bool, waited: list[tuple[str, float]], tmp_path: Path
 ) -> None:
     """Else an op that has just begun would be taken for a stall of many seconds when who was removed is back."""
     now = time.monotonic()
-    group, op, later = recorded(tmp_path, 0, began=now - 60.0), Op(1), Op(2)
-    recorded(tmp_path, 1, began=now - 1.0 if came_back else now - 60.0)
+    group, op, later = recorded(tmp_path, 0, now - 60.0), Op(1), Op(2)
+    recorded(tmp_path, 1, now - 1.0 if came_back else now - 60.0)
     group.called(op, now - 9.0)
     if returned is not None:
         group.returned(op, now - returned)
         group.called(later, now - 6.0)
     facts = collect.collect(job(tmp_path), [Suspicion(0, 1, now - 8.0)])
     seen = facts if facts.earlier is None else facts.earlier
-    waits = [(op.number, wait.seconds) for rank in seen.ranks for op in rank.ops for wait in op.waits]
-    assert waits == [(number, pytest.approx(seconds, abs=1.0)) for number, seconds in waited]
+    waits = [(what.within, wait.seconds) for rank in seen.ranks for what in rank.inside for wait in what.waits]
+    assert len(waits) == len(waited)
+    for (within, seconds), (what, expected) in zip(waits, waited, strict=True):
+        assert what in within
+        assert seconds == pytest.approx(expected, abs=1.0)
