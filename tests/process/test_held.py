@@ -126,3 +126,22 @@ def test_who_holds_its_interpreter_for_too_long_is_a_stall_that_says_so(tmp_path
         running.drain()
         assert running.join(0) == [0] * ranks
         check(running)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_is_lost_while_a_rank_of_another_one_holds_its_interpreter(tmp_path: Path, rank: int) -> None:
+    """The change of view waits for it, and for the rank beside a leader that cannot pass the view on."""
+    with job(tmp_path, replicas=3, ranks=2, **AT_ONCE) as running:
+        begin(running)
+        hold(running, [(1, rank)], LONGER)
+        for _ in until(lambda: kinds(running, 1, "holds"), "nobody holds its interpreter"):
+            pass
+        running.kill(2)
+        wait_held(running, 1)
+        go_on(running, [0, 1])
+        views = [event for event in running.events if event["kind"] == "view"]
+        assert [[member["replica"] for member in view["members"]] for view in views] == [[0, 1, 2], [0, 1]], views
+        running.drain()
+        for replica in (0, 1):
+            assert running.join(replica) == [0, 0], running.errors()
+        check(running)
