@@ -21,13 +21,21 @@ EVERY = 60.0  # s between two dumps for the same cause
 LONGEST = 120.0  # s for a dump
 PATIENCE = 10.0  # s for a dump that is under way when the job ends
 
-_OF_EVENTS = {"stalled": "stall", "divergence": "divergence", "step_failed": "mismatch"}
+_OF_EVENTS = {
+    "stalled": "stall",
+    "divergence": "divergence",
+    "step_failed": "mismatch",
+    "suspect": "mismatch",  # who fails with it is lost, and with all of them the job, before their processes have ended
+    "failed": "crash",  # of the job, likewise
+}
 
 
 def cause_of(event: Mapping[str, Any]) -> str:
     """Returns the cause for which an event is dumped; empty if it is none."""
     kind = event["kind"]
     if kind == "step_failed" and not str(event.get("error", "")).startswith("MismatchError"):
+        return ""
+    if kind == "suspect" and not str(event.get("reason", "")).endswith("its script failed with MismatchError"):
         return ""
     return _OF_EVENTS.get(kind, "")
 

@@ -339,4 +339,8 @@ def test_which_events_are_dumped() -> None:
     assert cause_of({"kind": "divergence"}) == "divergence"
     assert cause_of({"kind": "step_failed", "error": "MismatchError: ..."}) == "mismatch"
     assert cause_of({"kind": "step_failed", "error": "ValueError: ..."}) == ""
+    lost = "its rank 0 is lost: its script failed with"
+    assert cause_of({"kind": "suspect", "reason": f"{lost} MismatchError"}) == "mismatch"
+    assert cause_of({"kind": "suspect", "reason": f"{lost} ValueError"}) == ""
+    assert cause_of({"kind": "failed", "reason": "lost 1"}) == "crash"
     assert cause_of({"kind": "view"}) == ""
