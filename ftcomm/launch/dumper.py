@@ -33,7 +33,7 @@ _OF_EVENTS = {
 def cause_of(event: Mapping[str, Any]) -> str:
     """Returns the cause for which an event is dumped; empty if it is none."""
     kind = event["kind"]
-    if kind == "step_failed" and not str(event.get("error", "")).startswith("MismatchError"):
+    if kind == "step_failed" and not event.get("mismatch"):
         return ""
     if kind == "suspect" and not str(event.get("reason", "")).endswith("its script failed with MismatchError"):
         return ""

@@ -278,7 +278,8 @@ class StepLoop:
             raise error
         if self._failed is None:
             self._failed = error
-            self._report("step_failed", step=self.step, error=f"{type(error).__name__}: {error}"[:200])
+            said, mismatch = f"{type(error).__name__}: {error}"[:200], isinstance(error, MismatchError)
+            self._report("step_failed", step=self.step, error=said, mismatch=mismatch)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

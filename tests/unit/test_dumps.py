@@ -337,8 +337,8 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_events_are_dumped() -> None:
     assert cause_of({"kind": "stalled"}) == "stall"
     assert cause_of({"kind": "divergence"}) == "divergence"
-    assert cause_of({"kind": "step_failed", "error": "MismatchError: ..."}) == "mismatch"
-    assert cause_of({"kind": "step_failed", "error": "ValueError: ..."}) == ""
+    assert cause_of({"kind": "step_failed", "error": "MismatchError: ...", "mismatch": True}) == "mismatch"
+    assert cause_of({"kind": "step_failed", "error": "ValueError: MismatchError", "mismatch": False}) == ""
     lost = "its rank 0 is lost: its script failed with"
     assert cause_of({"kind": "suspect", "reason": f"{lost} MismatchError"}) == "mismatch"
     assert cause_of({"kind": "suspect", "reason": f"{lost} ValueError"}) == ""
