@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 
 REPORT = 1.0  # s between two reports of a stall that lasts, so one may be lost
+AWAITED_EVERY = 0.05  # s between two looks of a thread that waits outside of an op, at whom it waits for
 LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
 
 

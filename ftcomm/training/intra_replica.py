@@ -26,9 +26,10 @@ from ftcomm.control import handshake
 from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection
+from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.errors import CollectiveTimeout, TransportError
 from ftcomm.recorder.layout import PhaseKind
-from ftcomm.recorder.waits import LOOK, PhaseWait
+from ftcomm.recorder.waits import PhaseWait
 from ftcomm.training.rank_tree import place
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class IntraReplicaExchange:
             while absent := [rank for rank in self._children if rank not in self._sockets]:
                 if not self._goes_on(patience, absent):
                     raise TimeoutError
-                self._came.wait(LOOK)
+                self._came.wait(AWAITED_EVERY)
             return [(rank, self._sockets[rank]) for rank in self._children]
 
     def _above(self, parent: int, patience: Patience) -> Connection:
@@ -174,7 +175,8 @@ class IntraReplicaExchange:
         """Returns a row of `expected` bytes in exchange `number`, or else in this one."""
         number = self._number if number is None else number
         try:
-            said = _FRAMES.read(receive_while(sock, lambda: self._goes_on(patience, [rank]), LOOK), expected + _HEAD)
+            data = receive_while(sock, lambda: self._goes_on(patience, [rank]), AWAITED_EVERY)
+            said = _FRAMES.read(data, expected + _HEAD)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{error}; all ranks must run the same script") from None
         if said.number != number:

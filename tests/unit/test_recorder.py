@@ -82,6 +82,7 @@ def test_what_was_recorded_is_read() -> None:
     group.waits(second, (3,), 13.5, 13.7)
     group.waits(second, (1, 3), 13.5, 14.0)
     group.waits(second, (3,), 20.0, 20.5)  # another wait of the same op
+    group.waits(second, (3,), 30.0, 30.25)
     group.entered(8, "0,2,3", "shm")
     group.goes_on(second)
     with recorder.phase(PhaseKind.STEP, step=7, number=2, note="a note"):
@@ -109,7 +110,7 @@ def test_what_was_recorded_is_read() -> None:
     assert (two.kind, two.root, two.reduction, two.boundary, two.returned) == ("broadcast", 3, "", None, None)
     assert (two.retries, two.epoch, two.last_epoch, two.algorithm) == (1, 7, 8, "")
     waited = {wait.replica: wait.seconds for wait in found.waits}
-    assert waited == {3: pytest.approx(1.0), 1: pytest.approx(0.5)}
+    assert waited == {3: pytest.approx(1.25), 1: pytest.approx(0.5)}
     assert {wait.op for wait in found.waits} == {6}
     step, vote, boundary = found.phases
     assert (step.name, step.step, step.number, step.note, step.failed) == ("step", 7, 2, "a note", False)
