@@ -20,7 +20,17 @@ import msgspec
 
 from ftcomm.diagnosis import processes, stacks
 from ftcomm.diagnosis.connections import Connection, connections, links
-from ftcomm.diagnosis.facts import ALL, COORDINATOR, JobFacts, OpFacts, PhaseFacts, Rank, RankFacts, WaitFacts
+from ftcomm.diagnosis.facts import (
+    ALL,
+    COORDINATOR,
+    JobFacts,
+    OpFacts,
+    PauseFacts,
+    PhaseFacts,
+    Rank,
+    RankFacts,
+    WaitFacts,
+)
 from ftcomm.diagnosis.processes import ProcessFacts, SchedulerTimes
 from ftcomm.diagnosis.stacks import Stacks
 from ftcomm.diagnosis.words import ranks_named
@@ -283,7 +293,17 @@ def _rank_facts(
         step=0.0 if life is None else _usual(life),
         ops=ops,
         phases=() if life is None else _phases(life, before, rank, members, now),
+        pause=None if life is None else _pause(life, now),
     )
+
+
+def _pause(life: Recording, now: float) -> PauseFacts | None:
+    """Returns the pause in which a rank is."""
+    pause = next((p for p in reversed(life.phases) if p.ended is None and p.name == "pause"), None)
+    if pause is None:
+        return None
+    left = None if pause.gives_up is None else max(0.0, pause.gives_up - now)
+    return PauseFacts(pause.step, pause.number, pause.note, max(0.0, now - pause.began), left)
 
 
 def _phases(

@@ -97,6 +97,17 @@ class PhaseFacts(msgspec.Struct, frozen=True):
         return self.kind in ("stand", "alive") and by[0] != on[0]
 
 
+class PauseFacts(msgspec.Struct, frozen=True):
+    """A step loop that pauses before `step`, since too few replicas contribute, and fails by itself in `left`
+    seconds. `contributing` were there when it began; `needed` says in words how many it takes."""
+
+    step: int
+    contributing: int
+    needed: str
+    age: float
+    left: float | None
+
+
 class RankFacts(msgspec.Struct, frozen=True):
     """A rank. `replica_state` is that of its replica at its launcher; `began` says whether its script has come to
     ftcomm.init(); `collecting` is the share of time that the garbage collector takes."""
@@ -117,6 +128,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     step: float = 0.0  # what it usually takes from the return of an op to the next call
     ops: tuple[OpFacts, ...] = ()  # the newest, oldest first
     phases: tuple[PhaseFacts, ...] = ()  # in which it is, and waits
+    pause: PauseFacts | None = None
 
     @property
     def open(self) -> tuple[OpFacts, ...]:

@@ -25,8 +25,9 @@ _OF_EVENTS = {
     "stalled": "stall",
     "divergence": "divergence",
     "step_failed": "mismatch",
-    "suspect": "mismatch",  # who fails with it is lost, and with all of them the job, before their processes have ended
-    "failed": "crash",  # of the job, likewise
+    # A replica whose script fails is lost, and with all of them the job is, before the first process has ended.
+    "suspect": "mismatch",
+    "failed": "crash",
 }
 
 

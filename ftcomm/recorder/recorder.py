@@ -188,12 +188,16 @@ class Recorder:
         note: str = "",
         caller: int = 0,
         began: float | None = None,
+        lasts: float | None = None,
     ) -> tuple[int, int]:
-        """Record that a phase begins, or has `began`; returns what `finish` needs. `caller` is the number of a text."""
+        """Record that a phase begins, or has `began`; returns what `finish` needs. `caller` is the number of a text.
+        After `lasts` seconds it gives up."""
         at, mark = next(self.next), next(self._phases)
         head = PHASE | phase << 8 | self.epoch << 32
         text, now = self.text(note), self.clock() if began is None else began
         BEGUN.pack_into(self.memory, at, mark, head, _signed(step), _signed(number), text, caller, now)
+        if lasts is not None:
+            self.times[(at >> 3) + layout.GIVES_UP] = now + lasts
         return at, mark
 
     def is_phase(self, begun: tuple[int, int]) -> bool:

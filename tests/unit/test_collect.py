@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftcomm.diagnosis import collect
@@ -18,7 +19,7 @@ from ftcomm.diagnosis.collect import JobPlace, ReplicaPlace, Suspicion
 from ftcomm.diagnosis.connections import Connection
 from ftcomm.diagnosis.facts import Rank
 from ftcomm.diagnosis.verdict import judge
-from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind
+from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind, PhaseKind
 from ftcomm.recorder.reader import Recording
 from ftcomm.recorder.recorder import GroupRecorder, Owner, Recorder
 
@@ -81,6 +82,26 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
     monkeypatch.setattr(collect, "_sides", look)
     found = judge(collect.collect(job(tmp_path), [Suspicion(0, 1, began + 1.5)] if suspected else ()))
     assert (found.cause, found.culprits) == (cause.value, ((0, 0), (1, 0)))
+
+
+def test_a_job_that_pauses_for_too_few_replicas_is_told_so_with_those_that_are_away(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic() - 9.0
+    recorder = recorded(tmp_path, 0, began).recorder
+    begun = recorder.begin(PhaseKind.PAUSE, step=47, number=1, note="2 needed", lasts=600.0)
+    there, away = job(tmp_path).replicas
+    away = msgspec.structs.replace(away, state="waiting", member=False, pids={}, reason="exited with code 1")
+    place = msgspec.structs.replace(job(tmp_path), replicas=(there, away))
+    found = judge(facts := collect.collect(place))
+    assert (found.cause, found.culprits, found.removal) == (StallCause.PAUSE.value, (), None)
+    said = " ".join(found.sentences(facts.at))
+    assert "before step 47: too few replicas contribute (1 when that began, 2 needed). Since" in said
+    assert "Not back yet: replica 1 (exited with code 1). If nothing moves, the step loop fails at" in said
+    assert found.gives_up is not None
+    assert 0.0 < found.gives_up[0] - facts.at <= 591.0
+    recorder.finish(begun)
+    assert judge(collect.collect(place)).cause == StallCause.NONE.value
 
 
 @pytest.mark.parametrize(
