@@ -79,6 +79,11 @@ class Timeouts:
         return self.grace + 2 * REPORT + self.heartbeat
 
     @property
+    def replaced(self) -> float:
+        """The seconds that an op waits at most until a replica that stands still is out of the view."""
+        return self.op + self._to_replace
+
+    @property
     def give_up(self) -> float:
         return 2 * self.op
 
