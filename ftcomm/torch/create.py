@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import ftcomm.group
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError, SettingsError
-from ftcomm.settings import Timeouts, timeouts
+from ftcomm.settings import timeouts
 from ftcomm.static.group import StaticGroup
 from ftcomm.torch import meeting
 from ftcomm.torch.grid import Grid
