@@ -15,13 +15,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from ftcomm.diagnosis import processes, stacks
 from ftcomm.diagnosis.connections import Connection, connections, links
 from ftcomm.diagnosis.facts import (
-    ALL,
     COORDINATOR,
     JobFacts,
     OpFacts,
@@ -34,6 +34,7 @@ from ftcomm.diagnosis.facts import (
 from ftcomm.diagnosis.processes import ProcessFacts, SchedulerTimes
 from ftcomm.diagnosis.stacks import Stacks
 from ftcomm.diagnosis.words import ranks_named
+from ftcomm.recorder.layout import ALL
 from ftcomm.recorder.reader import (
     SUFFIX,
     RecordedOp,
@@ -264,6 +265,16 @@ def _members(lives: Mapping[Rank, Sequence[Recording]], pids: Mapping[Rank, int]
     return {key: rank for key, rank in found.items() if key not in twice}
 
 
+class _LooksAtRank(NamedTuple):
+    """The recording of `rank` at the second look, and `before` at the first. `members` is of `_members`."""
+
+    life: Recording
+    before: Recording | None
+    rank: Rank
+    members: Mapping[tuple[str, int, int], Rank]
+    now: float
+
+
 def _rank_facts(
     replica: ReplicaPlace,
     rank: Rank,
@@ -273,7 +284,7 @@ def _rank_facts(
     members: Mapping[tuple[str, int, int], Rank],
     now: float,
 ) -> RankFacts:
-    ops = () if life is None else _ops(life, before, rank, members, now)
+    looks = None if life is None else _LooksAtRank(life, before, rank, members, now)
     phase = (
         None if life is None else next((p for p in reversed(life.phases) if p.ended is None and p.name != "step"), None)
     )
@@ -291,8 +302,8 @@ def _rank_facts(
         phase_age=0.0 if phase is None else max(0.0, now - phase.began),
         idle=max(0.0, now - max(ended)) if ended else 0.0,
         step=0.0 if life is None else _usual(life),
-        ops=ops,
-        phases=() if life is None else _phases(life, before, rank, members, now),
+        ops=() if looks is None else _ops(looks),
+        phases=() if looks is None else _phases(looks),
         pause=None if life is None else _pause(life, now),
     )
 
@@ -306,15 +317,10 @@ def _pause(life: Recording, now: float) -> PauseFacts | None:
     return PauseFacts(pause.step, pause.number, pause.note, max(0.0, now - pause.began), left)
 
 
-def _phases(
-    life: Recording,
-    before: Recording | None,
-    rank: Rank,
-    members: Mapping[tuple[str, int, int], Rank],
-    now: float,
-) -> tuple[PhaseFacts, ...]:
+def _phases(of: _LooksAtRank) -> tuple[PhaseFacts, ...]:
     """Returns the phases in which a rank waits, with the waits that have grown between the two looks, as those of
     ops."""
+    life, before, rank, members, now = of
     known = () if before is None else before.phases
     earlier = {(p.name, p.began, w.replica, w.rank): w.seconds for p in known for w in p.waits}
     static = {group.name for group in life.groups if group.kind == "static"}
@@ -361,13 +367,8 @@ def _named(phase: RecordedPhase, within: RecordedPhase | None, rank: Rank, other
     return f"{way} {whom} with tag {phase.number}{group}", mine
 
 
-def _ops(
-    life: Recording,
-    before: Recording | None,
-    rank: Rank,
-    members: Mapping[tuple[str, int, int], Rank],
-    now: float,
-) -> tuple[OpFacts, ...]:
+def _ops(of: _LooksAtRank) -> tuple[OpFacts, ...]:
+    life, before, rank, members, now = of
     kinds = {group.name: group.kind for group in life.groups}
     waits = _going_on(life, before)
     found = []

@@ -10,8 +10,8 @@ import msgspec
 
 from ftcomm.diagnosis.processes import ProcessFacts
 from ftcomm.diagnosis.stacks import Stacks
+from ftcomm.recorder.layout import ALL
 
-ALL = "*"  # the group of all replicas
 Rank = tuple[int, int]  # replica, and rank in it
 COORDINATOR: Rank = (-1, 0)  # the end of a connection that is the coordinator's
 

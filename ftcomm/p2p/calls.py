@@ -143,8 +143,8 @@ class Messages:
     """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
 
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
+    name: str = ""  # of the group, also in recordings
     _me: int  # the number of this member
-    _recorded_as = ""  # the name of the group in recordings
     _p2p: ProgressEngine
 
     @property
@@ -194,7 +194,7 @@ class Messages:
         flat = to_read(x) if place is None else None
         message = SendRequest(target, *self._outline(flat, tag, timeout, place))
         self._p2p.send(message)
-        sending = MessageWork(message, None, None, self.roster, self._recorded_as, (target,))
+        sending = MessageWork(message, None, None, self.roster, self.name, (target,))
         return sending if async_op else sending.wait()
 
     def recv(
@@ -222,7 +222,7 @@ class Messages:
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._p2p.receive(message)
         peers = [other for other in self.roster if other != self._me] if source is None else [source]
-        receiving = MessageWork(message, x, finish, self.roster, self._recorded_as, peers)
+        receiving = MessageWork(message, x, finish, self.roster, self.name, peers)
         return receiving if async_op else receiving.wait()
 
     def _place(self, x: Any, copy_engine: bool) -> DeviceMemory | None:

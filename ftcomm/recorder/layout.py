@@ -39,6 +39,7 @@ import struct
 
 MAGIC = b"FTCOMMFR"
 VERSION = 1
+ALL = "*"  # the name of the group of all replicas
 
 HEADER = 4096
 # magic, version, bytes of a record, records, bytes of a group, groups, bytes of texts, the three offsets
