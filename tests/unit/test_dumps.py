@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,7 @@ def test_ranks_of_a_replica_are_columns_of_groups() -> None:
     }
     assert numbers("0-2,5") == [0, 1, 2, 5]
     assert numbers("") == numbers("x") == numbers("1-x") == []
+    assert numbers(",".join(["0-4095"] * 2)) == numbers("0-4096") == [], "more than a group may have"
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,6 +260,19 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
     [found], problems = recordings_in(made[-1])
     assert found.ops[0].number == 0
     assert problems
+
+    os.mkfifo(recordings / "pipe.recording")  # nobody ever writes to it
+    (recordings / "folder.recording").mkdir()
+    (tmp_path / "secret").write_text("of somebody else")
+    (recordings / "link.recording").symlink_to(tmp_path / "secret")
+    made.append(write(recordings, "run", "stall"))
+    left = sorted([*left[1:], made[-1].name])
+    summary = msgspec.json.decode((made[-1] / "dump.json").read_bytes(), type=DumpSummary)
+    assert summary.ranks == [0]
+    assert sorted(Path(text.partition(": ")[0]).stem for text in summary.unread) == [
+        *("folder", "link", "pipe", "replica-9.rank-0.pid-2"),
+    ]
+    assert not any(b"somebody else" in path.read_bytes() for path in made[-1].iterdir())
 
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")

@@ -26,10 +26,12 @@ import ftcomm
 from ftcomm.calls import Calls
 from ftcomm.kernels.call_codes import KINDS, NUMBER
 from ftcomm.recorder import callers, files, layout
+from ftcomm.recorder.chrome import trace
 from ftcomm.recorder.layout import PROCESS_SHAPE, RECORD, GroupKind, PhaseKind, RecordingEnd, Shape
 from ftcomm.recorder.reader import Recording, RecordingError, lives, numbers, parse, read, stands_since
 from ftcomm.recorder.recorder import Owner, Recorder, listed
 from ftcomm.recorder.tail import RecordingTail
+from ftcomm.recorder.torch_format import torch_dumps
 from ftcomm.recorder.waits import PhaseWait
 
 OWNER = Owner(2, 1, 4, 2, "a job", "a host")
@@ -282,11 +284,24 @@ def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
         read(tmp_path / "link")
 
 
+def test_a_wall_clock_that_is_none_costs_the_date_alone() -> None:
+    recorder = made()
+    group = recorder.group("*", 0, GroupKind.JOB)
+    group.entered(1, "2", "shm")
+    group.called(Op(1), 10.0)
+    for wall in (1e308, -1e308, math.inf, math.nan):
+        struct.pack_into("<d", recorder.memory, layout.PROCESS_AT + layout.PROCESS.size - 8, wall)
+        found = seen(recorder)
+        assert found.wall_offset == 0.0
+        assert len(torch_dumps([found])[5]["entries"]) == len(trace([found])["otherData"]["clocks"]) == 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_hostile_bytes_make_no_reader_fail(data: Any) -> None:
     recorder = made()
     group = recorder.group("*", 0, GroupKind.JOB)
+    group.entered(1, "2", "shm")
     for number in range(9):
         group.called(Op(number), 10.0 + number)
     recorder.begin(PhaseKind.VIEW)
@@ -299,6 +314,8 @@ def test_hostile_bytes_make_no_reader_fail(data: Any) -> None:
     except RecordingError:
         return
     assert len(found.ops) + len(found.waits) + len(found.phases) + found.torn <= SHAPE.records
+    torch_dumps([found])
+    trace([found])
     for op in found.ops:
         assert all(char.isprintable() for char in op.caller + op.group + op.algorithm)
         assert all(time is None or math.isfinite(time) for time in (op.called, op.posted, op.arrived, op.returned))
