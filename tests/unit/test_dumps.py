@@ -222,11 +222,14 @@ def test_the_trace_has_all_ops_on_one_clock_and_lines_of_what_overlaps() -> None
     rank.group.waits(Op(3), (1,), 8.0, 9.5)
     rank.now = 10.0
     rank.recorder.finish(begun)
-    other = msgspec.structs.replace(rank.recording(), boot="elsewhere", replica=1)
+    other = msgspec.structs.replace(rank.recording(), boot="elsewhere", replica=98_303)
     made = json.loads(msgspec.json.encode(trace([rank.recording(), other])))
     events = [event for event in made["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 2 * 5
-    mine = [event for event in events if event["pid"] < 10_000_000]
+    assert {event["pid"] for event in made["traceEvents"]} == {1, 2}  # Perfetto takes 32 bits
+    names = {event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
+    assert any(name.startswith("replica 98303 rank 0 (") for name in names), names
+    mine = [event for event in events if event["pid"] == 1]
     spans = {event["args"]["number"]: event for event in mine if event["cat"] == "op"}
     [step] = [event for event in mine if event["cat"] == "phase"]
     assert step["dur"] == 9e6
