@@ -61,7 +61,6 @@ class ReplicaPlace(msgspec.Struct, frozen=True):
     asked is not `reached`."""
 
     replica: int
-    state: str
     member: bool
     host: str
     pids: Mapping[int, int]
@@ -293,7 +292,6 @@ def _rank_facts(
         rank=rank,
         host=replica.host,
         reached=replica.reached,
-        replica_state=replica.state,
         began=life is not None and (process is None or life.pid == process.pid),
         member=replica.member,
         reason=replica.reason,

@@ -109,13 +109,12 @@ class PauseFacts(msgspec.Struct, frozen=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """A rank. `replica_state` is that of its replica at its launcher; `began` says whether its script has come to
-    ftcomm.init(); `collecting` is the share of time that the garbage collector takes."""
+    """A rank. `began` says whether its script has come to ftcomm.init(); `collecting` is the share of time that the
+    garbage collector takes."""
 
     rank: Rank
     host: str = ""
     reached: bool = True  # whether the host was asked; else nothing below is known
-    replica_state: str = "running"
     began: bool = True
     member: bool = True
     reason: str = ""  # why its replica is not in the job

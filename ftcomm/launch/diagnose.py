@@ -74,7 +74,6 @@ def place_of(seen: Status) -> JobPlace:
         replicas=tuple(
             ReplicaPlace(
                 replica=replica.replica,
-                state=replica.state,
                 member=replica.member,
                 host=replica.host,
                 pids={int(rank): pid for rank, pid in replica.pids.items()},

@@ -45,7 +45,7 @@ def recorded(folder: Path, replica: int, began: float) -> GroupRecorder:
 
 
 def job(folder: Path) -> JobPlace:
-    members = tuple(ReplicaPlace(replica, "running", True, "here", {0: os.getpid()}) for replica in (0, 1))
+    members = tuple(ReplicaPlace(replica, True, "here", {0: os.getpid()}) for replica in (0, 1))
     return JobPlace("run", folder, members, 1, op_floor=4.0, op_timeout=16.0, grace=5.0, presence=1.5, forming=False)
 
 
@@ -91,7 +91,7 @@ def test_a_job_that_pauses_for_too_few_replicas_is_told_so_with_those_that_are_a
     recorder = recorded(tmp_path, 0, began).recorder
     begun = recorder.begin(PhaseKind.PAUSE, step=47, number=1, note="2 needed", lasts=600.0)
     there, away = job(tmp_path).replicas
-    away = msgspec.structs.replace(away, state="waiting", member=False, pids={}, reason="exited with code 1")
+    away = msgspec.structs.replace(away, member=False, pids={}, reason="exited with code 1")
     place = msgspec.structs.replace(job(tmp_path), replicas=(there, away))
     found = judge(facts := collect.collect(place))
     assert (found.cause, found.culprits, found.removal) == (StallCause.PAUSE.value, (), None)
