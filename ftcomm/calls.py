@@ -18,7 +18,7 @@ from ftcomm.collective import schedule
 from ftcomm.collective.member import GroupExchange
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.scheduled import ScheduledOperation
-from ftcomm.engines.base import CallEngine
+from ftcomm.engines.base import CallEngine, CollectiveCall
 from ftcomm.engines.host import HostCalls
 from ftcomm.errors import ArgumentError, CollectiveTimeout, FtcommError, MismatchError, fresh
 from ftcomm.kernels.call_codes import COMPRESSIONS, UNKNOWN
@@ -58,7 +58,7 @@ class Work:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
+        """Whether `wait` would return at once."""
         return self._op.done
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -113,7 +113,7 @@ def made_through(wrapper: CodeType) -> None:
 
 
 class Calls(Messages):
-    """The calls of a group. Every `root` is a rank: a position in `roster`.
+    """The eleven calls of a group. Every `root` is a rank: a position in `roster`.
 
     Arrays of torch, NumPy and CuPy are written in place and returned. An immutable array (JAX) stays as it is, and a
     new one with its shape is returned.
@@ -213,27 +213,23 @@ class Calls(Messages):
 
         Ranks and their number change only at step boundaries, so a rank whose member was lost in mid-step is still
         there until the next one. A member that catches up gives its data like any other; only reductions leave it out.
-
-        Blocks until this rank has its result and no other needs its input any more; with `async_op` it returns a `Work`
-        at once. Any thread, in the order of calls that `allreduce` asks for. Raises `ArgumentError`, `LostError`,
-        `MismatchError`, `CollectiveTimeout`, `ExpelledError`.
+        `async_op`, blocking, errors and the order of calls are as with `allreduce`.
         """
         self._may_move("broadcast")
         self._rank("broadcast", root)
-        into = to_write(x)
+        into = self._engine.to_write(x)
         roster, me = self.roster, self.rank
-        plan = schedule.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
-        op = ScheduledOperation(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
+        op = self._engine.collective(
+            CollectiveCall("broadcast", roster, me, root), into.flat, into.flat, into.dtype, into.count, into.size
+        )
+        if op is None:
+            plan = schedule.broadcast(into.flat.size, roster, me, root, CHUNK, 1)
+            op = ScheduledOperation(plan, into.flat, into.flat, into.dtype, "", into.count, into.size)
         return self._carry_out(op, x, into.finish, async_op)
 
     def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce like `allreduce`, but with the result only in `x` of rank `root`; elsewhere `x` stays as it is.
-        Returns `x`, or a new array for JAX on `root`.
-
-        x, op: as with `allreduce`.
-
-        Blocks, survives losses and raises as `broadcast` does.
-        """
+        Returns `x`."""
         self._may_move("reduce")
         self._rank("reduce", root)
         staged = stage(x)
@@ -250,10 +246,8 @@ class Calls(Messages):
         out: as many elements as `x` times the number of ranks, of the same dtype. If `x` is this rank's own part of it,
             nothing is copied for this rank.
         copy_engine: leave it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous
-            arrays on the GPU or in pinned memory, and without `async_op`. Where kernels run whole ops there is no other
-            way yet; elsewhere it has no effect. With copy engines any loss in mid-call is a `LostError` on all.
-
-        Blocks, survives losses and raises as `broadcast` does.
+            arrays on the GPU or in pinned memory, and without `async_op`. It has no effect where the host drives. With
+            copy engines any loss in mid-call is a `LostError` on all.
         """
         if copy_engine and async_op:
             raise ArgumentError("allgather(copy_engine=True) blocks; leave async_op or copy_engine out")
@@ -263,14 +257,18 @@ class Calls(Messages):
                 return out
         self._may_move("allgather")
         roster, me = self.roster, self.rank
-        into, given = to_write(out), to_read(x)
+        into, given = self._engine.to_write(out), self._engine.to_read(x)
         self._fits("allgather", "out", into, given.count * len(roster), given)
-        count = given.flat.size
-        own = into.flat[me * count : (me + 1) * count]
-        in_place = _same(own, given.flat)
-        plan = schedule.allgather(count, roster, me, in_place, self._slot_payload, 1)
-        source = into.flat if in_place else _apart(given.flat, into.flat)
-        op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
+        op = self._engine.collective(
+            CollectiveCall("allgather", roster, me), into.flat, given.flat, given.dtype, given.count, given.size
+        )
+        if op is None:
+            count = given.flat.size
+            own = into.flat[me * count : (me + 1) * count]
+            in_place = _same(own, given.flat)
+            plan = schedule.allgather(count, roster, me, in_place, self._slot_payload, 1)
+            source = into.flat if in_place else _apart(given.flat, into.flat)
+            op = ScheduledOperation(plan, source, into.flat, given.dtype, "", given.count, given.size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def reduce_scatter(self, out: Any, x: Any, op: str = "sum", *, async_op: bool = False) -> Any:
@@ -279,26 +277,26 @@ class Calls(Messages):
         x: as many parts of equal size as there are ranks, in rank order. It stays as it is, except for `out` if that is
             a part.
         out: as many elements as one part, of the same dtype; may be this rank's part of `x`.
-        op: as with `allreduce`.
-
-        Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("reduce_scatter")
         roster, me = self.roster, self.rank
-        into = stage(out)
-        given = stage(plain(x))
+        into = self._engine.stage(out)
+        given = self._engine.stage(plain(x))
         count = len(into.flat)
         if into.dtype != given.dtype or len(given.flat) != count * len(roster):
             raise ArgumentError(
                 f"reduce_scatter of {len(given.flat)} x {given.dtype} among {len(roster)} ranks needs as many parts of "
                 f"the same size, and out of one of them; got out of {count} x {into.dtype}"
             )
-        own = given.flat[me * count : (me + 1) * count]
-        in_place = _same(own, into.flat)
         size = into.flat.itemsize
-        plan = schedule.reduce_scatter(count, roster, me, in_place, CHUNK, size)
-        source = given.flat if in_place else _apart(given.flat, into.flat)
-        made = ScheduledOperation(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
+        call = CollectiveCall("reduce_scatter", roster, me, op=op)
+        made = self._engine.collective(call, into.flat, given.flat, into.dtype, count, size)
+        if made is None:
+            own = given.flat[me * count : (me + 1) * count]
+            in_place = _same(own, into.flat)
+            plan = schedule.reduce_scatter(count, roster, me, in_place, CHUNK, size)
+            source = given.flat if in_place else _apart(given.flat, into.flat)
+            made = ScheduledOperation(plan, source, source if in_place else into.flat, into.dtype, op, count, size)
         return self._carry_out(made, out, into.finish, async_op)
 
     def alltoall(
@@ -312,33 +310,28 @@ class Calls(Messages):
     ) -> Any:
         """Send part `j` of `x` to rank `j`, and receive part `i` of `out` from rank `i`. Any dtype. Returns `out`.
 
-        out, x: arrays of any shape and of one dtype, with the parts one after the other in rank order.
         out_counts, in_counts: the elements of each part of `out` and of `x`, a number per rank; None: all parts are
             equal. Give them on all ranks or on none. With counts the ranks first exchange theirs, so the call then
             blocks until all have come, also with `async_op`.
-
-        Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("alltoall")
         roster, me = self.roster, self.rank
-        into, given = to_write(out), to_read(x)
+        into, given = self._engine.to_write(out), self._engine.to_read(x)
         if given.dtype != into.dtype:
             raise ArgumentError(f"alltoall of {given.dtype} into {into.dtype}; x and out need the same dtype")
         matrix = self._matrix(into, given, out_counts, in_counts)
-        size = given.size
-        plan = schedule.alltoall(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
-        total = sum(map(sum, matrix))
-        op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
+        size, each = given.size, given.count // len(roster)
+        call = CollectiveCall("alltoall", roster, me, counts=matrix)
+        op = self._engine.collective(call, into.flat, given.flat, given.dtype, each, size)
+        if op is None:
+            plan = schedule.alltoall(tuple(tuple(n * size for n in row) for row in matrix), roster, me, CHUNK, 1)
+            total = sum(map(sum, matrix))
+            op = ScheduledOperation(plan, _apart(given.flat, into.flat), into.flat, given.dtype, "", total, size)
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`. Any dtype. Returns `out`.
-
-        x: an array of any shape, with the same number of elements on all ranks.
-        out: at `root` as many elements as `x` times the number of ranks, of the same dtype; None elsewhere.
-
-        Blocks, survives losses and raises as `broadcast` does.
-        """
+        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`; elsewhere `out` is None.
+        Any dtype. Returns `out`, which has as many elements as `x` times the number of ranks."""
         self._may_move("gather")
         self._rank("gather", root)
         roster, me = self.roster, self.rank
@@ -353,13 +346,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Give part `j` of `x` of rank `root` to rank `j`, in `out`. Any dtype. Returns `out`.
-
-        out: an array of any shape, with the same number of elements on all ranks.
-        x: at `root` as many elements as `out` times the number of ranks, of the same dtype; None elsewhere.
-
-        Blocks, survives losses and raises as `broadcast` does.
-        """
+        """Give part `j` of `x` of rank `root` to rank `j`, in `out`; elsewhere `x` is None. Any dtype. Returns `out`.
+        `x` has as many elements as `out` times the number of ranks."""
         self._may_move("scatter")
         self._rank("scatter", root)
         roster, me = self.roster, self.rank
@@ -372,11 +360,13 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        """Block until all members of the view have called it. Returns None. Survives losses and raises as `broadcast`
-        does."""
+        """Block until all members of the view have called it. Returns None."""
         self._may_move("barrier")
-        plan = schedule.barrier(self.roster, self.rank)
-        return self._carry_out(ScheduledOperation(plan, NONE.flat, NONE.flat, BYTES, "", 0, 1), None, None, async_op)
+        roster, me = self.roster, self.rank
+        op = self._engine.collective(CollectiveCall("barrier", roster, me), NONE.flat, NONE.flat, BYTES, 0, 1)
+        if op is None:
+            op = ScheduledOperation(schedule.barrier(roster, me), NONE.flat, NONE.flat, BYTES, "", 0, 1)
+        return self._carry_out(op, None, None, async_op)
 
     # -- what they have in common ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ftcomm.collective.checksum import Divergence
@@ -15,9 +15,22 @@ from ftcomm.transport.base import Lost, Peer
 from ftcomm.transport.segment import Segment
 
 if TYPE_CHECKING:
+    from ftcomm.arrays import Staged
+    from ftcomm.arrays.flat import Flat
     from ftcomm.calls import Calls
 
 Finish = Callable[[], Any]  # see `ftcomm.arrays.Staged`
+
+
+class CollectiveCall(NamedTuple):
+    """A call of a collective at this rank. `roster` are the replicas, in rank order; `root`: a rank."""
+
+    kind: str
+    roster: tuple[int, ...]
+    rank: int
+    root: int | None = None
+    op: str = ""  # of what is reduced
+    counts: Sequence[Sequence[int]] = ()  # of an alltoall: elements from each rank to each
 
 
 class CallEngine(Protocol):
@@ -33,6 +46,21 @@ class CallEngine(Protocol):
 
     def may_move(self, call: str) -> None:
         """Raises `ArgumentError`, with what to type, if there is no such call here; all-reduces are always there."""
+
+    def to_write(self, x: Any) -> Flat:
+        """The bytes of `x`, where this engine works on them: `ftcomm.arrays.flat.to_write`. Raises `ArgumentError`."""
+
+    def to_read(self, x: Any) -> Flat:
+        """The same of an array that stays as it is."""
+
+    def stage(self, x: Any) -> Staged:
+        """The elements of `x`, to be reduced, where this engine works on them. Raises `ArgumentError`."""
+
+    def collective(
+        self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int
+    ) -> Operation | None:
+        """The op of a call other than an all-reduce: from `source` into `array`, flat as they were staged; `count`
+        elements, of `size` bytes, of each rank. None: the host does it, by a schedule. Raises `ArgumentError`."""
 
     def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
         """Gather by copy engines, as `Calls.allgather` says; False where there are none. Blocks."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.arrays import stage
+from ftcomm.arrays.flat import to_read, to_write
 from ftcomm.collective.exchange import Exchange
 from ftcomm.collective.operation import Operation
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.engines.base import Events, Finish
+from ftcomm.engines.base import CollectiveCall, Events, Finish
 from ftcomm.kernels.host.reduce import Reducer
 from ftcomm.p2p.slots import Slots
 from ftcomm.recorder.recorder import GroupRecorder
@@ -33,6 +34,11 @@ class HostCalls:
 
     def may_move(self, call: str) -> None:
         """All are there."""
+
+    to_write, to_read, stage = staticmethod(to_write), staticmethod(to_read), staticmethod(stage)
+
+    def collective(self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int) -> None:
+        """The host does it, by a schedule."""
 
     def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
         return False

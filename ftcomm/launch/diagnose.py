@@ -74,6 +74,7 @@ def place_of(seen: Status) -> JobPlace:
         replicas=tuple(
             ReplicaPlace(
                 replica=replica.replica,
+                state=replica.state,
                 member=replica.member,
                 host=replica.host,
                 pids={int(rank): pid for rank, pid in replica.pids.items()},
@@ -96,11 +97,9 @@ def place_of(seen: Status) -> JobPlace:
 def stands_still(event: Mapping[str, Any]) -> bool:
     """Whether an event says that something stands still: an op, or a network; or that members have made different
     calls."""
-    return _is_silence(event) or cause_of(event) in ("stall", "mismatch")
-
-
-def _is_silence(event: Mapping[str, Any]) -> bool:
-    return event["kind"] == "suspect" and str(event.get("reason", "")).startswith(SILENT)
+    if event["kind"] == "suspect":
+        return str(event.get("reason", "")).startswith(SILENT)
+    return cause_of(event) in ("stall", "mismatch")
 
 
 def _is_due(found: Diagnosis) -> bool:
@@ -128,7 +127,7 @@ class StallDiagnosis:
         """Note that a rank has reported that something stands still, or has failed as a stall would."""
         now = time.monotonic()
         self._suspicions = [known for known in self._suspicions if now - known.at < AGAIN]
-        if _is_silence(event):
+        if event["kind"] == "suspect":
             self._suspicions.append(Suspicion(event["by"], event["replica"], now))
         self._looks = LOOKS
         if self._task is None or self._task.done():

@@ -222,13 +222,7 @@ class StepLoop:
                 return self._enter()
             if paused_since is None:
                 paused_since = time.monotonic()
-                pause = self._recorder.begin(
-                    PhaseKind.PAUSE,
-                    step=self.step,
-                    number=len(self._present),
-                    note=f"{self._min} needed",
-                    lasts=self._pause_timeout,
-                )
+                pause = self._recorder.begin(PhaseKind.PAUSE, step=self.step, number=len(self._present))
                 self._say("training_pauses", step=self.step, contributing=len(self._present), least=self._min)
             self._watch.lap("boundary")
             self._vote_in_pause(paused_since)
@@ -284,8 +278,7 @@ class StepLoop:
             raise error
         if self._failed is None:
             self._failed = error
-            said, mismatch = f"{type(error).__name__}: {error}"[:200], isinstance(error, MismatchError)
-            self._report("step_failed", step=self.step, error=said, mismatch=mismatch)
+            self._report("step_failed", step=self.step, error=f"{type(error).__name__}: {error}"[:200])
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ def await_flags(flags, mask, low, high, ctl, state, epoch, number, deadline, sta
 
 
 @triton.jit
-def _slot(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
+def slot_of(lane, index, LANES: tl.constexpr, CHUNK: tl.constexpr):
     """Returns where a slot lies in the POSTED staging of a member, in bytes."""
     return (lane * SLOTS + index % SLOTS) * CHUNK
 
@@ -93,7 +93,7 @@ def post(
     start = chunk * (CHUNK // size)
     n = tl.minimum(count - start, CHUNK // size)
     inputs = array + start * size
-    staging = read(view + STAGING_OF + 8 * me) + _slot(lane, index, LANES, CHUNK)
+    staging = read(view + STAGING_OF + 8 * me) + slot_of(lane, index, LANES, CHUNK)
     mine = (holder == me + 1) | ((holder == 0) & (read(view + CONTRIBUTES) != 0))
     turn = tl.where(again & (kept != 0), 0, 1)
     last = tl.where(mine & (read(view + MEMBERS) > 1), 1, 0)
@@ -138,7 +138,7 @@ def _reduce(
     first = tl.zeros((), tl.int64)
     last = n
     out = array + start * size
-    posted = _slot(lane, index, LANES, CHUNK)
+    posted = slot_of(lane, index, LANES, CHUNK)
     if two_shot:
         first = _bound(me, members, n, _SLICE // size)
         last = _bound(me + 1, members, n, _SLICE // size)
@@ -156,7 +156,7 @@ def _gather(view, lane, index, array, start, n, T, COPIED: tl.constexpr, ALIGNED
     """Two-shot: the slices of all into the caller's array."""
     size: tl.constexpr = T.primitive_bitwidth // 8
     members = read(view + MEMBERS)
-    at = LANES * SLOTS * CHUNK + _slot(lane, index, LANES, CHUNK)
+    at = LANES * SLOTS * CHUNK + slot_of(lane, index, LANES, CHUNK)
     member = tl.zeros((), tl.int64)
     while member < members:
         first = _bound(member, members, n, _SLICE // size)
@@ -180,7 +180,7 @@ def take(
     status = RUNNING
     if holder > 0:
         if (holder != read(view + ME) + 1) & (skip == 0):
-            source = read(view + STAGING_OF + 8 * (holder - 1)) + _slot(lane, index, LANES, CHUNK)
+            source = read(view + STAGING_OF + 8 * (holder - 1)) + slot_of(lane, index, LANES, CHUNK)
             copy_span(source, array + start * size, n, T, COPIED, ALIGNED)
     else:
         _reduce(view, lane, index, array, start, n, two_shot, T, OP, W, BLOCK, ALIGNED, LANES, CHUNK)

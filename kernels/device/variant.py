@@ -1,4 +1,4 @@
-"""What the all-reduce kernel is compiled for, and the shape of a program on a GPU. No kernel is imported here."""
+"""What the kernels of whole ops are compiled for, and the shape of a program on a GPU. No kernel is imported here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 SCALARS = ("ctl", "state", "view", "array", "kept", "chunks", "count", "call", "template", "deadline_ns")
+
+COLLECTIVE_SCALARS = (*("source" if name == "kept" else name for name in SCALARS), "who")  # if it is no all-reduce
+
+MOVED, REDUCED = 1, 2  # what becomes of the rows of those
 
 _WARPS = 8
 _LINE = 16  # bytes that a thread loads at a time
@@ -26,12 +30,24 @@ class Variant(NamedTuple):
     ONE_SHOT: int
 
 
+class CollectiveVariant(NamedTuple):
+    """The same of a collective that is no all-reduce."""
+
+    T: tl.dtype
+    OP: int
+    W: int
+    ALIGNED: bool
+    LANES: int
+    CHUNK: int
+    ROWS: int
+
+
 def small(nbytes: int) -> bool:
     """Whether an op of so many bytes has a kernel of its own."""
     return nbytes <= _SMALL
 
 
-def compiled_for(variant: Variant, small: bool) -> dict[str, Any]:
+def compiled_for(variant: Variant | CollectiveVariant, small: bool) -> dict[str, Any]:
     """Returns constants of the kernel and options of the compiler. A program of an op that is not small has 16 KB of
     every source in flight while it reduces, of eight sources 8 KB, and 64 KB while it copies."""
     reduced, copied = (1, 1) if small else (2 if variant.W == 8 else 4, 16)  # lines a thread

@@ -358,7 +358,7 @@ def launch() -> Answer:
 
     require_cuda()
     from ftcomm.engines.gpu_kernel.cuda import CudaDevice
-    from ftcomm.engines.gpu_kernel.device import AllreduceLaunch
+    from ftcomm.engines.gpu_kernel.device import KernelLaunch
     from ftcomm.engines.gpu_kernel.launch import variant
     from ftcomm.engines.gpu_kernel.layout import CUDA
     from ftcomm.engines.gpu_kernel.operation import KernelOperation
@@ -373,7 +373,7 @@ def launch() -> Answer:
 
     op = KernelOperation(x, "float32", "sum", CUDA.chunk)
     asked = variant(op, device.address(x), CUDA, ranks.view(0))
-    launched = AllreduceLaunch(x, op.count, op.call, 0, 1, None, 1, asked)
+    launched = KernelLaunch(x, op.count, op.call, 0, 1, None, 1, asked)
     for name, call in (
         ("op without `mark` and `release`", lambda: ranks.launch(0, x, "float32")),
         ("of it the operation", lambda: KernelOperation(x, "float32", "sum", CUDA.chunk)),

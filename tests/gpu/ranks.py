@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftcomm.collective.plan import GroupView
-from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
-from ftcomm.engines.gpu_kernel.launch import lane_word, variant, view_words
+from ftcomm.engines.base import CollectiveCall
+from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
+from ftcomm.engines.gpu_kernel.device import Device, KernelLaunch, Reached
+from ftcomm.engines.gpu_kernel.launch import collective_variant, lane_word, variant, view_words
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words as w
 from ftcomm.kernels.epochs import COUNTER
@@ -96,8 +98,24 @@ class Ranks:
         programs = device.programs(flat.nbytes, min(chunks, self.layout.lanes), sms)
         asked = variant(operation, device.address(flat), self.layout, self.view(me))
         device.follow()
-        device.launch(AllreduceLaunch(flat, operation.count, operation.call, 0, chunks, None, programs, asked))
+        device.launch(KernelLaunch(flat, operation.count, operation.call, 0, chunks, None, programs, asked))
         return operation
+
+    def collective(
+        self, me: int, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int,
+        sms: int | None = None,
+    ) -> CollectiveOperation:  # fmt: skip
+        """Another one, from `source` into `array`, both flat: `count` elements of `size` bytes of each rank."""
+        device: Device = self.devices[me]
+        addresses = device.address(array), device.address(source)
+        op = CollectiveOperation(call, array, source, dtype, count, size, self.layout.chunk, addresses)
+        rows = len(op.finals)
+        programs = device.programs(op.nbytes, min(rows, self.layout.lanes), sms)
+        asked = collective_variant(op, self.layout, self.view(me))
+        device.follow()
+        launch = KernelLaunch(array, op.elements, op.compared, 0, rows, None, programs, asked, source, op.who)
+        device.launch(launch)
+        return op
 
     def settle(self) -> None:
         """All that was launched has ended. Raises `TimeoutError`, with how each rank stands."""

@@ -1,4 +1,4 @@
-"""Compiles the variants of the all-reduce kernel that the GPU tests and benches launch, on all cores at once.
+"""Compiles the variants of the kernels of whole ops that the GPU tests and benches launch, on all cores at once.
 
     python -m tests.gpu.warm
 
@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ftcomm.kernels.device.variant import SCALARS
+from ftcomm.kernels.device.variant import COLLECTIVE_SCALARS, SCALARS
 
 DEADLINE = 120.0  # s; of all that one core compiles
 
@@ -35,6 +35,10 @@ def variants() -> list[WarmVariant]:
     """The variants of tests/gpu and of `ftcomm bench gpu-check`. Numbers of members that are not unrolled share one."""
     chosen = [*itertools.product(("float32", "bfloat16", "float16", "int32"), ("sum",), (2, 3, 4, 8), (True,))]
     chosen += [("bfloat16", "sum", 4, False), ("float32", "max", 8, True), ("bfloat16", "avg", 8, True)]
+    # Of collectives that are no all-reduce: what is moved, as wide as the dtype, then what is reduced.
+    chosen += [(dtype, "moved", 1, dtype == "int64") for dtype in ("int64", "int32", "int16", "uint8")]
+    chosen += [*itertools.product(("float32", "bfloat16"), ("scattered",), (2, 3, 8), (True,))]
+    chosen += [("bfloat16", "scattered", 8, False)]
     return [WarmVariant(*each, small) for small in (False, True) for each in chosen]
 
 
@@ -43,10 +47,12 @@ def compile_each(chosen: list[WarmVariant]) -> None:
     import torch
 
     from ftcomm.collective.plan import GroupView
-    from ftcomm.engines.gpu_kernel.launch import variant
+    from ftcomm.engines.base import CollectiveCall
+    from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
+    from ftcomm.engines.gpu_kernel.launch import collective_variant, variant
     from ftcomm.engines.gpu_kernel.layout import CUDA
     from ftcomm.engines.gpu_kernel.operation import KernelOperation
-    from ftcomm.kernels.device.allreduce import allreduce
+    from ftcomm.kernels.device.allreduce import allreduce, collective
     from ftcomm.kernels.device.variant import compiled_for
 
     for one in chosen:
@@ -54,9 +60,18 @@ def compile_each(chosen: list[WarmVariant]) -> None:
         array = torch.empty(64, dtype=getattr(torch, one.dtype), device="cuda")
         members = tuple(range(one.members))
         view = GroupView(1, 0, members, frozenset(members))
-        operation = KernelOperation(array, one.dtype, one.op, CUDA.chunk)
-        compiled = compiled_for(variant(operation, 16 if one.aligned else 2, CUDA, view), one.small)
-        allreduce.warmup(*([1 << 40] * len(SCALARS)), grid=(1,), **compiled)
+        address, size = (16 if one.aligned else array.element_size()), array.element_size()
+        if one.op in ("moved", "scattered"):
+            call = CollectiveCall("allgather", members, 0)
+            if one.op == "scattered":
+                call = call._replace(kind="reduce_scatter", op="sum")
+            op = CollectiveOperation(call, array, array, one.dtype, 16, size, CUDA.chunk, (address, address))
+            compiled = compiled_for(collective_variant(op, CUDA, view), one.small)
+            collective.warmup(*([1 << 40] * len(COLLECTIVE_SCALARS)), grid=(1,), **compiled)
+        else:
+            operation = KernelOperation(array, one.dtype, one.op, CUDA.chunk)
+            compiled = compiled_for(variant(operation, address, CUDA, view), one.small)
+            allreduce.warmup(*([1 << 40] * len(SCALARS)), grid=(1,), **compiled)
         print(json.dumps({**one._asdict(), "seconds": round(time.monotonic() - began, 1)}), flush=True)
 
 

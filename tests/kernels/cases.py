@@ -10,10 +10,18 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ftcomm.kernels.device.allreduce import allreduce
+from ftcomm.kernels.device.allreduce import allreduce, collective
 from ftcomm.kernels.device.launch import plan
 from ftcomm.kernels.device.reduce import reduce_kernel
-from ftcomm.kernels.device.variant import SCALARS, Variant, compiled_for
+from ftcomm.kernels.device.variant import (
+    COLLECTIVE_SCALARS,
+    MOVED,
+    REDUCED,
+    SCALARS,
+    CollectiveVariant,
+    Variant,
+    compiled_for,
+)
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.spans import MOST_SOURCES, MemorySpan
 
@@ -50,6 +58,7 @@ class KernelCase(NamedTuple):
 def cases() -> Iterator[KernelCase]:
     yield from _reductions()
     yield from _allreduces()
+    yield from _collectives()
 
 
 # ---- arrays -------------------------------------------------------------------------------------------------------
@@ -101,4 +110,21 @@ def _allreduces() -> Iterator[KernelCase]:
             signals=6,  # BEGUN, POSTED, REDUCED, TAKEN, RETURNED, FINISHED
             waits=2,
             typical=w == 2,
+        )
+
+
+def _collectives() -> Iterator[KernelCase]:
+    """The rows that a member gives it reads in front of all waits, and takes those of others behind one."""
+    for name, T, op, w, rows in (("moved", tl.int64, "sum", 1, MOVED), ("reduced", tl.bfloat16, "avg", 8, REDUCED)):
+        yield KernelCase(
+            "collective",
+            f"{w} {T} {op} {name}",
+            collective,
+            dict.fromkeys(COLLECTIVE_SCALARS, "i64"),
+            compiled_for(CollectiveVariant(T, OPS.index(op), w, True, 64, 256 << 10, rows), False),
+            loops=2 if rows == MOVED else 3,
+            unfenced=1,
+            signals=5,  # BEGUN, POSTED, TAKEN, RETURNED, FINISHED
+            waits=2,
+            typical=rows == MOVED,
         )

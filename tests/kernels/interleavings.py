@@ -1,6 +1,6 @@
 """Every interleaving of the programs of the all-reduce kernel with their host, by the text of the kernel itself.
 
-The functions of `ftcomm.kernels.device.attempts`, and the kernel that calls them, are turned into generators: each
+The functions of `ftcomm.kernels.device.attempts`, and `_launch`, which calls them, are turned into generators: each
 access to a word becomes a `yield`, at which any other may come first. A program is then an automaton: what it does next
 follows from where it stands and from its variables. Lanes and the host are played here, as short as they can be.
 
@@ -73,7 +73,7 @@ class _Language:
 
 def program(which: int, programs: int, change: tuple[str, str]) -> Callable[[], Program]:
     """Program `which` of a launch, in whose text the one is put for the other."""
-    functions = [attempts.begin, attempts.join, attempts.leave, attempts.end, attempts.depart, kernel.allreduce]
+    functions = [attempts.begin, attempts.join, attempts.leave, attempts.end, attempts.depart, kernel._launch]
     inner = {function.fn.__name__ for function in functions} | {"_serve", "raise_flags"}
     scope: dict[str, Any] = {}
     for module in (attempts, kernel):
@@ -90,9 +90,9 @@ def program(which: int, programs: int, change: tuple[str, str]) -> Callable[[], 
         tree = _Yields(inner).visit(tree)
         exec(compile(ast.fix_missing_locations(tree), function.fn.__name__, "exec"), scope)
     scope.update(_serve=_serve, raise_flags=_raise)
-    arguments = dict.fromkeys(inspect.signature(kernel.allreduce.fn).parameters, NOTHING)
+    arguments = dict.fromkeys(inspect.signature(kernel._launch.fn).parameters, NOTHING)
     arguments.update(ctl=CTL, state=STATE, view=VIEW)
-    return lambda: scope["allreduce"](**arguments)
+    return lambda: scope["_launch"](**arguments)
 
 
 def _raise(view: int, epoch: int, lanes: int) -> Program:

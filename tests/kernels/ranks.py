@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import torch
 import triton.language as tl
@@ -19,9 +20,11 @@ import triton.language as tl
 from ftcomm.collective.chunks import chunk_count, pack
 from ftcomm.collective.resume import REDUCE, Task, resume_tasks
 from ftcomm.control.messages import Final, OpProgress, Progress
+from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
+from ftcomm.engines.gpu_kernel.launch import collective_variant
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.device import words as w
-from ftcomm.kernels.device.allreduce import allreduce
+from ftcomm.kernels.device.allreduce import allreduce, collective
 from ftcomm.kernels.dtypes import OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from tests.orphans import end_with_pytest
@@ -53,7 +56,8 @@ def shared(count: int) -> torch.Tensor:
 class Rank:
     """The memory of one rank, and what its host does."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0) -> None:
+        self.replica = replica
         self.words = shared(w.LANES_AT + LANES * w.LINE)
         self.staging, self.flags = shared(2 * LANES * w.SLOTS * CHUNK // 8), shared(LANES * w.LINE)
         self.ctl, self.state, self.view = shared(w.CTL_WORDS), shared(w.STATE_WORDS), shared(w.VIEW_WORDS)
@@ -69,6 +73,7 @@ class Rank:
         view[w.SOLE], view[w.ONE_HOST] = (contributing[0] if len(contributing) == 1 else -1), 1
         for i, member in enumerate(members):
             view[w.FLAGS_OF + i], view[w.STAGING_OF + i] = member.flags.data_ptr(), member.staging.data_ptr()
+        view[w.PRESENT] = sum(1 << member.replica for member in members)
         view[w.COPY] = self.words.data_ptr() + 8 * w.LANES_AT
         for j, index in enumerate(contributing):
             view[w.SOURCE_STAGING + j] = members[index].staging.data_ptr()
@@ -123,6 +128,18 @@ class Rank:
             LANES=LANES, CHUNK=CHUNK, ONE_SHOT=ONE_SHOT, THREADS=THREADS,
         )  # fmt: skip
 
+    def run(self, op: CollectiveOperation, *, grid: int = 1, sources: int = 2) -> None:
+        """A collective that is no all-reduce, in the process of the rank."""
+        layout = SimpleNamespace(lanes=LANES, chunk=CHUNK)
+        view = SimpleNamespace(contributors=tuple(range(sources)))
+        constants = collective_variant(op, layout, view)._asdict()  # type: ignore[arg-type]
+        rows = len(op.finals)
+        collective[(max(1, min(grid, LANES, rows)),)](
+            self.ctl.data_ptr(), self.state.data_ptr(), self.view.data_ptr(), op.array.data_ptr(),
+            op.source.data_ptr(), rows, op.elements, op.compared, max(0, op.template), 0, op.who, BLOCK=256, COPIED=128,
+            THREADS=THREADS, **constants,
+        )  # fmt: skip
+
 
 def until(what: str, condition: Callable[[], object], deadline: float = DEADLINE) -> None:
     end = time.monotonic() + deadline
@@ -166,7 +183,7 @@ def running(*bodies: Callable[[], None]) -> Iterator[list[multiprocessing.proces
 
 
 def group(size: int, contributing: Sequence[int] | None = None, epoch: int = 1, number: int = 0) -> list[Rank]:
-    ranks = [Rank() for _ in range(size)]
+    ranks = [Rank(replica) for replica in range(size)]
     view_change(ranks, list(range(size)) if contributing is None else contributing, epoch, number)
     return ranks
 

@@ -58,7 +58,7 @@ def test_every_kernel(tmp_path: Path) -> None:
     assert not [each for each in wrong if each[-1]]
     assert done.returncode == 0, done.stderr
     kernels = {(facts["target"], facts["kernel"]) for facts in found}
-    assert kernels == {(target, kernel) for target in TARGETS for kernel in ("reduce", "allreduce")}
+    assert kernels == {(target, kernel) for target in TARGETS for kernel in ("reduce", "allreduce", "collective")}
     assert len({facts["case"] for facts in found if facts["target"] == "sm_90"}) > 10
     assert all(0 < facts["registers"] < 256 for facts in found)
 
@@ -99,11 +99,11 @@ def test_interpreted_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_kernel_has_a_case() -> None:
-    """Those that are launched are called something_kernel, but one."""
+    """Those that are launched are called something_kernel, but those of whole ops."""
     cases = (ROOT / "tests/kernels/cases.py").read_text()
     sources = "".join(file.read_text() for file in (ROOT / "kernels/device").glob("*.py"))
-    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel|allreduce)\(", sources, re.MULTILINE)
-    assert sorted(kernels) == ["allreduce", "reduce_kernel"]
+    kernels = re.findall(r"^@triton\.jit.*\ndef (\w+_kernel|allreduce|collective)\(", sources, re.MULTILINE)
+    assert sorted(kernels) == ["allreduce", "collective", "reduce_kernel"]
     assert [name for name in kernels if not re.search(rf"\b{name}\b", cases)] == []
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
+from ftcomm.engines.gpu_kernel.collective import CollectiveOperation
 from ftcomm.kernels.device import INTERPRETED, allreduce, attempts, lane, signal
 from ftcomm.kernels.device import words as w
 
 from . import ranks as ranks_module
 from .ranks import CHUNK, DEADLINE, Op, Rank, group, running, seed, shared, until, view_change
 from .test_allreduce import arrays, expected
+from .test_collectives import Case
 
 if INTERPRETED:
     from .weak_memory import WeakMemory
@@ -28,7 +30,9 @@ QUIET = 0.01  # s for which a rank is watched that is said to touch nothing
 PATIENCE = 1.0  # s of it for a kernel that has yet to write: on a busy machine an interpreter needs tenths of them
 
 
-def _launch(ranks: list[Rank], x: torch.Tensor, me: int, chance: int, change: Callable[[], None] | None) -> None:
+def _launch(
+    ranks: list[Rank], x: torch.Tensor | CollectiveOperation, me: int, chance: int, change: Callable[[], None] | None
+) -> None:
     """In the process of a rank."""
     others = [each for rank in ranks if rank is not ranks[me] for each in (rank.flags, rank.staging)]
     memory = WeakMemory([*others, ranks[me].ctl, ranks[me].tasks], chance + me)
@@ -36,7 +40,10 @@ def _launch(ranks: list[Rank], x: torch.Tensor, me: int, chance: int, change: Ca
     ranks_module.ONE_SHOT = 0
     if change:
         change()
-    ranks[me].launch(x)
+    if isinstance(x, CollectiveOperation):
+        ranks[me].run(x)
+    else:
+        ranks[me].launch(x)
     memory.settle()
 
 
@@ -84,6 +91,22 @@ def play(
             if not torch.equal(x[part], want[part]):
                 return f"chunk {chunk} of rank {who} is FINAL, and wrong"
     return ""
+
+
+def move(chance: int, change: Callable[[], None] | None = None, *, kind: str = "allgather") -> str:
+    """One of the other collectives, of two ranks. Returns what is wrong, or "" if nothing."""
+    ranks, case = group(2), Case(kind, 2, 200)
+    bodies = [functools.partial(_launch, ranks, case.ops[me], me, chance, change) for me in range(2)]
+    with running(*bodies):
+        try:
+            until("all have returned", lambda: all(rank.returned for rank in ranks) or _differ(ranks), 20.0)
+        except AssertionError:
+            if change is None:
+                raise
+            return ""  # it hangs, or is slow: that shows nothing
+    if _differ(ranks):
+        return "calls that are equal were found to differ"
+    return "" if case.right(0) and case.right(1) else "what was moved is wrong"
 
 
 def _differ(ranks: Sequence[Rank]) -> bool:
@@ -170,6 +193,8 @@ def test_sums_and_view_changes_hold() -> None:
     for each in range(chance, chance + 4):
         assert hold(each) == "", each
         assert freeze_as_it_begins(each, fenced=True) == "", each
+    for kind in ("allgather", "reduce_scatter"):
+        assert move(chance, kind=kind) == "", (chance, kind)
 
 
 def _nothing() -> None:
@@ -191,6 +216,8 @@ _two_shot = functools.partial(play, changes=0, shape=(3, 300))
     [
         pytest.param(_one_shot, lambda: setattr(lane, "fence", _nothing), id="the fence behind flags"),
         pytest.param(_one_shot, lambda: setattr(allreduce, "announce", _store), id="the release of POSTED"),
+        pytest.param(move, lambda: setattr(lane, "fence", _nothing), id="the fence behind flags, where rows are moved"),
+        pytest.param(move, lambda: setattr(allreduce, "announce", _store), id="the release where rows are moved"),
         pytest.param(_two_shot, lambda: setattr(lane, "announce", _store), id="the release of REDUCED"),
         pytest.param(hold, lambda: setattr(attempts, "fence", _nothing), id="the fence behind OPEN"),
         pytest.param(hold, lambda: setattr(attempts, "publish", signal.write), id="the release of FINISHED"),

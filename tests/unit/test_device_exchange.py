@@ -13,7 +13,7 @@ import pytest
 from ftcomm.collective.plan import GroupView
 from ftcomm.control.messages import FailedOp, Progress
 from ftcomm.engines.gpu_kernel.copies import Copies
-from ftcomm.engines.gpu_kernel.device import AllreduceLaunch
+from ftcomm.engines.gpu_kernel.device import KernelLaunch
 from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 from ftcomm.engines.gpu_kernel.launch import lane_word
 from ftcomm.engines.gpu_kernel.layout import INTERPRETED
@@ -40,14 +40,14 @@ class Played(InterpretDevice):
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
-        self.launches: list[AllreduceLaunch] = []
+        self.launches: list[KernelLaunch] = []
         self.released: list[object] = []
         self.replayed = True  # all that was
 
     def capturing(self) -> bool:
         return self.into_graph
 
-    def launch(self, launch: AllreduceLaunch) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         self.launches.append(launch)
 
     def mark(self) -> object:

@@ -1,4 +1,4 @@
-"""Turns whatever array the caller has into one flat run of GPU memory that the all-reduce kernel works on, and back.
+"""Turns whatever array the caller has into one flat run of GPU memory that kernels work on, and back.
 
     plain torch tensor, CuPy or other DLPack array there   the caller's own memory, nothing to do afterwards
     strided, permuted                                      a private copy there, copied back
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from ftcomm.arrays import Staged, may_overlap, refuse, stage
+from ftcomm.arrays import DTYPES, Staged, may_overlap, refuse, stage
+from ftcomm.arrays.flat import Flat, to_read, to_write
 from ftcomm.arrays.tensors import torch_dtype
+from ftcomm.kernels.dtypes import BYTES, CODES
 
 _CUDA = 2  # DLPack
 
@@ -37,13 +39,53 @@ def stage_device(x: Any, device: torch.device) -> Staged:
     return _stage_host(x, device)
 
 
-def _stage_tensor(x: torch.Tensor, device: torch.device) -> Staged:
-    name = torch_dtype(x)
+def stage_bytes(x: Any, device: torch.device, *, writes: bool) -> Flat:
+    """The same of an array of any dtype, as bytes: for what only moves. Without `writes` it stays as it is."""
+    if isinstance(x, torch.Tensor) and x.device.type == device.type:
+        return _tensor_bytes(x, device, writes)
+    if type(x).__module__.partition(".")[0] == "cupy" and str(x.dtype) in DTYPES:
+        staged = _stage_cupy(x, device)
+        return Flat(staged.flat.view(torch.uint8), staged.dtype, x.size, x.dtype.itemsize, staged.finish)
+    host = to_write(x) if writes else to_read(x)
+    memory = torch.from_numpy(host.flat)
+    there: Any = torch.empty(memory.shape, dtype=torch.uint8, device=device)
+    there.copy_(memory)
+
+    def finish() -> Any:
+        memory.copy_(there)
+        return x if host.finish is None else host.finish()
+
+    return Flat(there, host.dtype, host.count, host.size, finish)
+
+
+def _tensor_bytes(x: torch.Tensor, device: torch.device, writes: bool) -> Flat:
+    if x.layout is not torch.strided or x.is_quantized:
+        refuse(f"a torch tensor of layout {x.layout}, dtype {x.dtype}", "Pass a dense tensor of its values.")
+    _check_device(x, device)
+    caller = x.detach()
+    private = caller.resolve_conj().resolve_neg().contiguous()
+    flat: Any = private.reshape(-1).view(torch.uint8)
+
+    def finish() -> torch.Tensor:
+        caller.copy_(private)
+        return x
+
+    name = str(x.dtype).removeprefix("torch.")
+    back = finish if writes and private.data_ptr() != caller.data_ptr() else None
+    return Flat(flat, name if name in CODES else BYTES, x.numel(), x.element_size(), back)
+
+
+def _check_device(x: torch.Tensor, device: torch.device) -> None:
     if x.device != device:
         refuse(
             f"a torch tensor on {x.device} in a rank whose GPU is {device}",
             f"Call torch.cuda.set_device() before ftcomm.init(), or move the tensor: x.to('{device}').",
         )
+
+
+def _stage_tensor(x: torch.Tensor, device: torch.device) -> Staged:
+    name = torch_dtype(x)
+    _check_device(x, device)
     caller = x.detach()
     if caller.is_contiguous() and not caller.is_neg():  # a lazily negated view has other bits than it says
         return Staged(_flat(caller), name)

@@ -23,10 +23,20 @@ from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE, ProtocolError
 from ftcomm.collective.watchdog import Stall
 from ftcomm.control.messages import Progress
-from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Device, Reached
-from ftcomm.engines.gpu_kernel.gather import detail_of
+from ftcomm.engines.gpu_kernel.collective import CollectiveOperation, detail_of
+from ftcomm.engines.gpu_kernel.device import Device, KernelLaunch, Reached
+from ftcomm.engines.gpu_kernel.gather import copies_detail
 from ftcomm.engines.gpu_kernel.graphs import Running, captured, replay_of
-from ftcomm.engines.gpu_kernel.launch import account, counter, lane_word, missing, task_words, variant, view_words
+from ftcomm.engines.gpu_kernel.launch import (
+    account,
+    collective_variant,
+    counter,
+    lane_word,
+    missing,
+    task_words,
+    variant,
+    view_words,
+)
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.errors import FtcommError
 from ftcomm.kernels.device.words import (
@@ -37,6 +47,7 @@ from ftcomm.kernels.device.words import (
     CLOSED,
     FINISHED,
     HEARD,
+    KIND,
     LANES_AT,
     LINE,
     MISMATCHED,
@@ -47,6 +58,7 @@ from ftcomm.kernels.device.words import (
     REDUCED,
     RETURNED,
     SEEN,
+    SEEN_WHO,
     STARTED,
     TAKEN,
     TEMPLATE,
@@ -112,6 +124,8 @@ class DeviceCore:
         self._watch.recorder.called(op, now)
         op.template = self.called
         self.called += 1
+        if self.member.view is not None:
+            op.prepare(self.member.view)
 
     def capture(self, op: KernelOperation) -> GroupView:
         """Add an op of a graph, to be launched into that, in the view that is returned."""
@@ -128,11 +142,17 @@ class DeviceCore:
         if op.atomic and len(op.finals) > 1:
             kept = device.empty(op.array)
             device.copy(op.array, kept)
-        asked = variant(op, device.address(op.array), device.layout, view)
         chunks = len(op.finals)
-        programs = device.programs(op.array.nbytes, min(chunks, device.layout.lanes), op.max_sms)
+        programs = device.programs(op.nbytes, min(chunks, device.layout.lanes), op.max_sms)
         self.launched[op.template] = _Launched(kept, None)  # before it can return
-        device.launch(AllreduceLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, asked))
+        if isinstance(op, CollectiveOperation):
+            moved = collective_variant(op, device.layout, view)
+            arrays, call = (op.array, op.elements), (op.compared, op.template)
+            launch = KernelLaunch(*arrays, *call, chunks, None, programs, moved, op.source, op.who)
+        else:
+            asked = variant(op, device.address(op.array), device.layout, view)
+            launch = KernelLaunch(op.array, op.count, op.call, op.template, chunks, kept, programs, asked)
+        device.launch(launch)
         if not device.blocking:
             self.launched[op.template] = _Launched(kept, device.mark())
 
@@ -145,7 +165,7 @@ class DeviceCore:
             self._hear()
             if op.error is None:
                 for task in op.tasks:
-                    op.finals[task.chunk] = task.contributors or view.contributors
+                    op.took(task, view)
             if op is not self._replay:
                 self._watch.returns(op)
             else:
@@ -304,13 +324,22 @@ class DeviceCore:
         op = self._op(ctl[TEMPLATE])
         if op is None and ctl[RETURNED] < mismatched:
             return
-        calls = [(member, ctl[SEEN + 2 * i], ctl[SEEN + 2 * i + 1]) for i, member in enumerate(view.members)]
-        error = mismatch((member, number, call, detail_of(call)) for member, number, call in calls)
+        calls = [(member, *self._seen(i, op)) for i, member in enumerate(view.members)]
+        error = mismatch(calls)
         if op is None:
             self.unheard = error
         else:
             op.error = error
         ctl[HEARD] = mismatched
+
+    def _seen(self, i: int, op: KernelOperation | None) -> tuple[int, int, int]:
+        """(number, call, detail) of the call of member `i`, which was compared with `op`."""
+        number, compared = self.ctl[SEEN + 2 * i], self.ctl[SEEN + 2 * i + 1]
+        call = compared & (1 << KIND) - 1
+        if call == compared:  # an all-reduce
+            return number, call, copies_detail(call)
+        who = self.ctl[SEEN_WHO + i] if isinstance(op, CollectiveOperation) else 0  # an all-reduce does not look at it
+        return number, call, detail_of(compared, who)
 
     def _forget(self) -> None:
         first = next((op.template for op in self._inflight.ops if op is not self._replay), self.called)

@@ -37,6 +37,7 @@ from cupy.cuda import runtime
 from triton.errors import TritonError
 
 from ftcomm.arrays import Staged
+from ftcomm.arrays.flat import Flat
 from ftcomm.engines.gpu.driver import (
     Context,
     close_ipc,
@@ -48,15 +49,22 @@ from ftcomm.engines.gpu.driver import (
 )
 from ftcomm.engines.gpu.pinned import Pinned
 from ftcomm.engines.gpu_kernel import copies
-from ftcomm.engines.gpu_kernel.arrays import stage_device
+from ftcomm.engines.gpu_kernel.arrays import stage_bytes, stage_device
 from ftcomm.engines.gpu_kernel.blocks import programs, room
-from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
+from ftcomm.engines.gpu_kernel.device import KernelLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT, CUDA, EXPORT_AT, EXPORT_WORDS, flag_bytes
 from ftcomm.engines.gpu_kernel.memory import Export, Shared, open_staging, staging_place, uuid_of, visible_peers
 from ftcomm.errors import ArgumentError, FtcommError, TransportError
 from ftcomm.kernels.device import words as w
-from ftcomm.kernels.device.allreduce import allreduce
-from ftcomm.kernels.device.variant import SCALARS, Variant, compiled_for, small
+from ftcomm.kernels.device.allreduce import allreduce, collective
+from ftcomm.kernels.device.variant import (
+    COLLECTIVE_SCALARS,
+    SCALARS,
+    CollectiveVariant,
+    Variant,
+    compiled_for,
+    small,
+)
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Segment
 
@@ -68,7 +76,7 @@ _TABLE = 64 << 10  # tasks for which there is room at first: an op of 16 GB
 _HIGHEST = -100  # priority; the runtime takes the nearest there is
 _NO_DEADLINE = 0  # the host ends what lasts too long, by the word OPEN
 _UNIT = 8  # bytes of a word
-_LOADED: dict[tuple[int, Variant, bool], _Kernel] = {}  # by GPU; of the process, as Triton loads them
+_LOADED: dict[tuple[int, Variant | CollectiveVariant, bool], _Kernel] = {}  # by GPU; of the process, as in Triton
 _MASK = (1 << 64) - 1  # words are unsigned to the host
 
 
@@ -289,6 +297,12 @@ class CudaDevice:
             )
         return stage_device(x, self._device)
 
+    def stage_bytes(self, x: Any, *, writes: bool) -> Flat:
+        return stage_bytes(x, self._device, writes=writes)
+
+    def duplicate(self, array: torch.Tensor) -> torch.Tensor:
+        return array.clone()
+
     def address(self, array: torch.Tensor) -> int:
         return int(array.data_ptr())
 
@@ -325,11 +339,14 @@ class CudaDevice:
         """The stream for what this thread queues."""
         return self._captures if self._captures is not None and self.capturing() else self._op
 
-    def launch(self, launch: AllreduceLaunch) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         stream = self._order()
+        moves = isinstance(launch.variant, CollectiveVariant)
+        second = launch.source if moves else launch.kept
         scalars = (
-            *(self.address(launch.array), 0 if launch.kept is None else self.address(launch.kept)),
+            *(self.address(launch.array), 0 if second is None else self.address(second)),
             *(launch.chunks, launch.count, launch.call, launch.template, _NO_DEADLINE),
+            *((launch.who,) if moves else ()),
         )
         try:
             if launch.chunks > len(self._table.words):
@@ -338,25 +355,29 @@ class CudaDevice:
             short = small(launch.array.nbytes)
             kernel = _LOADED.get((self._index, launch.variant, short)) or self._load(launch.variant, short, scalars)
             launch.array.record_stream(stream)
+            if launch.source is not None:
+                launch.source.record_stream(stream)
             with self._context.pushed():
                 kernel.launch(launch.programs, stream, self._words.addresses + scalars)
             if self._captures is not None and stream is self._op:
                 with self._on():
                     self._say_called()
         except (RuntimeError, TritonError) as error:
-            raise FtcommError(f"the all-reduce kernel cannot be launched: {error}") from error
+            raise FtcommError(f"a kernel cannot be launched: {error}") from error
         except (OSError, subprocess.SubprocessError) as error:
             raise FtcommError(
-                f"Triton cannot build what launches the all-reduce kernel: {error}. It needs a C compiler and the "
+                f"Triton cannot build what launches a kernel: {error}. It needs a C compiler and the "
                 "headers of this Python (Debian, Ubuntu: apt install gcc python3-dev), or the path of one in CC."
             ) from error
 
-    def _load(self, variant: Variant, short: bool, scalars: tuple[int, ...]) -> _Kernel:
+    def _load(self, variant: Variant | CollectiveVariant, short: bool, scalars: tuple[int, ...]) -> _Kernel:
         """Launch the kernel once where it ends at once, and wait for that."""
         constants = compiled_for(variant, short)
+        moves = isinstance(variant, CollectiveVariant)
+        function = collective if moves else allreduce
+        names = function.arg_names[len(COLLECTIVE_SCALARS if moves else SCALARS) :]
         with self._on(), self._brief_stream() as stream, torch.cuda.stream(stream):
-            compiled = allreduce[(1,)](*self._scratch.addresses, *scalars, **constants)
-        names = allreduce.arg_names[len(SCALARS) :]
+            compiled = function[(1,)](*self._scratch.addresses, *scalars, **constants)
         kernel = _LOADED[self._index, variant, short] = _Kernel(compiled, tuple(constants[name] for name in names))
         return kernel
 

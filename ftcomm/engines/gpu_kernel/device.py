@@ -3,7 +3,7 @@
 All ops run on one stream, the *op stream*, one after the other. After a view change the op that was broken off goes on
 by the launch that it has: what is left of it the host writes where that reads it, and calls nothing of the device.
 
-    op stream       [keep] allreduce  [keep] allreduce ...
+    op stream       [keep] allreduce  collective  [keep] allreduce ...
 
 Kernels see plain addresses. What `ctl`, `state`, `view` and the lanes' words mean is said in
 `ftcomm.kernels.device.words`.
@@ -21,8 +21,9 @@ from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout
 
 if TYPE_CHECKING:
+    from ftcomm.arrays.flat import Flat
     from ftcomm.engines.gpu_kernel.copies import Copies, Mover
-    from ftcomm.kernels.device.variant import Variant
+    from ftcomm.kernels.device.variant import CollectiveVariant, Variant
 
 
 class Reached(NamedTuple):
@@ -35,8 +36,9 @@ class Reached(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllreduceLaunch:
-    """One launch of `ftcomm.kernels.device.allreduce.allreduce`. The device adds ctl, state and view, which it owns."""
+class KernelLaunch:
+    """One launch of a kernel of `ftcomm.kernels.device.allreduce`: of `collective`, if it has that kind of variant. The
+    device adds ctl, state and view, which it owns."""
 
     array: Any  # flat, what an op works on; the exchange keeps it alive until the op has returned
     count: int  # elements
@@ -45,7 +47,11 @@ class AllreduceLaunch:
     chunks: int
     kept: Any  # a copy of `array` from before the op, if it is atomic and has several chunks; else None
     programs: int
-    variant: Variant  # the constexprs that follow from the op; the device adds its own (BLOCK, THREADS)
+    variant: Variant | CollectiveVariant  # constexprs that follow from the op; the device adds its own (BLOCK, THREADS)
+    source: Any = (
+        None  # of a collective: what this rank gives, as `array`; the array that has it is kept alive likewise
+    )
+    who: int = 0  # of a collective, see ftcomm.kernels.device.words
 
 
 class Device(Protocol):
@@ -79,6 +85,12 @@ class Device(Protocol):
     def stage(self, x: Any) -> Staged:
         """The memory of `x` as one flat array that kernels can work on. Raises `ArgumentError`."""
 
+    def stage_bytes(self, x: Any, *, writes: bool) -> Flat:
+        """The same of an array of any dtype, as bytes; which stays as it is unless an op `writes` to it."""
+
+    def duplicate(self, array: Any) -> Any:
+        """A copy of a flat array, in the order of the caller's current stream."""
+
     def address(self, array: Any) -> int:
         """Returns the address of the first element of a flat array."""
 
@@ -91,7 +103,7 @@ class Device(Protocol):
     def follow(self) -> None:
         """The op stream waits for what the caller's current stream has queued so far."""
 
-    def launch(self, launch: AllreduceLaunch) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         """Queue the kernel. Raises `FtcommError` if it cannot be launched."""
 
     def copy(self, source: Any, to: Any) -> None:

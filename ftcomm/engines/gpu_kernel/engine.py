@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ftcomm.engines.base import Events, Finish
+from ftcomm.arrays import Staged
+from ftcomm.arrays.flat import Flat
+from ftcomm.engines.base import CollectiveCall, Events, Finish
+from ftcomm.engines.gpu_kernel.collective import CALLS, CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Device
 from ftcomm.engines.gpu_kernel.exchange import DeviceExchange
 from ftcomm.engines.gpu_kernel.gather import allgather
@@ -68,11 +72,49 @@ class KernelEngine:
         self.device.leave(peer)
 
     def may_move(self, call: str) -> None:
+        if call not in CALLS:
+            raise self._not_there(call)
+        if self.device.capturing():
+            raise ArgumentError(f"{call} cannot be captured into a graph, only allreduce can; call it outside")
+
+    def _not_there(self, call: str) -> ArgumentError:
         name = self.device.layout.engine
-        raise ArgumentError(
-            f"{call} is not there with FTCOMM_ENGINE={name}, whose kernels only all-reduce; set FTCOMM_ENGINE=host or "
-            f"{name.replace('kernel', 'reduce')} on all ranks (or, of allgather, copy_engine=True)"
+        return ArgumentError(
+            f"{call} is not there with FTCOMM_ENGINE={name}, whose kernels do allreduce, {', '.join(CALLS)}; set "
+            f"FTCOMM_ENGINE=host or {name.replace('kernel', 'reduce')} on all ranks"
         )
+
+    def to_write(self, x: Any) -> Flat:
+        return self.device.stage_bytes(x, writes=True)
+
+    def to_read(self, x: Any) -> Flat:
+        return dataclasses.replace(self.device.stage_bytes(x, writes=False), finish=None)
+
+    def stage(self, x: Any) -> Staged:
+        return self.device.stage(x)
+
+    def collective(
+        self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int
+    ) -> CollectiveOperation:
+        device, chunk, most = self.device, self.device.layout.chunk, self._settings.max_sms
+        if len({number for row in call.counts for number in row}) > 1:
+            raise self._not_there("alltoall of parts that are not equal")
+        if call.kind == "barrier":
+            array = source = self.to_write(array).flat
+        elif array is not source and self._overlap(array, source) and not self._in_place(call, array, source):
+            source = device.duplicate(source)
+        addresses = device.address(array), device.address(source)
+        return CollectiveOperation(call, array, source, dtype, count, size, chunk, addresses, most)
+
+    def _in_place(self, call: CollectiveCall, array: Any, source: Any) -> bool:
+        """Whether the smaller of both is this rank's part of the other, where it may be."""
+        part, whole = (source, array) if call.kind == "allgather" else (array, source)
+        at = self.device.address(whole) + call.rank * part.nbytes
+        return call.kind in ("allgather", "reduce_scatter") and self.device.address(part) == at
+
+    def _overlap(self, a: Any, b: Any) -> bool:
+        at, to = self.device.address(a), self.device.address(b)
+        return bool(at < to + b.nbytes and to < at + a.nbytes)
 
     def allgather_by_copies(self, group: Calls, out: Any, x: Any) -> bool:
         allgather(group, self.device, self._exchange, out, x)

@@ -80,7 +80,7 @@ def _compare(device: Device, exchange: DeviceExchange, nbytes: int) -> None:
         raise op.error or LostError("allgather(copy_engine=True) was not begun by all members in time")
 
 
-def detail_of(call: int) -> int:
+def copies_detail(call: int) -> int:
     """The collective that a device has compared the call of, for `ftcomm.collective.schedule.explained`."""
     return KINDS.index("allgather") if call & 0xFF == MOVES else 0
 

@@ -19,11 +19,13 @@ from ftcomm.engines.gpu.interpreter import interpreter, tl  # first: Triton is t
 
 # isort: split
 from ftcomm.arrays import Staged, stage
+from ftcomm.arrays.flat import Flat, to_read, to_write
 from ftcomm.engines.gpu_kernel.copies import WORDS, Copies, HostMover, Mover, PeerMemory
-from ftcomm.engines.gpu_kernel.device import AllreduceLaunch, Reached
+from ftcomm.engines.gpu_kernel.device import KernelLaunch, Reached
 from ftcomm.engines.gpu_kernel.layout import COPIES_AT, flag_bytes
 from ftcomm.errors import ArgumentError, FtcommError
-from ftcomm.kernels.device.allreduce import allreduce
+from ftcomm.kernels.device.allreduce import allreduce, collective
+from ftcomm.kernels.device.variant import CollectiveVariant
 from ftcomm.kernels.device.words import CTL_WORDS, STATE_WORDS, VIEW_WORDS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout, Segment
@@ -103,6 +105,12 @@ class InterpretDevice:
             )
         return staged
 
+    def stage_bytes(self, x: Any, *, writes: bool) -> Flat:
+        return to_write(x) if writes else to_read(x)
+
+    def duplicate(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
     def address(self, array: np.ndarray) -> int:
         return int(array.ctypes.data)
 
@@ -124,21 +132,25 @@ class InterpretDevice:
     def follow(self) -> None:
         """What the caller has written, it has written."""
 
-    def launch(self, launch: AllreduceLaunch) -> None:
+    def launch(self, launch: KernelLaunch) -> None:
         def run() -> None:
+            moves = isinstance(launch.variant, CollectiveVariant)
+            second = launch.source if moves else launch.kept
             scalars = (
                 self._ctl.ctypes.data,
                 self._state.ctypes.data,
                 self._view.ctypes.data,
                 self.address(launch.array),
-                0 if launch.kept is None else self.address(launch.kept),
+                0 if second is None else self.address(second),
                 launch.chunks,
                 launch.count,
                 launch.call,
                 launch.template,
                 0,  # no deadline: the monitor watches
+                *((launch.who,) if moves else ()),
             )
-            allreduce[(launch.programs,)](
+            kernel = collective if moves else allreduce
+            kernel[(launch.programs,)](
                 *map(_int64, scalars),
                 **launch.variant._asdict(),
                 BLOCK=_BLOCK,

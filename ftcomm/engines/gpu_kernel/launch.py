@@ -9,10 +9,11 @@ import triton.language as tl
 from ftcomm.collective.gate import Gate
 from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import REDUCE
+from ftcomm.engines.gpu_kernel.collective import NOBODY, CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Reached
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
-from ftcomm.kernels.device.variant import Variant
+from ftcomm.kernels.device.variant import MOVED, REDUCED, CollectiveVariant, Variant
 from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.transport.base import Peer
@@ -25,12 +26,26 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
     """What the kernel is compiled for. In another view the launch goes on with them: W changes the speed, never the
     result."""
+    name, code, unrolled = _reduction(op, view)
+    return Variant(_TYPES[name], code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
+
+
+def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:
+    """The same of a collective that is no all-reduce."""
+    aligned = op.alignment == 16
+    if not op.op:
+        return CollectiveVariant(tl.dtype(f"int{8 * op.width}"), 0, 1, aligned, layout.lanes, layout.chunk, MOVED)
+    name, code, unrolled = _reduction(op, view)
+    return CollectiveVariant(_TYPES[name], code, unrolled, aligned, layout.lanes, layout.chunk, REDUCED)
+
+
+def _reduction(op: KernelOperation, view: GroupView) -> tuple[str, int, int]:
+    """Returns the dtype, the index of the op and the number of sources that it is unrolled for."""
     name, code = op.dtype, OPS.index(op.op)
     if name == "bool":  # sum and max are "or", product and min are "and"
         name, code = "uint8", OPS.index("max" if op.op in ("sum", "max") else "min")
     sources = len(view.contributors)
-    unrolled = sources if sources in _UNROLLED else 0
-    return Variant(_TYPES[name], code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
+    return name, code, sources if sources in _UNROLLED else 0
 
 
 _TYPES = {
@@ -45,6 +60,14 @@ _TYPES = {
 def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:
     """What is left of `op`, as the kernel reads it."""
     index = {replica: i for i, replica in enumerate(view.members)}
+    if isinstance(op, CollectiveOperation):
+        return tuple(
+            task.chunk
+            | (0 if task.holder < 0 else index[task.holder] + 1) << words.HOLDER
+            | (op.finals[task.chunk] is not None) << words.SKIP
+            | (task.holder == NOBODY) << words.EMPTY
+            for task in op.tasks
+        )
     return tuple(
         task.chunk
         if task.holder == REDUCE
@@ -67,6 +90,7 @@ def view_words(view: GroupView, reached: Mapping[int, Reached], returned: int) -
     table[words.SOLE] = view.members.index(contributors[0]) if len(contributors) == 1 else -1
     table[words.ONE_HOST] = view.one_host
     table[words.RESUMED] = returned
+    table[words.PRESENT] = sum(1 << member for member in view.members if member < words.MOST_REPLICAS)
     table[words.COPY] = reached[view.me].words + 8 * words.LANES_AT
     for i, member in enumerate(view.members):
         table[words.FLAGS_OF + i] = reached[member].flags
@@ -101,7 +125,7 @@ def account(op: KernelOperation, own: memoryview, layout: Layout, view: GroupVie
     taken = [counter(own, lane, words.TAKEN, view.epoch) - base for lane in range(lanes)]
     for i, task in enumerate(op.tasks):
         if i // lanes < taken[i % lanes]:
-            op.finals[task.chunk] = task.contributors or view.contributors
+            op.took(task, view)
 
 
 class _Lanes(Peer):

@@ -1,4 +1,4 @@
-"""An all-reduce that a kernel runs."""
+"""An op that a kernel runs: an all-reduce. `ftcomm.engines.gpu_kernel.collective` has all others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from ftcomm.collective.compression import FP8
 from ftcomm.collective.operation import Operation, call_of, outline_of
+from ftcomm.collective.plan import GroupView
 from ftcomm.collective.resume import Task
 from ftcomm.errors import ArgumentError
 from ftcomm.kernels.call_codes import COMPRESSIONS
@@ -41,3 +42,10 @@ class KernelOperation(Operation):
         self.max_sms = max_sms
         self.atomic = atomic
         self._begin(array, dtype, op, compression, outline_of(dtype, op, compression, atomic, len(array), chunk, True))
+
+    def prepare(self, view: GroupView) -> None:
+        """Plan it for the view in which it is called."""
+
+    def took(self, task: Task, view: GroupView) -> None:
+        """Note that this member has taken `task`."""
+        self.finals[task.chunk] = task.contributors or view.contributors

@@ -1,0 +1,182 @@
+"""A collective that is no all-reduce, as a kernel runs it: what its rows are, and what is left of them after a loss.
+
+The host's engine cuts the same collectives into parts that it packs anew in every epoch (`ftcomm.collective.schedule`).
+Here the unit of recovery is the row (`ftcomm.kernels.device.rows`), since a row is a task: INPUT or FINAL at a member,
+as a chunk of an all-reduce is. So members tell each other after a loss which rows they have, and each finds the same:
+
+    allgather, broadcast        a row that some have is copied from the lowest of them; else it is given anew
+    alltoall, reduce_scatter    a row that somebody does not have is given anew, by all; who has it leaves it
+    nobody can give it          all that is left is one task that moves nothing, and the call fails on all
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ftcomm.collective.chunks import Contributors
+from ftcomm.collective.operation import call_of, describe
+from ftcomm.collective.plan import GroupView
+from ftcomm.collective.resume import REDUCE, Task, holdings
+from ftcomm.collective.schedule import Schedule
+from ftcomm.control.messages import Progress
+from ftcomm.engines.base import CollectiveCall
+from ftcomm.engines.gpu_kernel.operation import KernelOperation
+from ftcomm.errors import ArgumentError, LostError
+from ftcomm.kernels.call_codes import KINDS
+from ftcomm.kernels.device import words
+from ftcomm.kernels.dtypes import unsupported
+
+CALLS = ("broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")  # those that kernels run
+NOBODY = -2  # as the holder of a task: it moves nothing
+_LINE = 64  # bytes; parts begin on cache lines
+_WIDEST = 8  # bytes of an element, for what is only moved
+
+
+def parts_of(kind: str, ranks: int, chunk: int) -> tuple[int, int]:
+    """Returns how many parts a row has, and the bytes of a part, in slots of `chunk` bytes: as `part_of` in
+    `ftcomm.kernels.device.rows`."""
+    parts = {"broadcast": 1, "barrier": 0}.get(kind, ranks)
+    return parts, max(_LINE, chunk // max(1, parts) // _LINE * _LINE)
+
+
+class CollectiveOperation(KernelOperation):
+    """Gives from `source` and takes into `array`, flat arrays of the device, which overlap only where one is this
+    rank's part of the other. `count` elements, of `size` bytes, of each rank; `addresses` of both arrays."""
+
+    schedule: Schedule
+
+    def __init__(
+        self, call: CollectiveCall, array: Any, source: Any, dtype: str, count: int, size: int, chunk: int,
+        addresses: tuple[int, int], max_sms: int | None = None,
+    ) -> None:  # fmt: skip
+        kind, roster, root, op = call.kind, call.roster, call.root, call.op
+        if op and (reason := unsupported(dtype, op)):
+            raise ArgumentError(f"hosts can do this, kernels that run whole ops (gpu-kernel) cannot: {reason}")
+        if max(roster) >= words.MOST_REPLICAS:
+            raise ArgumentError(
+                f"{kind} among replicas {', '.join(map(str, roster))}: kernels that run whole ops do that among the "
+                f"replicas 0 to {words.MOST_REPLICAS - 1}; set FTCOMM_ENGINE=host on all ranks"
+            )
+        code = call_of(dtype, op)[0]
+        self.max_sms = max_sms
+        self.kind, self.roster, self.root = kind, roster, root
+        self.source = source
+        self.piece = count * size
+        parts, self.part = parts_of(kind, len(roster), chunk)
+        self.roots = () if root is None else (roster[root],)
+        rows = max(1, -(-self.piece // self.part))
+        nbytes = self.piece * parts
+        detail = detail_of(KINDS.index(kind) << words.KIND, who_of(roster, root))
+        outline = (count, size, nbytes, count, rows, count << 16 | code)
+        self._begin(array, dtype, op, "input", outline)
+        self.detail = detail
+        self.schedule = Schedule(kind, (), detail, 0, 1, tuple(self.finals))
+        # How kernels see it
+        self.who = who_of(roster, root)
+        self.compared = self.call | KINDS.index(kind) << words.KIND
+        self.alignment = math.gcd(16, self.piece, *addresses)
+        self.width = size if op else min(_WIDEST, self.alignment)
+        self.elements = self.piece // self.width
+
+    # -- views -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, view: GroupView) -> None:
+        """Plan all of it for `view`, in which it is called."""
+        self._plan({member: {} for member in view.members})
+
+    def resume(self, progress: Mapping[int, Progress], contributors: Contributors) -> tuple[Task, ...]:
+        if self.error is not None:
+            self.tasks = ()
+            return ()
+        held = holdings(self.number, progress)
+        self._plan(held if any(held.values()) else {member: {} for member in progress})
+        return self.tasks
+
+    def _plan(self, held: Mapping[int, Mapping[Contributors, int]]) -> None:
+        self.tasks, lost = rows_left(self.kind, self.roster, self.root, len(self.finals), self.piece, held)
+        self.doom = self._lost(lost) if lost else None
+
+    def _lost(self, lost: Sequence[int]) -> LostError:
+        several = len(lost) > 1
+        return LostError(
+            f"op {self.number}, {describe(self.call, self.detail)}: replica{'s' * several} {', '.join(map(str, lost))} "
+            f"{'were' if several else 'was'} lost before the data were with any survivor that needs them; the group "
+            "goes on, and every survivor gets this error. Go on without the data, or call it again after the next step "
+            "boundary"
+        )
+
+    def took(self, task: Task, view: GroupView) -> None:
+        """Note that this member has taken `task`; all members have called the op."""
+        if task.holder == NOBODY:
+            self.error = self.error or self.doom
+        elif self.finals[task.chunk] is None:
+            given = view.contributors if self.op else self.roots or self.roster
+            self.finals[task.chunk] = task.contributors or given
+
+    def spans(self) -> tuple[tuple[int, int, Contributors], ...]:
+        """Returns (start, stop, contributors) in elements of the result, for a finished op."""
+        if not self.count or self.kind == "barrier":
+            return ()
+        if self.kind == "broadcast":
+            return ((0, self.count, self.roots),)
+        if not self.op:
+            return tuple((i * self.count, (i + 1) * self.count, (member,)) for i, member in enumerate(self.roster))
+        made: list[tuple[int, int, Contributors]] = []
+        rows = self.part // self.itemsize
+        for row, who in enumerate(self.finals):
+            stop = min(self.count, (row + 1) * rows)
+            if who and made and made[-1][2] == who:
+                made[-1] = made[-1][0], stop, who
+            elif who:
+                made.append((row * rows, stop, who))
+        return tuple(made)
+
+
+def rows_left(
+    kind: str, roster: Sequence[int], root: int | None, rows: int, piece: int,
+    held: Mapping[int, Mapping[Contributors, int]],
+) -> tuple[tuple[Task, ...], tuple[int, ...]]:  # fmt: skip
+    """Returns the rows that the members still need, and who is lost without whom they cannot get them. `held`: for each
+    member, bitmaps of the rows that it has.
+
+    The kernel finds the same by itself of an op of which nobody has anything (`ranks_of`).
+    """
+    union = {member: 0 for member in held}
+    for member, finals in held.items():
+        for bits in finals.values():
+            union[member] |= bits
+    tasks, anew = [], False
+    for row in range(rows):
+        have = [member for member in sorted(union) if union[member] >> row & 1]
+        if len(have) == len(union):
+            continue
+        if have and kind in ("allgather", "broadcast"):
+            who = next(who for who, bits in held[have[0]].items() if bits >> row & 1)
+            tasks.append(Task(row, have[0], who))
+        else:
+            tasks.append(Task(row, REDUCE, ()))
+            anew = True
+    sources: Sequence[int] = ()
+    if kind in ("allgather", "alltoall") and piece:
+        sources = roster
+    elif kind == "broadcast" and piece and root is not None:
+        sources = (roster[root],)
+    lost = tuple(member for member in sources if member not in union) if anew else ()
+    return (Task(0, NOBODY, ()),) if lost else tuple(tasks), lost
+
+
+# -- numbers that kernels compare ----------------------------------------------------------------------------------
+
+
+def who_of(roster: Sequence[int], root: int | None) -> int:
+    return sum(1 << replica for replica in roster) | (0 if root is None else root + 1) << words.ROOT
+
+
+def detail_of(call: int, who: int) -> int:
+    """Returns the detail of a call that a kernel has compared as these two numbers, for
+    `ftcomm.collective.schedule.explained`."""
+    replicas, root = who & (1 << words.MOST_REPLICAS) - 1, who >> words.ROOT
+    return call >> words.KIND | root << 8 | zlib.crc32(replicas.to_bytes(8, "little")) << 32

@@ -1,0 +1,133 @@
+"""The collectives that are no all-reduce on a real GPU, of ranks that are streams of one process. What is left of them
+after a loss is shown in tests/kernels; here is that the memory model holds, and that they are broken off and go on."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from ftcomm.engines.base import CollectiveCall
+from ftcomm.engines.gpu_kernel.collective import CALLS
+from tests.gpu.ranks import Ranks
+from tests.process.test_kills import SEED
+
+from .rig import gpu, inputs, ranks_on_gpu, same_bits, total
+
+pytestmark = [*gpu, pytest.mark.timeout(120)]
+
+
+class Played:
+    """One call among `size` ranks of `count` elements each, from `offset` on in arrays on the GPU."""
+
+    def __init__(self, kind: str, size: int, count: int, dtype: torch.dtype, seed: int, offset: int = 0) -> None:
+        self.kind, self.size, self.count, self.dtype = kind, size, count, dtype
+        whole = count * (1 if kind == "broadcast" else size)
+        self.sources = inputs(size, offset + (count if kind == "allgather" else whole), dtype, seed)
+        self.sources = [source[offset:] for source in self.sources]
+        self.given = [torch.zeros(offset + len(source), dtype=dtype, device="cuda")[offset:] for source in self.sources]
+        for given, source in zip(self.given, self.sources, strict=True):
+            given.copy_(source)
+        taken = count if kind == "reduce_scatter" else whole
+        self.out = [torch.zeros(offset + taken, dtype=dtype, device="cuda")[offset:] for _ in range(size)]
+        if kind == "broadcast":
+            self.out = self.given
+
+    def launch(self, ranks: Ranks, me: int) -> None:
+        reduces = self.kind == "reduce_scatter"
+        root = self.size - 1 if self.kind == "broadcast" else None
+        call = CollectiveCall(self.kind, tuple(range(self.size)), me, root, "sum" if reduces else "")
+        array, source = self.out[me], self.given[me]
+        if not reduces:
+            array, source = array.view(torch.uint8), source.view(torch.uint8)
+        name = str(self.dtype).removeprefix("torch.")
+        ranks.collective(me, call, array, source, name, self.count, self.dtype.itemsize)
+
+    def check(self, what: str) -> None:
+        for me, out in enumerate(self.out):
+            mine = slice(me * self.count, (me + 1) * self.count)
+            if self.kind == "broadcast":
+                wanted = self.sources[-1]
+            elif self.kind == "allgather":
+                wanted = torch.cat(self.sources)
+            elif self.kind == "alltoall":
+                wanted = torch.cat([source[mine] for source in self.sources])
+            else:
+                wanted = total([source[mine] for source in self.sources])
+            assert same_bits(out.cpu(), wanted), f"{what}: {self.kind} at rank {me} of {self.size}, {self.count}"
+
+
+MOVING = [kind for kind in CALLS if kind != "barrier"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_what_is_moved(count: int) -> None:
+    """Sizes that are multiples of 16 bytes and others, few and many rows, one behind the other without waiting."""
+    with ranks_on_gpu(count) as ranks:
+        for dtype in (torch.float32, torch.bfloat16):
+            sizes = (1, 1000, 65_537, 1 << 20)
+            made = [Played(kind, count, n, dtype, seed) for seed, n in enumerate(sizes) for kind in MOVING]
+            torch.cuda.synchronize()
+            for each in made:
+                for me in range(count):
+                    each.launch(ranks, me)
+            ranks.settle()
+            for each in made:
+                each.check(str(dtype))
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_addresses_that_allow_no_vectors(offset: int) -> None:
+    with ranks_on_gpu(8) as ranks:
+        for kind in MOVING:
+            each = Played(kind, 8, 30_001, torch.bfloat16, offset, offset)
+            torch.cuda.synchronize()
+            for me in range(8):
+                each.launch(ranks, me)
+            ranks.settle()
+            each.check(f"offset {offset}")
+
+
+def test_among_all_reduces_and_barriers() -> None:
+    rng = random.Random(SEED)
+    print(f"seed {SEED}")
+    with ranks_on_gpu(8) as ranks:
+        made: list[Played] = []
+        sums = []
+        for op in range(60):
+            made.append(Played(rng.choice(MOVING), 8, rng.choice([1, 100, 5_000, 70_000]), torch.float32, SEED + op))
+            sums.append([source.cuda() for source in inputs(8, 3_000, torch.float32, op)])
+        torch.cuda.synchronize()
+        for each, arrays in zip(made, sums, strict=True):
+            for me in range(8):
+                each.launch(ranks, me)
+                ranks.launch(me, arrays[me], "float32")
+                ranks.collective(
+                    me, CollectiveCall("barrier", tuple(range(8)), me), arrays[me], arrays[me], "bytes", 0, 1
+                )
+        ranks.settle()
+        for op, (each, arrays) in enumerate(zip(made, sums, strict=True)):
+            each.check(f"seed {SEED}, op {op}")
+            assert same_bits(arrays[0].cpu(), total(inputs(8, 3_000, torch.float32, op)))
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_one_that_is_broken_off_goes_on(kind: str) -> None:
+    """Its peer has not come yet: a hundred epochs begin and end, at any moment of it, before that does."""
+    rng = random.Random(SEED)
+    with ranks_on_gpu(2) as ranks:
+        warm, each = Played(kind, 2, 70_000, torch.float32, 1), Played(kind, 2, 70_000, torch.float32, SEED)
+        for me in range(2):
+            warm.launch(ranks, me)
+        ranks.settle()
+        each.launch(ranks, 0)
+        for _ in range(100):
+            ranks.begun(2, of=[0])
+            time.sleep(rng.random() * 1e-4)
+            ranks.freeze()
+            ranks.enter()
+        each.launch(ranks, 1)
+        ranks.settle()
+        each.check(f"seed {SEED}")

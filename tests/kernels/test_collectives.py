@@ -1,0 +1,397 @@
+"""The collectives that are no all-reduce, by the same kernel in real processes: what they move, and what is left of
+them when one is killed in the middle. Views are changed by the code of the host that does it in jobs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ftcomm.collective.inflight import Inflight
+from ftcomm.collective.plan import GroupView
+from ftcomm.engines.base import CollectiveCall
+from ftcomm.engines.gpu_kernel.collective import CALLS, CollectiveOperation
+from ftcomm.engines.gpu_kernel.launch import account, task_words
+from ftcomm.errors import LostError
+from ftcomm.kernels.device import INTERPRETED
+from ftcomm.kernels.device import allreduce as module
+from ftcomm.kernels.device import words as w
+
+from .ranks import CHUNK, LANES, Rank, group, join, running, seed, start, until, view_change
+from .test_allreduce import arrays, expected, until_stopped
+
+pytestmark = [
+    pytest.mark.protocol,
+    pytest.mark.skipif(not INTERPRETED, reason="its ranks are processes that share host memory"),
+]
+
+MOVING = ("broadcast", "allgather", "alltoall")
+
+
+class Case:
+    """One call among `size` ranks, of `count` elements of each: the op of each rank, with arrays of its own."""
+
+    def __init__(
+        self, kind: str, size: int, count: int, *, dtype: torch.dtype = torch.float32, op: str = "sum", root: int = 0,
+        in_place: bool = False, offset: int = 0,
+    ) -> None:  # fmt: skip
+        self.kind, self.size, self.count, self.in_place, self.root = kind, size, count, in_place, root
+        self.op = op if kind == "reduce_scatter" else ""
+        whole = count * (1 if kind == "broadcast" else size)
+        self.given = [x[offset:] for x in arrays(offset + (count if kind == "allgather" else whole), dtype, size)]
+        self.inputs = [x.clone() for x in self.given]
+        taken = whole if kind != "reduce_scatter" else count
+        self.out = [x[offset:].zero_() for x in arrays(offset + taken, dtype, size)]
+        if kind == "broadcast":
+            self.out = self.given
+        elif in_place and kind == "allgather":
+            for rank, out in enumerate(self.out):
+                part = out[rank * count : (rank + 1) * count]
+                part.copy_(self.given[rank])
+                self.given[rank] = part
+        elif in_place:
+            self.out = [given[rank * count : (rank + 1) * count] for rank, given in enumerate(self.given)]
+        self.ops = [self._op(rank) for rank in range(size)]
+
+    def _op(self, rank: int) -> CollectiveOperation:
+        array, source, roster = self.out[rank], self.given[rank], tuple(range(self.size))
+        dtype = str(array.dtype).removeprefix("torch.")
+        call = CollectiveCall(self.kind, roster, rank, self.root if self.kind == "broadcast" else None, self.op)
+        addresses = array.data_ptr(), source.data_ptr()
+        return CollectiveOperation(call, array, source, dtype, self.count, array.element_size(), CHUNK, addresses)
+
+    def wanted(self, rank: int, contributing: Sequence[int] | None = None) -> torch.Tensor:
+        who = range(self.size) if contributing is None else contributing
+        mine = slice(rank * self.count, (rank + 1) * self.count)
+        if self.kind == "broadcast":
+            return self.inputs[self.root]
+        if self.kind == "allgather":
+            return torch.cat(self.inputs)
+        if self.kind == "alltoall":
+            return torch.cat([x[mine] for x in self.inputs])
+        return expected([self.inputs[i][mine].clone() for i in who], self.op)
+
+    def right(self, rank: int, contributing: Sequence[int] | None = None) -> bool:
+        return self.kind == "barrier" or same(self.out[rank], self.wanted(rank, contributing))
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.numel() == 0 or torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def play(*cases: Case | list[torch.Tensor], size: int, contributing: list[int] | None = None, grid: int = 1) -> None:
+    """One after the other in one group, a list for an all-reduce of it; all are right on all ranks."""
+    ranks = group(size, contributing)
+    who = range(size) if contributing is None else contributing
+    sums = [None if isinstance(case, Case) else expected([case[i].clone() for i in who], "sum") for case in cases]
+
+    def body(me: int) -> None:
+        for case in cases:
+            if isinstance(case, Case):
+                ranks[me].run(case.ops[me], grid=grid, sources=len(who))
+            else:
+                ranks[me].launch(case[me], grid=grid)
+            assert ranks[me].status == w.OK
+
+    join(start(*[functools.partial(body, me) for me in range(size)]))
+    assert [rank.returned for rank in ranks] == [len(cases)] * size
+    for case, want in zip(cases, sums, strict=True):
+        for rank in range(size):
+            if want is None:
+                assert case.right(rank, contributing), (case.kind, rank, case.count)
+            else:
+                assert same(case[rank], want)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_is_moved(size: int) -> None:
+    """Of no element, one, one row, several lanes and several rows of a lane; mixed with all-reduces, whose counters go
+    on."""
+    chance = random.Random(seed())
+    cases: list[Case | list[torch.Tensor]] = [
+        Case(kind, size, count, root=chance.randrange(size), in_place=in_place)
+        for kind in CALLS
+        for count, in_place in ((1, False), (200, False), (801, True))
+        if kind != "barrier" and not (kind == "alltoall" and in_place)
+    ]
+    cases += [Case(kind, size, 0) for kind in CALLS]
+    cases += [arrays(count, torch.float32, size) for count in (100, 1500)]
+    chance.shuffle(cases)
+    play(*cases, size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float64])
+def test_types_and_alignments(dtype: torch.dtype) -> None:
+    """What is only moved goes in elements as wide as addresses and sizes allow."""
+    cases = [
+        Case(kind, 2, count, dtype=dtype, offset=offset) for kind in MOVING for count, offset in ((301, 3), (64, 0))
+    ]
+    assert len({case.ops[0].width for case in cases}) > 1 or dtype == torch.float64
+    reduced = [Case("reduce_scatter", 2, 133, dtype=dtype, op=op, offset=1) for op in ("avg", "max")]
+    play(*cases, *reduced, size=2)
+
+
+def test_programs_share_the_lanes() -> None:
+    """The interpreter runs the programs of a launch one after the other, which no other waits for, if all lanes are
+    claimed by the first."""
+    play(*[Case(kind, 2, 801) for kind in CALLS if kind != "barrier"], size=2, grid=LANES)
+
+
+@pytest.mark.parametrize("contributing", [[0, 2], [1]])
+def test_who_catches_up_gives_what_moves_and_nothing_that_is_reduced(contributing: list[int]) -> None:
+    play(Case("allgather", 3, 200), Case("reduce_scatter", 3, 500, op="avg"), Case("alltoall", 3, 200), size=3,
+         contributing=contributing)  # fmt: skip
+
+
+def test_a_barrier_waits_for_all() -> None:
+    ranks, case = group(2), Case("barrier", 2, 0)
+    with running(lambda: ranks[0].run(case.ops[0])) as processes:
+        until("it waits", lambda: ranks[0].flags[w.POSTED] & 0xFFFF == 1)
+        time.sleep(0.05)  # nothing is awaited here: time for one that does not wait
+        assert ranks[0].returned == 0
+        join([*processes, *start(lambda: ranks[1].run(case.ops[1]))])
+    assert [rank.returned for rank in ranks] == [1, 1]
+
+
+DIFFERENT = {
+    "kind": (Case("allgather", 3, 700), Case("alltoall", 3, 700)),
+    "root": (Case("broadcast", 3, 700), Case("broadcast", 3, 700, root=1)),
+    "size": (Case("reduce_scatter", 3, 1200), Case("reduce_scatter", 3, 5)),
+    "all-reduce": (Case("reduce_scatter", 3, 700), [x[:700] for x in arrays(701, torch.float32, 3)]),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_calls_that_differ_end_the_op_everywhere_and_touch_nothing(what: str) -> None:
+    most, other = DIFFERENT[what]
+    ranks, then = group(3), Case("allgather", 3, 300)
+    before = [x.clone() for x in most.out]
+
+    def body(me: int) -> None:
+        if me < 2:
+            ranks[me].run(most.ops[me])
+        elif isinstance(other, Case):
+            ranks[me].run(other.ops[me])
+        else:
+            ranks[me].launch(other[me], call=700 << 16)
+        ranks[me].run(then.ops[me])
+
+    with running(*[functools.partial(body, me) for me in range(3)]) as processes:
+        until("all have ended the op", lambda: all(rank.ctl[w.FINISHED] == 1 for rank in ranks))
+        assert [rank.status for rank in ranks] == [w.MISMATCH] * 3
+        for rank in ranks:
+            rank.ctl[w.HEARD] = 1
+        join(processes)
+    assert all(same(x, y) for x, y in zip(most.out[:2], before, strict=False))
+    assert [then.right(rank) for rank in range(3)] == [True] * 3
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """What the host of a rank knows, by the code of the product: its op in flight, and what of it is FINAL."""
+
+    def __init__(self, rank: Rank, op: CollectiveOperation, members: Sequence[int]) -> None:
+        self.rank, self.op = rank, op
+        self.flight: Inflight[CollectiveOperation] = Inflight()
+        self.flight.add(op)
+        self.view = self._view(1, members)
+        op.prepare(self.view)
+
+    def _view(self, epoch: int, members: Sequence[int]) -> GroupView:
+        return GroupView(epoch, self.rank.replica, tuple(members), frozenset(members))
+
+    def freeze(self) -> Any:
+        """-> Progress"""
+        rank, op = self.rank, self.op
+        rank.freeze()
+        if rank.returned:
+            for task in op.tasks:
+                op.took(task, self.view)
+            self.flight.return_first()
+        elif rank.begun:
+            words = memoryview(rank.words.numpy()).cast("B").cast("Q")
+            account(op, words, SimpleNamespace(lanes=LANES), self.view, int(rank.ctl[w.BASE_OF]))  # type: ignore[arg-type]
+        return self.flight.progress(int(rank.ctl[w.STARTED]))
+
+    def enter(self, epoch: int, members: Sequence[int], progress: dict[int, Any]) -> None:
+        """All but OPEN; the table of the members and what is left of the op."""
+        self.view = self._view(epoch, members)
+        self.flight.resume(progress, tuple(members))
+        while self.flight.ops and not self.flight.ops[0].tasks:
+            self.flight.return_first()
+        if self.flight.ops and self.rank.begun:
+            words = task_words(self.op, self.view)
+            self.rank.tasks[: len(words)] = torch.tensor(words)
+            self.rank.left = len(words)
+
+    def end(self) -> None:
+        """The op has returned."""
+        for task in self.op.tasks if self.flight.ops else ():
+            self.op.took(task, self.view)
+
+
+def lose(case: Case, victim: int, when: Callable[[list[Rank], list[Any]], None]) -> tuple[list[Host], list[Rank]]:
+    """One op, in which `victim` is killed `when` that returns; the others go on without it. -> their hosts"""
+    everybody = list(range(case.size))
+    survivors = [who for who in everybody if who != victim]
+    ranks = group(case.size)
+    hosts = {who: Host(ranks[who], case.ops[who], everybody) for who in survivors}
+    with running(*[functools.partial(ranks[who].run, case.ops[who]) for who in everybody]) as processes:
+        when(ranks, processes)
+        processes[victim].kill()
+        processes[victim].join()
+        progress = {who: hosts[who].freeze() for who in survivors}
+        for who in survivors:
+            hosts[who].enter(2, survivors, progress)
+        number = hosts[survivors[0]].flight.returned
+        assert all(host.flight.returned == number for host in hosts.values())
+        view_change([ranks[who] for who in survivors], list(range(len(survivors))), 2, number)
+        join([processes[who] for who in survivors])
+    for host in hosts.values():
+        host.end()
+    return list(hosts.values()), ranks
+
+
+def check(case: Case, hosts: list[Host]) -> None:
+    """All survivors have the same outcome, and what they have is right."""
+    errors = {str(host.op.error) for host in hosts}
+    assert len(errors) == 1, errors
+    if hosts[0].op.error is not None:
+        assert isinstance(hosts[0].op.error, LostError)
+        assert case.kind in MOVING
+        return
+    part = CHUNK if case.kind == "broadcast" else hosts[0].op.part
+    for host in hosts:
+        rank = host.rank.replica
+        assert None not in host.op.finals
+        if case.kind == "barrier":
+            continue
+        if case.kind != "reduce_scatter":
+            assert case.right(rank), rank
+            continue
+        for row, who in enumerate(host.op.finals):
+            assert who is not None
+            here = slice(row * part // 4, (row + 1) * part // 4)
+            assert same(case.out[rank][here], case.wanted(rank, who)[here]), (rank, row, who)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_survivors_finish_the_op(kind: str, size: int) -> None:
+    """One is killed at any moment."""
+    chance = random.Random(seed())
+    for in_place in (False, kind != "alltoall"):
+        count = 0 if kind == "barrier" else chance.choice((200, 1000))
+        case = Case(kind, size, count, in_place=in_place and kind in ("allgather", "reduce_scatter"))
+        victim = chance.randrange(size)
+
+        def some_time(ranks: list[Rank], processes: list[Any], victim: int = victim) -> None:
+            until("begun", lambda: ranks[victim].begun or ranks[victim].returned)
+            time.sleep(chance.random() * 0.1)
+
+        hosts, _ = lose(case, victim, some_time)
+        check(case, hosts)
+
+
+def stopping(run: Callable[[], None], name: str, before: int) -> Callable[[], None]:
+    """It stops before it does `name` for the time number `before`, from 0 on. A wait ends then, as it does if it looks
+    at OPEN before it looks at the flags once more."""
+
+    def body() -> None:
+        does, left = getattr(module, name), [before]
+
+        def stops(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                if name == "await_flags":
+                    return module.ABORTED
+            return does(*arguments)
+
+        setattr(module, name, stops)  # of this process
+        run()
+
+    return body
+
+
+def stopped(case: Case, at: dict[int, tuple[str, int]], victim: int) -> list[Host]:
+    """Ranks stop `at` their places, then `victim` is killed, and the others go on."""
+    everybody = list(range(case.size))
+    survivors = [who for who in everybody if who != victim]
+    ranks = group(case.size)
+    hosts = {who: Host(ranks[who], case.ops[who], everybody) for who in survivors}
+    bodies = [functools.partial(ranks[who].run, case.ops[who]) for who in everybody]
+    with running(*[stopping(bodies[who], *at[who]) if who in at else bodies[who] for who in everybody]) as processes:
+        for who in at:
+            until_stopped(processes[who])
+        processes[victim].kill()
+        processes[victim].join()
+        for who in survivors:
+            ranks[who].ctl[w.OPEN] = 0
+            os.kill(processes[who].pid, signal.SIGCONT)
+        progress = {who: hosts[who].freeze() for who in survivors}
+        for who in survivors:
+            hosts[who].enter(2, survivors, progress)
+        number = hosts[survivors[0]].flight.returned
+        view_change([ranks[who] for who in survivors], list(range(len(survivors))), 2, number)
+        join([processes[who] for who in survivors])
+    for host in hosts.values():
+        host.end()
+    return list(hosts.values())
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "allgather"])
+def test_what_one_survivor_has_the_other_gets_from_it(kind: str) -> None:
+    """Rank 0, the root, is lost when 1 has both rows, and 2 the first one alone."""
+    case = Case(kind, 3, 2 * CHUNK // 4 if kind == "broadcast" else 2 * 320 // 4)
+    hosts = stopped(case, {0: ("stable", 1), 1: ("stable", 1), 2: ("await_flags", 1)}, victim=0)
+    assert [host.op.error for host in hosts] == [None, None]
+    assert [(task.chunk, task.holder) for task in hosts[1].op.tasks] == [(1, 1)]
+    check(case, hosts)
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_only_a_lost_one_had_fails_the_call_on_all(kind: str) -> None:
+    """It had posted nothing yet; and the next call works."""
+    case = Case(kind, 3, 700)
+    hosts = stopped(case, {0: ("give", 0)}, victim=0)
+    assert all(isinstance(host.op.error, LostError) for host in hosts)
+    assert "replica 0 was lost before the data were with any survivor" in str(hosts[0].op.error)
+    check(case, hosts)
+
+
+def test_parts_keep_those_who_contributed_to_them() -> None:
+    """0 is lost when 2 has its parts of two rows, with the input of 0, and 1 that of the first one alone. So the second
+    is reduced once more for 1 alone, and the third for both."""
+    case = Case("reduce_scatter", 3, 3 * 320 // 4, in_place=True)
+    hosts = stopped(case, {0: ("receive", 1), 1: ("await_flags", 1), 2: ("stable", 1)}, victim=0)
+    assert [host.op.finals for host in hosts] == [[(0, 1, 2), (1, 2), (1, 2)], [(0, 1, 2), (0, 1, 2), (1, 2)]]
+    check(case, hosts)
+
+
+def test_an_op_that_was_not_begun_knows_by_itself_that_data_are_lost() -> None:
+    """Its launch was there before the view; it finds the same as the host does."""
+    ranks, case = group(3), Case("allgather", 3, 700)
+    before = case.out[1].clone()
+    for rank in ranks:
+        rank.freeze()
+    survivors = ranks[1:]
+    view_change(survivors, [0, 1], 2, 0)
+    join(start(*[functools.partial(rank.run, case.ops[rank.replica]) for rank in survivors]))
+    assert [rank.returned for rank in survivors] == [1, 1]
+    assert [int(rank.state[w.BASE]) for rank in survivors] == [1, 1]
+    assert same(case.out[1], before)
+    reduced = Case("reduce_scatter", 3, 700)
+    join(start(*[functools.partial(rank.run, reduced.ops[rank.replica]) for rank in survivors]))
+    assert reduced.right(1, [1, 2])
+    assert reduced.right(2, [1, 2])

@@ -1,0 +1,138 @@
+"""What the ranks of the tests run in which kernels run the collectives of the process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ftcomm
+from ftcomm.errors import ArgumentError, LostError
+
+from ..process.inside import before_announce
+from ..process.job import Notes
+from .fsdp_bodies import batch, loss_of, network
+
+
+def count_launches(group: ftcomm.Group) -> Counter[str]:
+    """The ops that a kernel is launched for from now on, by what they are."""
+    engine: Any = group._engine
+    launch, counted = engine.device.launch, Counter[str]()
+
+    def counting(launched: Any) -> None:
+        kinds = {1: "broadcast", 3: "allgather", 4: "reduce_scatter", 5: "alltoall", 8: "barrier"}
+        counted[kinds.get(launched.call >> 58, "allreduce")] += 1
+        launch(launched)
+
+    engine.device.launch = counting
+    return counted
+
+
+def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """`fully_shard` over the world, one rank a replica, so that its collectives are those of the group of the job."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    counted = count_launches(group)
+    model = network()
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(arguments["steps"]):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, group.replica)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    weights = [p.full_tensor().flatten().tolist() for p in model.parameters()]
+    notes.write(kind="final", weights=weights, launches=counted)
+    dist.destroy_process_group()
+
+
+def every_call(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Those that kernels run, and what the others say."""
+    me, size = group.rank, group.world_size
+    x = torch.arange(6.0) + 10 * me
+    out = torch.empty(6 * size, dtype=torch.complex64)
+    group.allgather(out, x.to(torch.complex64)[::1])
+    assert torch.equal(out.real, torch.cat([torch.arange(6.0) + 10 * r for r in range(size)]))
+    strided = torch.zeros(6, 2)
+    strided[:, 1] = x
+    group.broadcast(strided[:, 1], 1)
+    assert torch.equal(strided[:, 1], torch.arange(6.0) + 10)
+    assert not strided[:, 0].any()
+    whole = torch.arange(4.0 * size) + me
+    work = group.reduce_scatter(whole[4 * me : 4 * me + 4], whole, "avg", async_op=True)
+    mean = (size - 1) / 2
+    assert torch.equal(work.wait(), torch.arange(4.0) + 4 * me + mean)
+    assert [(span.start, span.stop, span.replicas) for span in work.contributors] == [(0, 4, tuple(group.members))]
+    y = torch.empty(2 * size, dtype=torch.int16)
+    group.alltoall(y, (torch.arange(2 * size) + 100 * me).to(torch.int16))
+    assert y.tolist() == [100 * r + 2 * me + i for r in range(size) for i in range(2)]
+    z = torch.empty(2 * size, dtype=torch.int16)
+    group.alltoall(z, y, [2] * size, [2] * size)
+    group.barrier()
+    uneven = [1] * (size - 1) + [2]
+    for call in (
+        lambda: group.gather(None if me else out, x, 0),
+        lambda: group.alltoall(torch.empty(uneven[me] * size), torch.empty(size + 1), [uneven[me]] * size, uneven),
+    ):
+        try:
+            call()
+        except ArgumentError as error:
+            notes.write(kind="refused", text=str(error))
+    work = group.allreduce(torch.ones(3), async_op=True)
+    assert work.wait().tolist() == [size] * 3
+    notes.write(kind="done")
+
+
+def gather_and_die(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    """Step after step an allgather, a reduce_scatter and a sum of ones; replica 1 dies in one at `point`, for the time
+    number `times`."""
+    left = arguments["times"]
+
+    def at(point: str) -> None:
+        nonlocal left
+        left -= point == arguments["point"]
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if group.replica == 1:
+        before_announce(at)
+    count = arguments["count"]
+    for step in ftcomm.steps(arguments["steps"]):
+        me, size = group.rank, group.world_size
+        said: dict[str, Any] = {}
+        out = torch.empty(size * count)
+        try:
+            group.allgather(out, torch.full((count,), 1000.0 * step + group.replica))
+            said["gathered"] = sorted({float(v) - 1000.0 * step for v in out})
+        except LostError:
+            said["gathered"] = "lost"
+        part = torch.empty(count)
+        whole = torch.cat([torch.full((count,), 2.0**group.replica + 16 * rank) for rank in range(size)])
+        work = group.reduce_scatter(part, whole, async_op=True)
+        work.wait()
+        for span in work.contributors:
+            wanted = sum(2.0**replica + 16 * me for replica in span.replicas)
+            assert (part[span.start : span.stop] == wanted).all(), (step, span, part)
+        said["ones"] = float(group.allreduce(torch.ones(1))[0])
+        notes.write(kind="step", step=step, **said)
+
+
+def ddp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("ftcomm")
+    counted = count_launches(group)
+    torch.manual_seed(group.replica)
+    model = DistributedDataParallel(nn.Linear(8, 2))
+    loss_of(model, batch(0, group.replica)).backward()
+    grads = [p.grad.flatten().tolist() for p in model.parameters()]
+    weights = [p.detach().flatten().tolist() for p in model.parameters()]
+    notes.write(kind="final", weights=weights, grads=grads, launches=counted)
+    dist.destroy_process_group()
