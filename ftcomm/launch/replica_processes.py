@@ -259,9 +259,11 @@ class ReplicaProcesses:
 
 
 def rank_environment(options: RunOptions, coordinator: str, token: str, job: str, store: str) -> dict[str, str]:
-    """What all ranks of a run have in common, on top of the launcher's own environment."""
+    """What all ranks of a run have in common, on top of the launcher's own environment but for the token of the live
+    view: a script that prints its environment as it fails would show it to whoever may read the history."""
     inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", *torchrun.OUTER)  # of another launcher around us
-    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    kept = os.environ.keys() - {*inherited, "FTCOMM_DASHBOARD_TOKEN"}
+    environment = {name: os.environ[name] for name in kept}
     environment.update(torchrun.of_job(options, job, store))
     environment.update(
         FTCOMM_COORDINATOR=coordinator,

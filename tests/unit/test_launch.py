@@ -339,6 +339,14 @@ def test_secrets_are_in_no_repr() -> None:
     assert "secret" not in repr(RunOptions(replicas=1, script="x.py", env={"FTCOMM_TOKEN": "a-secret"}))
 
 
+def test_ranks_do_not_get_the_token_of_the_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTCOMM_DASHBOARD_TOKEN", "the-token-of-a-live-view")
+    monkeypatch.setenv("OF_THE_SCRIPT", "1")
+    environment = rank_environment(RunOptions(replicas=1, script="x.py"), "127.0.0.1:1", "token", "job", "127.0.0.1:2")
+    assert "the-token-of-a-live-view" not in environment.values()
+    assert (environment["OF_THE_SCRIPT"], environment["FTCOMM_TOKEN"]) == ("1", "token")
+
+
 def test_a_directory_with_a_main_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").write_text("")
     RunOptions(replicas=1, script=str(tmp_path)).check()
