@@ -106,6 +106,9 @@ def classify(evidence: Evidence) -> InterruptionCause:
         name, component = error
         category = "Dependency" if component == "Software bug" else "GPU"
         return InterruptionCause(Kind.GPU, f"CUDA: {name}", component, category)
+    failed = _SCRIPT.search(evidence.reason)
+    if failed and not evidence.left and evidence.signal == "SIGTERM":  # by the launcher: with it the job has failed
+        return InterruptionCause(Kind.PROGRAM, _with(failed.group(0), evidence), "Software bug", "Dependency")
     if evidence.left or evidence.signal == "SIGTERM":
         return InterruptionCause(Kind.PREEMPTION, "SIGTERM from outside", "Host maintenance", "Unplanned maintenance")
     return _ended(evidence)
@@ -120,11 +123,16 @@ def _removed(evidence: Evidence) -> InterruptionCause:
     return InterruptionCause(Kind.HOST_LOST, detail or "was not heard", "Host lost", "Host")
 
 
-def _ended(evidence: Evidence) -> InterruptionCause:
+def _with(how: str, evidence: Evidence) -> str:
+    """Returns how a script has ended, with the last error in its output."""
     error = last_error(evidence.lines)
+    return f"{how}{error and f': {error}'}"[:_DETAIL]
+
+
+def _ended(evidence: Evidence) -> InterruptionCause:
     if evidence.code is not None and evidence.code != 0:
-        detail = f"exit code {evidence.code}" + (f": {error}" if error else "")
-        return InterruptionCause(Kind.PROGRAM, detail[:_DETAIL], "Software bug", "Dependency")
+        detail = _with(f"exit code {evidence.code}", evidence)
+        return InterruptionCause(Kind.PROGRAM, detail, "Software bug", "Dependency")
     if evidence.code == 0:
         return InterruptionCause(Kind.PROGRAM, "exit code 0 in mid-training", "Software bug", "Dependency")
     if evidence.signal:

@@ -56,6 +56,8 @@ RANKS = 2
         (Evidence(left=True), Kind.PREEMPTION, "SIGTERM"),
         (Evidence(signal="SIGTERM"), Kind.PREEMPTION, "SIGTERM"),
         (Evidence(reason="lost 3: its script failed with KeyError"), Kind.PROGRAM, "KeyError"),
+        (Evidence(reason="lost 3: its script failed with KeyError", signal="SIGTERM"), Kind.PROGRAM, "with KeyError"),
+        (Evidence(reason="lost 3: its script failed with KeyError", left=True), Kind.PREEMPTION, "SIGTERM"),
         (Evidence(reason="lost 3: its process died"), Kind.UNKNOWN, "process died"),
         (Evidence(), Kind.UNKNOWN, "ended"),
     ],
