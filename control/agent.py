@@ -451,7 +451,7 @@ class Agent:
 
     def _call(self, work: Callable[..., None], *args: Any) -> None:
         """Let the loop do `work`, unless it has ended. An error in it ends this rank: what the node wanted was not
-        done, and somebody would wait for it."""
+        done, and another rank would wait for it."""
 
         def call() -> None:
             try:
@@ -473,8 +473,8 @@ class Agent:
         self._carry_out(actions)
 
     def _inform(self, event: Callable[..., list[n.Action]], *args: Any) -> list[n.Action]:
-        """Tell the node of an event; returns its actions. With the lock, so that whoever finds that the node has failed
-        also finds why."""
+        """Tell the node of an event; returns its actions. With the lock, so that a thread that finds that the node has
+        failed also finds why."""
         actions = event(*args)
         self._failed = next((action for action in actions if isinstance(action, act.Failed)), self._failed)
         return actions

@@ -15,7 +15,7 @@ WORDS = 400  # characters of a complaint that are passed on
 
 
 class Removal(enum.Enum):
-    """Why a replica was removed of which nobody knows that it has ended."""
+    """Why a replica was removed that is not known to have ended."""
 
     SILENCE = "silence"  # it is not heard, or not all of its ranks are
     UNREACHABLE = "unreachable"  # it and another one cannot reach each other

@@ -26,7 +26,7 @@ class Engine(Protocol):
         """Let the next op wait for replicas as if it had waited for so many seconds already."""
 
     def wait_on(self, excused: float) -> None:
-        """Note that for so many seconds nobody could decide that a member is lost: they do not count for who waits."""
+        """Note that for so many seconds no member could be decided to be lost: in waits for one they do not count."""
 
     def reach(self, view: View, severed: frozenset[int]) -> Iterable[int]:
         """Make the memory of the view's members reachable; returns the replicas whose process lives on this host.

@@ -10,8 +10,8 @@ from ftcomm.control.links import listen
 
 
 class Port:
-    """Bound, and never listening: while nobody listens, connections are refused, and neither another program nor a rank
-    that connects is given this port. Whoever has it may listen at it again and again."""
+    """A port that stays bound. While no socket listens at it, connections are refused, and neither another program nor
+    a rank that connects is given it. Its owner may listen at it again and again."""
 
     def __init__(self, host: str, number: int) -> None:
         """Port 0 is any free one, chosen when it is first listened at; `number` tells it from then on."""

@@ -13,7 +13,7 @@ from ftcomm.control.leader_links import LeaderLink
 
 
 class Presence:
-    """The sense of the coordinator for who is there: it dials those that it does not hear."""
+    """Keeps track of which members the coordinator hears, and dials those that it does not."""
 
     def __init__(self, known: KnownJob, news: JoinerNews, doubts: Doubts) -> None:
         self._known, self._news, self._doubts = known, news, doubts

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ftcomm.control.timeouts import REPORT
 
-LOOK = REPORT / 2  # s between two looks of who waits
+LOOK = REPORT / 2  # s between two looks of a thread that waits
 
 
 class RunningTime:

@@ -52,8 +52,8 @@ _Site = Annotated[tuple[_Index, ...], Meta(min_length=1 + len(_TEXTS), max_lengt
 
 
 class Addresses(msgspec.Struct, frozen=True, array_like=True):
-    """The addresses of consecutive ranks of one replica, from rank `first` on: of all, or of those that concern whoever
-    holds it. `addresses[i]` is that of rank i.
+    """The addresses of consecutive ranks of one replica, from rank `first` on: of all, or of those that concern the
+    process that holds it. `addresses[i]` is that of rank i.
 
     It stays as it was sent, in 26 bytes a rank and what the ranks of a host have in common: nothing is made of an
     address before somebody asks for it, so a job of 100,000 ranks costs its coordinator a few megabytes.

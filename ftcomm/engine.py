@@ -113,8 +113,8 @@ class LocalDataPlane:
             log.info("replica %d rank %d: reaches replica %d by %s", self._communicator.me, self._rank, replica, how)
 
     def _lazy(self, view: View) -> frozenset[int]:
-        """Returns whom this member dials when an op needs it, and not before: in a ring all but the neighbours, if
-        nobody shares memory with this one, so that its driver hears of all from its left neighbour."""
+        """Returns whom this member dials when an op needs it, and not before: in a ring all but the neighbours, if no
+        member shares memory with this one, so that its driver hears of all from its left neighbour."""
         here = {member.replica: member.ranks[self._rank] for member in view.members}
         me, mode, terms = self._communicator.me, self._connector.mode, self._communicator.terms
         boot = self._communicator.here.boot

@@ -48,9 +48,9 @@ class JobState:
     def ended_well(self, replica: ReplicaProcesses, *, away: bool) -> bool:
         """Whether a replica whose ranks are gone has finished or left; `away`: the coordinator is.
 
-        Exit code 0 alone proves nothing of who was in the job: os._exit(0) gives it, and an atexit of a library after
-        an error. Who finishes or leaves says so, and waits until that was heard; while the coordinator is away nobody
-        can hear it, so the code has to do.
+        Exit code 0 alone proves nothing about a replica that was in the job: os._exit(0) gives it, and an atexit of a
+        library after an error. A replica that finishes or leaves says so, and waits until the coordinator has heard it;
+        while that is away the code has to do.
         """
         if replica.death is not None or replica.removed:
             return False
@@ -78,9 +78,9 @@ class JobState:
     def has_failed(self, replica: ReplicaProcesses) -> bool:
         """Whether a replica that was not back when the others had finished has failed, and was not only late.
 
-        A step loop tells when all of its steps are done, so those that did them have what the late one missed. Of a
-        script without one nobody knows that: an error or a crash of its own may be the reason why there was no more to
-        do. A signal from outside, such as SIGKILL, is none of its own.
+        A step loop tells when all of its steps are done, so those that did them have what the late one missed. A script
+        without one does not tell: an error or a crash of its own may be the reason why there was no more to do. A
+        signal from outside, such as SIGKILL, is none of its own.
         """
         complete = any(other.trained for other in self.replicas)
         return replica.failed_at_end or (replica.failed_by_itself and not complete)

@@ -111,7 +111,7 @@ class Shutdown:
             self.over.set()
 
     async def finish(self) -> None:
-        """Kill what is left. In the normal case nothing is. Whoever ends now is no loss to the job."""
+        """Kill what is left. In the normal case nothing is. A replica that ends now is no loss to the job."""
         self.over.set()
         self._timers.close()
         for replica in self._job.replicas:

@@ -95,8 +95,8 @@ class Supervisor:
             raise FtcommError(f"{replicas(elsewhere)}: started by another host; resize cannot change them")
 
     def ended(self, replica: ReplicaProcesses, *, away: bool) -> None:
-        """Decide what the end of a replica means, with all that the coordinator had heard of it. `away`: nobody can
-        tell the coordinator anything now."""
+        """Decide what the end of a replica means, with all that the coordinator had heard of it. `away`: the
+        coordinator cannot be told anything now."""
         job = self._job
         if replica.restart_wanted and (replica.left or replica.death) and job.contributing() and not job.is_ending:
             how = "left" if replica.death is None else f"did not leave: it {how_it_ended(replica.death.code)}"

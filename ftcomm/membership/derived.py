@@ -53,8 +53,8 @@ class SubgroupProgress(msgspec.Struct, frozen=True, tag=True):
 
 class Left(msgspec.Struct, frozen=True, tag=True):
     """The member has closed the group, after it had returned so many ops: they are FINAL everywhere. It has taken so
-    many: others may have returned them, and nobody can return one after them. `fresh`: it had just come, and was in no
-    view of the group yet, so these numbers say nothing of those of the others."""
+    many: others may have returned them, and no member can return one after them. `fresh`: it had just come, and was in
+    no view of the group yet, so these numbers say nothing of those of the others."""
 
     returned: Annotated[int, Meta(ge=0, le=1 << 53)]
     taken: Annotated[int, Meta(ge=0, le=1 << 53)]

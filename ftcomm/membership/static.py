@@ -9,16 +9,16 @@ events in, actions out.
     MemberFailed(lost, why)                  the end: that one is lost, or this one has given up
     its link or its process ends             it is lost: the end
     its connection for data ends             if for `DOUBT` seconds nothing else is heard of it, it is asked why
-    DataEnded(why): it asks                  MemberLeft, if somebody has left and so the ops have failed; else the end
+    DataEnded(why): it asks                  MemberLeft, if a member has left and so the ops have failed; else the end
     MemberLeft(member, taken)                as if that one had said `Left`
     a view of the job is without that life   it is lost: the end
 
-Silence is no proof: who lives answers, and of who has died the link ends. A member that is asked and cannot answer is
-waited for as long as an op may take.
+Silence is no proof: a member that lives answers, and the link to one that has died ends. A member that is asked and
+cannot answer is waited for as long as an op may take.
 
 `MemberFailed` does not say what its member has taken, as `Left` does: where a member is lost that would decide nothing.
-The lost one may have returned an op, and one that has told some of that may be lost next; without a coordinator nobody
-says what the others do. So after such an end the members compare how far they have come (docs/limits.md, *Groups*).
+The lost one may have returned an op, and one that has told some of that may be lost next; there is no coordinator to
+say what the others do. So after such an end the members compare how far they have come (docs/limits.md, *Groups*).
 
 `ftcomm.static.group` drives it in the product, `ftcomm.simulation.static` in virtual time.
 """

@@ -151,5 +151,5 @@ def _signalled(name: str) -> InterruptionCause:
 
 
 def lost_connection(reason: str) -> InterruptionCause:
-    """Returns the cause of a view that only makes connections again: nobody was lost."""
+    """Returns the cause of a view that only makes connections again: no replica was lost."""
     return InterruptionCause(Kind.NETWORK, reason[:_DETAIL], "Network switch or cable", "Network")

@@ -87,7 +87,7 @@ class GpuTime:
         return price
 
     def forget(self, interruption: int) -> None:
-        """Forget what one interruption has cost, for which nobody pays any more."""
+        """Forget what one interruption has cost, which is complete."""
         self._prices.pop(interruption, None)
 
     def _open(self, account: _Account, now: float) -> float:

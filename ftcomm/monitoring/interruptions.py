@@ -156,7 +156,7 @@ class Interruptions:
         return dict(causes), {kind: dict(phases) for kind, phases in prices.items()}
 
     def close(self, now: float) -> None:
-        """The job is over: nobody comes back any more."""
+        """Note that the job is over: no replica comes back any more."""
         for replica in self._members:
             self.gpu_time.begin(replica, OVER, now)
         for replica in list(self._open):
@@ -308,7 +308,7 @@ class Interruptions:
             self._resuming = {event["epoch"]: [one for one, _ in opened]}
 
     def _reconnect(self, event: Event) -> None:
-        """Connections were made again, and nobody was lost."""
+        """Note that connections were made again, and no replica was lost."""
         now = event["mono"]
         signs = {x: sign for x, sign in self._signs.items() if sign.noticed is not None and x in self._members}
         replica = min(signs, key=lambda x: signs[x].noticed or now, default=-1)

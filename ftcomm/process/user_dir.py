@@ -53,7 +53,7 @@ def locked(base: Path) -> Iterator[None]:
 
 
 def unused(path: Path) -> bool:
-    """Whether nobody holds the lock of a run's directory, which was left by a power cut, or by processes that were
+    """Whether no process holds the lock of a run's directory, which was left by a power cut, or by processes that were
     killed. Called under the lock of all."""
     try:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)

@@ -186,7 +186,7 @@ def check_data(mode: str) -> None:
 
 
 def own(env: Mapping[str, str]) -> dict[str, Any]:
-    """What a rank takes from its environment whoever has started it. Raises `SettingsError`."""
+    """Returns what a rank takes from its environment, however it was started. Raises `SettingsError`."""
     return dict(
         transport=env.get("FTCOMM_TRANSPORT", "auto"),
         timeouts=timeouts(env),

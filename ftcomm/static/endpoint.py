@@ -74,7 +74,7 @@ class Endpoint:
     """A listening port of this rank without a coordinator. Thread-safe.
 
     host: an address of this host that the other members can reach; None: FTCOMM_HOST, or the loopback.
-    token: what callers have to prove that they hold; None: a random one, which the handle carries. Whoever has the
+    token: what callers have to prove that they hold; None: a random one, which the handle carries. Any holder of the
         handle may call, so keep it among the members.
 
     Several may live in one process, one for each rank. Raises `TransportError` if it cannot listen, and

@@ -110,8 +110,8 @@ class Waiter:
     def poll_sleep(self, poll: select.poll, seconds: float, look: Callable[[], bool] | None = None) -> list[int] | None:
         """Sleep until a descriptor of `poll` is ready, an interrupt, or so many seconds. Returns the ready descriptors.
 
-        With `look`, words in shared memory count as well: whoever raises one from now on rings the doorbell if it finds
-        `IN_POLL` in `asleep`. Returns None if `look` finds something to do before the sleep.
+        With `look`, words in shared memory count as well: a peer that raises one from now on rings the doorbell if it
+        finds `IN_POLL` in `asleep`. Returns None if `look` finds something to do before the sleep.
         """
         if self._doorbell is None:
             self._doorbell = Doorbell()

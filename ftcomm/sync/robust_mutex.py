@@ -5,8 +5,8 @@ its sockets and wakes who watches its pidfd. But before all that, as the very fi
 the robust futexes that each of its threads holds and marks every one of them. So a rank locks a robust mutex in its own
 segment for as long as it lives, and its peers sleep on its word, read-only (`ftcomm.sync.death_watch`).
 
-The kernel wakes somebody only if the word says that somebody waits. Those who do cannot write it, so the owner says so
-for them as soon as it holds the mutex; only its holder ever unlocks it, and nobody else writes the word. It wakes one
+The kernel wakes a sleeper only if the word says that there is one. Sleepers cannot write it, so the owner says so for
+them as soon as it holds the mutex; only its holder ever unlocks it, and only the owner writes the word. It wakes one
 sleeper for each word, and that one may not get a core, or the interpreter lock, for a while: so there is a mutex for
 every peer.
 

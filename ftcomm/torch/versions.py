@@ -45,7 +45,7 @@ def premultiplied_by(op: Any) -> Any:
 
 
 def device_types() -> list[torch.device]:
-    """What a process group names as its devices to who asks the method that calls this."""
+    """Returns the devices that a process group names to the caller of the method that calls this."""
     if sys._getframe(2).f_code is _RECORDER:
         return []
     return [torch.device("cpu"), torch.device("cuda")]

@@ -1,8 +1,8 @@
 """Finds the bytes of each tensor in the files of `torch.distributed.checkpoint`, so that they are read without pickle.
 
 torch's `.metadata` is a pickle, and so is the description of each tensor in front of its bytes: reading these would let
-a writer to the folder run code. So whoever writes a checkpoint looks up in his own files where the bytes begin, and
-leaves that as JSON. Who reads goes there at once, and takes names, dtypes and shapes from the skeleton.
+a writer to the folder run code. So the rank that writes a checkpoint looks up in its own files where the bytes begin,
+and leaves that as JSON. A reader goes there at once, and takes names, dtypes and shapes from the skeleton.
 
     index               {"skeleton": CRC-32, "tensors": [{"file": "__0_0.distcp", "offset": 640, "crc": CRC-32}, ...]}
     __0_0.distcp        for each tensor a zip archive, as of `torch.save`: data.pkl, ..., data/0 (its bytes), ...

@@ -350,7 +350,7 @@ class StepLoop:
 
     def _check_entries(self) -> None:
         """Raise `StateError` if the script has put another object in the place of an entry, of which this loop would
-        know nothing, and whoever comes back would get the old one."""
+        know nothing, and a replica that comes back would get the old one."""
         for name, entry in self._first_given.items():
             if self._given.get(name, entry) is not entry:
                 raise StateError(

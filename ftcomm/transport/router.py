@@ -68,7 +68,7 @@ class Receiver(Protocol):
         ...
 
     def coordinator_away(self, seconds: float) -> None:
-        """Note that for so long nobody could decide that a member of the job is lost. Does not block."""
+        """Note that for so long no member of the job could be decided to be lost. Does not block."""
         ...
 
     def entered(self, view: View) -> None:
@@ -96,7 +96,7 @@ class ConnectionRouter:
         self._unmet: dict[str, tuple[int, bytes]] = {}  # by name: groups that were closed unmet, see `retire`
         self.newest: View | None = None  # in a job: the view that `entered` has told the groups
         self.changes = 0  # how often a change of the job's view has begun
-        self.excused = 0.0  # s in which nobody could decide on one
+        self.excused = 0.0  # s in which none could be decided on
         server.serve(PURPOSE, self._incoming)
 
     def open(self, name: str, receiver: Receiver) -> None:
@@ -163,7 +163,7 @@ class ConnectionRouter:
             receiver.job_changes()
 
     def coordinator_away(self, seconds: float) -> None:
-        """Tell all groups that for so long nobody could decide that a member of the job is lost."""
+        """Tell all groups that for so long no member of the job could be decided to be lost."""
         with self._lock:
             self.excused += seconds
             receivers = list(self._receivers.values())

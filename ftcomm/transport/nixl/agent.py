@@ -118,8 +118,8 @@ class NixlEndpoint:
             self._kick.set()
 
     def doubt(self, seconds: float) -> None:
-        """Note that somebody has waited in vain for `seconds` to hear something: the thread calls `on_doubt`, now and
-        whenever the wait has lasted twice as long. Does not block."""
+        """Note that a thread has waited in vain for `seconds` to hear something: the agent's thread calls `on_doubt`,
+        now and whenever the wait has lasted twice as long. Does not block."""
         now = time.monotonic()
         if now - self._doubted >= seconds / 2:
             self._doubted, self._doubts = now, True
@@ -192,7 +192,7 @@ class NixlEndpoint:
         return moved
 
     def _is_left(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Whether it is not needed any more."""
         with self.lock:
             return not (self._channels or self._remotes or self.puts.flying)
 

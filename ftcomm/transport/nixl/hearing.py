@@ -1,11 +1,11 @@
-"""Whether this process still hears by NIXL: who dies while it tells somebody something may leave that one deaf.
+"""Whether this process still hears by NIXL: a sender that dies while it sends may leave its receiver deaf.
 
-Within a host UCX has one queue for each receiver, in shared memory. Whoever sends claims an element, fills it, and
-marks it as full. If it is killed in between, that element is never marked, and the receiver reads nothing that lies
-behind it, whoever has sent that. A sender that is stopped there does the same until it goes on. UCX has no mend (its
-issue 10370): the receiver needs new agents, which have new queues.
+Within a host UCX has one queue for each receiver, in shared memory. A sender claims an element, fills it, and marks it
+as full. If it is killed in between, that element is never marked, and the receiver reads nothing that lies behind it,
+from no sender. A sender that is stopped there does the same until it goes on. UCX has no mend (its issue 10370): the
+receiver needs new agents, which have new queues.
 
-So who waits in vain for the first put of a connection, or in an op for longer than a moment, asks itself
+So a process that waits in vain for the first put of a connection, or in an op for longer than a moment, asks itself
 (`HearingProbe`): another agent of its process tells it something. If it does not hear that, it starts anew
 (`ftcomm.transport.nixl.context`).
 """
