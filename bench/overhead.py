@@ -13,6 +13,7 @@ until a process ends is there in all five. Of the recorder two empty calls an op
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import msgspec
 from ftcomm.bench import collective
 from ftcomm.bench.collective import CollectiveRow, CollectiveTask, Contestant, measure_sizes
 from ftcomm.bench.harness import INTS, SIZES, BenchReport, Column, Experiment, Table, option
+from ftcomm.bench.recorder_share import RecorderShare, recorder_share
 from ftcomm.bench.stats import median
 from ftcomm.calls import Work
 from ftcomm.collective.operation import Operation
@@ -46,7 +48,8 @@ class OverheadRequest:
     Levels: off; stability, an op returns when all are known to hold it; detection, and who holds an op up is found;
     ftcomm, and all is recorded, which is the product; verify, and FTCOMM_VERIFY=1. They take turns within each round;
     the differences to `off` are of the same round, and their median is shown, as is that between ftcomm and detection.
-    What is taken out is taken out by the bench: ftcomm has no switch for it.
+    Beside it stands which share of a step of the demo the recorder takes, in time of the processor. What is taken out
+    is taken out by the bench: ftcomm has no switch for it.
     """
 
     sizes: Sequence[int] = option((1 << 10, 64 << 10, 1 << 20, 16 << 20), kind=SIZES)
@@ -147,6 +150,9 @@ async def measure(request: OverheadRequest, report: BenchReport) -> None:
                 report.add(cost)
 
     await measure_sizes(request.measured, rank, on_rows, report.progress, report.line)
+    if importlib.util.find_spec("torch") is not None:  # which the demo needs
+        report.progress("the recorder in a step", 1.0)
+        report.add(recorder_share(request.rounds, request.iterations or 5000))
 
 
 def _over_rounds(cost: Cost) -> str:
@@ -178,13 +184,27 @@ def footer(costs: Sequence[Cost]) -> str:
     return f"# {said}: {found}{recorder if small + large else ''}"
 
 
+SHARE_COLUMNS = (
+    Column("op", "(us)", 9, lambda share: f"{share.op_us:.2f}"),
+    Column("phase", "(us)", 9, lambda share: f"{share.phase_us:.2f}"),
+    Column("ops", "/step", 6, lambda share: str(share.ops_per_step)),
+    Column("step", "(ms)", 9, lambda share: f"{share.step_ms:.1f}"),
+    Column("recorder", "(%)", 9, lambda share: f"{share.share_pct:.3f}"),
+)
+
+
+def said_of_a_step(share: RecorderShare) -> str:
+    found = "OK" if share.good else "missed"
+    return f"# the recorder takes {RECORDER_PCT:g}% of a step at most; of the demo's {share.share_pct:.3f}%: {found}"
+
+
 EXPERIMENT = Experiment(
     "overhead",
     OverheadRequest,
     measure,
-    [Table("costs", Cost, COLUMNS)],
+    [Table("costs", Cost, COLUMNS), Table("shares", RecorderShare, SHARE_COLUMNS, late=True)],
     csv="costs",
-    footer=lambda report: [footer(report["costs"])],
+    footer=lambda report: [footer(report["costs"]), *map(said_of_a_step, report["shares"])],
     good=lambda report: not any(cost.wrong for cost in report["costs"]),
 )
 

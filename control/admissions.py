@@ -10,15 +10,14 @@ from ftcomm.control.blame import Removal
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Close, Conn, Keep, Log, Send, Unfit
 from ftcomm.control.decisions import Decisions
-from ftcomm.control.doubts import Doubts
-from ftcomm.control.joiner_news import JoinerNews
-from ftcomm.control.joiner_words import OVER, WAITS
+from ftcomm.control.joiner_messages import OVER, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.presence import Presence
 from ftcomm.control.reconfiguration import contributing
 from ftcomm.control.removals import removed
+from ftcomm.control.suspects import Suspects
 from ftcomm.control.unstarted import NamedRank, Unstarted, UnstartedRanks
 from ftcomm.control.views import Member
 
@@ -29,17 +28,17 @@ class Admissions:
     def __init__(
         self,
         known: KnownJob,
-        news: JoinerNews,
+        joiner_messages: JoinerMessages,
         decisions: Decisions,
         changes: BoundaryChanges,
         lost: LostMembers,
-        doubts: Doubts,
+        suspects: Suspects,
         presence: Presence,
         unstarted: Iterable[Unstarted],
     ) -> None:
         """`unstarted` is what was kept by `Keep`."""
-        self._known, self._news, self._decisions, self._changes = known, news, decisions, changes
-        self._lost, self._doubts, self._presence = lost, doubts, presence
+        self._known, self._joiner_messages, self._decisions, self._changes = known, joiner_messages, decisions, changes
+        self._lost, self._suspects, self._presence = lost, suspects, presence
         self._refusals: dict[int, tuple[str, str]] = {}  # by replica: the last life that was refused, and why
         self._unstarted = UnstartedRanks(known.expected, unstarted)
 
@@ -61,7 +60,7 @@ class Admissions:
         said = known.links.get(conn)
         if said is not None and (said.replica, said.incarnation) != (replica, join.incarnation):
             # A connection speaks for one life of one replica.
-            return [*self._doubts.disconnected(conn, now), Close(conn)]
+            return [*self._suspects.disconnected(conn, now), Close(conn)]
         if join.epoch > 0 and not known.job.counts(replica, join.incarnation):
             return self._outlived(conn, join, now)
         if self._is_taken(replica, join.incarnation, now):
@@ -79,7 +78,7 @@ class Admissions:
             if known.links[old].incarnation == join.incarnation:
                 del known.links[old]  # it has connected again before the old connection closed
             else:
-                actions += self._doubts.disconnected(old, now)
+                actions += self._suspects.disconnected(old, now)
             actions.append(Close(old))
         if not known.job.counts(replica, join.incarnation) and known.job.is_member(replica):
             if known.is_early(now) or known.may_hold({replica}):
@@ -129,7 +128,7 @@ class Admissions:
         refused = self._refuse(replica, "", word.reason, hopeless=hopeless)
         expelled = m.Expelled(word.reason)
         told: list[Action] = [Send(conn, expelled) for conn in waiting]
-        others = self._news.turn_away(expelled) if hopeless else self._tell_forming()
+        others = self._joiner_messages.turn_away(expelled) if hopeless else self._tell_forming()
         return [Keep(self._unstarted.words), *refused, *told, *others]
 
     def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[Action]:
@@ -154,7 +153,7 @@ class Admissions:
     def _reach(self, join: m.Join) -> list[Action]:
         """Find out while a life runs whether its port answers, and so whether a later refusal means anything."""
         took = self._known.suspicions.took((join.replica, join.incarnation))
-        return [] if took else self._doubts.search(join.replica, join.incarnation)
+        return [] if took else self._suspects.search(join.replica, join.incarnation)
 
     def _outdated(self, conn: Conn, join: m.Join, now: float) -> list[Action]:
         """Decide nothing more: the replica has been in views that the store lacks, whose numbers would be used
@@ -192,7 +191,7 @@ class Admissions:
         if known.unheard is not None:
             return [Send(conn, known.unheard)]
         reason = "joins when a step boundary was passed; nobody has come to one yet (ftcomm.steps, Group.boundary)"
-        return self._news.tell_untold() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
+        return self._joiner_messages.tell_untold() or [Send(conn, m.Queued(reason, m.Stage.JOINING))]
 
     def dismiss(self, conn: Conn, replica: int) -> list[Action]:
         """Let a joiner go that has asked to leave before it was in any view: there is no boundary to wait for."""
@@ -211,7 +210,7 @@ class Admissions:
         actions: list[Action] = []
         old = known.links.conn_of(replica)
         if old is not None and known.links[old].incarnation == join.incarnation:
-            actions += self._doubts.disconnected(old, now)
+            actions += self._suspects.disconnected(old, now)
             known.detector.forget(replica)
             if old != conn:
                 actions.append(Close(old))
@@ -262,8 +261,8 @@ class Admissions:
         if join.epoch == known.view.epoch:
             asked = self._changes.proposal is not None and join.replica not in self._changes.proposal.promised
             again = self._changes.cancel() if asked else []  # the question or its answer may have been lost
-            return [*again, *self._changes.installed(join.replica, join.epoch), *self._news.tell_untold()]
+            return [*again, *self._changes.installed(join.replica, join.epoch), *self._joiner_messages.tell_untold()]
         actions: list[Action] = [Send(conn, m.NewView(known.view))]
         if known.unheard is not None and join.epoch == 0:  # maybe no member will run in that view
             actions.append(Send(conn, known.unheard))
-        return [*actions, *self._news.tell_untold()]
+        return [*actions, *self._joiner_messages.tell_untold()]

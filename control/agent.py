@@ -33,7 +33,7 @@ from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
 from ftcomm.control.running_time import Patience, RunningTime
 from ftcomm.control.sealed import Channel
-from ftcomm.control.timeouts import Timeouts
+from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
 from ftcomm.control.unstarted import HOPELESS, NamedRank, turn
 from ftcomm.control.upward_link import News, UpwardLink
 from ftcomm.control.view_entry import ViewEntry
@@ -44,7 +44,6 @@ log = logging.getLogger("ftcomm.control")
 Entered = TypeVar("Entered", View, "View | None")
 
 ACK = 2.0  # s in which a coordinator that runs takes in what it is told
-SAY = 0.05  # s between two words on whom a rank waits for at a boundary
 
 
 class Agent:
@@ -194,8 +193,8 @@ class Agent:
         """Stand at the boundary of `step` in step loop `loop`, with no op in flight. Blocks only if membership may
         change there; returns the view in force. Raises `Gone`, and `TimeoutError` after `timeout` seconds. Without
         that it waits for as long as an op may, anew after each view that comes meanwhile: those that hold it up are
-        removed one after the other, by a coordinator that is heard. `waits` hears every `SAY` seconds for which
-        (replica, rank in it) this rank waits, and in how many seconds it gives up."""
+        removed one after the other, by a coordinator that is heard. `waits` hears every `AWAITED_EVERY` seconds for
+        which (replica, rank in it) this rank waits, and in how many seconds it gives up."""
         with self._lock:
             actions = self._inform(self._node.boundary, step, loop)
             if len(actions) == 1 and isinstance(actions[0], act.Passed):
@@ -213,7 +212,7 @@ class Agent:
         while True:
             left = patience.left()
             try:
-                return passed.result(min(left, SAY))
+                return passed.result(min(left, AWAITED_EVERY))
             except concurrent.futures.TimeoutError:
                 if not left:
                     raise TimeoutError(f"the boundary of step {step} was not passed within {seconds:g} s") from None

@@ -33,15 +33,14 @@ from ftcomm.control.admissions import Admissions
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Close, Conn, Log, Send
 from ftcomm.control.decisions import Decisions
-from ftcomm.control.doubts import Doubts
-from ftcomm.control.joiner_news import JoinerNews
-from ftcomm.control.joiner_words import DRAINED, WAITS
+from ftcomm.control.joiner_messages import DRAINED, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
 from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.presence import Presence
 from ftcomm.control.reconfiguration import Proposal
 from ftcomm.control.removals import Removals
+from ftcomm.control.suspects import Suspects
 from ftcomm.control.suspicion import Accusation, Life, Outcome, Probe
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.unstarted import NamedRank, Unstarted
@@ -70,15 +69,15 @@ class Coordinator:
         `Keep`."""
         self.known = known = KnownJob(replicas, ranks_per_replica, timeouts, views, now)
         self.job, self.links, self.joiners = known.job, known.links, known.joiners
-        self._news = JoinerNews(known)
-        self._decisions = Decisions(known, self._news)
+        self._joiner_messages = JoinerMessages(known)
+        self._decisions = Decisions(known, self._joiner_messages)
         self._changes = BoundaryChanges(known, self._decisions, lifetime)
-        self._lost = LostMembers(known, self._news, self._decisions, self._changes)
-        self._doubts = Doubts(known, self._changes, self._lost, boot)
-        self._presence = Presence(known, self._news, self._doubts)
-        self._removals = Removals(known, self._lost, self._doubts, state)
+        self._lost = LostMembers(known, self._joiner_messages, self._decisions, self._changes)
+        self._suspects = Suspects(known, self._changes, self._lost, boot)
+        self._presence = Presence(known, self._joiner_messages, self._suspects)
+        self._removals = Removals(known, self._lost, self._suspects, state)
         self._admissions = Admissions(
-            *(known, self._news, self._decisions, self._changes, self._lost, self._doubts, self._presence),
+            *(known, self._joiner_messages, self._decisions, self._changes, self._lost, self._suspects, self._presence),
             unstarted,
         )
 
@@ -143,11 +142,11 @@ class Coordinator:
             link.since = link.since if link.divided else known.ran.seconds
             link.divided = message.divided
             sent_on = self._changes.send_on()
-            return [*self._news.tell_untold(), *sent_on, *(self._changes.propose() if sent_on else [])]
+            return [*self._joiner_messages.tell_untold(), *sent_on, *(self._changes.propose() if sent_on else [])]
         elif isinstance(message, m.Suspect):
-            return self._doubts.suspected(replica, message, now)
+            return self._suspects.suspected(replica, message, now)
         elif isinstance(message, m.Severed):
-            return self._doubts.connection_ended(replica, message, now)
+            return self._suspects.connection_ended(replica, message, now)
         elif isinstance(message, m.Stalled):
             return self._removals.stalled(replica, message)
         elif isinstance(message, m.Reachable):
@@ -180,24 +179,24 @@ class Coordinator:
         if self.known.done or self.known.job.finished.pop(replica, None) is None:
             return []
         life = next(((x.replica, x.incarnation) for x in self.known.job.running if x.replica == replica), None)
-        return [] if life is None else self._doubts.accuse(Accusation(life, 0, replica, reason, own=True), now)
+        return [] if life is None else self._suspects.accuse(Accusation(life, 0, replica, reason, own=True), now)
 
     def drain(self) -> list[Action]:
         """Let all members leave at one common step boundary, and turn joiners away."""
         self.known.draining = True
         actions: list[Action] = [Log("draining", {})]
         if self.known.view is None:
-            return [*actions, *self._news.turn_away(m.Expelled(DRAINED)), *self._decisions.finish()]
+            return [*actions, *self._joiner_messages.turn_away(m.Expelled(DRAINED)), *self._decisions.finish()]
         if self._changes.proposal is not None:
             actions += self._changes.cancel()
-        return [*actions, *self._news.turn_away(m.Dismissed(DRAINED)), *self._changes.propose()]
+        return [*actions, *self._joiner_messages.turn_away(m.Dismissed(DRAINED)), *self._changes.propose()]
 
     def disconnected(self, conn: Conn, now: float) -> list[Action]:
-        return self._doubts.disconnected(conn, now)
+        return self._suspects.disconnected(conn, now)
 
     def probed(self, probe: Probe, outcome: Outcome, now: float) -> list[Action]:
         """Take the outcome of a `Probe`."""
-        return self._doubts.probed(probe, outcome, now)
+        return self._suspects.probed(probe, outcome, now)
 
     def unstarted(
         self, rank: NamedRank, reason: str, lasting: bool, conns: Mapping[Conn, NamedRank], now: float
@@ -229,7 +228,7 @@ class Coordinator:
         held, known.held = known.held, {}
         for message in held.values():
             actions += self._lost.withdrawn(message)
-        actions += self._doubts.pursue(now)
+        actions += self._suspects.pursue(now)
         if known.done:
             return actions
         return actions + self._removals.due(silent, now)

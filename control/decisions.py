@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator_actions import Action, Done, Log, Persist, Send
-from ftcomm.control.joiner_news import JoinerNews
-from ftcomm.control.joiner_words import FINISHED
+from ftcomm.control.joiner_messages import FINISHED, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.limits import EPOCHS
 from ftcomm.control.views import Member
@@ -16,8 +15,8 @@ from ftcomm.control.views import Member
 class Decisions:
     """The decisions that are in force from then on. A view is persisted before any replica hears of it."""
 
-    def __init__(self, known: KnownJob, news: JoinerNews) -> None:
-        self._known, self._news = known, news
+    def __init__(self, known: KnownJob, joiner_messages: JoinerMessages) -> None:
+        self._known, self._joiner_messages = known, joiner_messages
 
     def decide(
         self,
@@ -55,7 +54,7 @@ class Decisions:
         # After a drain the members are those of the view before.
         last = known.view if known.view.members or known.job.before is None else known.job.before
         if set(last.replicas) <= set(known.job.finished):
-            return [*self._news.turn_away(FINISHED), *self.finish()]
+            return [*self._joiner_messages.turn_away(FINISHED), *self.finish()]
         return []
 
     def finish(self, failed: str = "") -> list[Action]:

@@ -9,7 +9,7 @@ from ftcomm.control.blame import FRESH, Blame
 from ftcomm.control.coordinator_actions import Conn
 from ftcomm.control.detector import Detector
 from ftcomm.control.job_views import JobViews
-from ftcomm.control.joiner_words import ALONE
+from ftcomm.control.joiner_messages import ALONE
 from ftcomm.control.joiners import Joiners
 from ftcomm.control.leader_links import LeaderLinks
 from ftcomm.control.running_time import RunningTime

@@ -6,8 +6,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.boundary_changes import BoundaryChanges
 from ftcomm.control.coordinator_actions import Action, Log, Send, Unfit
 from ftcomm.control.decisions import Decisions
-from ftcomm.control.joiner_news import JoinerNews
-from ftcomm.control.joiner_words import DRAINED, FINISHED
+from ftcomm.control.joiner_messages import DRAINED, FINISHED, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.reconfiguration import contributing, given_up
 from ftcomm.control.views import View
@@ -16,8 +15,10 @@ from ftcomm.control.views import View
 class LostMembers:
     """What the loss of members brings about."""
 
-    def __init__(self, known: KnownJob, news: JoinerNews, decisions: Decisions, changes: BoundaryChanges) -> None:
-        self._known, self._news, self._decisions, self._changes = known, news, decisions, changes
+    def __init__(
+        self, known: KnownJob, joiner_messages: JoinerMessages, decisions: Decisions, changes: BoundaryChanges
+    ) -> None:
+        self._known, self._joiner_messages, self._decisions, self._changes = known, joiner_messages, decisions, changes
         self._refused_in = 0  # the epoch in which a verdict without proof was not carried out
 
     def lose(self, lost: dict[int, str], *, proved: bool, why: str = "") -> list[Action]:
@@ -46,7 +47,7 @@ class LostMembers:
             for member in joiners:
                 known.joiners.add(member, ready=True)
             if known.draining:  # no later view could have them
-                actions += self._news.turn_away(m.Dismissed(DRAINED))
+                actions += self._joiner_messages.turn_away(m.Dismissed(DRAINED))
             members = given_up(base, known.job.before, gone, withdrawn=not (lost or why))
             base, step = known.job.before, None
         members = tuple(member for member in members if member.replica not in gone)
@@ -69,7 +70,7 @@ class LostMembers:
             persist, *rest = self._decisions.decide(members, step, why, lost=lost)
             return [persist, *actions, *rest]  # persisted before any replica is sent away
         if base.contributing & set(known.job.finished):  # the training is complete, also for those that catch up
-            return [*actions, *self._news.turn_away(FINISHED), *self._decisions.finish()]
+            return [*actions, *self._joiner_messages.turn_away(FINISHED), *self._decisions.finish()]
         if known.unvisited:
             return [*actions, *self._unknown(why)]
         failed = (
@@ -79,7 +80,7 @@ class LostMembers:
         known.job.view = View(known.job.epoch, None, (), failed)
         word = m.Expelled(failed)
         expelled = [Send(conn, word) for conn in conns if conn is not None]
-        return [*actions, *expelled, *self._news.turn_away(word), *self._decisions.finish(failed)]
+        return [*actions, *expelled, *self._joiner_messages.turn_away(word), *self._decisions.finish(failed)]
 
     def _unknown(self, why: str) -> list[Action]:
         """Give up: all members have ended while no coordinator was there. Each may have finished without being able to

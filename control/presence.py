@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ftcomm.control.coordinator_actions import Action, Log
-from ftcomm.control.doubts import Doubts
-from ftcomm.control.joiner_news import JoinerNews
-from ftcomm.control.joiner_words import ALONE, MUTE, WAITS
+from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS, JoinerMessages
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.leader_links import LeaderLink
+from ftcomm.control.suspects import Suspects
 
 
 class Presence:
     """Keeps track of which members the coordinator hears, and dials those that it does not."""
 
-    def __init__(self, known: KnownJob, news: JoinerNews, doubts: Doubts) -> None:
-        self._known, self._news, self._doubts = known, news, doubts
+    def __init__(self, known: KnownJob, joiner_messages: JoinerMessages, suspects: Suspects) -> None:
+        self._known, self._joiner_messages, self._suspects = known, joiner_messages, suspects
 
     def heard(self, link: LeaderLink, now: float) -> list[Action]:
         """Note that a process speaks. A coordinator that was cut off gives the members a heartbeat timeout to show up,
@@ -29,7 +28,7 @@ class Presence:
         if known.alone:
             known.detector.pardon(now)
         known.unheard = None
-        return self._news.tell_all(WAITS)
+        return self._joiner_messages.tell_all(WAITS)
 
     def look(self, silent: Collection[int], now: float) -> list[Action]:
         """Dial the members that are not heard. If no contributing member is heard, this coordinator is cut off."""
@@ -38,16 +37,16 @@ class Presence:
         for member in known.job.running:
             quiet = not known.detector.within(member.replica, known.timeouts.silence / 2, now)
             if quiet or known.links.conn_of(member.replica) is None:
-                actions += self._doubts.search(member.replica, member.incarnation)
+                actions += self._suspects.search(member.replica, member.incarnation)
         holders = known.view.contributing - set(known.job.finished) if known.view is not None else frozenset()
         if holders and holders <= set(silent) and not known.alone:
             known.unheard = ALONE
             reason = (
                 "none of the replicas that contribute is heard: this coordinator itself may be cut off, so it waits"
             )
-            actions += [Log("cut_off", {"reason": reason}), *self._news.tell_all(ALONE)]
+            actions += [Log("cut_off", {"reason": reason}), *self._joiner_messages.tell_all(ALONE)]
         spoken = any(known.detector.within(replica, known.timeouts.op, now) for replica in holders)
         if holders and not spoken and known.unheard is None:
             known.unheard = MUTE
-            actions += self._news.tell_all(MUTE)
+            actions += self._joiner_messages.tell_all(MUTE)
         return actions

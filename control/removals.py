@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Set
 from ftcomm.control import messages as m
 from ftcomm.control.blame import FRESH, Culprit, Removal
 from ftcomm.control.coordinator_actions import Action, Close, Log, Persist, Send
-from ftcomm.control.doubts import Doubts
 from ftcomm.control.known_job import KnownJob
 from ftcomm.control.liveness import described
 from ftcomm.control.lost_members import LostMembers
+from ftcomm.control.suspects import Suspects
 from ftcomm.control.timeouts import REPORT
 from ftcomm.control.views import Address
 
@@ -22,9 +22,9 @@ LINGER = 2.0
 class Removals:
     """The verdicts without proof. Nobody is removed while no holder of the state is known to be whole."""
 
-    def __init__(self, known: KnownJob, lost: LostMembers, doubts: Doubts, state: Callable[[Address], str]) -> None:
+    def __init__(self, known: KnownJob, lost: LostMembers, suspects: Suspects, state: Callable[[Address], str]) -> None:
         """`state` tells what the process at an address does, where this host can see it."""
-        self._known, self._lost, self._doubts, self._state = known, lost, doubts, state
+        self._known, self._lost, self._suspects, self._state = known, lost, suspects, state
         self._doubted = float("-inf")  # when last no holder of the state was known to be whole
 
     def due(self, silent: Mapping[int, float], now: float) -> list[Action]:
@@ -37,7 +37,7 @@ class Removals:
             conn = known.links.conn_of(replica)
             if conn is not None and not known.job.counts(replica, known.links[conn].incarnation):
                 known.detector.forget(replica)
-                actions += [Close(conn), *self._doubts.disconnected(conn, now)]
+                actions += [Close(conn), *self._suspects.disconnected(conn, now)]
             elif replica not in {*known.job.finished, *asked} and self._corroborated(replica, silent):
                 lost[replica] = f"silent for {seconds:.1f} s"
         finished = {
@@ -63,7 +63,7 @@ class Removals:
         if not lost:
             here = [member.replica for member in known.job.running]
             late = bool(whole) and known.severed.ripe(ran, known.present(here, divided.keys() | refused.keys(), now))
-            return actions + self._doubts.reconnect() if late else actions
+            return actions + self._suspects.reconnect() if late else actions
         decided = self._lost.lose(lost, proved=False)
         if not any(isinstance(action, Persist) for action in decided):
             return actions + decided

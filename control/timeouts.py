@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 
 REPORT = 1.0  # s between two reports of a stall that lasts, so one may be lost
+AWAITED_EVERY = 0.05  # s between two looks of a thread that waits outside of an op, at whom it waits for
 LEAST_HEARTBEAT = 0.1  # s; two kernels may take 40 ms each to acknowledge
 
 
@@ -76,6 +77,11 @@ class Timeouts:
     def _to_replace(self) -> float:
         """The seconds to report a stall, find its cause and replace the view."""
         return self.grace + 2 * REPORT + self.heartbeat
+
+    @property
+    def replaced(self) -> float:
+        """The seconds that an op waits at most until a replica that stands still is out of the view."""
+        return self.op + self._to_replace
 
     @property
     def give_up(self) -> float:

@@ -58,7 +58,7 @@ class Work:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return at once. Does not block."""
         return self._op.done
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -113,7 +113,7 @@ def made_through(wrapper: CodeType) -> None:
 
 
 class Calls(Messages):
-    """The eleven calls of a group. Every `root` is a rank: a position in `roster`.
+    """The calls of a group. Every `root` is a rank: a position in `roster`.
 
     Arrays of torch, NumPy and CuPy are written in place and returned. An immutable array (JAX) stays as it is, and a
     new one with its shape is returned.
@@ -213,7 +213,10 @@ class Calls(Messages):
 
         Ranks and their number change only at step boundaries, so a rank whose member was lost in mid-step is still
         there until the next one. A member that catches up gives its data like any other; only reductions leave it out.
-        `async_op`, blocking, errors and the order of calls are as with `allreduce`.
+
+        Blocks until this rank has its result and no other needs its input any more; with `async_op` it returns a `Work`
+        at once. Any thread, in the order of calls that `allreduce` asks for. Raises `ArgumentError`, `LostError`,
+        `MismatchError`, `CollectiveTimeout`, `ExpelledError`.
         """
         self._may_move("broadcast")
         self._rank("broadcast", root)
@@ -229,7 +232,12 @@ class Calls(Messages):
 
     def reduce(self, x: Any, root: int, op: str = "sum", *, async_op: bool = False) -> Any:
         """Reduce like `allreduce`, but with the result only in `x` of rank `root`; elsewhere `x` stays as it is.
-        Returns `x`."""
+        Returns `x`, or a new array for JAX on `root`.
+
+        x, op: as with `allreduce`.
+
+        Blocks, survives losses and raises as `broadcast` does.
+        """
         self._may_move("reduce")
         self._rank("reduce", root)
         staged = stage(x)
@@ -248,6 +256,8 @@ class Calls(Messages):
         copy_engine: leave it to the copy engines of a GPU, which take no multiprocessor from a model; for contiguous
             arrays on the GPU or in pinned memory, and without `async_op`. It has no effect where the host drives. With
             copy engines any loss in mid-call is a `LostError` on all.
+
+        Blocks, survives losses and raises as `broadcast` does.
         """
         if copy_engine and async_op:
             raise ArgumentError("allgather(copy_engine=True) blocks; leave async_op or copy_engine out")
@@ -277,6 +287,9 @@ class Calls(Messages):
         x: as many parts of equal size as there are ranks, in rank order. It stays as it is, except for `out` if that is
             a part.
         out: as many elements as one part, of the same dtype; may be this rank's part of `x`.
+        op: as with `allreduce`.
+
+        Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("reduce_scatter")
         roster, me = self.roster, self.rank
@@ -310,9 +323,12 @@ class Calls(Messages):
     ) -> Any:
         """Send part `j` of `x` to rank `j`, and receive part `i` of `out` from rank `i`. Any dtype. Returns `out`.
 
+        out, x: arrays of any shape and of one dtype, with the parts one after the other in rank order.
         out_counts, in_counts: the elements of each part of `out` and of `x`, a number per rank; None: all parts are
             equal. Give them on all ranks or on none. With counts the ranks first exchange theirs, so the call then
             blocks until all have come, also with `async_op`.
+
+        Blocks, survives losses and raises as `broadcast` does.
         """
         self._may_move("alltoall")
         roster, me = self.roster, self.rank
@@ -330,8 +346,13 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def gather(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`; elsewhere `out` is None.
-        Any dtype. Returns `out`, which has as many elements as `x` times the number of ranks."""
+        """Put `x` of all ranks, one after the other in rank order, into `out` of rank `root`. Any dtype. Returns `out`.
+
+        x: an array of any shape, with the same number of elements on all ranks.
+        out: at `root` as many elements as `x` times the number of ranks, of the same dtype; None elsewhere.
+
+        Blocks, survives losses and raises as `broadcast` does.
+        """
         self._may_move("gather")
         self._rank("gather", root)
         roster, me = self.roster, self.rank
@@ -346,8 +367,13 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def scatter(self, out: Any, x: Any, root: int, *, async_op: bool = False) -> Any:
-        """Give part `j` of `x` of rank `root` to rank `j`, in `out`; elsewhere `x` is None. Any dtype. Returns `out`.
-        `x` has as many elements as `out` times the number of ranks."""
+        """Give part `j` of `x` of rank `root` to rank `j`, in `out`. Any dtype. Returns `out`.
+
+        out: an array of any shape, with the same number of elements on all ranks.
+        x: at `root` as many elements as `out` times the number of ranks, of the same dtype; None elsewhere.
+
+        Blocks, survives losses and raises as `broadcast` does.
+        """
         self._may_move("scatter")
         self._rank("scatter", root)
         roster, me = self.roster, self.rank
@@ -360,7 +386,8 @@ class Calls(Messages):
         return self._carry_out(op, out, into.finish, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        """Block until all members of the view have called it. Returns None."""
+        """Block until all members of the view have called it. Returns None. Survives losses and raises as `broadcast`
+        does."""
         self._may_move("barrier")
         roster, me = self.roster, self.rank
         op = self._engine.collective(CollectiveCall("barrier", roster, me), NONE.flat, NONE.flat, BYTES, 0, 1)

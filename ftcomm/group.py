@@ -37,7 +37,7 @@ from ftcomm.process import callers, ending, pending, stacks
 from ftcomm.process.descriptors import room_for
 from ftcomm.process.own import looked, own_process
 from ftcomm.recorder import files
-from ftcomm.recorder.layout import GroupKind, PhaseKind, RecordingEnd
+from ftcomm.recorder.layout import ALL, GroupKind, PhaseKind, RecordingEnd
 from ftcomm.recorder.recorder import Owner
 from ftcomm.recorder.waits import PhaseWait
 from ftcomm.settings import Settings, credentials, split_endpoint, unstarted
@@ -45,7 +45,7 @@ from ftcomm.sync.robust_mutex import hold
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.address import open_port, own_address
 from ftcomm.transport.connect import prepare
-from ftcomm.transport.router import ALL, P2P, PURPOSE, ConnectionRouter
+from ftcomm.transport.router import P2P, PURPOSE, ConnectionRouter
 from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Group(Calls):
     replica, replicas: the number of this replica, and the number of replicas with which the job was started.
     shard, shards: the index of this rank inside its replica, and how many ranks a replica has.
     drained: whether this replica has left the job.
+    name: "*", as recordings and verdicts name the group of all replicas.
 
     A replica that joins a running job is in no view, and no member waits for it, before `ready`, which the first
     boundary or op calls. Until then `roster`, `contributors` and `view` say who was there when it came, with this
@@ -88,7 +89,7 @@ class Group(Calls):
         room_for(settings.replicas - 1, f"replica {settings.replica} rank {settings.shard}", led)
         self.replica, self.replicas = settings.replica, settings.replicas
         self.shard, self.shards = settings.shard, settings.ranks_per_replica
-        self._me, self._recorded_as = settings.replica, ALL
+        self._me, self.name = settings.replica, ALL
         self.roster: tuple[int, ...] = ()
         self.contributors: tuple[int, ...] = ()
         self.drained = False

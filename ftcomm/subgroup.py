@@ -108,7 +108,7 @@ class Subgroup(Calls):
         self.called: tuple[int, int] | None = None  # when, if one thread makes the calls of others; see `Internals`
         self._dial, self._on_stall, self._on_lost = dial, on_stall, on_lost
         self._on_failed, self._on_closed = on_failed, on_closed
-        self.name = self._recorded_as = name
+        self.name = name
         self._me = group.replica
         in_view = group.internals.router.newest is not None
         self._made = group.internals.next_boundary() if in_view else None  # before which boundary; None: not known yet

@@ -8,9 +8,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import sources
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
@@ -32,10 +36,27 @@ ORDER = ("kernels", "hosts", "process", "torch")  # of the folders in tests/; th
 
 
 def pytest_collection_finish() -> None:
-    """Leave out of each collection of garbage what is imported by now. Looking through it takes most of the time, and
-    its size makes collections rare: rigs, which are cycles and hold segments, took up 20 GB in between."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    yield
+    if len(sys.modules) + sources.kept() >= _frozen + 10:
+        _freeze()
+
+
+_frozen = 0  # modules, and trees of sources, that there were when garbage was last told from them
+
+
+def _freeze() -> None:
+    """Leave out of each collection of garbage what is imported by now, and what `tests.sources` keeps. Looking through
+    it takes most of the time (a second for the trees of all sources, at the end of each rig), and its size makes
+    collections rare: rigs, which are cycles and hold segments, took up 20 GB in between."""
+    global _frozen
     gc.collect()
     gc.freeze()
+    _frozen = len(sys.modules) + sources.kept()
 
 
 ALL_PROTOCOL = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.protocol\b", re.MULTILINE)

@@ -21,10 +21,10 @@ from ftcomm.engine import LocalDataPlane
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine
-from ftcomm.recorder.layout import GroupKind
+from ftcomm.recorder.layout import ALL, GroupKind
 from ftcomm.recorder.recorder import GroupRecorder
 from ftcomm.transport.base import Peer
-from ftcomm.transport.router import ALL, ConnectionRouter
+from ftcomm.transport.router import ConnectionRouter
 from ftcomm.transport.segment import HOST, Segment
 from ftcomm.transport.shm import ShmPeer
 from ftcomm.transport.tcp.mirror import TcpMirror

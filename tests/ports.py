@@ -1,20 +1,32 @@
 """Ports for servers that come back to them.
 
 The kernel gives one that was let go to whoever asks for any; so these are of a range that it gives none of, and each
-process that runs tests has a part of that for itself.
+process has a part of that for itself, whatever else runs tests on this machine.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 
-_FIRST, _WORKERS = 10_000, 8  # as many as may run at once; Linux gives out the ports from 32,768 on
-_EACH = 20_000 // _WORKERS
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
-_BEGIN = os.getpid() % _EACH  # so that two runs of the tests on one machine seldom choose the same
-_ports = itertools.cycle([_FIRST + _WORKER * _EACH + (_BEGIN + number) % _EACH for number in range(_EACH)])
+_FIRST, _PARTS, _EACH = 10_000, 64, 350  # Linux gives out the ports from 32,768 on
+
+
+def _claim() -> tuple[socket.socket, int]:
+    """-> (what holds it until this process ends, the first port of a part that nobody else has in this network)."""
+    for part in range(_PARTS):
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0ports of the tests of ftcomm, part {part}")
+        except OSError:
+            holder.close()
+            continue
+        return holder, _FIRST + part * _EACH
+    raise AssertionError(f"{_PARTS} processes on this machine run tests of ftcomm")
+
+
+_holder, _begin = _claim()
+_ports = itertools.cycle(range(_begin, _begin + _EACH))
 
 
 def free_port() -> int:
@@ -27,4 +39,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise AssertionError(f"all ports from {_FIRST} to {_FIRST + 4 * _EACH} are taken")
+    raise AssertionError(f"all ports from {_begin} to {_begin + _EACH - 1} are taken")

@@ -32,6 +32,11 @@ def nodes(file: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(parsed(file)))
 
 
+def kept() -> int:
+    """How many results of both there are."""
+    return parsed.cache_info().currsize + nodes.cache_info().currsize
+
+
 def name(expression: ast.expr) -> str:
     """`a.b.c` of a name and its attributes, as `ast.unparse` writes it, which takes long; of anything else, what stands
     behind its last dot, with a dot, or ""."""

@@ -109,7 +109,7 @@ def broadcast(count: int, roster: Sequence[int], me: int, root: int, chunk: int,
     """Builds the schedule of a broadcast, which works in place."""
     room, unit = _slot(chunk, itemsize)
     piece = [Part(size, roster[root], None, at if me == root else -1, at) for at, size in _cut(count, room)]
-    return _script("broadcast", [piece], roster, me, root, (count,), room, unit)
+    return _script("broadcast", [piece], roster, root, (count,), room, unit)
 
 
 @lru_cache(maxsize=1024)
@@ -124,7 +124,7 @@ def allgather(count: int, roster: Sequence[int], me: int, in_place: bool, chunk:
         pieces.append(
             [Part(size, member, None, given + at if rank == me else -1, begin + at) for at, size in _cut(count, room)]
         )
-    return _script("allgather", pieces, roster, me, None, (count,), room, unit)
+    return _script("allgather", pieces, roster, None, (count,), room, unit)
 
 
 @lru_cache(maxsize=1024)
@@ -140,7 +140,7 @@ def gather(count: int, roster: Sequence[int], me: int, root: int, chunk: int, it
                 for at, size in _cut(count, room)
             ]
         )
-    return _script("gather", pieces, roster, me, root, (count,), room, unit)
+    return _script("gather", pieces, roster, root, (count,), room, unit)
 
 
 @lru_cache(maxsize=1024)
@@ -156,7 +156,7 @@ def scatter(count: int, roster: Sequence[int], me: int, root: int, chunk: int, i
                 for at, size in _cut(count, _share(room, unit, len(roster) - 1))
             ]
         )
-    return _script("scatter", pieces, roster, me, root, (count,), room, unit)
+    return _script("scatter", pieces, roster, root, (count,), room, unit)
 
 
 @lru_cache(maxsize=256)
@@ -173,7 +173,7 @@ def alltoall(counts: Sequence[Sequence[int]], roster: Sequence[int], me: int, ch
                 for at, size in _cut(counts[i][j], _share(room, unit, len(roster) - 1))
             ]
         )
-    return _script("alltoall", pieces, roster, me, None, tuple(map(tuple, counts)), room, unit)
+    return _script("alltoall", pieces, roster, None, tuple(map(tuple, counts)), room, unit)
 
 
 @lru_cache(maxsize=1024)
@@ -181,7 +181,7 @@ def reduce(count: int, roster: Sequence[int], me: int, root: int, chunk: int, it
     """Builds the schedule of a reduce, which works in place."""
     room, unit = _slot(chunk, itemsize)
     piece = [Part(size, REDUCE, (roster[root],), at, at if me == root else -1) for at, size in _cut(count, room)]
-    return _script("reduce", [piece], roster, me, root, (count,), room, unit)
+    return _script("reduce", [piece], roster, root, (count,), room, unit)
 
 
 @lru_cache(maxsize=1024)
@@ -199,12 +199,12 @@ def reduce_scatter(count: int, roster: Sequence[int], me: int, in_place: bool, c
                 for at, size in _cut(count, _share(room, unit, len(roster)))
             ]
         )
-    return _script("reduce_scatter", pieces, roster, me, None, (count,), room, unit)
+    return _script("reduce_scatter", pieces, roster, None, (count,), room, unit)
 
 
 @lru_cache(maxsize=64)
 def barrier(roster: Sequence[int], me: int) -> Schedule:
-    return _script("barrier", [], roster, me, None, (), 1, 1)
+    return _script("barrier", [], roster, None, (), 1, 1)
 
 
 def _slot(chunk: int, itemsize: int) -> tuple[int, int]:
@@ -226,7 +226,6 @@ def _script(
     kind: str,
     pieces: Sequence[Sequence[Part]],
     roster: Sequence[int],
-    me: int,
     root: int | None,
     sizes: tuple[object, ...],
     room: int,

@@ -20,6 +20,7 @@ from ftcomm.torch.buckets import GradientBuckets
 from ftcomm.training.state import digest
 
 BATCH, CONTEXT = 12, 64  # sequences of a replica a step, bytes of a sequence
+BUCKET = 512 << 10  # bytes
 HELD_OUT = 48  # sequences for the validation loss, shared out over the replicas
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     model(batch(training_text, args.seed, 0, 0, BATCH, CONTEXT)).backward()  # warm up before others wait for us
 
     group = ftcomm.init()
-    buckets = GradientBuckets(model, bucket_bytes=512 << 10)
+    buckets = GradientBuckets(model, bucket_bytes=BUCKET)
     state = {"model": model, "optimizer": optimizer}
     for step in ftcomm.steps(args.steps, state):
         for settings in optimizer.param_groups:

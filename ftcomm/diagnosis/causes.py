@@ -27,6 +27,7 @@ class StallCause(enum.Enum):
     STARVED = "no CPU"
     FULL_DISK = "full disk"
     INSIDE = "inside ftcomm"
+    PAUSE = "pause"  # fewer replicas contribute than the step loop wants
     UNKNOWN = "unknown"
 
 
@@ -60,6 +61,8 @@ _DO = {
     StallCause.STARVED: "Something else has its CPU: look with top at that host, or at the limits of its container.",
     StallCause.FULL_DISK: "Free some room on that file system, or write elsewhere.",
     StallCause.INSIDE: "That is ours to look at: keep the output of ftcomm why --json and file an issue.",
+    StallCause.PAUSE: "It goes on by itself as soon as enough replicas contribute; ftcomm status shows where the "
+    "others are. StepLoop(min_replicas=...) says how many it takes.",
     StallCause.UNKNOWN: "Look at the stacks: ftcomm why --stacks.",
 }
 

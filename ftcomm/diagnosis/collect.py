@@ -15,15 +15,26 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
 from ftcomm.diagnosis import processes, stacks
 from ftcomm.diagnosis.connections import Connection, connections, links
-from ftcomm.diagnosis.facts import ALL, COORDINATOR, JobFacts, OpFacts, PhaseFacts, Rank, RankFacts, WaitFacts
+from ftcomm.diagnosis.facts import (
+    COORDINATOR,
+    JobFacts,
+    OpFacts,
+    PauseFacts,
+    PhaseFacts,
+    Rank,
+    RankFacts,
+    WaitFacts,
+)
 from ftcomm.diagnosis.processes import ProcessFacts, SchedulerTimes
 from ftcomm.diagnosis.stacks import Stacks
 from ftcomm.diagnosis.words import ranks_named
+from ftcomm.recorder.layout import ALL
 from ftcomm.recorder.reader import (
     SUFFIX,
     RecordedOp,
@@ -50,7 +61,6 @@ class ReplicaPlace(msgspec.Struct, frozen=True):
     asked is not `reached`."""
 
     replica: int
-    state: str
     member: bool
     host: str
     pids: Mapping[int, int]
@@ -100,7 +110,7 @@ def recordings(folder: Path, pids: Mapping[Rank, int], newest: int | None = None
 
 def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody: bool = False) -> JobFacts:
     """Returns the facts of a job. With `everybody` the stacks of all ranks are taken, not only of those that are waited
-    for. Who suspects another one has waited for it, though it was removed before anybody could look. Blocks for
+    for. Who has suspected another one waited for it then, though it was removed before anybody could look. Blocks for
     `BETWEEN`, and for some seconds if ranks do not answer. Any thread."""
     pids = {(r.replica, rank): pid for r in place.replicas for rank, pid in r.pids.items()}
     before, connected = _sides(place, pids), time.monotonic()  # first: who is removed soon has none any more
@@ -148,7 +158,8 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
         ranks=tuple(ranks),
         links=links(after, before, apart),
     )
-    waiting = [_waited(rank, suspicions, looked + place.presence) for rank in waiting]
+    then = [one for one in suspicions if not _came_back(one, first, pids)]
+    waiting = [_waited(rank, then, looked, place.presence) for rank in waiting]
     waiting = [
         msgspec.structs.replace(then, process=now.process, stacks=now.stacks, collecting=now.collecting)
         for then, now in zip(waiting, ranks, strict=True)
@@ -160,20 +171,33 @@ def collect(place: JobPlace, suspicions: Iterable[Suspicion] = (), *, everybody:
     return msgspec.structs.replace(facts, earlier=earlier)
 
 
-def _waited(rank: RankFacts, suspicions: Iterable[Suspicion], now: float) -> RankFacts:
-    """Returns the facts of a rank whose newest op also waits for those whom its replica has suspected."""
-    waits = {(one.on, rank.rank[1]): now - one.at for one in suspicions if one.by == rank.rank[0]}
-    waits = {on: seconds for on, seconds in waits.items() if (rank.rank, on) not in _pairs([rank])}
-    if not waits or not rank.ops:
-        return rank
-    last = rank.ops[-1]
-    op = msgspec.structs.replace(last, open=True, waits=last.waits + tuple(itertools.starmap(WaitFacts, waits.items())))
-    return msgspec.structs.replace(rank, ops=(*rank.ops[:-1], op))
+def _came_back(one: Suspicion, lives: Mapping[Rank, Sequence[Recording]], pids: Mapping[Rank, int]) -> bool:
+    """Whether one of the two has begun another life since."""
+    now = (_life(lives[rank], pids.get(rank)) for rank in lives if rank[0] in (one.by, one.on))
+    return any(life is not None and life.began > one.at for life in now)
+
+
+def _waited(rank: RankFacts, suspicions: Iterable[Suspicion], now: float, presence: float) -> RankFacts:
+    """Returns the facts of a rank that also waits for those whom its replica has suspected, which had been silent for
+    `presence` then: in the op that it was in, until that returns, or for a sign of life alone."""
+    ops, phases, seen = list(rank.ops), list(rank.phases), _pairs([rank])
+    for one in suspicions:
+        on, ago = (one.on, rank.rank[1]), now - one.at
+        if one.by != rank.rank[0] or (rank.rank, on) in seen:
+            continue
+        seen.add((rank.rank, on))
+        place = next((place for place, op in enumerate(ops) if op.age >= ago >= op.over), None)
+        if place is not None:
+            wait = WaitFacts(on, ago + presence - ops[place].over)
+            ops[place] = msgspec.structs.replace(ops[place], open=True, waits=(*ops[place].waits, wait))
+        else:
+            phases.append(PhaseFacts("alive", "a sign of life", f"{on}", 0, waits=(WaitFacts(on, ago + presence),)))
+    return msgspec.structs.replace(rank, ops=tuple(ops), phases=tuple(phases))
 
 
 def _pairs(ranks: Iterable[RankFacts]) -> set[tuple[Rank, Rank]]:
     """Returns who waits for whom."""
-    return {(rank.rank, wait.rank) for rank in ranks for op in rank.open for wait in op.waits}
+    return {(rank.rank, wait.rank) for rank in ranks for each in rank.inside for wait in each.waits}
 
 
 def _sides(place: JobPlace, pids: Mapping[Rank, int]) -> dict[Rank, list[Connection]]:
@@ -240,6 +264,16 @@ def _members(lives: Mapping[Rank, Sequence[Recording]], pids: Mapping[Rank, int]
     return {key: rank for key, rank in found.items() if key not in twice}
 
 
+class _LooksAtRank(NamedTuple):
+    """The recording of `rank` at the second look, and `before` at the first. `members` is of `_members`."""
+
+    life: Recording
+    before: Recording | None
+    rank: Rank
+    members: Mapping[tuple[str, int, int], Rank]
+    now: float
+
+
 def _rank_facts(
     replica: ReplicaPlace,
     rank: Rank,
@@ -249,7 +283,7 @@ def _rank_facts(
     members: Mapping[tuple[str, int, int], Rank],
     now: float,
 ) -> RankFacts:
-    ops = () if life is None else _ops(life, before, rank, members, now)
+    looks = None if life is None else _LooksAtRank(life, before, rank, members, now)
     phase = (
         None if life is None else next((p for p in reversed(life.phases) if p.ended is None and p.name != "step"), None)
     )
@@ -258,7 +292,6 @@ def _rank_facts(
         rank=rank,
         host=replica.host,
         reached=replica.reached,
-        replica_state=replica.state,
         began=life is not None and (process is None or life.pid == process.pid),
         member=replica.member,
         reason=replica.reason,
@@ -267,20 +300,25 @@ def _rank_facts(
         phase_age=0.0 if phase is None else max(0.0, now - phase.began),
         idle=max(0.0, now - max(ended)) if ended else 0.0,
         step=0.0 if life is None else _usual(life),
-        ops=ops,
-        phases=() if life is None else _phases(life, before, rank, members, now),
+        ops=() if looks is None else _ops(looks),
+        phases=() if looks is None else _phases(looks),
+        pause=None if life is None else _pause(life, now),
     )
 
 
-def _phases(
-    life: Recording,
-    before: Recording | None,
-    rank: Rank,
-    members: Mapping[tuple[str, int, int], Rank],
-    now: float,
-) -> tuple[PhaseFacts, ...]:
+def _pause(life: Recording, now: float) -> PauseFacts | None:
+    """Returns the pause in which a rank is."""
+    pause = next((p for p in reversed(life.phases) if p.ended is None and p.name == "pause"), None)
+    if pause is None:
+        return None
+    left = None if pause.gives_up is None else max(0.0, pause.gives_up - now)
+    return PauseFacts(pause.step, pause.number, pause.note, max(0.0, now - pause.began), left)
+
+
+def _phases(of: _LooksAtRank) -> tuple[PhaseFacts, ...]:
     """Returns the phases in which a rank waits, with the waits that have grown between the two looks, as those of
     ops."""
+    life, before, rank, members, now = of
     known = () if before is None else before.phases
     earlier = {(p.name, p.began, w.replica, w.rank): w.seconds for p in known for w in p.waits}
     static = {group.name for group in life.groups if group.kind == "static"}
@@ -295,7 +333,7 @@ def _phases(
             if (other := _of_phase(phase, wait, rank, members, static)) is not None:
                 waits.append(WaitFacts(other, wait.seconds))
         named, group = _named(phase, within, rank, [wait.rank for wait in waits])
-        left = 0.0 if phase.gives_up is None else max(0.0, phase.gives_up - now)
+        left = None if phase.gives_up is None else max(0.0, phase.gives_up - now)
         found.append(PhaseFacts(phase.name, named, group, phase.number, phase.caller, left, tuple(waits)))
     return tuple(found)
 
@@ -327,13 +365,8 @@ def _named(phase: RecordedPhase, within: RecordedPhase | None, rank: Rank, other
     return f"{way} {whom} with tag {phase.number}{group}", mine
 
 
-def _ops(
-    life: Recording,
-    before: Recording | None,
-    rank: Rank,
-    members: Mapping[tuple[str, int, int], Rank],
-    now: float,
-) -> tuple[OpFacts, ...]:
+def _ops(of: _LooksAtRank) -> tuple[OpFacts, ...]:
+    life, before, rank, members, now = of
     kinds = {group.name: group.kind for group in life.groups}
     waits = _going_on(life, before)
     found = []
@@ -353,6 +386,7 @@ def _ops(
                 number=op.number,
                 what=_what(op),
                 age=max(0.0, now - op.called),
+                over=0.0 if op.returned is None else max(0.0, now - op.returned),
                 caller=op.caller,
                 open=open_,
                 failed=op.failed,

@@ -10,8 +10,8 @@ import msgspec
 
 from ftcomm.diagnosis.processes import ProcessFacts
 from ftcomm.diagnosis.stacks import Stacks
+from ftcomm.recorder.layout import ALL
 
-ALL = "*"  # the group of all replicas
 Rank = tuple[int, int]  # replica, and rank in it
 COORDINATOR: Rank = (-1, 0)  # the end of a connection that is the coordinator's
 
@@ -28,8 +28,8 @@ Call = tuple[str, int, int]  # what is alike for all that are in the same op, or
 
 class OpFacts(msgspec.Struct, frozen=True):
     """An op of a rank. `what` says in words what was called, alike on all members; `caller` is the line of the script.
-    An op that is not `open` has returned; `epoch` is that of the view in which it goes on. Groups with the same name
-    and `column` are the same: rank i of all replicas has a group of its own for each i."""
+    An op that is not `open` has returned, `over` seconds ago; `epoch` is that of the view in which it goes on. Groups
+    with the same name and `column` are the same: rank i of all replicas has a group of its own for each i."""
 
     group: str
     number: int
@@ -37,6 +37,7 @@ class OpFacts(msgspec.Struct, frozen=True):
     age: float  # since it was called
     caller: str = ""
     open: bool = True
+    over: float = 0.0
     failed: bool = False
     column: int = 0
     epoch: int = 0
@@ -66,15 +67,16 @@ class OpFacts(msgspec.Struct, frozen=True):
 
 class PhaseFacts(msgspec.Struct, frozen=True):
     """Something besides ops that a rank is in, and in which it waits for others: a step boundary ("stand"), what the
-    ranks of one replica tell each other ("meet"), a message ("send", "recv"). `named` says in words what it is. `group`
-    is alike for all that are in the same one; each message has one of its own. It fails by itself in `left` seconds."""
+    ranks of one replica tell each other ("meet"), a message ("send", "recv"), a sign of life ("alive"). `named` says in
+    words what it is. `group` is alike for all that are in the same one; each message has one of its own. It fails by
+    itself in `left` seconds, if that is known."""
 
     kind: str
     named: str
     group: str
     number: int
     caller: str = ""
-    left: float = 0.0
+    left: float | None = None
     waits: tuple[WaitFacts, ...] = ()
 
     @property
@@ -88,21 +90,31 @@ class PhaseFacts(msgspec.Struct, frozen=True):
 
     @property
     def within(self) -> str:
-        return f"{'at' if self.kind == 'stand' else 'in'} {self.named}"
+        return f"{ {'stand': 'at', 'alive': 'for'}.get(self.kind, 'in') } {self.named}"
 
     def removes(self, by: Rank, on: Rank) -> bool:
         """Whether `on` is removed if `by` waits for it for too long."""
-        return self.kind == "stand" and by[0] != on[0]
+        return self.kind in ("stand", "alive") and by[0] != on[0]
+
+
+class PauseFacts(msgspec.Struct, frozen=True):
+    """A step loop that pauses before `step`, since too few replicas contribute, and fails by itself in `left`
+    seconds. `contributing` were there when it began; `needed` says in words how many it takes."""
+
+    step: int
+    contributing: int
+    needed: str
+    age: float
+    left: float | None
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """A rank. `replica_state` is that of its replica at its launcher; `began` says whether its script has come to
-    ftcomm.init(); `collecting` is the share of time that the garbage collector takes."""
+    """A rank. `began` says whether its script has come to ftcomm.init(); `collecting` is the share of time that the
+    garbage collector takes."""
 
     rank: Rank
     host: str = ""
     reached: bool = True  # whether the host was asked; else nothing below is known
-    replica_state: str = "running"
     began: bool = True
     member: bool = True
     reason: str = ""  # why its replica is not in the job
@@ -115,6 +127,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     step: float = 0.0  # what it usually takes from the return of an op to the next call
     ops: tuple[OpFacts, ...] = ()  # the newest, oldest first
     phases: tuple[PhaseFacts, ...] = ()  # in which it is, and waits
+    pause: PauseFacts | None = None
 
     @property
     def open(self) -> tuple[OpFacts, ...]:

@@ -44,7 +44,6 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     starved: float = 0.0
     full: tuple[str, ...] = ()
     rack: str = ""
-    swaps: bool = False  # its main thread waits for a page of memory
 
     @property
     def frozen(self) -> bool:
@@ -101,7 +100,6 @@ def look(pid: int, before: SchedulerTimes | None = None) -> ProcessFacts | None:
         starved=max((share for _, share in shares.values()), default=0.0),
         full=_full(folder),
         rack=_rack(folder),
-        swaps=any(t.id == pid and "swap" in t.waits_in for t in found),
     )
 
 

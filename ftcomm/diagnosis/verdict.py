@@ -67,7 +67,8 @@ class StallVerdict(msgspec.Struct, frozen=True):
             said.append(f"If nothing moves, {what} {verb} removed {when}; the others then go on without it.")
         if self.gives_up is not None:
             at, what = self.gives_up
-            said.append(f"If nothing moves, {what} fails at {clock(at)} with a CollectiveTimeout.")
+            error = "StepError" if self.cause == StallCause.PAUSE.value else "CollectiveTimeout"
+            said.append(f"If nothing moves, {what} fails at {clock(at)} with a {error}.")
         if self.remedy:
             said.append(self.remedy)
         return said
@@ -104,6 +105,8 @@ def judge(facts: JobFacts) -> StallVerdict:
     if not edges:
         if facts.ranks and not any(rank.reached for rank in facts.ranks):
             return StallVerdict(StallCause.UNKNOWN.value, who=ELSEWHERE, remedy=remedy(StallCause.UNKNOWN))
+        if (paused := _paused(facts)) is not None:
+            return paused
         return StallVerdict(StallCause.NONE.value, who="Nobody waits for anybody.")
     return _of_waits(facts, edges)
 
@@ -335,8 +338,8 @@ class _Judged:
         instead = {replica for replica, _ in stuck}.isdisjoint(replica for replica, _ in culprits)
         removal = self._removal([edge for edge in waits if edge.removes] or removing)
         phases = [edge.op for edge in self._edges if isinstance(edge.op, PhaseFacts)]
-        soonest = min(phases, key=lambda phase: phase.left, default=None)
-        gives_up = None if soonest is None else (facts.at + soonest.left, soonest.named)
+        ends = [(facts.at + phase.left, phase.named) for phase in phases if phase.left is not None]
+        gives_up = min(ends, default=None)
         if gives_up is not None and removal is not None and removal[1] < gives_up[0]:
             gives_up = None
         return StallVerdict(
@@ -453,6 +456,25 @@ def _unlike(facts: JobFacts, calls: Unlike) -> StallVerdict:
         who=sentence(who),
         others="The op ends with a MismatchError on all members.",
         remedy=remedy(cause),
+    )
+
+
+def _paused(facts: JobFacts) -> StallVerdict | None:
+    """Judges a job whose step loop waits for more replicas; None if no rank of a living process does."""
+    pauses = {rank.rank: rank.pause for rank in facts.ranks if rank.pause is not None and rank.process is not None}
+    if not pauses:
+        return None
+    longest = max(pauses.values(), key=lambda pause: pause.age)
+    away = [rank for rank in facts.ranks if rank.rank[1] == 0 and not (rank.member and rank.pause is not None)]
+    said = [f"{ranks_named([rank.rank])}{rank.reason and f' ({rank.reason})'}" for rank in away]
+    return StallVerdict(
+        cause=StallCause.PAUSE.value,
+        since=facts.at - longest.age,
+        gives_up=None if longest.left is None else (facts.at + longest.left, "the step loop"),
+        who=f"The job pauses before step {longest.step}: too few replicas contribute ({longest.contributing} when that "
+        f"began, {longest.needed}).",
+        others=f"Not back yet: {', '.join(said)}." if said else "",
+        remedy=remedy(StallCause.PAUSE),
     )
 
 

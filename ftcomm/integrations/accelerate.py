@@ -14,6 +14,7 @@ Accelerate takes for the world is one replica (see `ftcomm.integrations.replica`
 waits for cannot fail because another one is lost, and may stand under a condition. These things go between replicas:
 
     gradients              DistributedDataParallel over the group of all replicas
+    the scale of the loss  with mixed_precision="fp16", to a replica that comes back; the same on all
     the place in the data  to a replica that comes back, with which `epochs` and the training loader go on
 
 A loader that shuffles is trained on: each replica gets its share of the batches of an epoch, as a rank does with DDP;
@@ -27,12 +28,13 @@ import atexit
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedType
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         _check_state(self)
         self._loop: StepLoop | None = None
         self._completed = 0  # steps
-        self._stepped = False  # an optimizer has, in this step
+        self._stepped = False  # an optimizer has, in this step, or was left out by the scaler of the loss
         self._begun = False  # a step has begun before its batch was fetched
         self._partial = False  # the last batch was one of several of its step
         self._first = self._next = (0, 0)  # epoch and batch that this step begins with, and that is fetched next
@@ -114,7 +116,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         prepared.optimizer.register_step_pre_hook(lambda *_: self._may_step())
         prepared.optimizer.register_step_post_hook(note)
-        return prepared
+        return through_gates(prepared, skipped=note)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """Prepare a loader, see accelerate: one that shuffles as that of this replica's share."""
@@ -175,6 +177,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ("registered", self._custom_objects),
         ):
             state.update({f"{name} {i}": each for i, each in enumerate(objects)})
+        if self.scaler is not None:
+            state["scaler"] = self.scaler
         if not self._optimizers:
             raise ArgumentError("epochs() without an optimizer: first call accelerator.prepare(model, optimizer, ...).")
         state["rng"] = Rng(self.dataloader_config.data_seed, self.exchange.group)
@@ -360,8 +364,8 @@ def _check_arguments(given: dict[str, Any]) -> None:
     """Refuse what would go past the step loop."""
     config = given.get("dataloader_config")
     refused = {
-        "mixed_precision": str(given.get("mixed_precision")) in ("fp16", "fp8")
-        and "its scaling factors are a state that replicas would have to share; bf16 needs none",
+        "mixed_precision": str(given.get("mixed_precision")) == "fp8"
+        and "its scaling factors are a state that replicas would have to share; use bf16 or fp16",
         **{
             name: given.get(name) is not None and _UNSHARED
             for name in ("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
@@ -388,11 +392,11 @@ def _check_state(accelerator: Accelerator) -> None:
             f"DistributedDataParallelKwargs(comm_hook={hook}) would reduce in the world, which is this replica. Leave "
             "it out, and give the prepared model ftcomm.torch.compression_hook."
         )
-    if accelerator.distributed_type != DistributedType.NO or accelerator.mixed_precision in ("fp16", "fp8"):
+    if accelerator.distributed_type != DistributedType.NO or accelerator.mixed_precision == "fp8":
         raise ArgumentError(
             f"the environment (ACCELERATE_...) asks for {accelerator.distributed_type}, mixed precision "
-            f"{accelerator.mixed_precision}; replicas have one rank each, and the precision is no or bf16. Start the "
-            "script with `ftcomm run`, not `accelerate launch`."
+            f"{accelerator.mixed_precision}; replicas have one rank each, and the precision is no, bf16 or fp16. Start "
+            "the script with `ftcomm run`, not `accelerate launch`."
         )
 
 
@@ -404,6 +408,32 @@ def _end_at_exit(accelerator: Accelerator) -> None:
             accelerator._finish()
 
     atexit.register(end)
+
+
+# -- optimizers that a scaler of the loss steps, also for transformers -------------------------------------------------
+
+
+class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """A prepared optimizer that calls the `optimizer.step` of the moment, which is a gate of the step loop within a
+    step. Accelerate's own calls that which was there when it was prepared."""
+
+    skipped: Callable[[], None]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._optimizer_original_step_method = self.optimizer.step
+        self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
+        super().step(closure)
+        if self.gradient_state.sync_gradients and self.step_was_skipped:
+            self.skipped()
+
+
+def through_gates(prepared: Any, skipped: Callable[[], None] = lambda: None) -> Any:
+    """Let a prepared optimizer step through the gates of a step loop, also if a scaler of the loss steps it; `skipped`
+    is called when that leaves a step out. Returns it."""
+    if prepared.scaler is not None:
+        prepared.__class__ = _ScaledOptimizer
+        prepared.skipped = skipped
+    return prepared
 
 
 # -- the world as accelerate keeps it, also for transformers -----------------------------------------------------------

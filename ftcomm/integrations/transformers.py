@@ -9,6 +9,7 @@ Each optimizer step is a step of ftcomm's step loop. What the Trainer takes for 
 These things go between replicas:
 
     gradients                  DistributedDataParallel over the group of all replicas
+    the scale of the loss      with `fp16`, to a replica that comes back; the same on all
     the number of labels       the mean over those that contribute, if `average_tokens_across_devices`
     logged losses, metrics     the means over those that contribute
     when to log, evaluate,     whatever any that contributes has decided, so that callbacks which look at the clock
@@ -35,7 +36,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ftcomm.errors import ArgumentError, StateError
-from ftcomm.integrations.accelerate import be_alone, seen_as, set_place
+from ftcomm.integrations.accelerate import be_alone, seen_as, set_place, through_gates
 from ftcomm.integrations.replica import StepExchange, join
 from ftcomm.torch.own_world import across
 from ftcomm.training import StepLoop
@@ -84,6 +85,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.args.data_seed = self.args.seed
         self.args.accelerator_config.dispatch_batches = False  # that would send them through the world
         super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_optimizer  # before a scheduler wraps the step of what that returns
+        self.accelerator.prepare_optimizer = lambda *args, **kwargs: through_gates(prepare(*args, **kwargs))
         _check(self)
 
     def get_train_dataloader(self) -> Any:
@@ -143,6 +146,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "scheduler": getattr(self.lr_scheduler, "scheduler", self.lr_scheduler),
             "rng": Rng(self.args.seed, self.exchange.group),
         }
+        if self.accelerator.scaler is not None:
+            state["scaler"] = self.accelerator.scaler
         before = self.state.global_step
         self._loop = StepLoop(state, self.exchange.group, vote=False, start=before, initial_state="lowest")
         self._begun = self._begin()
@@ -279,7 +284,6 @@ def _check(trainer: Any) -> None:
     """Refuse what would go past the step loop."""
     args = trainer.args
     refused = {
-        "fp16": args.fp16 and "a loss scaler has a state that replicas would have to share; bf16 needs none",
         "auto_find_batch_size": args.auto_find_batch_size and "replicas would find different sizes",
         "fsdp": args.fsdp and "a replica of one rank has nothing to shard; see docs/training.md for HSDP",
         "deepspeed": args.deepspeed and "its optimizer is not torch's",

@@ -74,7 +74,6 @@ def place_of(seen: Status) -> JobPlace:
         replicas=tuple(
             ReplicaPlace(
                 replica=replica.replica,
-                state=replica.state,
                 member=replica.member,
                 host=replica.host,
                 pids={int(rank): pid for rank, pid in replica.pids.items()},
@@ -97,9 +96,11 @@ def place_of(seen: Status) -> JobPlace:
 def stands_still(event: Mapping[str, Any]) -> bool:
     """Whether an event says that something stands still: an op, or a network; or that members have made different
     calls."""
-    if event["kind"] == "suspect":
-        return str(event.get("reason", "")).startswith(SILENT)
-    return cause_of(event) in ("stall", "mismatch")
+    return _is_silence(event) or cause_of(event) in ("stall", "mismatch")
+
+
+def _is_silence(event: Mapping[str, Any]) -> bool:
+    return event["kind"] == "suspect" and str(event.get("reason", "")).startswith(SILENT)
 
 
 def _is_due(found: Diagnosis) -> bool:
@@ -127,7 +128,7 @@ class StallDiagnosis:
         """Note that a rank has reported that something stands still, or has failed as a stall would."""
         now = time.monotonic()
         self._suspicions = [known for known in self._suspicions if now - known.at < AGAIN]
-        if event["kind"] == "suspect":
+        if _is_silence(event):
             self._suspicions.append(Suspicion(event["by"], event["replica"], now))
         self._looks = LOOKS
         if self._task is None or self._task.done():

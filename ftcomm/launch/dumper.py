@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ftcomm.errors import MismatchError
+from ftcomm.process.script_end import says_failed_with
 from ftcomm.recorder.dump import DumpError
 
 DELAY = 1.0  # s between what has gone wrong and its dump: the recovery comes first
@@ -21,13 +23,22 @@ EVERY = 60.0  # s between two dumps for the same cause
 LONGEST = 120.0  # s for a dump
 PATIENCE = 10.0  # s for a dump that is under way when the job ends
 
-_OF_EVENTS = {"stalled": "stall", "divergence": "divergence", "step_failed": "mismatch"}
+_OF_EVENTS = {
+    "stalled": "stall",
+    "divergence": "divergence",
+    "step_failed": "mismatch",
+    # A replica whose script fails is lost, and with all of them the job is, before the first process has ended.
+    "suspect": "mismatch",
+    "failed": "crash",
+}
 
 
 def cause_of(event: Mapping[str, Any]) -> str:
     """Returns the cause for which an event is dumped; empty if it is none."""
     kind = event["kind"]
-    if kind == "step_failed" and not str(event.get("error", "")).startswith("MismatchError"):
+    if kind == "step_failed" and not event.get("mismatch"):
+        return ""
+    if kind == "suspect" and not says_failed_with(str(event.get("reason", "")), MismatchError):
         return ""
     return _OF_EVENTS.get(kind, "")
 

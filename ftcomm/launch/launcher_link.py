@@ -33,6 +33,7 @@ class LauncherLink:
         self._place, self._on_word, self._on_change, self._tell = place, on_word, on_change, tell
         self.begun: BeginJob | None = None
         self.why = "it has not been tried yet"  # there is no connection
+        self._turned_away = False  # host 0 has said why it ends this connection
         self._link = Link(
             address,
             credentials,
@@ -60,6 +61,7 @@ class LauncherLink:
 
     def _received(self, word: AnyWord) -> None:
         if isinstance(word, TurnedAway):
+            self._turned_away = True
             self._say(word.reason)
         elif isinstance(word, BeginJob):
             if self.begun is not None and word.job != self.begun.job:
@@ -72,10 +74,9 @@ class LauncherLink:
             self._on_word(word)
 
     def _down(self, error: Exception) -> None:
-        if self.why != "" and isinstance(error, ConnectionError) and str(error) == "its connection closed":
-            pass  # after `TurnedAway`, which has said why
-        else:
+        if not self._turned_away:
             self._say(str(error) or repr(error))
+        self._turned_away = False
         loop = asyncio.get_running_loop()
         if self.begun is not None and (reason := self._refusals.proof(error, loop.time())):
             self._lose(reason)

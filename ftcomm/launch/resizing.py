@@ -9,9 +9,10 @@ from ftcomm.errors import FtcommError
 from ftcomm.launch.admin import protocol
 from ftcomm.launch.admin.client import AdminClient
 from ftcomm.launch.event_text import replicas
+from ftcomm.launch.policy import State
+from ftcomm.launch.rolling_restart import LOOK
 
-LOOK = 0.1  # s between looks at the job
-_OVER = ("finished", "left", "failed", "stopped")  # values of `policy.State`
+_OVER = frozenset(state.value for state in State if state.over)
 
 
 def who_leaves(status: protocol.Status, count: int) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ftcomm.process.script_end import EXITED, FAILED
+
 
 class Kind(enum.Enum):
     """The causes that are told apart."""
@@ -70,7 +72,7 @@ _GPU = (
 )
 _GPU_PATTERNS = tuple((re.compile(pattern, re.IGNORECASE), name, part) for pattern, name, part in _GPU)
 _ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
-_SCRIPT = re.compile(r"its script failed with (\w+)|its script exited with code (\d+)|exited with code (\d+)")
+_SCRIPT = re.compile(rf"{FAILED}(\w+)|{EXITED}(\d+)|exited with code (\d+)")
 _KILLED = re.compile(r"was killed by (\w+)")
 _DETAIL = 200  # characters
 

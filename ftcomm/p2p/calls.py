@@ -14,6 +14,7 @@ import numpy as np
 
 from ftcomm.arrays.flat import Flat, to_read, to_write
 from ftcomm.control.sealed import Connection
+from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.control.views import View
 from ftcomm.errors import ArgumentError, CollectiveTimeout, fresh
 from ftcomm.p2p.progress import ProgressEngine
@@ -21,7 +22,7 @@ from ftcomm.p2p.protocol import EAGER, MessageRequest, RecvRequest, SendRequest
 from ftcomm.p2p.slots import DeviceMemory, Slots
 from ftcomm.process.own import looked, own_process
 from ftcomm.recorder.layout import PhaseKind
-from ftcomm.recorder.waits import LOOK, PhaseWait
+from ftcomm.recorder.waits import PhaseWait
 from ftcomm.transport.router import Incoming
 
 
@@ -76,16 +77,16 @@ class MessageWork:
     def _come(self, timeout: float | None) -> bool:
         """Wait for the end of the message for `timeout` seconds at most, and record that; whether it has come."""
         message = self._message
-        if message.ended.wait(LOOK if timeout is None else min(LOOK, timeout)):
+        if message.ended.wait(AWAITED_EVERY if timeout is None else min(AWAITED_EVERY, timeout)):
             return True
-        end = None if timeout is None else time.monotonic() + timeout - LOOK
+        end = None if timeout is None else time.monotonic() + timeout - AWAITED_EVERY
         kind = PhaseKind.RECV if isinstance(message, RecvRequest) else PhaseKind.SEND
         with PhaseWait(kind, number=message.tag, note=self._group) as wait:
             while True:
                 now = time.monotonic()
                 until = message.deadline if end is None else min(end, message.deadline)
                 wait.look([(peer, None) for peer in self._peers], max(0.0, until - now))
-                part = LOOK if end is None else min(LOOK, end - now)
+                part = AWAITED_EVERY if end is None else min(AWAITED_EVERY, end - now)
                 if part <= 0 or message.ended.wait(part):
                     return message.ended.is_set()
 
@@ -142,8 +143,8 @@ class Messages:
     """`send` and `recv` of a group. Every rank is a position in `roster`. Thread-safe."""
 
     roster: tuple[int, ...]  # the members' numbers in rank order; changes only at step boundaries
+    name: str = ""  # of the group, also in recordings
     _me: int  # the number of this member
-    _recorded_as = ""  # the name of the group in recordings
     _p2p: ProgressEngine
 
     @property
@@ -193,7 +194,7 @@ class Messages:
         flat = to_read(x) if place is None else None
         message = SendRequest(target, *self._outline(flat, tag, timeout, place))
         self._p2p.send(message)
-        sending = MessageWork(message, None, None, self.roster, self._recorded_as, (target,))
+        sending = MessageWork(message, None, None, self.roster, self.name, (target,))
         return sending if async_op else sending.wait()
 
     def recv(
@@ -221,7 +222,7 @@ class Messages:
         finish = flat.finish if flat is not None else self._landing(message, x)
         self._p2p.receive(message)
         peers = [other for other in self.roster if other != self._me] if source is None else [source]
-        receiving = MessageWork(message, x, finish, self.roster, self._recorded_as, peers)
+        receiving = MessageWork(message, x, finish, self.roster, self.name, peers)
         return receiving if async_op else receiving.wait()
 
     def _place(self, x: Any, copy_engine: bool) -> DeviceMemory | None:

@@ -31,6 +31,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ftcomm.errors import TooLateError
+from ftcomm.process.script_end import EXITED, failed_with
 
 _UNTOLD = object()
 _status: object = _UNTOLD  # that the main thread exits with, if known; of an exit that was caught, until the next step
@@ -120,12 +121,12 @@ def failure() -> str:
     """Why the script, which is ending now, has not ended well; empty if it has, as far as this can be known."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        return f"its script failed with {type(error).__name__}"
+        return failed_with(error)
     code = 0 if _status is None else int(_status) if isinstance(_status, int) else 1  # as Python makes it
     if _outermost is None or not code or _last_instruction(_outermost).startswith("RETURN_"):
         return ""
     if _status is not _UNTOLD:
-        return f"its script exited with code {code}"
+        return f"{EXITED}{code}"
     if _complete or "FTCOMM_RUN" in os.environ or not over():
         return ""
     return "its script raised SystemExit before the end of a step loop"

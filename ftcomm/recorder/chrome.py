@@ -21,7 +21,7 @@ def trace(recordings: Sequence[Recording]) -> dict[str, Any]:
     """Returns the trace, as what JSON can have."""
     clocks = offsets(recordings)
     start = min((r.began + clocks[r.boot].seconds for r in recordings), default=0.0)
-    events = [event for r in recordings for event in _rank(r, clocks[r.boot].seconds - start)]
+    events = [event for n, r in enumerate(recordings, 1) for event in _rank(n, r, clocks[r.boot].seconds - start)]
     return {
         "displayTimeUnit": "ms",
         "traceEvents": events,
@@ -32,9 +32,9 @@ def trace(recordings: Sequence[Recording]) -> dict[str, Any]:
     }
 
 
-def _rank(recording: Recording, offset: float) -> Iterator[dict[str, Any]]:
-    # Lives of one rank are processes of their own, side by side.
-    number = rank_of(recording) * 10_000_000 + recording.pid % 10_000_000
+def _rank(number: int, recording: Recording, offset: float) -> Iterator[dict[str, Any]]:
+    # Lives of one rank are processes of their own, side by side. Pids of several hosts may be alike, and Perfetto takes
+    # no number beyond 32 bits, so the processes are counted.
     name = f"replica {recording.replica} rank {recording.shard} ({recording.host}, pid {recording.pid})"
     yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": rank_of(recording)}}
@@ -93,7 +93,7 @@ def _of_phase(phase: RecordedPhase) -> dict[str, Any]:
 def _in_lines(
     spans: Iterable[tuple[float, float, dict[str, Any]]],
 ) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
-    """Yields spans with the lowest line that is free when each begins, or whose span it lies in."""
+    """Yields spans with the lowest line that is free when each begins."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []  # end, line
     lines = 0

@@ -12,7 +12,6 @@ settings, no environment and no data.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import pickle
@@ -90,9 +89,16 @@ def write(recordings: Path, run: str, cause: str) -> Path:
 
 
 def _fill(folder: Path, recordings: Path, cause: str) -> None:
+    no_files = []
     for path in sorted(recordings.glob(f"*{SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):  # it was replaced by that of a new life
-            _copy(path, folder / path.name)
+        try:
+            data = _taken(path)
+        except FileNotFoundError:
+            continue  # it was replaced by that of a new life
+        except OSError as error:
+            no_files.append(f"{path}: {error.strerror or error}")
+            continue
+        _put(data, folder / path.name)
     found, unread = read_all(folder)
     for rank, dump in torch_dumps(found).items():
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
@@ -102,16 +108,24 @@ def _fill(folder: Path, recordings: Path, cause: str) -> None:
         job=next((recording.job for recording in found), ""),
         ranks=list(newest(found)),
         dead=[Path(recording.path).name for recording in found if not lives(recording)],
-        unread=unread,
+        unread=no_files + unread,
         problems=[f"{Path(r.path).name}: {problem}" for r in found for problem in r.problems],
     )
     (folder / "dump.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, with holes where it is empty."""
-    with source.open("rb") as file:
-        data = file.read(MOST_BYTES)
+def _taken(source: Path) -> bytes:
+    """Returns the bytes of a file. Follows no link, and waits for no writer of a pipe. Raises `OSError`."""
+    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        size = min(os.fstat(fd).st_size, MOST_BYTES)
+        return os.pread(fd, size, 0) if size > 0 else b""
+    finally:
+        os.close(fd)
+
+
+def _put(data: bytes, target: Path) -> None:
+    """Write a file, with holes where it is empty."""
     with target.open("xb") as copy:
         for at in range(0, len(data), _PAGE):
             page = data[at : at + _PAGE]

@@ -39,6 +39,7 @@ import struct
 
 MAGIC = b"FTCOMMFR"
 VERSION = 1
+ALL = "*"  # the name of the group of all replicas
 
 HEADER = 4096
 # magic, version, bytes of a record, records, bytes of a group, groups, bytes of texts, the three offsets
@@ -85,7 +86,7 @@ class PhaseKind(enum.IntEnum):
     STEP = 2  # an attempt at a training step, from the boundary to its outcome
     BOUNDARY = 3
     VOTE = 4
-    PAUSE = 5  # too few replicas
+    PAUSE = 5  # too few replicas. The number says how many contribute as it begins, the note how many are needed
     VIEW = 6  # a change of view: from the stop to the entry. The number is the new epoch
     SNAPSHOT = 7  # the state is copied for a joiner
     FETCH = 8  # a joiner waits for the state

@@ -26,7 +26,8 @@ from ftcomm.recorder.layout import GroupKind, PhaseKind, RecordingEnd, Shape
 SUFFIX = ".recording"
 _ENDINGS, _GROUPS, _PHASES = ({int(x): x.name.lower() for x in kind} for kind in (RecordingEnd, GroupKind, PhaseKind))
 MANY = 100  # records among which there are ops, if there are any
-_MOST_TIME = 1e10  # s after a boot, which no time is behind
+MOST_MEMBERS = 4096  # of a group
+_MOST_TIME = 1e10  # s after a boot, or since 1970, which no time is behind
 
 
 class RecordingError(FtcommError):
@@ -224,7 +225,7 @@ class _Parser:
         return Recording(
             *(self._path, job, replica, shard, replicas, ranks, pid, started, host, boot),
             began=_time(began) or 0.0,
-            wall_offset=wall - began if math.isfinite(wall - began) else 0.0,
+            wall_offset=wall - began if abs(wall - began) < _MOST_TIME else 0.0,
             ending=_ENDINGS.get(ending, "none"),
             ended=_time(ended),
             lag=struct.unpack_from("<q", self._data, layout.LAG)[0],
@@ -405,13 +406,17 @@ class _Parser:
 
 
 def numbers(members: str) -> list[int]:
-    """Returns the replicas of a text as "0-3,7,5", in its order; none if it is no such text."""
+    """Returns the replicas of a text as "0-3,7,5", in its order; none if it is no such text, or names more than
+    `MOST_MEMBERS`."""
     found: list[int] = []
     for run in members.split(","):
         first, _, last = run.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or len(run) > 20:
             return []
-        found += range(int(first), min(int(last or first), int(first) + 4096) + 1)
+        begin, end = int(first), int(last or first)
+        if end - begin >= MOST_MEMBERS - len(found):
+            return []
+        found += range(begin, end + 1)
     return found
 
 

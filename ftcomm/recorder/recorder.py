@@ -30,12 +30,12 @@ from ftcomm.recorder.layout import (
     RETRIES,
     RETURNED,
     WAIT,
-    WAITED,
     GroupKind,
     PhaseKind,
     RecordingEnd,
     Shape,
 )
+from ftcomm.recorder.wait_records import WaitRecords
 
 _U32 = (1 << 32) - 1
 
@@ -188,12 +188,16 @@ class Recorder:
         note: str = "",
         caller: int = 0,
         began: float | None = None,
+        lasts: float | None = None,
     ) -> tuple[int, int]:
-        """Record that a phase begins, or has `began`; returns what `finish` needs. `caller` is the number of a text."""
+        """Record that a phase begins, or has `began`; returns what `finish` needs. `caller` is the number of a text.
+        After `lasts` seconds it gives up."""
         at, mark = next(self.next), next(self._phases)
         head = PHASE | phase << 8 | self.epoch << 32
         text, now = self.text(note), self.clock() if began is None else began
         BEGUN.pack_into(self.memory, at, mark, head, _signed(step), _signed(number), text, caller, now)
+        if lasts is not None:
+            self.times[(at >> 3) + layout.GIVES_UP] = now + lasts
         return at, mark
 
     def is_phase(self, begun: tuple[int, int]) -> bool:
@@ -233,9 +237,7 @@ class GroupRecorder:
         # Records that an op was called, at a time; and that it returns, at a time. All that each op needs is bound.
         self.called: Callable[[RecordedCall, float], None] = self._to_call(0)
         self.returned: Callable[[RecordedCall, float], None] = self._to_return()
-        # Waits of the op that is waited for: replica -> (its record, seconds before this wait, when this one began)
-        self._waits: dict[int, tuple[int, float, float]] = {}
-        self._waiting = -1  # the place of that op
+        self._waiting, self._waits = -1, WaitRecords()  # the place of the op that is waited for, and its waits
 
     # -- each op -------------------------------------------------------------------------------------------------------
 
@@ -281,25 +283,12 @@ class GroupRecorder:
         """Record that `op` has waited for `replicas` from `since` to `now`. Called every few milliseconds of a wait;
         the time of a replica adds up over the waits of an op."""
         if self._waiting != op.place:
-            self._waiting, self._waits = op.place, {}
+            self._waiting, self._waits = op.place, WaitRecords()
         for replica in replicas:
-            record, before, began = self._waits.get(replica, (0, 0.0, since))
-            if began != since:  # another wait
-                before, began = before + self._seconds(op, record), since
-            if not record or not self._is(op, record):
-                record = next(self._next)
-                WAITED.pack_into(self._memory, record, op.place, self._head(WAIT), replica & _U32, 0, before, since)
-            self._waits[replica] = record, before, began
-            self._times[(record >> 3) + layout.SECONDS] = before + now - since
+            self._waits.write(self.recorder, (replica, None), op.place, self._head(WAIT), since, now)
 
     def _head(self, kind: int) -> int:
         return kind | self.number << 16 | self._epoch << 32
-
-    def _is(self, op: RecordedCall, record: int) -> bool:
-        return bool(self._words[record >> 3] == op.place and self._memory[record + 8] == WAIT)
-
-    def _seconds(self, op: RecordedCall, record: int) -> float:
-        return float(self._times[(record >> 3) + layout.SECONDS]) if record and self._is(op, record) else 0.0
 
     # -- views ---------------------------------------------------------------------------------------------------------
 

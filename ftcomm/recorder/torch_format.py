@@ -52,12 +52,14 @@ def _members(ranks: Mapping[int, Recording]) -> dict[_Key, tuple[int, ...]]:
     """Returns the ranks of each group, by its newest view, of which there are recordings."""
     found: dict[_Key, tuple[int, tuple[int, ...]]] = {}
     for rank, recording in ranks.items():
-        width = max(1, recording.ranks_per_replica)
+        width, epochs = max(1, recording.ranks_per_replica), dict[str, int]()
+        for op in recording.ops:
+            epochs[op.group] = max(op.last_epoch, epochs.get(op.group, 0))
         for group in recording.groups:
             if group.closed is not None or group.kind == "static":
                 continue
             key = group.name, recording.shard
-            epoch = max((op.last_epoch for op in recording.ops if op.group == group.name), default=0)
+            epoch = epochs.get(group.name, 0)
             told = tuple(replica * width + recording.shard for replica in sorted(numbers(group.members)))
             if rank in told and epoch >= found.get(key, (0, ()))[0]:
                 found[key] = epoch, tuple(other for other in told if other in ranks)

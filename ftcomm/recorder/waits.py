@@ -1,7 +1,7 @@
 """Records for whom a rank waits outside of ops: at a step boundary, for the other ranks of its replica, for a message.
 
-Who waits looks every `LOOK` seconds anyway, and says then who has not come. A wait of two looks is a phase of the
-recording, with a record for each rank that is waited for, as ops have them. A shorter one leaves no trace.
+A thread that waits looks every `AWAITED_EVERY` seconds, and says then who has not come. A wait of two looks is a phase
+of the recording, with a record for each rank that is waited for, as ops have them. A shorter one leaves no trace.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from collections.abc import Callable, Iterable
 
 from ftcomm.recorder import callers, layout
 from ftcomm.recorder.files import process_recorder
-from ftcomm.recorder.layout import PHASES, WAIT, WAITED, PhaseKind
+from ftcomm.recorder.layout import PHASES, WAIT, PhaseKind
 from ftcomm.recorder.recorder import Recorder
-
-LOOK = 0.05  # s between two looks
-
-# A rank that is waited for, as (replica, rank in it). Without the latter it is the rank with the same index as this
-# one or, in a static group, the member with that number.
-Awaited = tuple[int, int | None]
+from ftcomm.recorder.wait_records import Awaited, WaitRecords
 
 
 class PhaseWait:
@@ -36,7 +31,7 @@ class PhaseWait:
         self._since: float | None = None  # when this wait began
         self._began = 0.0  # as its record says
         self._begun: tuple[int, int] | None = None
-        self._waits: dict[Awaited, tuple[int, float]] = {}  # their records, and when each wait began
+        self._waits = WaitRecords()
 
     def __enter__(self) -> PhaseWait:
         return self
@@ -62,11 +57,7 @@ class PhaseWait:
             )
         at, mark = self._begun
         recorder.times[(at >> 3) + layout.GIVES_UP] = now + left
+        head = WAIT | PHASES << 16 | recorder.epoch << 32
         for rank in ranks:
-            record, since = self._waits.get(rank, (0, self._since if first else now))
-            if not record or recorder.words[record >> 3] != mark or recorder.memory[record + 8] != WAIT:
-                record, (replica, index) = next(recorder.next), rank
-                head, which = WAIT | PHASES << 16 | recorder.epoch << 32, 0 if index is None else index + 1
-                WAITED.pack_into(recorder.memory, record, mark, head, replica, which, 0.0, max(since, self._began))
-            self._waits[rank] = record, since
-            recorder.times[(record >> 3) + layout.SECONDS] = now - since
+            since = self._waits.began(rank, self._since if first else now)
+            self._waits.write(recorder, rank, mark, head, since, now, not_before=self._began)

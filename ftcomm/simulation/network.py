@@ -31,8 +31,6 @@ from ftcomm.simulation.world import Process, World
 _FIN = object()
 _MANY = 100  # acknowledgements that are kept before somebody looks at them
 
-Accept = Callable[["SimulatedConnection"], bool]
-
 
 @dataclasses.dataclass(frozen=True)
 class Weather:

@@ -113,7 +113,7 @@ class StaticGroup(Calls):
         self.roster = tuple(range(len(infos)))
         self.op_timeout = op_timeout
         self._infos = tuple(infos)
-        self.name = self._recorded_as = name
+        self.name = name
         self._me = me
         self._lock = threading.Lock()  # never held across a wait
         self._happened = threading.Condition(self._lock)

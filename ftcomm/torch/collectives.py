@@ -99,9 +99,9 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
         self._expect(len(pieces), "reduce_scatter", "inputs")
         if equal_sizes(pieces):
-            fit("reduce_scatter", "input", pieces, out.numel(), out.dtype)
+            fit(self.rank(), "reduce_scatter", "input", pieces, out.numel(), out.dtype)
             return self._reduce_scatter([out], [joined(pieces)], opts, "reduce_scatter")
-        fit("reduce_scatter", "input for this rank,", [pieces[self.rank()]], out.numel(), out.dtype)
+        fit(self.rank(), "reduce_scatter", "input for this rank,", [pieces[self.rank()]], out.numel(), out.dtype)
         op, factor = reduction(opts.reduceOp)
         copies = [piece.clone() if factor is None else piece * factor for piece in pieces]
         parts: list[WorkPart] = []
@@ -128,7 +128,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, name: str) -> FtWork:
         op, factor = reduction(opts.reduceOp)
         for out, x in zip(outputs, inputs, strict=True):
-            fit(name, "input", [x], out.numel() * self.size(), out.dtype)
+            fit(self.rank(), name, "input", [x], out.numel() * self.size(), out.dtype)
         parts: list[WorkPart] = []
         for out, x in zip(outputs, inputs, strict=True):
             y = x if factor is None else x * factor
@@ -170,7 +170,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         for x, pieces in zip(inputs, lists, strict=True):
             self._expect(len(pieces), "all_gather", "outputs")
             alike = equal_sizes(pieces)
-            fit("all_gather", "output", pieces if alike else [pieces[self.rank()]], x.numel(), x.dtype)
+            fit(self.rank(), "all_gather", "output", pieces if alike else [pieces[self.rank()]], x.numel(), x.dtype)
         for x, pieces in zip(inputs, lists, strict=True):
             if equal_sizes(pieces):
                 flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
@@ -199,7 +199,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
     ) -> FtWork:
         opts = _options(opts, c10d.AllgatherOptions)
         for out, x in zip(outputs, inputs, strict=True):
-            fit("all_gather_single", "output", [out], x.numel() * self.size(), x.dtype)
+            fit(self.rank(), "all_gather_single", "output", [out], x.numel() * self.size(), x.dtype)
         parts: list[WorkPart] = []
         for out, x in zip(outputs, inputs, strict=True):
             parts += self._call(opts, len(inputs) == 1, "allgather", out, x)
@@ -221,7 +221,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
             return self._work("gather", self._call(opts, True, "gather", None, x, opts.rootRank), [], opts)
         pieces: list[torch.Tensor] = list(outputs if isinstance(inputs, torch.Tensor) else outputs[0])
         self._expect(len(pieces), "gather", "outputs")
-        fit("gather", "output", pieces, x.numel(), x.dtype)
+        fit(self.rank(), "gather", "output", pieces, x.numel(), x.dtype)
         flat = torch.empty(len(pieces) * x.numel(), dtype=x.dtype, device=x.device)
         parts = self._call(opts, True, "gather", flat, x, opts.rootRank)
         return self._work("gather", parts, pieces, opts, lambda: spread(flat, pieces))
@@ -232,7 +232,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         opts = _rooted(opts, c10d.GatherOptions, 0, timeout)
         root = self.rank() == opts.rootRank
         if root:
-            fit("gather_single", "output", [out], x.numel() * self.size(), x.dtype)
+            fit(self.rank(), "gather_single", "output", [out], x.numel() * self.size(), x.dtype)
         parts = self._call(opts, True, "gather", out if root else None, x, opts.rootRank)
         return self._work("gather_single", parts, [out] if root else [], opts)
 
@@ -252,7 +252,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         if self.rank() == opts.rootRank:
             pieces: Sequence[torch.Tensor] = inputs if isinstance(outputs, torch.Tensor) else inputs[0]
             self._expect(len(pieces), "scatter", "inputs")
-            fit("scatter", "input", pieces, out.numel(), out.dtype)
+            fit(self.rank(), "scatter", "input", pieces, out.numel(), out.dtype)
             flat = joined(pieces)
         return self._work("scatter", self._call(opts, True, "scatter", out, flat, opts.rootRank), [out], opts)
 
@@ -266,7 +266,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         timeout: timedelta | None = None,
     ) -> FtWork:
         opts = _options(opts, c10d.AllToAllOptions, timeout)
-        fit("all_to_all_single", "output", [out], out.numel(), x.dtype)
+        fit(self.rank(), "all_to_all_single", "output", [out], out.numel(), x.dtype)
         counts = [_counts(y, splits, self.size()) for y, splits in ((out, out_splits), (x, in_splits))]
         even = not out_splits and not in_splits
         parts = self._call(opts, True, "alltoall", out, x, *([None, None] if even else counts))
@@ -285,7 +285,7 @@ class Collectives(dist.ProcessGroup):  # type: ignore[misc]
         self._expect(len(outputs), "all_to_all", "outputs")
         self._expect(len(inputs), "all_to_all", "inputs")
         for y in (*outputs, *inputs):
-            fit("all_to_all", "tensor", [y], y.numel(), inputs[0].dtype)
+            fit(self.rank(), "all_to_all", "tensor", [y], y.numel(), inputs[0].dtype)
         x = joined(inputs)
         out_counts, in_counts = [y.numel() for y in outputs], [y.numel() for y in inputs]
         out = torch.empty(sum(out_counts), dtype=x.dtype, device=x.device)

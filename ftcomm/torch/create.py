@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import ftcomm.group
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError, SettingsError
 from ftcomm.settings import timeouts
 from ftcomm.static.group import StaticGroup
@@ -36,6 +38,8 @@ from ftcomm.torch.grid import Grid
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.reconfigure import ReconfigurableGroup
 from ftcomm.torch.replicas import Replicas
+
+log = logging.getLogger("ftcomm")
 
 _meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of jobs behind a dimension of a mesh
 
@@ -96,6 +100,7 @@ def _beneath(
     if first:
         _meshes.add(group)
     if first or dimension is Dimension.ACROSS or (shards == 1 and not ranks):
+        _warn_if_short(timeout, group.settings.timeouts)
         return Replicas(group), functools.partial(_meshes.discard, group)
     members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
     replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})
@@ -104,6 +109,7 @@ def _beneath(
     if in_one or members != product:
         static = StaticGroup.in_job(group, name, members, op_timeout=timeout)
         return static, static.close
+    _warn_if_short(timeout, group.settings.timeouts)
     everybody = tuple(replicas) == group.roster
     # All possible replicas: one that is away now is in it again when it comes back.
     across = group.subgroup(name, range(group.replicas) if everybody else replicas)
@@ -137,4 +143,16 @@ def _check(timeout: float) -> None:
             f"timeout={timeout:g} s of a process group whose job takes {heartbeat:g} s to give up a silent replica: "
             "its calls would fail before. Raise it, as in dist.init_process_group(timeout=...), or lower "
             "FTCOMM_HEARTBEAT_TIMEOUT."
+        )
+
+
+@functools.cache  # once for all groups that have the same
+def _warn_if_short(timeout: float, of_job: Timeouts) -> None:
+    """Warn of a timeout after which a call fails while the job may still wait for a replica that stands still."""
+    if timeout < of_job.replaced:
+        log.warning(
+            "timeout=%g s of a process group, whose job may take %g s to remove a replica that stands still "
+            "(FTCOMM_OP_TIMEOUT=%g): calls that wait for it may fail before. Raise the timeout above that, as in "
+            "dist.init_process_group(timeout=...), or lower FTCOMM_OP_TIMEOUT.",
+            *(timeout, of_job.replaced, of_job.op),
         )

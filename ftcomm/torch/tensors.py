@@ -65,12 +65,14 @@ def spread(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         start += x.numel()
 
 
-def fit(call: str, what: str, tensors: Iterable[torch.Tensor], count: int, dtype: torch.dtype) -> None:
+def fit(rank: int, call: str, what: str, tensors: Iterable[torch.Tensor], count: int, dtype: torch.dtype) -> None:
     """Refuse tensors without `count` elements of `dtype`, before anything is exchanged: they would get elements of
-    their neighbours, or converted ones. Raises `ArgumentError`."""
+    their neighbours, or converted ones. Shapes may differ, as with NCCL; gloo refuses them. Raises `ArgumentError`."""
     for place, x in enumerate(tensors):
         if x.numel() != count or x.dtype != dtype:
-            raise ArgumentError(f"{call}: {what} {place} has {x.numel()} x {x.dtype}; expected {count} x {dtype}.")
+            raise ArgumentError(
+                f"rank {rank}: {call}: {what} {place} has {x.numel()} x {x.dtype}; expected {count} x {dtype}."
+            )
 
 
 def equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:

@@ -1,9 +1,15 @@
-"""Exchanges a few bytes between the ranks of one replica: all send theirs to rank 0, which answers with what follows
-from all of them, in as many bytes.
+"""Exchanges a few bytes between the ranks of one replica, in a tree (`rank_tree.py`).
+
+    up      each rank sends one row to its parent: what follows from its own and from those of its children
+    down    rank 0 has what follows from all, and it goes back the same way, in as many bytes
+
+So a rank sends and receives a row for each of its connections, which are some 60 at most, and all ranks together move
+two rows for each rank.
 
 It uses the authenticated connections that the ranks can make to each other anyway. They live and die together: if one
-is gone, so is the replica, and an error raised here ends this rank, too. Another rank may wait at a boundary, or in an
-op, until the job has removed others one after the other, so a wait begins anew with each view.
+is gone, so is the replica, and an error raised here ends this rank, too. It closes its connections at once, so that the
+ranks above and below it hear of that, whatever they wait for. Another rank may wait at a boundary, or in an op, until
+the job has removed others one after the other, so a wait begins anew with each view.
 """
 
 from __future__ import annotations
@@ -20,9 +26,11 @@ from ftcomm.control import handshake
 from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection
+from ftcomm.control.timeouts import AWAITED_EVERY
 from ftcomm.errors import CollectiveTimeout, TransportError
 from ftcomm.recorder.layout import PhaseKind
-from ftcomm.recorder.waits import LOOK, PhaseWait
+from ftcomm.recorder.waits import PhaseWait
+from ftcomm.training.rank_tree import place
 
 if TYPE_CHECKING:
     from ftcomm.group import Group
@@ -32,7 +40,7 @@ _HEAD = 32  # bytes of a frame beside its row, at most
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """The row of a rank in exchange `number`, or what follows from those of all. Exchange 0 says that rank 0 serves."""
+    """What follows from some rows in exchange `number`, or from all. Exchange 0 says that a parent serves."""
 
     number: int
     row: bytes
@@ -46,7 +54,7 @@ class IntraReplicaExchange:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._ranks = group.shards
+        self._parent, self._children = place(group.shard, group.shards)
         self._patience = group.settings.timeouts.give_up
         group.internals.intra_replica_exchanges += 1
         self._which = group.internals.intra_replica_exchanges  # the ranks make them in the same order
@@ -54,24 +62,36 @@ class IntraReplicaExchange:
         self._came = threading.Condition()
         self._sockets: dict[int, Connection] = {}
         self._looks: PhaseWait
-        if group.shard == 0:
+        if self._children:
             group.internals.serve("inside", self._serve)
 
     def exchange(self, row: bytes, fold: Callable[[list[bytes]], bytes]) -> bytes:
-        """Returns what `fold` makes of the rows of all ranks, in order, all as long as `row`, as is the result. Rank 0
-        alone calls it. Blocks until all ranks have called this. Raises `TransportError` if one is gone or sends
-        something else, `CollectiveTimeout` if one does not come."""
+        """Returns what `fold` makes of the rows of all ranks. It makes one of several, which are in the order of the
+        ranks and all as long as `row`, as is the result, and is associative: some rows may have come out of it. Blocks
+        until all ranks have called this. Raises `TransportError` if one is gone or sends something else,
+        `CollectiveTimeout` if one does not come."""
         self._number += 1
         patience = self._wait()
         try:
             with PhaseWait(PhaseKind.MEET, number=self._number) as self._looks:
-                return self._collect(row, fold, patience) if self._group.shard == 0 else self._ask(row, patience)
+                below = self._below(patience)
+                rows = [row, *(self._receive(sock, rank, len(row), patience) for rank, sock in below)]
+                answer = fold(rows) if below else row
+                if self._parent is not None:
+                    above = self._above(self._parent, patience)
+                    self._send(above, answer)
+                    answer = self._receive(above, self._parent, len(row), patience)
+                for _, sock in below:
+                    self._send(sock, answer)
+                return answer
         except TimeoutError:
+            self.close()
             raise CollectiveTimeout(
                 f"{self._who()}: the other ranks of this replica did not come within {self._patience:g} s; "
                 "all ranks of a replica must make the same calls, and do the same steps."
             ) from None
         except OSError as error:
+            self.close()
             raise TransportError(f"{self._who()}: another rank of this replica is gone: {error}") from None
 
     def close(self) -> None:
@@ -84,47 +104,48 @@ class IntraReplicaExchange:
         router = self._group.internals.router
         return Patience(self._patience, time.monotonic, lambda: router.changes, lambda: router.excused)
 
-    def _collect(self, row: bytes, fold: Callable[[list[bytes]], bytes], patience: Patience) -> bytes:
+    def _below(self, patience: Patience) -> list[tuple[int, Connection]]:
+        """Returns the children with their connections, in order. Blocks until all have come."""
         with self._came:
-            while absent := [rank for rank in range(1, self._ranks) if rank not in self._sockets]:
+            while absent := [rank for rank in self._children if rank not in self._sockets]:
                 if not self._goes_on(patience, absent):
                     raise TimeoutError
-                self._came.wait(LOOK)
-        others = ((self._sockets[rank], rank) for rank in range(1, self._ranks))
-        rows = [row, *(self._receive(sock, rank, len(row), self._number, patience) for sock, rank in others)]
-        answer = fold(rows)
-        for sock in self._sockets.values():
-            self._send(sock, answer)
-        return answer
+                self._came.wait(AWAITED_EVERY)
+            return [(rank, self._sockets[rank]) for rank in self._children]
 
-    def _ask(self, row: bytes, patience: Patience) -> bytes:
-        if not self._sockets:
-            self._sockets[0] = self._open(patience)
-        self._send(self._sockets[0], row)
-        return self._receive(self._sockets[0], 0, len(row), self._number, patience)
+    def _above(self, parent: int, patience: Patience) -> Connection:
+        """Returns the connection to the parent."""
+        sock = self._sockets.get(parent)
+        if sock is None:
+            sock = self._open(parent, patience)
+            with self._came:
+                self._sockets[parent] = sock
+        return sock
 
-    def _open(self, patience: Patience) -> Connection:
-        """Connect to rank 0, which closes the connection as long as its script has not come to the loop."""
+    def _open(self, parent: int, patience: Patience) -> Connection:
+        """Connect to the parent, which closes the connection as long as its script has not come to the loop."""
         while True:
             sock = None
             try:
-                sock = self._dial()
-                self._receive(sock, 0, 0, 0, patience)
+                sock = self._dial(parent)
+                self._receive(sock, parent, 0, patience, 0)
                 return sock
             except OSError:
                 if sock is not None:
                     sock.close()
-                if not self._goes_on(patience, [0]):
+                if not self._goes_on(patience, [parent]):
                     raise
             time.sleep(RETRY)
 
-    def _dial(self) -> Connection:
+    def _dial(self, parent: int) -> Connection:
         group = self._group
         fields: handshake.Fields = {"shard": group.shard, "which": self._which}
-        return group.internals.dial_rank(group.replica, 0, "inside", fields, self._patience)
+        return group.internals.dial_rank(group.replica, parent, "inside", fields, self._patience)
 
     def _serve(self, sock: Connection, fields: Mapping[str, Any]) -> None:
-        shard = handshake.number(fields, "shard", least=1, most=self._ranks - 1)
+        shard = handshake.number(fields, "shard", least=self._children[0], most=self._children[-1])
+        if shard not in self._children:
+            raise handshake.BadFields(f"rank {shard} is no child of rank {self._group.shard} of this replica")
         if handshake.number(fields, "which") != self._which:  # the caller is in its next loop already, and calls again
             sock.close()
             return
@@ -148,9 +169,14 @@ class IntraReplicaExchange:
         self._looks.look([(self._group.replica, rank) for rank in absent], left)
         return left > 0
 
-    def _receive(self, sock: Connection, rank: int, expected: int, number: int, patience: Patience) -> bytes:
+    def _receive(
+        self, sock: Connection, rank: int, expected: int, patience: Patience, number: int | None = None
+    ) -> bytes:
+        """Returns a row of `expected` bytes in exchange `number`, or else in this one."""
+        number = self._number if number is None else number
         try:
-            said = _FRAMES.read(receive_while(sock, lambda: self._goes_on(patience, [rank]), LOOK), expected + _HEAD)
+            data = receive_while(sock, lambda: self._goes_on(patience, [rank]), AWAITED_EVERY)
+            said = _FRAMES.read(data, expected + _HEAD)
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{error}; all ranks must run the same script") from None
         if said.number != number:

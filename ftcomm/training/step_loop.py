@@ -222,7 +222,13 @@ class StepLoop:
                 return self._enter()
             if paused_since is None:
                 paused_since = time.monotonic()
-                pause = self._recorder.begin(PhaseKind.PAUSE, step=self.step, number=len(self._present))
+                pause = self._recorder.begin(
+                    PhaseKind.PAUSE,
+                    step=self.step,
+                    number=len(self._present),
+                    note=f"{self._min} needed",
+                    lasts=self._pause_timeout,
+                )
                 self._say("training_pauses", step=self.step, contributing=len(self._present), least=self._min)
             self._watch.lap("boundary")
             self._vote_in_pause(paused_since)
@@ -278,7 +284,8 @@ class StepLoop:
             raise error
         if self._failed is None:
             self._failed = error
-            self._report("step_failed", step=self.step, error=f"{type(error).__name__}: {error}"[:200])
+            said, mismatch = f"{type(error).__name__}: {error}"[:200], isinstance(error, MismatchError)
+            self._report("step_failed", step=self.step, error=said, mismatch=mismatch)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

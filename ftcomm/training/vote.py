@@ -1,7 +1,7 @@
 """The vote at the end of a step, on whether all ranks of all replicas have finished it without an error of their own.
 
     rank i of every replica     one small all-reduce, with a byte for each replica: its verdict, or 0 if it is absent
-    ranks of one replica        rank 0 hears the results of all, and tells them what follows (intra_replica.py)
+    ranks of one replica        rank 0 hears what all know, and tells them what follows (intra_replica.py)
 
 In this order all decide alike, whichever process dies meanwhile: the result of an all-reduce is the same on all members
 of its group, so all replicas come to the second part with the same rows. The other order would not do.

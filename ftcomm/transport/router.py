@@ -23,7 +23,6 @@ from ftcomm.errors import ArgumentError, TransportError
 Handler = Callable[[Channel, handshake.Fields], None]
 
 PURPOSE = "communicator"  # every connection between members of a communicator has this purpose
-ALL = "*"  # the name of the group of all
 LINK = "link"  # the first connection of a static group; it may come before the group
 ASK = "ask"  # the first connection of a subgroup, which follows the views of a job
 ENTERED = "entered"  # the same, from a member that runs in a view

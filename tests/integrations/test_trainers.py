@@ -17,6 +17,7 @@ from tests.deadlines import DEADLINE
 KILLED = Path(__file__).with_name("killed.py")
 TRACKED = Path(__file__).with_name("tracked.py")
 SCALED = Path(__file__).with_name("scaled.py")
+SCALED_ACCELERATE = Path(__file__).with_name("scaled_accelerate.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AFTER = 12  # steps between two kills, and before the end
 pytestmark = pytest.mark.slow
@@ -102,17 +103,24 @@ class Running:
                 found[replica] = int(match[1]), match[2]
         return found
 
+    def one_scale(self) -> None:
+        """Check that both have scaled the loss alike to the end."""
+        scales = [line for _, line in self.lines if line.startswith("scale ")]
+        assert len(scales) == 2, self.lines
+        assert len(set(scales)) == 1, "replicas scale the loss differently"
+
 
 @pytest.mark.shows("ftcomm run", "Hugging Face Trainer", "RSJE")
 def test_transformers(preforked: None, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
     args = ("--steps", "100000", "--width", "32", "--samples", "400", "--output", str(out))
-    example = Running(tmp_path, "train_transformers", *args)
+    example = Running(tmp_path, "train_transformers", *args, by=(str(SCALED_ACCELERATE),))
     assert example.run() == run.DRAINED, (example.said, example.lines)
     ends = example.ends()
     assert set(ends) == {0, 1}, example.lines
     assert ends[0] == ends[1], "replicas differ"
+    example.one_scale()
     last = ends[0][0]
     assert (out / f"checkpoint-{last}" / "trainer_state.json").exists(), "drained without a checkpoint"
 
@@ -127,9 +135,7 @@ def test_lightning(preforked: None, tmp_path: Path) -> None:
     ends = example.ends()
     assert set(ends) == {0, 1}, example.lines
     assert ends[0] == ends[1], "replicas differ"
-    scales = [line for _, line in example.lines if line.startswith("scale ")]
-    assert len(scales) == 2, example.lines
-    assert len(set(scales)) == 1, "replicas scale the loss differently"
+    example.one_scale()
     assert list(out.rglob("*.ckpt")), "no checkpoint at the end of an epoch"
 
 
@@ -152,17 +158,20 @@ def test_accelerate(preforked: None, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NOTES", str(tmp_path))
     out = tmp_path / "out"
     args = ("--width", "32", "--samples", "400", "--output", str(out))
-    example = Running(tmp_path, "train_accelerate", "--steps", "100000", *args, by=(str(TRACKED),))
+    example = Running(
+        tmp_path, "train_accelerate", "--steps", "100000", *args, by=(str(SCALED_ACCELERATE), str(TRACKED))
+    )
     assert example.run() == run.DRAINED, (example.said, example.lines)
     ends = example.ends()
     assert set(ends) == {0, 1}, example.lines
     assert ends[0] == ends[1], "replicas differ"
+    example.one_scale()
     last = ends[0][0]
     place = json.loads((out / "ftcomm.json").read_text())
     assert place["completed_steps"] == last, "drained without a checkpoint"
     one_tracks(tmp_path)
 
-    resumed = Running(tmp_path, "train_accelerate", "--steps", str(last + 3), *args)
+    resumed = Running(tmp_path, "train_accelerate", "--steps", str(last + 3), *args, by=(str(SCALED_ACCELERATE),))
     assert resumed.run_alone() == 0, (resumed.said, resumed.lines)
     ends = resumed.ends()
     assert set(ends) == {0, 1}, resumed.lines
@@ -245,7 +254,7 @@ def one_tracks(here: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "mend"),
     [
-        ({"mixed_precision": "fp16"}, "bf16 needs none"),
+        ({"mixed_precision": "fp8"}, "use bf16 or fp16"),
         ({"parallelism_config": object()}, "docs/training.md"),
         ({"deepspeed_plugin": object()}, "leave it out"),
         ({"dispatch_batches": True}, "as they are by default"),

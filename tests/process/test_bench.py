@@ -187,6 +187,11 @@ def test_overhead(bench: Bench, tmp_path: Path) -> None:
     assert all(cost["wrong"] == 0 and cost["time_us_p50"] > 0 for cost in costs)
     assert "fault tolerance on against off" in done.stdout
     assert "the recorder alone" in done.stdout
+    [share] = json.loads(path.read_text())["shares"]
+    assert share["ops_per_step"] > 1
+    record_us = share["op_us"] * share["ops_per_step"] + share["phase_us"] * 3
+    assert share["share_pct"] == pytest.approx(100 * record_us / (1000 * share["step_ms"]))
+    assert "of the demo's" in done.stdout
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:

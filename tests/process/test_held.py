@@ -106,16 +106,20 @@ def test_a_rank_of_two_that_holds_its_interpreter_is_waited_for(tmp_path: Path, 
         nobody_was_removed(running)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["holds", "stopped"])
-def test_who_holds_its_interpreter_for_too_long_is_a_stall_that_says_so(tmp_path: Path, how: str, ranks: int) -> None:
-    """It is the last rank: with two of them, one for which the leader speaks."""
+@pytest.mark.parametrize(
+    ("how", "ranks", "rank"),
+    [("holds", 1, 0), ("holds", 2, 1), ("stopped", 2, 1), ("stopped", 2, 0)],
+)
+def test_who_holds_its_interpreter_for_too_long_is_a_stall_that_says_so(
+    tmp_path: Path, how: str, ranks: int, rank: int
+) -> None:
+    """Of two ranks it is the one for which the leader speaks, or the leader itself."""
     with job(tmp_path, replicas=2, ranks=ranks, **STALL) as running:
         begin(running)
         if how == "holds":
-            hold(running, [(1, ranks - 1)], 2 * DEADLINE)
+            hold(running, [(1, rank)], 2 * DEADLINE)
         else:
-            pid = running.processes[1, ranks - 1].pid
+            pid = running.processes[1, rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
         why = wait_removed(running, 1)
@@ -125,4 +129,23 @@ def test_who_holds_its_interpreter_for_too_long_is_a_stall_that_says_so(tmp_path
         go_on(running, [0])
         running.drain()
         assert running.join(0) == [0] * ranks
+        check(running)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_is_lost_while_a_rank_of_another_one_holds_its_interpreter(tmp_path: Path, rank: int) -> None:
+    """The change of view waits for it, and for the rank beside a leader that cannot pass the view on."""
+    with job(tmp_path, replicas=3, ranks=2, **AT_ONCE) as running:
+        begin(running)
+        hold(running, [(1, rank)], LONGER)
+        for _ in until(lambda: kinds(running, 1, "holds"), "nobody holds its interpreter"):
+            pass
+        running.kill(2)
+        wait_held(running, 1)
+        go_on(running, [0, 1])
+        views = [event for event in running.events if event["kind"] == "view"]
+        assert [[member["replica"] for member in view["members"]] for view in views] == [[0, 1, 2], [0, 1]], views
+        running.drain()
+        for replica in (0, 1):
+            assert running.join(replica) == [0, 0], running.errors()
         check(running)

@@ -24,7 +24,7 @@ from tests.unit.test_dumps import analyse
 pytestmark = pytest.mark.protocol
 
 SCRIPT = """
-import time
+import os, time
 import numpy as np
 import ftcomm
 
@@ -34,6 +34,8 @@ for step in ftcomm.steps(1000000, {"weights": weights}):
     ftcomm.allreduce(gradient, "avg")
     weights += gradient
     time.sleep(0.01)
+    if os.environ["FTCOMM_REPLICA"] == "0" and os.path.exists("differs"):
+        ftcomm.allreduce(gradient[:7])
 """
 
 
@@ -131,3 +133,14 @@ def test_what_dead_and_frozen_ranks_did_can_be_read_and_is_dumped(running: Run, 
     subprocess.run(command, check=True, timeout=DEADLINE)
     traced = json.loads(output.read_text())["traceEvents"]
     assert len({event["pid"] for event in traced if event["ph"] == "X"}) >= 3
+
+
+def test_a_job_that_fails_since_all_scripts_do_is_dumped_and_told_why(running: Run, tmp_path: Path) -> None:
+    running.until(training)
+    (tmp_path / "differs").touch()
+    assert running.process.wait(DEADLINE) == 1
+    said = running.said()
+    assert "why: Members called different ops as op" in said, said[-3000:]
+    for cause in ("mismatch", "crash"):
+        found, problems = recordings_in(Path(re.search(rf"{cause}: what all ranks did is in (\S+)", said).group(1)))
+        assert (len(found), problems) == (3, [])

@@ -63,7 +63,7 @@ def body(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
 
 def ask(job: Job, folder: Path) -> StallVerdict:
     pids = {rank: process.pid for rank, process in job.processes.items()}
-    places = tuple(ReplicaPlace(r, "running", True, "here", {s: pids[r, s] for s in (0, 1)}) for r in (0, 1))
+    places = tuple(ReplicaPlace(r, True, "here", {s: pids[r, s] for s in (0, 1)}) for r in (0, 1))
     return judge(collect(JobPlace("", folder, places, 2, 15.0, 60.0, 5.0, 1.5, forming=False)))
 
 

@@ -179,7 +179,7 @@ def test_objects_that_know_one_and_the_same_object_do_so_again() -> None:
     """As the parts of the coordinator know what it knows of the job."""
     live = thaw(freeze(Coordinator(2, 1, Timeouts.derive(), [], 0.0, 1)))
     assert live._admissions._known is live._changes._known is live.known
-    assert live._removals._doubts is live._doubts
+    assert live._removals._suspects is live._suspects
 
 
 def test_what_cannot_be_saved_is_an_error() -> None:

@@ -35,7 +35,6 @@ from ftcomm.control.actions import Passed
 from ftcomm.control.admissions import Admissions
 from ftcomm.control.decisions import Decisions
 from ftcomm.control.detector import Detector
-from ftcomm.control.doubts import Doubts
 from ftcomm.control.gathered import Losses
 from ftcomm.control.job_views import JobViews
 from ftcomm.control.leader import Leader
@@ -46,6 +45,7 @@ from ftcomm.control.reconfiguration import Proposal, contributing
 from ftcomm.control.removals import Removals
 from ftcomm.control.running_time import RunningTime
 from ftcomm.control.sealed import TAG
+from ftcomm.control.suspects import Suspects
 from ftcomm.control.view_differences import ViewsReceived, ViewsSent
 from ftcomm.control.views import NO_ADDRESSES, Addresses, Member, View
 from ftcomm.kernels.epochs import COUNTER, COUNTS
@@ -379,10 +379,10 @@ def ends_without_proof(patch: Patch) -> None:
 def closed_is_dead(patch: Patch) -> None:
     """A connection that ends is the end of its process."""
 
-    def lost(self: Doubts, replica: int, incarnation: str) -> list[ca.Action]:
+    def lost(self: Suspects, replica: int, incarnation: str) -> list[ca.Action]:
         return self._lost.lose({replica: "its connection closed"}, proved=True)
 
-    patch.setattr(Doubts, "search", lost)
+    patch.setattr(Suspects, "search", lost)
 
 
 def believes_any_store(patch: Patch) -> None:
@@ -413,10 +413,10 @@ def takes_back_what_is_in_force(patch: Patch) -> None:
 def believes_any_proof(patch: Patch) -> None:
     """Who is said to be proved dead is removed, and not asked before."""
 
-    def believe(self: Doubts, accusation: Any, now: float) -> list[ca.Action]:
+    def believe(self: Suspects, accusation: Any, now: float) -> list[ca.Action]:
         return self._lost.lose({accusation.life[0]: accusation.why}, proved=True)
 
-    patch.setattr(Doubts, "accuse", believe)
+    patch.setattr(Suspects, "accuse", believe)
 
 
 def silence_of_a_rank_is_death(patch: Patch) -> None:
@@ -579,19 +579,19 @@ def steps_while_frozen(patch: Patch) -> None:
 def believes_any_refusal(patch: Patch) -> None:
     """Whose port refuses is dead, though all ports do."""
 
-    def believe(self: Doubts, life: Any, rank: int, why: str) -> list[ca.Action]:
+    def believe(self: Suspects, life: Any, rank: int, why: str) -> list[ca.Action]:
         return self._lost.lose({life[0]: why}, proved=False)
 
-    patch.setattr(Doubts, "_refused", believe)
+    patch.setattr(Suspects, "_refused", believe)
 
 
 def refusal_ends_the_job(patch: Patch) -> None:
     """The last holder goes by a refusal, and the job with it."""
 
-    def believe(self: Doubts, life: Any, rank: int, why: str) -> list[ca.Action]:
+    def believe(self: Suspects, life: Any, rank: int, why: str) -> list[ca.Action]:
         return self._lost.lose({life[0]: why}, proved=True)
 
-    patch.setattr(Doubts, "_refused", believe)
+    patch.setattr(Suspects, "_refused", believe)
 
 
 def tells_of_no_silent_rank(patch: Patch) -> None:
@@ -607,16 +607,16 @@ def waits_for_the_first_view(patch: Patch) -> None:
 def severed_is_unreachable(patch: Patch) -> None:
     """Two whose connection was reset cannot reach each other, so one goes."""
 
-    def complain(self: Doubts, by: int, ended: m.Severed, now: float) -> list[ca.Action]:
+    def complain(self: Suspects, by: int, ended: m.Severed, now: float) -> list[ca.Action]:
         self._known.blame.complaint(by, ended.replica, now, ended.reason)
         return []
 
-    patch.setattr(Doubts, "connection_ended", complain)
+    patch.setattr(Suspects, "connection_ended", complain)
 
 
 def severed_is_waited_for(patch: Patch) -> None:
     """No view is made for a connection that has ended."""
-    patch.setattr(Doubts, "reconnect", lambda self: [])
+    patch.setattr(Suspects, "reconnect", lambda self: [])
 
 
 def half_open(patch: Patch) -> None:

@@ -338,6 +338,20 @@ def mistakes() -> None:
     ):
         with pytest.raises(ArgumentError, match=re.escape(text)):
             wrong()
+    of_another_shape()
+
+
+def of_another_shape() -> None:
+    """With as many elements: they keep their order."""
+    size, sent = dist.get_world_size(), torch.arange(4.0) + 10 * dist.get_rank()
+    rows = [torch.empty(2, 2) for _ in range(size)]
+    expected = [10.0 * r + torch.tensor([[0.0, 1.0], [2.0, 3.0]]) for r in range(size)]
+    dist.all_gather(rows, sent)
+    assert all(map(torch.equal, rows, expected))
+    dist.gather(sent, [row.zero_() for row in rows] if dist.get_rank() == 0 else None)
+    assert dist.get_rank() or all(map(torch.equal, rows, expected))
+    dist.scatter(sent, expected if dist.get_rank() == 0 else None)
+    assert torch.equal(sent, expected[dist.get_rank()].view(-1))
 
 
 def slow_peer(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:

@@ -15,11 +15,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.rendezvous import _env_rendezvous_handler
 
+from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import InitError, SettingsError
 from ftcomm.launch import sidecar
 from ftcomm.settings.launchers import NUMBERINGS
 from ftcomm.torch import meeting, secret
-from ftcomm.torch.create import create
+from ftcomm.torch.create import _beneath, _warn_if_short, create
 
 ENDPOINT = "127.0.0.1:4000"
 
@@ -92,6 +93,16 @@ def test_a_timeout_that_is_too_short_is_refused_before_anybody_joins(
     )
     with pytest.raises(SettingsError, match=r"timeout=1 s of a process group whose job takes 5 s to give up"):
         create(options, None)
+
+
+def test_a_timeout_within_which_no_stall_is_removed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    group = SimpleNamespace(shards=1, roster=(0, 1), settings=SimpleNamespace(timeouts=Timeouts.derive(120.0)))
+    _warn_if_short.cache_clear()
+    for seconds in (600.0, 60.0, 60.0, group.settings.timeouts.give_up):
+        _beneath(group, [], None, "torch 0", seconds)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("timeout=60 s of a process group, whose job may take 132 s to remove a replica that stands")
+    assert "(FTCOMM_OP_TIMEOUT=120)" in said
 
 
 def test_the_token_of_the_environment_is_used(

@@ -24,6 +24,7 @@ from ftcomm.bench.interleave import BenchTurn, Interleaver, OpDeclined, RankChan
 from ftcomm.bench.job import Tail
 from ftcomm.bench.overhead import LEVELS, costs
 from ftcomm.bench.peers import missing, theirs
+from ftcomm.bench.recorder_share import RecorderShare
 from ftcomm.bench.recovery import TABLE, Event, RecoveryRequest, good, spans, summaries, summarize, summary_lines
 from ftcomm.bench.recovery import draw as draw_recovery
 from ftcomm.bench.sizes import format_size, parse_size, sweep
@@ -505,8 +506,11 @@ def test_what_fault_tolerance_costs_is_the_median_of_differences_within_rounds()
     assert "missed at 1024 bytes" in overhead.footer([small])
     assert "OK; the recorder alone" in overhead.footer([found["ftcomm"]])
     assert overhead.footer([found["detection"]]).endswith("OK")
-    (table,) = overhead.EXPERIMENT.tables
-    assert len(table.lines(small)[0]) == len(table.heading()[0])
+    share = RecorderShare(op_us=2.0, phase_us=1.0, ops_per_step=7, step_ms=10.0, share_pct=0.17)
+    for table, record in zip(overhead.EXPERIMENT.tables, (small, share), strict=True):
+        assert len(table.lines(record)[0]) == len(table.heading()[0])
+    assert overhead.said_of_a_step(share).endswith("0.170%: OK")
+    assert overhead.said_of_a_step(msgspec.structs.replace(share, share_pct=0.6)).endswith("0.600%: missed")
 
 
 def test_a_level_that_failed_is_an_error() -> None:

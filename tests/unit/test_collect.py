@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftcomm.diagnosis import collect
@@ -18,7 +19,7 @@ from ftcomm.diagnosis.collect import JobPlace, ReplicaPlace, Suspicion
 from ftcomm.diagnosis.connections import Connection
 from ftcomm.diagnosis.facts import Rank
 from ftcomm.diagnosis.verdict import judge
-from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind
+from ftcomm.recorder.layout import PROCESS_SHAPE, GroupKind, PhaseKind
 from ftcomm.recorder.reader import Recording
 from ftcomm.recorder.recorder import GroupRecorder, Owner, Recorder
 
@@ -27,16 +28,25 @@ Sides = dict[Rank, list[Connection]]
 
 
 class Op:
-    place, call, detail, caller, record = 1, 1000 << 16 | 2 << 8, 0, 0, 0
+    call, detail, caller, record = 1000 << 16 | 2 << 8, 0, 0, 0
+
+    def __init__(self, place: int = 1) -> None:
+        self.place = place
 
 
-def recorded(folder: Path, replica: int) -> GroupRecorder:
+def recorded(folder: Path, replica: int, began: float) -> GroupRecorder:
     path = folder / f"replica-{replica}.rank-0.pid-{os.getpid()}.recording"
     with open(path, "w+b") as file:
         file.truncate(PROCESS_SHAPE.size)
         recorder = Recorder(mmap.mmap(file.fileno(), PROCESS_SHAPE.size), PROCESS_SHAPE)
+    recorder.clock = lambda: began
     recorder.describe(Owner(replica, 0, 2, 1, "job", "here"))
     return recorder.group("job", replica, GroupKind.JOB)
+
+
+def job(folder: Path) -> JobPlace:
+    members = tuple(ReplicaPlace(replica, True, "here", {0: os.getpid()}) for replica in (0, 1))
+    return JobPlace("run", folder, members, 1, op_floor=4.0, op_timeout=16.0, grace=5.0, presence=1.5, forming=False)
 
 
 def cut(one_way: bool) -> Sides:
@@ -46,13 +56,13 @@ def cut(one_way: bool) -> Sides:
     return {(0, 0): [to], (1, 0): [back if one_way else back._replace(sent=28)]}
 
 
-@pytest.mark.parametrize("suspected", [False, True])
+@pytest.mark.parametrize("suspected", [None, "in an op", "behind it"])
 @pytest.mark.parametrize(("one_way", "cause"), [(False, StallCause.CUT), (True, StallCause.CUT_ONE_WAY)])
 def test_a_removal_while_recordings_are_read_leaves_the_verdict(
-    one_way: bool, cause: StallCause, suspected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_way: bool, cause: StallCause, suspected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [recorded(tmp_path, replica) for replica in (0, 1)]
     op, began = Op(), time.monotonic() - 2.0
+    groups = [recorded(tmp_path, replica, began) for replica in (0, 1)]
     groups[0].called(op, began)
     groups[0].waits(op, (1,), began, began + 1.0)
     sides = cut(one_way)
@@ -62,7 +72,7 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
         if not suspected:
             found = read(folder, pids, newest)
         sides.clear()  # it is removed: its connections are gone, and the op ends without it
-        groups[0].returned(op, time.monotonic())
+        groups[0].returned(op, began + 1.2 if suspected == "behind it" else time.monotonic())
         return read(folder, pids, newest) if suspected else found
 
     def look(place: Any, pids: Mapping[Rank, int]) -> Sides:
@@ -70,7 +80,54 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
 
     monkeypatch.setattr(collect, "recordings", reads)
     monkeypatch.setattr(collect, "_sides", look)
-    members = tuple(ReplicaPlace(replica, "running", True, "here", {0: os.getpid()}) for replica in (0, 1))
-    place = JobPlace("run", tmp_path, members, 1, op_floor=4.0, op_timeout=16.0, grace=5.0, presence=1.5, forming=False)
-    found = judge(collect.collect(place, [Suspicion(0, 1, began + 1.5)] if suspected else ()))
+    found = judge(collect.collect(job(tmp_path), [Suspicion(0, 1, began + 1.5)] if suspected else ()))
     assert (found.cause, found.culprits) == (cause.value, ((0, 0), (1, 0)))
+
+
+def test_a_job_that_pauses_for_too_few_replicas_is_told_so_with_those_that_are_away(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic() - 9.0
+    recorder = recorded(tmp_path, 0, began).recorder
+    begun = recorder.begin(PhaseKind.PAUSE, step=47, number=1, note="2 needed", lasts=600.0)
+    there, away = job(tmp_path).replicas
+    away = msgspec.structs.replace(away, member=False, pids={}, reason="exited with code 1")
+    place = msgspec.structs.replace(job(tmp_path), replicas=(there, away))
+    found = judge(facts := collect.collect(place))
+    assert (found.cause, found.culprits, found.removal) == (StallCause.PAUSE.value, (), None)
+    said = " ".join(found.sentences(facts.at))
+    assert "before step 47: too few replicas contribute (1 when that began, 2 needed). Since" in said
+    assert "Not back yet: replica 1 (exited with code 1). If nothing moves, the step loop fails at" in said
+    assert found.gives_up is not None
+    assert 0.0 < found.gives_up[0] - facts.at <= 591.0
+    recorder.finish(begun)
+    assert judge(collect.collect(place)).cause == StallCause.NONE.value
+
+
+@pytest.mark.parametrize(
+    ("returned", "came_back", "waited"),
+    [
+        pytest.param(None, False, [("op 1", 9.5)], id="still in that op"),
+        pytest.param(7.0, False, [("op 1", 2.5)], id="in an earlier op"),
+        pytest.param(8.5, False, [("a sign of life", 9.5)], id="between ops"),
+        pytest.param(None, True, [], id="who has come back"),
+    ],
+)
+def test_a_suspicion_is_a_wait_of_the_op_and_the_life_that_it_was_told_of(
+    returned: float | None, came_back: bool, waited: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    """Else an op that has just begun would be taken for a stall of many seconds when who was removed is back."""
+    now = time.monotonic()
+    group, op, later = recorded(tmp_path, 0, now - 60.0), Op(1), Op(2)
+    recorded(tmp_path, 1, now - 1.0 if came_back else now - 60.0)
+    group.called(op, now - 9.0)
+    if returned is not None:
+        group.returned(op, now - returned)
+        group.called(later, now - 6.0)
+    facts = collect.collect(job(tmp_path), [Suspicion(0, 1, now - 8.0)])
+    seen = facts if facts.earlier is None else facts.earlier
+    waits = [(what.within, wait.seconds) for rank in seen.ranks for what in rank.inside for wait in what.waits]
+    assert len(waits) == len(waited)
+    for (within, seconds), (what, expected) in zip(waits, waited, strict=True):
+        assert what in within
+        assert seconds == pytest.approx(expected, abs=1.0)

@@ -7,7 +7,7 @@ import pytest
 from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Close, Log
-from ftcomm.control.joiner_words import ALONE, MUTE, WAITS
+from ftcomm.control.joiner_messages import ALONE, MUTE, WAITS
 from ftcomm.control.removals import LINGER
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import CHAIN, TIMEOUTS, Script, after_loss, catching_up, grown, joins, pass_time, search

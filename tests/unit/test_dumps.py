@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftcomm.cli import commands
-from ftcomm.errors import SettingsError
+from ftcomm.errors import MismatchError, SettingsError
 from ftcomm.kernels.call_codes import KINDS
 from ftcomm.launch import dumper
 from ftcomm.launch.dumper import Dumper, cause_of
+from ftcomm.process.script_end import failed_with
 from ftcomm.recorder import dump
 from ftcomm.recorder.chrome import trace
 from ftcomm.recorder.clocks import offsets
@@ -179,6 +181,7 @@ def test_ranks_of_a_replica_are_columns_of_groups() -> None:
     }
     assert numbers("0-2,5") == [0, 1, 2, 5]
     assert numbers("") == numbers("x") == numbers("1-x") == []
+    assert numbers(",".join(["0-4095"] * 2)) == numbers("0-4096") == [], "more than a group may have"
 
 
 @settings(deadline=None, max_examples=60)
@@ -220,11 +223,14 @@ def test_the_trace_has_all_ops_on_one_clock_and_lines_of_what_overlaps() -> None
     rank.group.waits(Op(3), (1,), 8.0, 9.5)
     rank.now = 10.0
     rank.recorder.finish(begun)
-    other = msgspec.structs.replace(rank.recording(), boot="elsewhere", replica=1)
+    other = msgspec.structs.replace(rank.recording(), boot="elsewhere", replica=98_303)
     made = json.loads(msgspec.json.encode(trace([rank.recording(), other])))
     events = [event for event in made["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 2 * 5
-    mine = [event for event in events if event["pid"] < 10_000_000]
+    assert {event["pid"] for event in made["traceEvents"]} == {1, 2}  # Perfetto takes 32 bits
+    names = {event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
+    assert any(name.startswith("replica 98303 rank 0 (") for name in names), names
+    mine = [event for event in events if event["pid"] == 1]
     spans = {event["args"]["number"]: event for event in mine if event["cat"] == "op"}
     [step] = [event for event in mine if event["cat"] == "phase"]
     assert step["dur"] == 9e6
@@ -258,6 +264,19 @@ def test_a_dump_is_whole_or_not_there_and_the_newest_are_kept(tmp_path: Path, mo
     [found], problems = recordings_in(made[-1])
     assert found.ops[0].number == 0
     assert problems
+
+    os.mkfifo(recordings / "pipe.recording")  # nobody ever writes to it
+    (recordings / "folder.recording").mkdir()
+    (tmp_path / "secret").write_text("of somebody else")
+    (recordings / "link.recording").symlink_to(tmp_path / "secret")
+    made.append(write(recordings, "run", "stall"))
+    left = sorted([*left[1:], made[-1].name])
+    summary = msgspec.json.decode((made[-1] / "dump.json").read_bytes(), type=DumpSummary)
+    assert summary.ranks == [0]
+    assert sorted(Path(text.partition(": ")[0]).stem for text in summary.unread) == [
+        *("folder", "link", "pipe", "replica-9.rank-0.pid-2"),
+    ]
+    assert not any(b"somebody else" in path.read_bytes() for path in made[-1].iterdir())
 
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
@@ -337,6 +356,9 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_events_are_dumped() -> None:
     assert cause_of({"kind": "stalled"}) == "stall"
     assert cause_of({"kind": "divergence"}) == "divergence"
-    assert cause_of({"kind": "step_failed", "error": "MismatchError: ..."}) == "mismatch"
-    assert cause_of({"kind": "step_failed", "error": "ValueError: ..."}) == ""
+    assert cause_of({"kind": "step_failed", "error": "MismatchError: ...", "mismatch": True}) == "mismatch"
+    assert cause_of({"kind": "step_failed", "error": "ValueError: MismatchError", "mismatch": False}) == ""
+    for error, cause in ((MismatchError("x"), "mismatch"), (ValueError("x"), "")):
+        assert cause_of({"kind": "suspect", "reason": f"its rank 0 is lost: {failed_with(error)}"}) == cause
+    assert cause_of({"kind": "failed", "reason": "lost 1"}) == "crash"
     assert cause_of({"kind": "view"}) == ""

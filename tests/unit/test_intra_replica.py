@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -10,19 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from ftcomm.control.links import hand_over
 from ftcomm.control.views import Address, Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, TransportError
+from ftcomm.training import rank_tree
 from ftcomm.training.intra_replica import IntraReplicaExchange
 
 HERE = Address("here", 0, "", 0, 0, "0" * 32)
 
 
 class Rank:
-    """What `IntraReplicaExchange` uses of a group. `served` is set by rank 0; before that a connection is closed, as an
-    agent does."""
+    """What `IntraReplicaExchange` uses of a group. `served` is set by who has children; before that a connection is
+    closed, as an agent does."""
 
-    def __init__(self, ranks, rank, first=None, patience=60.0):
-        self.replica, self.shard, self.first, self.served = 2, rank, first, None
+    def __init__(self, ranks, rank, siblings, patience=60.0):
+        self.replica, self.shard, self.siblings, self.served = 2, rank, siblings, None
         self.intra_replica_exchanges = 0
         self.called = threading.Event()
         self.shards = ranks
@@ -40,38 +43,107 @@ class Rank:
         self.served = handler
 
     def dial_rank(self, replica, shard, purpose, fields, timeout):
-        assert (replica, shard, purpose) == (2, 0, "inside")
+        assert (replica, purpose) == (2, "inside")
         here, there = socket.socketpair()
-        if self.first.served is None:
+        if self.siblings[shard].served is None:
             there.close()
         else:
             self.called.set()
-            threading.Thread(target=self.first.served, args=(there, fields), daemon=True).start()
+            hand = (self.siblings[shard].served, there, fields)
+            threading.Thread(target=hand_over, args=hand, daemon=True).start()
         return here
 
 
-def middle(rows):
-    """All are there, in order."""
-    assert [row[1] for row in rows] == list(range(len(rows)))
-    return bytes([rows[0][0], sum(row[1] for row in rows), rows[-1][2]])
+def joined(rows):
+    """The rows, each with the ranks that it is of, follow each other in order and without a gap."""
+    assert all(left[2] + 1 == right[1] for left, right in itertools.pairwise(rows))
+    assert {row[0] for row in rows} == {rows[0][0]}
+    return bytes([rows[0][0], rows[0][1], rows[-1][2]])
+
+
+def first_of(rows):
+    return rows[0]
 
 
 def ranks_of(count, patience=60.0):
-    first = Rank(count, 0, patience=patience)
-    return [first, *(Rank(count, rank, first, patience) for rank in range(1, count))]
+    ranks = []
+    ranks += (Rank(count, rank, ranks, patience) for rank in range(count))
+    return ranks
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_all_get_what_follows_from_the_rows_of_all(count):
+@pytest.mark.parametrize("count", [2, 4, 40])
+def test_all_get_what_follows_from_the_rows_of_all_in_two_rows_for_each_connection(count, monkeypatch):
+    """With more ranks than a star has they are in a tree, of which no rank sees all."""
+    sent = [0] * count
+    send = IntraReplicaExchange._send
+
+    def counted(self, sock, data):
+        sent[self._group.shard] += len(data)
+        send(self, sock, data)
+
+    monkeypatch.setattr(IntraReplicaExchange, "_send", counted)
     ranks = ranks_of(count)
     with ThreadPoolExecutor(count) as pool:
         exchanges = list(pool.map(IntraReplicaExchange, ranks))
         for number in range(5):
-            rows = [bytes([number, rank, 7]) for rank in range(count)]
-            answers = list(pool.map(lambda inside, row: inside.exchange(row, middle), exchanges, rows))
-            assert answers == [bytes([number, sum(range(count)), 7])] * count
+            rows = [bytes([number, rank, rank]) for rank in range(count)]
+            answers = list(pool.map(lambda inside, row: inside.exchange(row, joined), exchanges, rows))
+            assert answers == [bytes([number, 0, count - 1])] * count
     for inside in exchanges:
         inside.close()
+    assert sum(sent) == 5 * 3 * 2 * (count - 1)
+    assert sent[0] == 5 * 3 * (count - 1 if count <= rank_tree.DIGIT else 11)
+    assert max(sent) == sent[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 31, 32, 33, 64, 1000, 1024, 1025, 8192, 65536])
+def test_each_rank_has_one_parent_and_all_below_it_follow_it(ranks):
+    places = [rank_tree.place(rank, ranks) for rank in range(ranks)]
+    below = [1] * ranks
+    for rank in reversed(range(1, ranks)):
+        parent = places[rank].parent
+        assert rank in places[parent].children
+        below[parent] += below[rank]
+    assert places[0].parent is None
+    assert below[0] == ranks == 1 + sum(len(at.children) for at in places)
+    for rank, at in enumerate(places):
+        ends = [rank + 1, *(child + below[child] for child in at.children)]
+        assert list(at.children) == ends[:-1], "there is a gap"
+        assert ends[-1] == rank + below[rank]
+    depth = [0] * ranks
+    for rank in range(1, ranks):
+        depth[rank] = depth[places[rank].parent] + 1
+    assert max(depth) == next(levels for levels in range(1, 5) if rank_tree.DIGIT**levels >= ranks)
+    assert max(len(at.children) for at in places) <= 2 * rank_tree.DIGIT
+
+
+@pytest.mark.parametrize("gone", [4, 6, 7], ids=["below rank 0", "between", "leaf"])
+def test_the_loss_of_one_rank_ends_the_wait_of_all(gone, monkeypatch):
+    """Above and below it, long before their own patience ends."""
+    monkeypatch.setattr(rank_tree, "DIGIT", 2)
+    ranks = ranks_of(8, patience=600.0)
+    with ThreadPoolExecutor(8) as pool:
+        exchanges = list(pool.map(IntraReplicaExchange, ranks))
+        rows = [bytes([0, rank, rank]) for rank in range(8)]
+        assert set(pool.map(lambda inside, row: inside.exchange(row, joined), exchanges, rows)) == {bytes([0, 0, 7])}
+        others = [inside for rank, inside in enumerate(exchanges) if rank != gone]
+        asked = [pool.submit(inside.exchange, b"row", first_of) for inside in others]
+        exchanges[gone].close()
+        for future in asked:
+            with pytest.raises(TransportError, match="another rank of this replica is gone"):
+                future.result(60)
+    for inside in exchanges:
+        inside.close()
+
+
+def test_a_rank_that_is_no_child_is_turned_away(monkeypatch):
+    monkeypatch.setattr(rank_tree, "DIGIT", 2)
+    inside = IntraReplicaExchange(ranks_of(8)[0])
+    here, there = socket.socketpair()
+    with here:
+        hand_over(inside._serve, there, {"shard": 3, "which": 1})
+        assert here.recv(1) == b""
+    assert not inside._sockets
 
 
 def test_a_rank_comes_before_rank_0_serves():

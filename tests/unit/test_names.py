@@ -199,3 +199,41 @@ def test_nobody_reaches_inside_the_class_of_another_module() -> None:
         for line, attribute in reaches_inside(module)
     ]
     assert not found, "give it a name without an underscore where it belongs, or pass what is needed"
+
+
+# Texts of other programs, which give no other sign: torch's store, and etcd's gateway.
+TEXTS_OF_OTHERS = ("ftcomm/torch/meeting.py", "control/etcd.py")
+
+
+REASONS = ("reason", "why", "said", "error", "exc", "news")
+
+
+def is_reason(node: ast.expr) -> bool:
+    """Whether `node` is a text that says why: `why`, `x.reason`, `str(error)`, `event.get("reason")`."""
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name):
+            return node.func.id in ("str", "repr") and any(map(is_reason, node.args))
+        return ast.unparse(node.func).endswith(".get") and getattr(node.args[0], "value", "") in REASONS
+    return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in REASONS
+
+
+def compared_texts(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        sides: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            sides = [node.func.value, *node.args] if node.func.attr in ("startswith", "endswith") else []
+        words_of_it = [each for each in sides if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        if any(each.value for each in words_of_it) and any(map(is_reason, sides)):
+            yield node.lineno, ast.unparse(node)
+
+
+def test_no_decision_hangs_on_the_words_of_a_reason() -> None:
+    found = [
+        f"{file}:{line}: {text}"
+        for file, module in modules().items()
+        if file.startswith(("ftcomm/", "control/")) and file not in TEXTS_OF_OTHERS
+        for line, text in compared_texts(module)
+    ]
+    assert not found, "tell it by a type, an enum or a field: texts are for people"

@@ -159,8 +159,8 @@ def test_only_what_a_user_needs_is_public() -> None:
     public = {name for name in dir(ftcomm.Group) if not name.startswith("_")}
     assert public == {
         *CALLS,
-        *("rank", "world_size", "view", "epoch", "members", "contributing", "contributes", "contributed", "step"),
-        *("ready", "boundary", "leave", "subgroup", "verify", "report", "close"),
+        *("name", "rank", "world_size", "view", "epoch", "members", "contributing", "contributes", "contributed"),
+        *("step", "ready", "boundary", "leave", "subgroup", "verify", "report", "close"),
     }
 
 

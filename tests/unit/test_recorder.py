@@ -26,10 +26,12 @@ import ftcomm
 from ftcomm.calls import Calls
 from ftcomm.kernels.call_codes import KINDS, NUMBER
 from ftcomm.recorder import callers, files, layout
+from ftcomm.recorder.chrome import trace
 from ftcomm.recorder.layout import PROCESS_SHAPE, RECORD, GroupKind, PhaseKind, RecordingEnd, Shape
 from ftcomm.recorder.reader import Recording, RecordingError, lives, numbers, parse, read, stands_since
 from ftcomm.recorder.recorder import Owner, Recorder, listed
 from ftcomm.recorder.tail import RecordingTail
+from ftcomm.recorder.torch_format import torch_dumps
 from ftcomm.recorder.waits import PhaseWait
 
 OWNER = Owner(2, 1, 4, 2, "a job", "a host")
@@ -82,6 +84,7 @@ def test_what_was_recorded_is_read() -> None:
     group.waits(second, (3,), 13.5, 13.7)
     group.waits(second, (1, 3), 13.5, 14.0)
     group.waits(second, (3,), 20.0, 20.5)  # another wait of the same op
+    group.waits(second, (3,), 30.0, 30.25)
     group.entered(8, "0,2,3", "shm")
     group.goes_on(second)
     with recorder.phase(PhaseKind.STEP, step=7, number=2, note="a note"):
@@ -109,7 +112,7 @@ def test_what_was_recorded_is_read() -> None:
     assert (two.kind, two.root, two.reduction, two.boundary, two.returned) == ("broadcast", 3, "", None, None)
     assert (two.retries, two.epoch, two.last_epoch, two.algorithm) == (1, 7, 8, "")
     waited = {wait.replica: wait.seconds for wait in found.waits}
-    assert waited == {3: pytest.approx(1.0), 1: pytest.approx(0.5)}
+    assert waited == {3: pytest.approx(1.25), 1: pytest.approx(0.5)}
     assert {wait.op for wait in found.waits} == {6}
     step, vote, boundary = found.phases
     assert (step.name, step.step, step.number, step.note, step.failed) == ("step", 7, 2, "a note", False)
@@ -281,11 +284,24 @@ def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
         read(tmp_path / "link")
 
 
+def test_a_wall_clock_that_is_none_costs_the_date_alone() -> None:
+    recorder = made()
+    group = recorder.group("*", 0, GroupKind.JOB)
+    group.entered(1, "2", "shm")
+    group.called(Op(1), 10.0)
+    for wall in (1e308, -1e308, math.inf, math.nan):
+        struct.pack_into("<d", recorder.memory, layout.PROCESS_AT + layout.PROCESS.size - 8, wall)
+        found = seen(recorder)
+        assert found.wall_offset == 0.0
+        assert len(torch_dumps([found])[5]["entries"]) == len(trace([found])["otherData"]["clocks"]) == 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_hostile_bytes_make_no_reader_fail(data: Any) -> None:
     recorder = made()
     group = recorder.group("*", 0, GroupKind.JOB)
+    group.entered(1, "2", "shm")
     for number in range(9):
         group.called(Op(number), 10.0 + number)
     recorder.begin(PhaseKind.VIEW)
@@ -298,6 +314,8 @@ def test_hostile_bytes_make_no_reader_fail(data: Any) -> None:
     except RecordingError:
         return
     assert len(found.ops) + len(found.waits) + len(found.phases) + found.torn <= SHAPE.records
+    torch_dumps([found])
+    trace([found])
     for op in found.ops:
         assert all(char.isprintable() for char in op.caller + op.group + op.algorithm)
         assert all(time is None or math.isfinite(time) for time in (op.called, op.posted, op.arrived, op.returned))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
-from ftcomm.control.handshake import HungUp
+from ftcomm.control.handshake import Credentials, HungUp
+from ftcomm.control.links import Ended
+from ftcomm.launch.launcher_link import LauncherLink
+from ftcomm.launch.launcher_words import TurnedAway
+from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.refusals import Refusals
+from tests.ports import free_port
 
 REFUSED = ConnectionRefusedError(111, "Connection refused")
 OP = 10.0
@@ -57,3 +63,26 @@ def test_a_job_that_only_computes_has_all_that_it_needs() -> None:
     """An evaluation, or a checkpoint, without an op for longer than an op may take."""
     host = refusals(stands=math.inf)
     assert not any(host.proof(REFUSED, now) for now in (1000.0, 1020.5, 9000.0))
+
+
+def test_a_launcher_that_is_turned_away_says_why_and_no_more() -> None:
+    """The end of that connection, which follows, is no news; that the next attempt fails is."""
+    told: list[str] = []
+
+    async def link() -> None:
+        place = NodePlace(1, 2, "127.0.0.1", free_port())
+        made = LauncherLink(
+            *((place.host, place.port), place, "run", "options", Credentials("token")),
+            on_word=lambda word: None,
+            on_change=lambda: None,
+            tell=told.append,
+            refusals=refusals(),
+        )
+        made._received(TurnedAway("host 1 is there already"))
+        made._down(Ended("its connection closed"))
+        made._down(ConnectionError("no answer"))
+        made.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(link())
+    assert [text.rpartition(": ")[2] for text in told] == ["host 1 is there already", "no answer"]

@@ -118,7 +118,7 @@ class Voters(Members):
 
     def __init__(self, reduced=(0, 1, 3), others=()):
         super().__init__(others)
-        self.reduced = reduced
+        self.reduced, self.reports = reduced, []
         self.internals = SimpleNamespace(outside=False, catching_up=False, lag=0, step_loop=None, repeats=True)
 
     def contributed(self):
@@ -127,7 +127,7 @@ class Voters(Members):
         return self.reduced
 
     def report(self, kind, **fields):
-        pass
+        self.reports.append((kind, fields))
 
 
 def outcome(group, loss, **arguments):
@@ -200,6 +200,17 @@ def scaled_loop(**more):
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.unscale_(optimizer)
     return loop, optimizer, scaler
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), MismatchError("x")])
+def test_a_step_that_failed_says_whether_the_calls_of_ranks_differed(error):
+    group = Voters()
+    loop = StepLoop({"batches": Batches(1000, 10, group=group)}, group)
+    loop._in_step = True
+    loop.fail(error)
+    mismatch = isinstance(error, MismatchError)
+    said = {"step": loop.step, "error": f"{type(error).__name__}: x", "mismatch": mismatch}
+    assert group.reports[-1] == ("step_failed", said)
 
 
 def test_a_scale_of_the_loss_is_as_before_when_an_attempt_is_repeated():

@@ -124,6 +124,8 @@ def test_a_vote_inside_a_replica_to_which_a_rank_does_not_come() -> None:
     alone = expect(job(*waits, busy), StallCause.OWN_CODE, ((0, 2),), "train.py:31", "in the meet", "train.py:50")
     assert (alone.removal, alone.gives_up) == (None, (AT + 80, "the meet")), "no other replica waits for this one"
     assert "fails at" in words(alone)
+    tree = [rank(0, phases=(phase("meet", ((0, on),)),), shard=shard) for shard, on in ((3, 1), (4, 3), (1, 0))]
+    expect(job(*waits[:1], *tree, busy), StallCause.OWN_CODE, ((0, 2),), "train.py:31", "in the meet")
     facts = job(*waits, busy, rank(1, op(on=((0, 2),)), shard=2), rank(1, op(on=((0, 0),))))
     others = expect(facts, StallCause.OWN_CODE, ((0, 2),), "what holds them up is removed")
     assert others.removal == (AT - 40 + 35, AT - 40 + 125)

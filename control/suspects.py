@@ -1,4 +1,4 @@
-"""Finds out whether a process that is not heard, or that others accuse, has ended. Pure."""
+"""Finds out whether a process that is suspected has ended: one that is not heard, or that others accuse. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.suspicion import Accusation, Conclusion, Life, Outcome, Probe, Why
 
 
-class Doubts:
-    """Probes of processes in doubt, and what follows from proofs and complaints."""
+class Suspects:
+    """The suspected processes: they are probed as `ftcomm.control.suspicion` says, and what is proved is acted on."""
 
     def __init__(self, known: KnownJob, changes: BoundaryChanges, lost: LostMembers, boot: str) -> None:
         """`boot` names the kernel of this host."""
