@@ -25,6 +25,7 @@ from ftcomm.monitoring.plain import plain
 
 Event = Mapping[str, Any]  # as the coordinator and the launcher make them; `mono` and `time` are seconds
 
+WITHDRAWN = "a change was withdrawn"  # why a view has again who was to leave
 LINES = 12  # of the output of a rank that are kept
 KEPT = 1000  # interruptions, and those that are not over or have changed
 
@@ -118,6 +119,7 @@ class Interruptions:
         self._past_prices: dict[str, Counter[str]] = {}
         self._records: dict[int, Interruption] = {}  # of those that are over and have not changed since
         self._open: dict[int, _Open] = {}  # replica -> its interruption
+        self._withdrawn: dict[int, _Open] = {}  # those that the newest view has withdrawn
         self._signs: dict[int, _Sign] = {}
         self._members: dict[int, bool] = {}  # of the newest view -> whether it contributes
         self._finished: set[int] = set()
@@ -248,6 +250,13 @@ class Interruptions:
         if self.began is None:
             self.began = now
         lost = [replica for replica in before if replica not in self._members]
+        withdrawn, self._withdrawn = self._withdrawn, {}
+        if event.get("why") == WITHDRAWN:
+            self._withdrawn = {replica: one for replica, one in self._open.items() if replica in self._members}
+        if event.get("step") is not None:
+            for replica in withdrawn.keys() & set(lost):
+                self._reopen(withdrawn[replica], now)
+                lost.remove(replica)
         self._lose([replica for replica in lost if replica not in self._finished], before, event)
         if before == self._members and before and event.get("step") is None:
             self._reconnect(event)
@@ -367,6 +376,13 @@ class Interruptions:
         if one is not None:
             one.ended, one.back = now, back
             self._touch(one)
+
+    def _reopen(self, one: _Open, now: float) -> None:
+        """A replica leaves for good, after a view that had let it go was withdrawn: that is one interruption."""
+        self._open[one.replica] = one
+        one.ended, one.back = None, False
+        self.gpu_time.begin(one.replica, Use.ABSENCE, now, one.number)
+        self._touch(one)
 
     def _touch(self, one: _Open) -> None:
         self.changed.add(one.number)

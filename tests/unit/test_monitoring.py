@@ -22,7 +22,7 @@ from ftcomm.monitoring.causes import Evidence, Kind, classify, last_error
 from ftcomm.monitoring.evidence import killed_in, kills_counted, without
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
 from ftcomm.monitoring.history import HistoryFile, HistoryWriter, JobRecord
-from ftcomm.monitoring.interruptions import Interruption, Interruptions
+from ftcomm.monitoring.interruptions import WITHDRAWN, Interruption, Interruptions
 from ftcomm.monitoring.job import CELLS, GONE, JobMonitor
 from ftcomm.monitoring.place import default_path
 from ftcomm.monitoring.plain import plain
@@ -228,6 +228,22 @@ def test_leaving_in_order_costs_the_others_nothing() -> None:
     assert (asked.cause.kind, asked.cause.planned, asked.back) == (Kind.OPERATOR, True, True)
     assert (told.cause.kind, told.replica) == (Kind.PREEMPTION, 0)
     assert asked.price["detection"] == asked.price["view"] == told.price["view"] == 0.0
+
+
+@pytest.mark.parametrize(("step", "count"), [(13, 1), (None, 2)], ids=["in order", "by a death"])
+def test_who_leaves_after_its_leave_was_withdrawn_is_one_interruption(step: int | None, count: int) -> None:
+    job = Script()
+    job.view({0: True, 1: True}, 1.0, step=11, why="leave 2")
+    job.view(dict.fromkeys(range(3), True), 1.0, why=WITHDRAWN)
+    job.view({0: True, 1: True}, 1.0, step=step, why="leave 2")
+    job.view({0: True, 1: True, 2: False}, 4.0, step=20)
+    job.view(dict.fromkeys(range(3), True), 1.0, step=21)
+    *_, last = found = job.all()
+    assert (len(job.of), len(found)) == (count, count)
+    assert found[0].cause.kind is Kind.PREEMPTION
+    assert (last.over, last.back) == (True, True)
+    assert last.price[Use.CATCH_UP.value] == RANKS * 1.0
+    assert sum(one.price[Use.ABSENCE.value] for one in found) == RANKS * 5.0
 
 
 def test_who_is_lost_again_while_catching_up_is_two_interruptions() -> None:
