@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PRECIOUS: %/.made %/.ready
-.PHONY: help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
+.PRECIOUS: %/.made %/.ready %/.compiled
+.PHONY: compile-latest help browser demo dist docs test test-kernels test-hosts test-latest test-upstream test-ray test-pipeline supported bench bench-micro setup setup-latest setup-ray lint types tree format clean
 
 help: ## this list
 	@echo "ftcomm: make <target>, e.g. make demo"
@@ -33,7 +33,7 @@ NEXT := -q --dist load --maxschedchunk 1
 define RUN_TESTS
 	@mkdir -p build; said=build/functions$(notdir $(1)).log; \
 	echo "==> $(1): functions, kernels and histories (log: $$said)"; \
-	nice -n 5 $(1)/bin/python -m pytest $(PURE) $(NEXT) -n 2 -o cache_dir=.pytest_cache/functions $(2) $(ARGS) > $$said 2>&1 & \
+	$(1)/bin/python -m pytest $(PURE) $(NEXT) -n 2 -o cache_dir=.pytest_cache/functions $(2) $(ARGS) > $$said 2>&1 & \
 	functions=$$!; trap "wait; exit 130" INT; trap "kill -INT $$functions; wait; exit 143" TERM; \
 	echo "==> $(1): jobs of real processes"; \
 	$(1)/bin/python -m pytest tests $(PURE:%=--ignore=%) $(NEXT) -n 8 $(2) $(ARGS); jobs=$$?; \
@@ -42,7 +42,7 @@ define RUN_TESTS
 	for code in $$functions $$jobs; do test $$code -eq 0 -o $$code -eq 5 || exit $$code; done
 endef
 
-test: setup lint types ## lint, type check and every test, on the pinned torch
+test: setup lint types $(VENV)/.compiled ## lint, type check and every test, on the pinned torch
 	$(call RUN_TESTS,$(VENV))
 
 test-kernels: setup ## the kernels, and the whole protocol suite with them (in Triton's interpreter): they run ops, over TCP they reduce
@@ -52,8 +52,8 @@ test-kernels: setup ## the kernels, and the whole protocol suite with them (in T
 test-hosts: setup ## jobs on hosts of their own, whose network fails again and again (root; ROUNDS=20)
 	FTCOMM_HOST_ROUNDS=$(ROUNDS) $(VENV)/bin/python -m pytest tests/hosts -q $(ARGS)
 
-test-latest: setup-latest ## every test that depends on torch, on the newest
-	$(call RUN_TESTS,$(LATEST),-m "not protocol")
+test-latest: setup-latest $(LATEST)/.compiled ## every test that depends on torch, on the newest
+	$(call RUN_TESTS,$(LATEST),$(ON_LATEST))
 
 # On both versions of torch, though one has failed; what the page says is then what was found.
 UPSTREAM := build/upstream
@@ -102,6 +102,8 @@ bench-micro: setup ## what the parts cost one by one, saved and compared with th
 setup: $(VENV)/.ready ## build .venv (PYTHON=... names the interpreter)
 
 setup-latest: $(LATEST)/.ready ## build .venv-latest
+
+compile-latest: $(LATEST)/.compiled
 
 setup-ray: setup-latest ## add Ray to .venv-latest
 	@$(LATEST)/bin/python -c "import ray.train" 2> /dev/null || $(LATEST)/bin/python -m pip install -q -e ".[ray]"
@@ -197,6 +199,18 @@ endef
 	echo "==> $(@D): made with $$($$found --version)"; \
 	$$found -m venv --clear $(@D)
 	@echo "$(abspath $(@D))" > $@
+
+# What tests import is compiled once, and not by each of ten workers at the same moment: their asserts take pytest
+# 0.1 s a file, and what pip left for later is more. What is wrong with a test says the run that follows.
+SOURCES := $(shell find tests ftcomm control kernels bench -name "*.py")
+ON_LATEST := -m "not protocol"
+$(LATEST)/.compiled: CHOSEN = $(ON_LATEST)
+$(LATEST)/.compiled: ALSO := , transformers.trainer, lightning.pytorch
+%/.compiled: %/.ready $(SOURCES)
+	@echo "==> $(@D): compiling what tests import"
+	@$(@D)/bin/python -c "import ftcomm$(ALSO)" > $(@D)/collect.log 2>&1 || true
+	@$(@D)/bin/python -m pytest tests --collect-only -qq $(CHOSEN) >> $(@D)/collect.log 2>&1 || true
+	@touch $@
 
 $(VENV)/.ready: WANTED = $(TORCH)
 $(LATEST)/.ready: WANTED = $(TORCH_LATEST)
