@@ -1,7 +1,7 @@
 """A script whose replica is killed inside of a backward when the test asks for it: killed.py FOLDER SCRIPT ARGS...
 
 The first parameter of a model, and the first module that is sharded, get their gradient last, so when the rank dies
-other gradients of its step are reduced.
+other gradients of its step are reduced. Until the test lets it, it does not begin again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    asked = Path(sys.argv[1]) / f"kill-{os.environ['FTCOMM_REPLICA']}"
+    here, replica = Path(sys.argv[1]), os.environ["FTCOMM_REPLICA"]
+    asked, away = here / f"kill-{replica}", here / f"away-{replica}"
+    while away.exists():  # the test has a deadline
+        time.sleep(0.05)
     sys.argv = sys.argv[2:]
     made, sharded = DistributedDataParallel.__init__, fsdp.fully_shard
 

@@ -75,8 +75,12 @@ class Running:
             await self.some_steps()
             for victim in (1, 0):
                 seen = len(self.views())
-                (self.here / f"kill-{victim}").touch()
+                away = self.here / f"away-{victim}"
+                for asked in (away, self.here / f"kill-{victim}"):
+                    asked.touch()
                 await self.until(lambda seen=seen: any(len(view) == 1 for view in self.views()[seen:]))
+                await self.some_steps()
+                away.unlink()
                 await self.until(lambda: sum(member["contributing"] for member in self.views()[-1]) == 2)
                 await self.some_steps()
             self.launcher.interrupt()
