@@ -171,32 +171,50 @@ def _times(count: int, call: Callable[[], None], end: Callable[[], None]) -> flo
     return 1e6 * (time.process_time() - started) / count
 
 
+class _Training:
+    """A transformer that is trained on one batch."""
+
+    def __init__(self, request: ProcessGroupRequest) -> None:
+        torch.manual_seed(0)
+        self.model = Transformer(request.width, request.layers, 8, CONTEXT)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.batch = torch.randint(0, 256, (request.batch, CONTEXT + 1))
+
+    def step(self, wrapped: Callable[..., torch.Tensor]) -> None:
+        self.optimizer.zero_grad()
+        wrapped(self.batch).backward()
+        self.optimizer.step()
+
+    def times(self, rounds: int, wrapped: Callable[..., torch.Tensor]) -> float:
+        """Milliseconds of the processor for a step."""
+        times = []
+        for _ in range(rounds):
+            started = time.process_time()
+            self.step(wrapped)
+            times.append(1000 * (time.process_time() - started))
+        return median(times)
+
+
+def reference_step(request: ProcessGroupRequest) -> float:
+    """Milliseconds of the processor for a step without DDP, with one thread."""
+    torch.set_num_threads(1)
+    training = _Training(request)
+    training.step(training.model)
+    return training.times(request.rounds, training.model)
+
+
 def _step(request: ProcessGroupRequest, group: FtProcessGroup, beneath: _Beneath) -> tuple[float, int]:
     """Milliseconds of the processor for a step that exchanges nothing, and how often one that does calls the group."""
-    torch.manual_seed(0)
-    model = Transformer(request.width, request.layers, 8, CONTEXT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parallel = DistributedDataParallel(model, process_group=group)
-    batch = torch.randint(0, 256, (request.batch, CONTEXT + 1))
-
-    def step(wrapped: Callable[..., torch.Tensor]) -> None:
-        optimizer.zero_grad()
-        wrapped(batch).backward()
-        optimizer.step()
-
-    step(parallel)
+    training = _Training(request)
+    parallel = DistributedDataParallel(training.model, process_group=group)
+    training.step(parallel)
     before = beneath.ops
-    step(parallel)
+    training.step(parallel)
     buckets = beneath.ops - before
     if not buckets:
         raise FtcommError("DDP called no all-reduce in a step; is this another version of torch?")
-    times = []
     with parallel.no_sync():
-        for _ in range(request.rounds):
-            started = time.process_time()
-            step(parallel)
-            times.append(1000 * (time.process_time() - started))
-    return median(times), buckets
+        return training.times(request.rounds, parallel), buckets
 
 
 COLUMNS = (

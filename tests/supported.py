@@ -34,6 +34,7 @@ TRAINERS = (
     "FSDP2",
     "FSDP2 x TP",
     "FSDP2 x PP, compiled",
+    "FSDP2 x TP x PP",
     "Hugging Face Trainer",
     "Accelerate",
     "Lightning",

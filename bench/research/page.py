@@ -364,6 +364,39 @@ def _process_group(result: Result) -> list[str]:
     return lines
 
 
+def _plugins(result: Result) -> list[str]:
+    request, costs = result.data["request"], result.data["costs"]
+    lines = [
+        f"The time of the processor that a step of a tiny model takes a rank, of {request['ranks']}: by the library "
+        f"alone, with its DDP over gloo, and with ftcomm's integration. Both take turns, {request['rounds']} rounds of "
+        f"{request['steps']} steps each. The share is of a step of the transformer of the section above.",
+        "",
+        *_heading("trainer", "plain (us)", "plug-in (us)", "added (us)", "step (ms)", "of a step"),
+    ]
+    for cost in costs:
+        times = [f"{cost[name]:.0f}" for name in ("plain_us", "plugin_us", "added_us", "step_ms")]
+        lines.append(_line(cost["trainer"], *times, f"{cost['share_pct']:.2f}%"))
+    return lines
+
+
+def _first_use(result: Result) -> list[str]:
+    rows = result.data["rows"]
+    names = ("import_ms", "init_ms", "allreduce_ms", "cpu_ms", "clock_ms", "modules")
+    return [
+        f"What a rank of a job of NumPy arrays takes until its first all-reduce has returned, in {len(rows)} ranks, "
+        "medians with the lowest and the highest: milliseconds of the processor, those by the clock, and the modules "
+        "that it has imported besides NumPy.",
+        "",
+        *_heading("import", "init", "all-reduce", "in all", "by the clock", "modules"),
+        _line(
+            *(
+                f"{median(found):.0f} ({min(found):.0f} to {max(found):.0f})"
+                for found in ([row[name] for row in rows] for name in names)
+            )
+        ),
+    ]
+
+
 def _micro(result: Result) -> list[str]:
     lines = [*_heading("part", "median (us)", "least (us)", "rounds")]
     for one in result.data["benchmarks"]:
@@ -385,6 +418,8 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "nixl": ("All-reduce over NIXL beside NIXL alone", "ftcomm bench nixl", _nixl),
     "overhead": ("What fault tolerance costs while nothing fails", "ftcomm bench overhead", _overhead),
     "process-group": ("What the process group of torch adds", "ftcomm bench process-group", _process_group),
+    "plug-ins": ("What the integrations of trainers add", "ftcomm bench plug-ins", _plugins),
+    "first-use": ("The first all-reduce of a job of NumPy arrays", "ftcomm bench first-use", _first_use),
     "train": ("Steps of a training, and kills", "ftcomm bench train", _train),
     "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
     "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),

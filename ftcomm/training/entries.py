@@ -6,7 +6,8 @@ optimizers.
         ...
 
 An array or tensor is overwritten in place where it arrives, so every name that the script has for it stays good. A
-value that cannot be overwritten (a number, an array of JAX) is replaced in the dict or list that holds it.
+value that cannot be overwritten (a number, an array of JAX, a tuple, a named one as those of optax, or a mapping that
+cannot be changed) is replaced in the dict or list that holds it, by one of the same class.
 """
 
 from __future__ import annotations
@@ -68,6 +69,13 @@ def _update(here: Any, there: Any) -> Any:
     if isinstance(here, list) and isinstance(there, list):
         here[:] = [_update(a, b) for a, b in zip(here, there)] + there[len(here) :]  # noqa: B905 (may have grown)
         return here
+    if isinstance(here, tuple) and isinstance(there, tuple) and len(here) == len(there):
+        values = [_update(a, b) for a, b in zip(here, there, strict=True)]
+        make = getattr(type(here), "_make", type(here))  # of a named one
+        return make(values)
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        made: Any = type(here)
+        return made({key: _update(here[key], value) if key in here else value for key, value in there.items()})
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(here, jax.Array):
         return jax.device_put(there, here.sharding)

@@ -53,6 +53,7 @@ def test_a_replica_of_a_compiled_pipeline_with_a_scaled_loss_is_lost_and_comes_b
 
 
 @pytest.mark.skipif("FTCOMM_TEST_PIPELINE" not in os.environ, reason="24 processes: make test-pipeline")
+@pytest.mark.shows("own processes", "FSDP2 x TP x PP", "RSJE")
 def test_a_replica_of_a_pipeline_of_fsdp_and_tensor_parallelism_is_lost_and_comes_back(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=2, ranks=8, body=bodies.three_dimensions_inside, steps=ENDLESS) as job:
         job.wait_contributing({0, 1})

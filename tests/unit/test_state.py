@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import re
+import types
+from typing import NamedTuple
 
 import ml_dtypes
 import msgspec
@@ -298,6 +300,28 @@ def test_what_a_script_holds_is_written_into():
     assert tensor.tolist() == [1.0] * 2
     assert layer.tolist() == [1.0] * 2, "names that the script has for an array stay good"
     assert (deep["epoch"], deep["new"], "old" in deep) == (7, 3, False)
+
+
+class Moments(NamedTuple):
+    """As optax has its states."""
+
+    step: int
+    mean: np.ndarray
+
+
+def test_tuples_and_mappings_that_cannot_be_changed_keep_their_class():
+    mean = np.zeros(2)
+    held = {"moments": (Moments(0, mean), ()), "frozen": types.MappingProxyType({"a": Moments(0, np.zeros(1))})}
+    newer = {"moments": (Moments(3, np.ones(2)), ()), "frozen": types.MappingProxyType({"a": Moments(4, np.ones(1))})}
+    load(over_the_wire({"d": Box(newer)}), {"d": as_entry("d", held)})
+    moments = held["moments"][0]
+    assert type(moments) is Moments
+    assert moments.step == 3
+    assert moments.mean is mean
+    assert mean.tolist() == [1.0] * 2
+    assert type(held["frozen"]) is types.MappingProxyType
+    assert type(held["frozen"]["a"]) is Moments
+    assert held["frozen"]["a"].step == 4
 
 
 def test_what_cannot_be_held_is_refused_by_name():
