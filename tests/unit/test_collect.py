@@ -84,6 +84,27 @@ def test_a_removal_while_recordings_are_read_leaves_the_verdict(
     assert (found.cause, found.culprits) == (cause.value, ((0, 0), (1, 0)))
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_wait_that_does_not_grow_is_of_a_rank_that_does_not_run(
+    grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, began = Op(), time.monotonic() - 9.0
+    groups = [recorded(tmp_path, replica, began) for replica in (0, 1)]
+    groups[0].called(op, began)
+    groups[0].waits(op, (1,), began, began + 5.0)
+    read = collect.recordings
+
+    def reads(folder: Path, pids: Mapping[Rank, int], newest: int | None = None) -> dict[Rank, list[Recording]]:
+        found = read(folder, pids, newest)
+        if grows:
+            groups[0].waits(op, (1,), began, began + 6.0)
+        return found
+
+    monkeypatch.setattr(collect, "recordings", reads)
+    found = judge(collect.collect(job(tmp_path)))
+    assert found.culprits == (((1, 0),) if grows else ())
+
+
 def test_a_job_that_pauses_for_too_few_replicas_is_told_so_with_those_that_are_away(
     tmp_path: Path,
 ) -> None:

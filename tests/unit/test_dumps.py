@@ -154,8 +154,9 @@ def test_torchs_analyser_finds_the_call_that_differs(tmp_path: Path) -> None:
     assert "Culprit rank 1" in said
 
 
-def test_ranks_whose_rings_begin_at_other_ops_are_compared_from_the_same_one_on() -> None:
-    early, late = Rank(0, 2), Rank(1, 2)
+@pytest.mark.parametrize("late_one", [0, 1])
+def test_ranks_whose_rings_begin_at_other_ops_are_compared_from_the_same_one_on(late_one: int) -> None:
+    early, late = Rank(1 - late_one, 2), Rank(late_one, 2)
     for number in range(9):
         early.op(number, called=number + 1.0, returned=number + 1.5)
         if number >= 4:

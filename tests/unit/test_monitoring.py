@@ -216,6 +216,8 @@ def test_two_that_are_lost_together_share_what_the_others_pay() -> None:
     paid = first.price["view"] + second.price["view"] + first.price["detection"] + second.price["detection"]
     assert paid == pytest.approx(booked[Use.VIEW] + booked[Use.DETECTION])
     assert paid <= 1.5 * 2 * RANKS
+    job.say("resumed", 1.0, replica=0, epoch=job.epoch, resume_ms=400.0)
+    assert [one.price["resume"] for one in job.all()] == pytest.approx([0.2, 0.2])
 
 
 def test_leaving_in_order_costs_the_others_nothing() -> None:

@@ -189,6 +189,10 @@ def test_a_record_that_is_written_between_two_looks_is_left_out() -> None:
     assert {op.number for op in found.ops} == set(range(1, SHAPE.records))
     assert found.torn == 1
     assert "1 record" in found.problems[0]
+    began = SHAPE.ring + RECORD - 8  # the time of its call, which is stored last
+    torn = first[:began] + bytes(8) + first[began + 8 :]
+    for looks in ((torn, first), (first, torn)):
+        assert parse(*looks).torn == 1
 
 
 def test_every_truncation_is_read_as_far_as_it_goes_and_said() -> None:

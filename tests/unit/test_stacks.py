@@ -102,7 +102,8 @@ def test_a_process_that_has_no_handler_gets_no_signal(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         assert not processes.catches(process.pid, process.pid, stacks.SIGNAL)
-        assert "ftcomm.init()" in stacks.take(tmp_path / "none", process.pid).missing
+        found = stacks.take(tmp_path / "none", process.pid)
+        assert found.native or "ftcomm.init()" in found.missing, "py-spy sends no signal either"
         assert process.poll() is None
 
 
