@@ -104,6 +104,8 @@ def test_a_process_that_has_no_handler_gets_no_signal(tmp_path: Path) -> None:
         assert not processes.catches(process.pid, process.pid, stacks.SIGNAL)
         found = stacks.take(tmp_path / "none", process.pid)
         assert found.native or "ftcomm.init()" in found.missing, "py-spy sends no signal either"
+        (written := tmp_path / "written").touch()  # as by one that had a handler
+        assert not list(stacks._signalled(written, process.pid, [process.pid]))
         assert process.poll() is None
 
 
