@@ -195,7 +195,7 @@ endef
 	$$found -m venv --clear $(@D)
 	@echo "$(abspath $(@D))" > $@
 
-# What tests import is compiled once, and not by each of ten workers at the same moment: their asserts take pytest
+# What tests import is compiled once, and not by each worker at the same moment: their asserts take pytest
 # 0.1 s a file, and what pip left for later is more. What is wrong with a test says the run that follows.
 SOURCES := $(shell find tests ftcomm control kernels bench -name "*.py")
 ON_LATEST := -m "not protocol"

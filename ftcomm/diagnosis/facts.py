@@ -90,7 +90,8 @@ class PhaseFacts(msgspec.Struct, frozen=True):
 
     @property
     def within(self) -> str:
-        return f"{ {'stand': 'at', 'alive': 'for'}.get(self.kind, 'in') } {self.named}"
+        how = {"stand": "at", "alive": "for"}.get(self.kind, "in")
+        return f"{how} {self.named}"
 
     def removes(self, by: Rank, on: Rank) -> bool:
         """Whether `on` is removed if `by` waits for it for too long."""

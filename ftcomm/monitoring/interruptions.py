@@ -25,7 +25,6 @@ from ftcomm.monitoring.plain import plain
 
 Event = Mapping[str, Any]  # as the coordinator and the launcher make them; `mono` and `time` are seconds
 
-WITHDRAWN = "a change was withdrawn"  # why a view has again who was to leave
 LINES = 12  # of the output of a rank that are kept
 KEPT = 1000  # interruptions, and those that are not over or have changed
 
@@ -251,9 +250,10 @@ class Interruptions:
             self.began = now
         lost = [replica for replica in before if replica not in self._members]
         withdrawn, self._withdrawn = self._withdrawn, {}
-        if event.get("why") == WITHDRAWN:
-            self._withdrawn = {replica: one for replica, one in self._open.items() if replica in self._members}
-        if event.get("step") is not None:
+        if event.get("step") is None:  # others come at a boundary, so those that are here again had not left yet
+            back = self._members.keys() - before.keys()
+            self._withdrawn = {replica: one for replica, one in self._open.items() if replica in back}
+        else:
             for replica in withdrawn.keys() & set(lost):
                 self._reopen(withdrawn[replica], now)
                 lost.remove(replica)

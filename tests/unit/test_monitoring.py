@@ -22,7 +22,7 @@ from ftcomm.monitoring.causes import Evidence, Kind, classify, last_error
 from ftcomm.monitoring.evidence import killed_in, kills_counted, without
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
 from ftcomm.monitoring.history import HistoryFile, HistoryWriter, JobRecord
-from ftcomm.monitoring.interruptions import WITHDRAWN, Interruption, Interruptions
+from ftcomm.monitoring.interruptions import Interruption, Interruptions
 from ftcomm.monitoring.job import CELLS, GONE, JobMonitor
 from ftcomm.monitoring.place import default_path
 from ftcomm.monitoring.plain import plain
@@ -236,7 +236,7 @@ def test_leaving_in_order_costs_the_others_nothing() -> None:
 def test_who_leaves_after_its_leave_was_withdrawn_is_one_interruption(step: int | None, count: int) -> None:
     job = Script()
     job.view({0: True, 1: True}, 1.0, step=11, why="leave 2")
-    job.view(dict.fromkeys(range(3), True), 1.0, why=WITHDRAWN)
+    job.view(dict.fromkeys(range(3), True), 1.0, why="a change was withdrawn")
     job.view({0: True, 1: True}, 1.0, step=step, why="leave 2")
     job.view({0: True, 1: True, 2: False}, 4.0, step=20)
     job.view(dict.fromkeys(range(3), True), 1.0, step=21)
