@@ -11,7 +11,7 @@ from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
-from ftcomm.training.state import Stateful, flatten, plain_entry
+from ftcomm.training.state import Stateful, entry, flatten
 
 if TYPE_CHECKING:
     from ftcomm.control.views import View
@@ -39,10 +39,11 @@ class Joiner:
 
     def agree(self, name: str) -> Any:
         """Block until a source has said what it has; returns the entry `name` of that state, which is plain. The scales
-        of losses are as there from then on."""
+        of losses, and the settings of optimizers, are as there from then on."""
         self._fetch.agree(FINISH)
         self._scalers.take(self._fetch.skeleton)
-        return plain_entry(self._fetch.skeleton, name)
+        self._replay.take(self._fetch.skeleton)
+        return entry(self._fetch.skeleton, name)
 
     @property
     def behind(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ftcomm.errors import StateError
 from ftcomm.training.kinds import is_scaler
-from ftcomm.training.state import Stateful, plain_entry
+from ftcomm.training.state import Stateful, entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class LossScalers:
     def take(self, skeleton: bytes) -> None:
         """Take over the scales of the state that this skeleton is of."""
         for name, scaler in self._scalers.items():
-            scaler.load_state_dict(plain_entry(skeleton, name))
+            scaler.load_state_dict(entry(skeleton, name))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

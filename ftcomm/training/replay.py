@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ftcomm.training.kinds import is_optimizer, is_scheduler
 from ftcomm.training.spill import Limits, Spill
-from ftcomm.training.state import FlatState, Stateful, load
+from ftcomm.training.state import FlatState, Stateful, entry, load
 
 if TYPE_CHECKING:
     from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
@@ -31,19 +31,17 @@ class Replay:
         self._state = state
         self._spill = Spill(Limits.from_env() if limits is None else limits)
         self._steps: deque[list[Callable[[], object]]] = deque()
-        self._applying = False
-        self._schedulers: list[SchedulerShadow] = []
-        self._optimizers: list[OptimizerShadow] = []
-        objects = [entry for entry in state.values() if is_optimizer(entry) or is_scheduler(entry)]
-        if objects:
+        self._keeps = True
+        self._schedulers: dict[str, SchedulerShadow] = {}
+        self._optimizers: dict[str, OptimizerShadow] = {}
+        if any(is_optimizer(each) or is_scheduler(each) for each in state.values()):
             from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
 
-            self._schedulers = [SchedulerShadow(obj, self.keep) for obj in objects if is_scheduler(obj)]
-            self._optimizers = [
-                OptimizerShadow(obj, self.keep, self._spill.put, lambda: self.scale)
-                for obj in objects
-                if is_optimizer(obj)
-            ]
+            for name, each in state.items():
+                if is_optimizer(each):
+                    self._optimizers[name] = OptimizerShadow(each, self.keep, self._spill.put, lambda: self.scale)
+                elif is_scheduler(each):
+                    self._schedulers[name] = SchedulerShadow(each, self.keep, self._unkept)
 
     @property
     def possible(self) -> bool:
@@ -55,21 +53,27 @@ class Replay:
         """The steps that were kept and not yet applied."""
         return len(self._steps)
 
+    def take(self, skeleton: bytes) -> None:
+        """Take over what is known before the state is here, from its skeleton."""
+        with self._unkept():
+            for name, shadow in {**self._optimizers, **self._schedulers}.items():
+                shadow.take(entry(skeleton, name))
+
     def begin(self) -> None:
         """Begin a step, to which all that the script does from here on belongs."""
         self._steps.append([])
 
     def load(self, flat: FlatState) -> None:
         """Load the state entering the first step that was begun."""
-        with self._real():
+        with self._past():
             load(flat, self._state)
-            for shadow in self._optimizers:
-                shadow.watch()  # loading replaces the param_groups
+            for shadow in self._optimizers.values():
+                shadow.watch()  # loading replaces what it watches
 
     def apply(self, least: int, seconds: float) -> None:
         """Apply kept steps in order: `least` of them, and more while `seconds` have not passed."""
         deadline = time.monotonic() + seconds
-        with self._real():
+        with self._past():
             while self._steps and (least > 0 or time.monotonic() < deadline):
                 for action in self._steps.popleft():
                     action()
@@ -77,21 +81,37 @@ class Replay:
 
     def restore(self) -> None:
         """Remove the stand-ins and forget what was kept. Idempotent."""
-        for shadow in (*self._optimizers, *self._schedulers):
+        for shadow in self._shadows:
             shadow.remove()
-        self._optimizers, self._schedulers = [], []
+        self._optimizers, self._schedulers = {}, {}
         self._steps.clear()
         self._spill.close()
 
     def keep(self, action: Callable[[], object]) -> None:
         """Run `action` when this step is replayed, after what was kept before it."""
-        if not self._applying:  # during replay the optimizer, or a scheduler, writes to the param_groups
+        if self._keeps:
             self._steps[-1].append(action)
 
+    @property
+    def _shadows(self) -> list[OptimizerShadow | SchedulerShadow]:
+        return [*self._optimizers.values(), *self._schedulers.values()]
+
     @contextlib.contextmanager
-    def _real(self) -> Iterator[None]:
-        self._applying = True
+    def _unkept(self) -> Iterator[None]:
+        """A context in which an optimizer, or a scheduler, writes to the param_groups, and not the script."""
+        self._keeps = False
         try:
             yield
         finally:
-            self._applying = False
+            self._keeps = True
+
+    @contextlib.contextmanager
+    def _past(self) -> Iterator[None]:
+        """A context in which all settings are those of the update that is replayed next."""
+        with self._unkept():
+            for shadow in self._shadows:
+                shadow.rewind()
+            yield
+            if self._steps:
+                for shadow in self._shadows:
+                    shadow.forward()

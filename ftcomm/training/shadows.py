@@ -3,11 +3,21 @@
 Each takes the place of `.step` (as an attribute of the instance, or a class, removed later). That of an optimizer keeps
 what the call would have used: copies of the gradients, the arguments, and what the script has written into
 `param_groups` since. It does not see tensors in `param_groups` that are changed in place.
+
+What a script may look at meanwhile is as on the others, or it would do something else here:
+
+    param_groups, schedulers    what is plain is taken over before the state is here, and schedulers step at once, so
+                                `group["lr"] *= 0.1` comes to the same. Replay goes back to what held at each update
+    state                       counts as filled, if it is: torch.distributed.checkpoint lets an optimizer step whose
+                                state is empty, which would be one update more here
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,21 +31,72 @@ from ftcomm.errors import StateError
 from ftcomm.training.lr_scaling import scaled
 from ftcomm.training.optimizer_gate import StepOverride
 from ftcomm.training.spill import SpilledTensor
+from ftcomm.training.state import specs
 
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives to a fused optimizer, which unscales by itself
 Keep = Callable[[Callable[[], object]], None]  # what to do at replay
 
 
-class SchedulerShadow(StepOverride):
-    def __init__(self, owner: LRScheduler, keep: Keep) -> None:
+class _Shadow(StepOverride):
+    """A stand-in, with the settings of its owner as they are now, or as they were at the update that is replayed
+    next."""
+
+    def __init__(self, owner: Any) -> None:
         super().__init__(owner)
-        self._keep = keep
+        self._now: Any = None
+        self._then: Any = None
+
+    def rewind(self) -> None:
+        """Let the settings be those of the update that is replayed next."""
+        self._now = self._settings()
+        if self._then is not None:
+            self._set(self._then)
+
+    def forward(self) -> None:
+        """Let the settings be those of now again."""
+        self._then = self._settings()
+        self._set(self._now)
+
+    def take(self, theirs: Any) -> None:
+        """Take over what is known of the state of the others, in which specs stand for tensors."""
+        raise NotImplementedError
+
+    def _settings(self) -> Any:
+        raise NotImplementedError
+
+    def _set(self, settings: Any) -> None:
+        raise NotImplementedError
+
+
+class SchedulerShadow(_Shadow):
+    def __init__(
+        self, owner: LRScheduler, keep: Keep, unkept: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        """`unkept` is a context in which nothing is kept."""
+        super().__init__(owner)
+        self._keep, self._unkept = keep, unkept
+        self._steps_now = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self._keep(functools.partial(self.real, *args, **kwargs))
+        if self._steps_now:
+            with self._unkept():
+                self.real(*args, **kwargs)
+
+    def take(self, theirs: Any) -> None:
+        if not specs(theirs):
+            self.owner.load_state_dict(theirs)
+            self._steps_now = True
+
+    def _settings(self) -> Any:
+        return copy.deepcopy(self.owner.state_dict()) if self._steps_now else None
+
+    def _set(self, settings: Any) -> None:
+        if self._steps_now:
+            self.owner.load_state_dict(settings)
 
 
-class OptimizerShadow(StepOverride):
+class OptimizerShadow(_Shadow):
     def __init__(
         self, owner: Optimizer, keep: Keep, put: Callable[[Tensor], SpilledTensor], scale: Callable[[], float]
     ) -> None:
@@ -47,6 +108,7 @@ class OptimizerShadow(StepOverride):
             )
         super().__init__(owner)
         self._keep, self._put, self._scale = keep, put, scale
+        self._filled = False  # the state, on the others
         self.watch()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -55,18 +117,35 @@ class OptimizerShadow(StepOverride):
             with torch.enable_grad():
                 loss = closure()
         grads = [None if p.grad is None else self._keep_grad(p.grad) for p in self._params()]
+        vars(self.owner)["_opt_called"] = True  # what a scheduler looks for, which warns without it
         scaling = {name: value.clone() for name in _SCALING if (value := vars(self.owner).get(name)) is not None}
         self._keep(functools.partial(self._replay, grads, kwargs, self._scale(), scaling))
         return loss
+
+    def take(self, theirs: Any) -> None:
+        self._set([{k: v for k, v in group.items() if not specs(v)} for group in theirs["param_groups"]])
+        self._filled = bool(theirs["state"])
+        self.watch()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{k: copy.copy(v) for k, v in group.items() if not _has_tensor(v)} for group in self.owner.param_groups]
+
+    def _set(self, settings: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.owner.param_groups, settings, strict=True):
+            dict.update(group, {key: value for key, value in values.items() if key != "params"})  # keeps nothing
 
     def watch(self) -> None:
         """Record from now on what the script writes into the param_groups (`group["lr"] = ...`)."""
         groups = self.owner.param_groups
         groups[:] = [_WatchedGroup(group, functools.partial(self._wrote, i)) for i, group in enumerate(groups)]
+        if self._filled:
+            self.owner.state = _FilledState(dict, self.owner.state)
 
     def remove(self) -> None:
         super().remove()
         self.owner.param_groups[:] = [dict(group) for group in self.owner.param_groups]
+        if isinstance(self.owner.state, _FilledState):
+            self.owner.state = defaultdict(dict, self.owner.state)
 
     def _params(self) -> Iterator[Tensor]:
         for group in self.owner.param_groups:
@@ -96,6 +175,17 @@ class OptimizerShadow(StepOverride):
             delattr(self.owner, name)
         for p, grad in zip(params, present, strict=True):
             p.grad = grad
+
+
+class _FilledState(defaultdict[Any, Any]):
+    """The state of an optimizer that counts as filled, though it may be empty."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
 class _WatchedGroup(dict[str, Any]):

@@ -117,11 +117,11 @@ def flatten(state: Mapping[str, Stateful]) -> FlatState:
 
 def allocate(skeleton: bytes) -> FlatState:
     """Makes a `FlatState` with uninitialised host tensors, to receive into."""
-    specs = [leaf for *_, tree in _entries(skeleton) for leaf in _specs(tree)]
-    if [spec.place for spec in specs] != list(range(len(specs))):
-        raise StateError(f"A state arrived whose {len(specs)} tensors are not numbered in order. {SAME_SCRIPT}")
+    wanted = [leaf for *_, tree in _entries(skeleton) for leaf in specs(tree)]
+    if [spec.place for spec in wanted] != list(range(len(wanted))):
+        raise StateError(f"A state arrived whose {len(wanted)} tensors are not numbered in order. {SAME_SCRIPT}")
     try:
-        return FlatState(skeleton, [_empty(spec) for spec in specs])
+        return FlatState(skeleton, [_empty(spec) for spec in wanted])
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
         raise StateError(f"There is no memory for the state of the other replicas: {error}") from error
 
@@ -179,9 +179,16 @@ def first_setting(here: bytes, there: bytes) -> str | None:
     return None
 
 
-def plain_entry(skeleton: bytes, name: str) -> Any:
-    """Returns the entry `name` of a state, which holds plain values only; None if there is no such entry."""
-    return next((tree for entry, *_, tree in _entries(skeleton) if entry == name), None)
+def entry(skeleton: bytes, name: str) -> Any:
+    """Returns the entry `name` of a state, with a `Spec` in place of each tensor; None if there is no such entry."""
+    return next((tree for each, *_, tree in _entries(skeleton) if each == name), None)
+
+
+def specs(tree: Any) -> list[Spec]:
+    """Returns what stands for tensors in an `entry`, or in a part of one."""
+    found: list[Spec] = []
+    _walk(tree, found.append)
+    return found
 
 
 def leaves(skeleton: bytes) -> dict[str, Any]:
@@ -344,12 +351,6 @@ def _walk(tree: Any, leaf: Callable[[Spec], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_walk(value, leaf) for value in tree)
     return tree
-
-
-def _specs(tree: Any) -> list[Spec]:
-    found: list[Spec] = []
-    _walk(tree, found.append)
-    return found
 
 
 def _fill(tree: Any, tensors: list[Held], meshes: Meshes) -> Any:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler as schedules
 
 from ftcomm.errors import StateError
@@ -31,12 +32,12 @@ def copied(state):
 class Training:
     """A script: `step` is what every replica calls, with the gradients that the all-reduce gave to everybody."""
 
-    def __init__(self, optimizer, scheduler=None, by_hand=False, seed=0):
+    def __init__(self, optimizer, scheduler=None, by_hand=False, decays=False, saves=False, seed=0):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
         self.optimizer = optimizer(self.model.parameters())
         self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.by_hand = by_hand
+        self.by_hand, self.decays, self.saves = by_hand, decays, saves
         if scheduler is not None:
             self.state["scheduler"] = scheduler(self.optimizer)
 
@@ -45,6 +46,9 @@ class Training:
         if self.by_hand:
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.1 if step < JOINED - 1 else 0.01 * (1 + math.cos(step // 2))
+        if self.decays:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.9
         for number, p in enumerate(self.model.parameters()):
             unused = number == 1 and step % 3 == 1
             grad = torch.randn(p.shape, generator=generator)
@@ -59,6 +63,9 @@ class Training:
             metric = torch.rand((), generator=generator).item()
             plateau = isinstance(self.state["scheduler"], schedules.ReduceLROnPlateau)
             self.state["scheduler"].step(*[metric] if plateau else [])
+        if self.saves:  # after a validation: there are no gradients
+            self.optimizer.zero_grad()
+            get_optimizer_state_dict(self.model, self.optimizer)
 
 
 def catch_up(make, arrives, end, least=2):
@@ -68,6 +75,7 @@ def catch_up(make, arrives, end, least=2):
         healthy.step(step)
     snapshot = copied(healthy.state)
     replay = Replay(joiner.state)
+    replay.take(snapshot.skeleton)
     loaded = done = False
     for step in range(JOINED, end):
         if step >= arrives and not done:
@@ -129,6 +137,25 @@ def test_a_learning_rate_that_the_script_sets_itself(arrives):
     make = lambda seed: Training(OPTIMIZERS["adamw"], by_hand=True, seed=seed)  # noqa: E731
     healthy, joiner = catch_up(make, arrives, end=20)
     assert digest(healthy.state) == digest(joiner.state)
+
+
+@pytest.mark.parametrize("arrives", [JOINED, JOINED + 6], ids=["at_once", "late"])
+@pytest.mark.parametrize("scheduler", ["none", "multistep"])
+def test_a_learning_rate_that_the_script_multiplies(scheduler, arrives):
+    make = lambda seed: Training(OPTIMIZERS["adamw"], SCHEDULERS[scheduler], decays=True, seed=seed)  # noqa: E731
+    healthy, joiner = catch_up(make, arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+@pytest.mark.parametrize("arrives", [JOINED, JOINED + 6], ids=["at_once", "late"])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "sgd"])
+def test_a_checkpoint_of_torch_that_is_made_before_the_state_is_here(optimizer, arrives):
+    """`torch.distributed.checkpoint` lets an optimizer without state step, by a learning rate of 0."""
+    optimizers = {**OPTIMIZERS, "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)}
+    make = lambda seed: Training(optimizers[optimizer], SCHEDULERS["lambda"], saves=True, seed=seed)  # noqa: E731
+    healthy, joiner = catch_up(make, arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+    assert type(joiner.optimizer.state) is type(healthy.optimizer.state)
 
 
 @pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])
