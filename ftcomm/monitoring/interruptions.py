@@ -253,6 +253,10 @@ class Interruptions:
         if event.get("step") is None:  # others come at a boundary, so those that are here again had not left yet
             back = self._members.keys() - before.keys()
             self._withdrawn = {replica: one for replica, one in self._open.items() if replica in back}
+            for replica in [replica for replica in lost if self._waits_again(replica, before, event)]:
+                one = self._open.get(replica)
+                self.gpu_time.begin(replica, Use.ABSENCE if one else Use.START, now, one.number if one else None)
+                lost.remove(replica)
         else:
             for replica in withdrawn.keys() & set(lost):
                 self._reopen(withdrawn[replica], now)
@@ -270,6 +274,10 @@ class Interruptions:
                 self.gpu_time.begin(replica, Use.CATCH_UP, now, None if one is None else one.number)
             if replica in self._signs:
                 self._forget_suspicion(replica)
+
+    def _waits_again(self, replica: int, before: Mapping[int, bool], event: Event) -> bool:
+        """Whether a replica that was catching up is not lost: the view that took it in was withdrawn."""
+        return not before[replica] and replica not in event.get("lost", (replica,)) and replica not in self._signs
 
     def _forget_suspicion(self, replica: int) -> None:
         """A suspicion is of one view; what a process has said by its end, or an operator has asked for, stays."""

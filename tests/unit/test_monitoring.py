@@ -162,10 +162,18 @@ class Script:
         self.at += after
         self.of.event({"kind": kind, "mono": self.at, "time": self.at + 1000, **fields})
 
-    def view(self, members: dict[int, bool], after: float = 0.0, step: int | None = None, why: str = "") -> None:
+    def view(
+        self,
+        members: dict[int, bool],
+        after: float = 0.0,
+        step: int | None = None,
+        why: str = "",
+        lost: list[int] | None = None,
+    ) -> None:
         self.epoch += 1
         listed = [{"replica": replica, "contributing": counts} for replica, counts in members.items()]
-        self.say("view", after, epoch=self.epoch, step=step, members=listed, why=why)
+        losses = {} if lost is None else {"lost": lost}
+        self.say("view", after, epoch=self.epoch, step=step, members=listed, why=why, **losses)
 
     def all(self) -> list[Interruption]:
         return self.of.listed(self.at)
@@ -259,6 +267,20 @@ def test_who_is_lost_again_while_catching_up_is_two_interruptions() -> None:
     first, second = job.all()
     assert (first.over, first.back, first.deaths) == (True, False, 1)
     assert (second.over, second.replica) == (False, 2)
+
+
+@pytest.mark.parametrize("lost", [[], [1]], ids=["by itself", "by a death"])
+def test_who_is_taken_in_again_after_its_view_was_withdrawn_is_one_interruption(lost: list[int]) -> None:
+    job = Script()
+    job.view({0: True, 1: True}, 10, lost=[2])
+    job.view({0: True, 1: True, 2: False}, 1, step=5, lost=[])
+    job.view({replica: True for replica in (0, 1) if replica not in lost}, 1, lost=lost)
+    job.view({0: True, 1: not lost, 2: False}, 3, step=9, lost=[])
+    job.view({0: True, 1: True, 2: True}, 2, step=12, lost=[])
+    found = [one for one in job.all() if one.replica == 2]
+    assert [(one.over, one.back) for one in found] == [(True, True)]
+    assert found[0].price[Use.ABSENCE.value] == RANKS * 4.0
+    assert found[0].price[Use.CATCH_UP.value] == RANKS * 3.0
 
 
 def test_a_view_of_the_same_members_is_a_connection() -> None:
