@@ -1,14 +1,15 @@
 """Recordings in the format of torch's flight recorder, for its own analyser (`torchfrtrace`).
 
 A rank of that format is a rank of the whole job: replica * ranks of a replica + rank in it. A process group of it is
-one group of ftcomm, with the ranks of its newest view of which there is a recording. The analyser compares entries by
-their number in the group, so all ranks begin with the same ones here: older ones, which a rank has overwritten or a
-joiner has not seen, are left out. It knows only torch's own backends by name. So entries say gloo, and the description
-of their group says that they are of ftcomm.
+one group of ftcomm, with the ranks of its newest view of which there is a recording. A rank that has left it has what
+it did there in a process group of its own. The analyser compares entries by their number in the group, so all ranks
+begin with the same ones here: older ones, which a rank has overwritten or a joiner has not seen, are left out. It knows
+only torch's own backends by name. So entries say gloo, and the description of their group says that they are of ftcomm.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,13 @@ _NAMES = {
     "alltoall": "all_to_all",
 }  # others are called alike
 _NS = 1e9
-_Key = tuple[str, int]  # a group: its name, and the rank in the replica, as those of all replicas make one
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProcessGroup:
+    name: str
+    about: str
+    ranks: tuple[int, ...]
 
 
 def rank_of(recording: Recording) -> int:
@@ -42,77 +49,98 @@ def newest(recordings: Iterable[Recording]) -> dict[int, Recording]:
 def torch_dumps(recordings: Iterable[Recording]) -> dict[int, dict[str, Any]]:
     """Returns rank -> what torch's flight recorder would have dumped there."""
     ranks = newest(recordings)
-    members = _members(ranks)
-    ops = {rank: [op for op in r.ops if rank in members.get((op.group, r.shard), ())] for rank, r in ranks.items()}
-    first, last = _first(ranks, ops), _last(ranks, ops)
-    return {rank: _dump(rank, r, ops[rank], members, first, last) for rank, r in ranks.items()}
+    groups = _process_groups(ranks)
+    ops = {rank: [op for op in r.ops if op.group in groups[rank]] for rank, r in ranks.items()}
+    first, last = _first(groups, ops), _last(groups, ops)
+    return {rank: _dump(rank, r, ops[rank], groups[rank], first, last) for rank, r in ranks.items()}
 
 
-def _members(ranks: Mapping[int, Recording]) -> dict[_Key, tuple[int, ...]]:
-    """Returns the ranks of each group, by its newest view, of which there are recordings."""
-    found: dict[_Key, tuple[int, tuple[int, ...]]] = {}
+def _process_groups(ranks: Mapping[int, Recording]) -> dict[int, dict[str, _ProcessGroup]]:
+    """Returns rank -> name of a group of ftcomm -> the process group that it is there."""
+    views: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # (name, rank in the replica) -> newest epoch, ranks
+    opened: dict[int, list[str]] = {}
     for rank, recording in ranks.items():
         width, epochs = max(1, recording.ranks_per_replica), dict[str, int]()
         for op in recording.ops:
             epochs[op.group] = max(op.last_epoch, epochs.get(op.group, 0))
-        for group in recording.groups:
-            if group.closed is not None or group.kind == "static":
-                continue
+        groups = [group for group in recording.groups if group.closed is None and group.kind != "static"]
+        opened[rank] = [group.name for group in groups]
+        for group in groups:
             key = group.name, recording.shard
             epoch = epochs.get(group.name, 0)
             told = tuple(replica * width + recording.shard for replica in sorted(numbers(group.members)))
-            if rank in told and epoch >= found.get(key, (0, ()))[0]:
-                found[key] = epoch, tuple(other for other in told if other in ranks)
-    return {key: told for key, (_, told) in found.items()}
+            if rank in told and epoch >= views.get(key, (0, ()))[0]:
+                views[key] = epoch, tuple(other for other in told if other in ranks)
+    return {
+        rank: {
+            name: _process_group(name, recording.shard, rank, views[name, recording.shard][1])
+            for name in opened[rank]
+            if (name, recording.shard) in views
+        }
+        for rank, recording in ranks.items()
+    }
 
 
-def _first(ranks: Mapping[int, Recording], ops: Mapping[int, Sequence[RecordedOp]]) -> dict[_Key, int]:
-    """Returns the first op of each group that all its ranks may have."""
-    first: dict[_Key, int] = defaultdict(int)
-    for rank, recording in ranks.items():
+def _process_group(name: str, shard: int, rank: int, told: tuple[int, ...]) -> _ProcessGroup:
+    about = f"ftcomm {'all replicas' if name == '*' else name}, rank {shard} of each"
+    if rank in told:
+        return _ProcessGroup(f"{name}.{shard}", about, told)
+    left = f"until rank {rank} left"
+    return _ProcessGroup(f"{name}.{shard} {left}", f"{about}, {left}", (rank,))
+
+
+_Groups = Mapping[int, Mapping[str, _ProcessGroup]]
+_Ops = Mapping[int, Sequence[RecordedOp]]
+
+
+def _first(groups: _Groups, ops: _Ops) -> dict[str, int]:
+    """Returns the first op of each process group that all its ranks may have."""
+    first: dict[str, int] = defaultdict(int)
+    for rank, of in groups.items():
         oldest: dict[str, int] = {}
         for op in ops[rank][-MOST:]:
             oldest[op.group] = min(op.number, oldest.get(op.group, op.number))
         for group, number in oldest.items():
-            key = group, recording.shard
-            first[key] = max(first[key], number)
+            first[of[group].name] = max(first[of[group].name], number)
     return first
 
 
-def _last(ranks: Mapping[int, Recording], ops: Mapping[int, Sequence[RecordedOp]]) -> dict[_Key, int]:
-    """Returns the last op of each group that is compared, where that is not the newest one. Recordings are read one
-    after the other while the job goes on: what one rank has returned from, all have called, though another recording
-    ends before it. What comes after the end of that is not known of its rank."""
-    newest: dict[_Key, list[int]] = defaultdict(list)
-    returned: dict[_Key, int] = {}
-    for rank, recording in ranks.items():
-        mine: dict[_Key, int] = {}
+def _last(groups: _Groups, ops: _Ops) -> dict[str, int]:
+    """Returns the last op of each process group that is compared, where that is not the newest one. Recordings are read
+    one after the other while the job goes on: what one rank has returned from, all have called, though another
+    recording ends before it. What comes after the end of that is not known of its rank."""
+    newest: dict[str, list[int]] = defaultdict(list)
+    returned: dict[str, int] = {}
+    for rank, of in groups.items():
+        mine: dict[str, int] = {}
         for op in ops[rank]:
-            key = op.group, recording.shard
-            mine[key] = max(op.number, mine.get(key, -1))
+            name = of[op.group].name
+            mine[name] = max(op.number, mine.get(name, -1))
             if op.returned is not None and not op.failed:
-                returned[key] = max(op.number, returned.get(key, -1))
-        for key, number in mine.items():
-            newest[key].append(number)
-    return {key: min(found) for key, found in newest.items() if returned.get(key, -1) > min(found)}
+                returned[name] = max(op.number, returned.get(name, -1))
+        for name, number in mine.items():
+            newest[name].append(number)
+    return {name: min(found) for name, found in newest.items() if returned.get(name, -1) > min(found)}
 
 
 def _dump(
     rank: int,
     recording: Recording,
     ops: Sequence[RecordedOp],
-    members: Mapping[_Key, tuple[int, ...]],
-    first: Mapping[_Key, int],
-    last: Mapping[_Key, int],
+    groups: Mapping[str, _ProcessGroup],
+    first: Mapping[str, int],
+    last: Mapping[str, int],
 ) -> dict[str, Any]:
-    shard = recording.shard
-    kept = [op for op in ops[-MOST:] if first[op.group, shard] <= op.number <= last.get((op.group, shard), op.number)]
-    groups = {name: told for (name, column), told in members.items() if column == shard and rank in told}
+    kept = [
+        op
+        for op in ops[-MOST:]
+        if first[groups[op.group].name] <= op.number <= last.get(groups[op.group].name, op.number)
+    ]
     config, status = {}, {}
-    for name, told in groups.items():
+    for name, group in groups.items():
         mine = [op for op in kept if op.group == name]
-        config[_pg(name, shard)] = {"name": _pg(name, shard), "desc": _about(name, shard), "ranks": str(list(told))}
-        status[_pg(name, shard)] = {
+        config[group.name] = {"name": group.name, "desc": group.about, "ranks": str(list(group.ranks))}
+        status[group.name] = {
             "last_enqueued_collective": max((op.number + 1 for op in mine), default=-1),
             "last_started_collective": max((op.number + 1 for op in mine if op.posted or op.returned), default=-1),
             "last_completed_collective": max((op.number + 1 for op in mine if op.returned), default=-1),
@@ -122,20 +150,12 @@ def _dump(
         "rank": rank,
         "pg_config": config,
         "pg_status": status,
-        "entries": [_entry(record, op, recording, len(groups[op.group])) for record, op in enumerate(kept)],
+        "entries": [_entry(record, op, recording, groups[op.group]) for record, op in enumerate(kept)],
     }
 
 
-def _pg(name: str, shard: int) -> str:
-    return f"{name}.{shard}"
-
-
-def _about(name: str, shard: int) -> str:
-    return f"ftcomm {'all replicas' if name == '*' else name}, rank {shard} of each"
-
-
-def _entry(record: int, op: RecordedOp, recording: Recording, size: int) -> dict[str, Any]:
-    given, taken = _sizes(op, size)
+def _entry(record: int, op: RecordedOp, recording: Recording, group: _ProcessGroup) -> dict[str, Any]:
+    given, taken = _sizes(op, len(group.ranks))
     file, _, rest = op.caller.rpartition(":")
     line, _, function = rest.partition(" ")
     begun = op.called if op.posted is None else op.posted
@@ -143,7 +163,7 @@ def _entry(record: int, op: RecordedOp, recording: Recording, size: int) -> dict
     return {
         "record_id": record,
         "pg_id": 0,
-        "process_group": (_pg(op.group, recording.shard), _about(op.group, recording.shard)),
+        "process_group": (group.name, group.about),
         "collective_seq_id": op.number + 1,
         "p2p_seq_id": 0,
         "op_id": record + 1,

@@ -144,6 +144,27 @@ def test_ranks_that_were_read_at_other_times_of_a_job_that_goes_on_miss_nothing(
     assert "missing" not in said
 
 
+def test_a_rank_that_was_removed_has_what_it_did_in_a_process_group_of_its_own(tmp_path: Path) -> None:
+    ranks = [Rank(replica) for replica in range(3)]
+    for rank in ranks:
+        for number in range(3):
+            rank.op(number, called=number + 1.0, returned=number + 1.5)
+    left, *others = [rank.recording() for rank in ranks]
+    others = [
+        msgspec.structs.replace(
+            each,
+            groups=tuple(msgspec.structs.replace(group, members="1,2") for group in each.groups),
+            ops=tuple(msgspec.structs.replace(op, last_epoch=op.last_epoch + 1) for op in each.ops),
+        )
+        for each in others
+    ]
+    found = torch_dumps([left, *others])
+    assert [len(dumped["entries"]) for dumped in found.values()] == [3, 3, 3]
+    assert found[0]["pg_config"]["*.0 until rank 0 left"]["ranks"] == "[0]"
+    assert found[1]["pg_config"] == found[2]["pg_config"]
+    assert found[1]["pg_config"]["*.0"]["ranks"] == "[1, 2]"
+
+
 def test_torchs_analyser_finds_the_call_that_differs(tmp_path: Path) -> None:
     ranks = [Rank(replica) for replica in range(3)]
     for rank in ranks:
