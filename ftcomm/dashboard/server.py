@@ -33,6 +33,7 @@ from ftcomm.dashboard.metrics import prometheus_text
 from ftcomm.errors import FtcommError
 
 MOST = 64  # connections at once
+PAGES = 48  # of them that get events; what is left is for metrics, and for what a page asks for besides
 PATIENCE = 15.0  # s without an event after which a comment shows that the connection lives
 SILENT = 30.0  # s for a request to come, or for a reader to take what is sent
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -70,6 +71,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.access = Access(host, self.server_address[1], token)
         self._limit = ConnectionLimit[socket.socket](MOST)
         self._limiting = threading.Lock()  # guards that
+        self.pages = threading.BoundedSemaphore(PAGES)
 
     @property
     def url(self) -> str:
@@ -124,7 +126,7 @@ class DashboardHandler(BaseHTTPRequestHandler):
             status = HTTPStatus(judged.reply.value)
             self._answer(Body("text/plain", f"{judged.why}\n".encode(), status))
         elif (path := self.path.partition("?")[0]) == "/events":
-            self._stream()
+            self._events()
         else:
             self._answer(self._found(path))
 
@@ -182,6 +184,18 @@ class DashboardHandler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(length))
         self.end_headers()
+
+    def _events(self) -> None:
+        """Send events, unless that many readers get them already."""
+        pages = self.server.pages
+        if not pages.acquire(blocking=False):
+            said = f"{PAGES} pages are open already; close one\n".encode()
+            self._answer(Body("text/plain", said, HTTPStatus.SERVICE_UNAVAILABLE))
+            return
+        try:
+            self._stream()
+        finally:
+            pages.release()
 
     def _stream(self) -> None:
         """Send events until the reader goes or the job ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -28,9 +29,24 @@ def view(monkeypatch: pytest.MonkeyPatch) -> Iterator[DashboardServer]:
     view.server_close()
 
 
-def ask(connection: http.client.HTTPConnection) -> int:
-    connection.request("GET", "/", headers={"Authorization": f"Bearer {TOKEN}"})
+class Quiet:
+    """A feed in which nothing happens."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def watch(self, readers: int) -> None:
+        pass
+
+    def newer(self, number: int, patience: float) -> None:
+        time.sleep(0.01)
+
+
+def ask(connection: http.client.HTTPConnection, path: str = "/") -> int:
+    connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
+    if path == "/events" and answer.status == 200:
+        return 200  # and it goes on
     answer.read()
     return answer.status
 
@@ -55,3 +71,14 @@ def test_no_more_are_taken_than_there_is_room_for(view: DashboardServer) -> None
     assert [ask(owner) for owner in owners] == [200, 200, 200, 503]
     for owner in owners:
         owner.close()
+
+
+def test_open_pages_keep_metrics_in(view: DashboardServer) -> None:
+    view.feed, view.pages = cast(Any, Quiet()), threading.BoundedSemaphore(1)
+    reader, late, metrics = (http.client.HTTPConnection(*view.server_address[:2], timeout=60) for _ in range(3))  # type: ignore[arg-type]
+    assert [ask(reader, "/events"), ask(late, "/events"), ask(metrics)] == [200, 503, 200]
+    reader.close()
+    while ask(late, "/events") == 503:  # until it is known that the reader has gone
+        time.sleep(0.01)
+    late.close()
+    metrics.close()

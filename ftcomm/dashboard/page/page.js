@@ -288,7 +288,11 @@ function listen() {
   source.onopen = () => { job.points = []; };
   source.onmessage = ({ data }) => { link.className = ""; put(link, ""); take(JSON.parse(data)); };
   source.addEventListener("ended", () => { over = true; source.close(); put(link, "the job has ended; this is the last that was seen"); });
-  source.onerror = () => { if (!over) { link.className = "lost"; put(link, "no answer; trying again"); } };
+  source.onerror = () => {
+    if (over) return;
+    link.className = "lost"; put(link, "no answer; trying again");
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 5000); // it was refused, and does not try again
+  };
 }
 function theme(next) {
   const dark = next ?? (localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
