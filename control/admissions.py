@@ -123,13 +123,13 @@ class Admissions:
         waiting = [conn for conn, leader in here.items() if leader.needs(rank)]
         if known.links.conn_of(replica) is not None or (here and not waiting):  # another process has its number, too
             return self._refuse(replica, "", reason)
-        word = self._unstarted.said(rank, reason, lasting, now)
+        report = self._unstarted.said(rank, reason, lasting, now)
         hopeless = lasting and known.view is None and replica < known.expected
-        refused = self._refuse(replica, "", word.reason, hopeless=hopeless)
-        expelled = m.Expelled(word.reason)
+        refused = self._refuse(replica, "", report.reason, hopeless=hopeless)
+        expelled = m.Expelled(report.reason)
         told: list[Action] = [Send(conn, expelled) for conn in waiting]
         others = self._joiner_messages.turn_away(expelled) if hopeless else self._tell_forming()
-        return [Keep(self._unstarted.words), *refused, *told, *others]
+        return [Keep(self._unstarted.reports), *refused, *told, *others]
 
     def asked(self, conn: Conn, rank: NamedRank, lived: float, now: float) -> list[Action]:
         """Tell a process, which is in no view and has run for `lived` seconds, whether it waits for a rank that cannot
@@ -176,7 +176,7 @@ class Admissions:
         member = Member(replica, join.incarnation, join.ranks, contributing=False)
         self._known.joiners.add(member, ready=join.ready or self._known.view is None)
         self._refusals.pop(replica, None)
-        kept: list[Action] = [Keep(self._unstarted.words)] if self._unstarted.started(replica) else []
+        kept: list[Action] = [Keep(self._unstarted.reports)] if self._unstarted.started(replica) else []
         return [*kept, *self._let_in(conn, join)]
 
     def _let_in(self, conn: Conn, join: m.Join) -> list[Action]:
@@ -220,8 +220,8 @@ class Admissions:
         reason = (
             f"replica {replica} was removed from the job in epoch {known.job.epoch} or before, while it was not heard"
         )
-        word = removed(replica, Removal.SILENCE, "the job went on without it while it was not heard")
-        return [*actions, word, Send(conn, m.Expelled(reason)), Close(conn)]
+        event = removed(replica, Removal.SILENCE, "the job went on without it while it was not heard")
+        return [*actions, event, Send(conn, m.Expelled(reason)), Close(conn)]
 
     def _refusal(self, join: m.Join) -> m.Expelled | None:
         known = self._known

@@ -11,7 +11,7 @@ from ftcomm.control.timeouts import REPORT
 FRESH = 2.5 * REPORT  # seconds for which a report of a stall holds
 SETTLED = 2 * REPORT  # seconds in which all members have told a new view for whom they wait
 QUIET = 10.0  # seconds after which a complaint that was withdrawn is news again
-WORDS = 400  # characters of a complaint that are passed on
+LONGEST = 400  # characters of a complaint that are passed on
 
 
 class Removal(enum.Enum):
@@ -75,7 +75,7 @@ class Blame:
         """Note that `by` cannot reach `accused`. True if that is news: the first such complaint in this view, or one
         behind a withdrawal, but not more often than every `QUIET` seconds."""
         new = (by, accused) not in self._complaints
-        self._complaints.setdefault((by, accused), (now, why[:WORDS]))
+        self._complaints.setdefault((by, accused), (now, why[:LONGEST]))
         self._said[by, accused] = now
         news = new and now - self._heard.get((by, accused), float("-inf")) >= QUIET
         if news:

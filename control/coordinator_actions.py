@@ -34,7 +34,7 @@ class Persist:
 class Keep:
     """What ranks have said that cannot start, for a restarted coordinator."""
 
-    words: tuple[Unstarted, ...]
+    reports: tuple[Unstarted, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A failure detector by silence. It is pure: it is told of every sign of life and of the time.
 
-Each peer has two clocks, since alive is not the same as quick. One is for words of its process. The other is for
+Each peer has two clocks, since alive is not the same as quick. One is for messages of its process. The other is for
 acknowledgements of its kernel (`ftcomm.control.liveness`), which go on while the process holds its interpreter or is
 stopped.
 

@@ -212,7 +212,7 @@ class EndpointFailed(Exception):
 
 
 def said(text: str) -> EndpointFailed:
-    """Makes an error from the words of etcd, or of something in between."""
+    """Makes an error from what etcd says, or of something in between."""
     try:
         answer = json.loads(text)
         code = answer.get("code") or answer.get("grpc_code") or 14
@@ -236,10 +236,10 @@ _REASONS = (
 
 
 def _unheard(text: str) -> EndpointFailed:
-    for pattern, words in _REASONS:
+    for pattern, reason in _REASONS:
         found = re.search(pattern, text)
         if found:
-            return EndpointFailed(words.format(*found.groups()))
+            return EndpointFailed(reason.format(*found.groups()))
     return EndpointFailed(text[:300])
 
 

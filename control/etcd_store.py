@@ -45,7 +45,7 @@ PAUSE = 0.25  # s between two attempts
 MOST = 128  # operations that etcd allows in a transaction
 MAX_NAME = 256  # characters of the name of a job, as of a `Name` in field_types
 LATE = 3.0  # s that a busy etcd may be late to end a lease
-WORDS, BEATS = 0, 1  # the two threads, so that the lease never waits
+REQUESTS, BEATS = 0, 1  # the two threads, so that the lease never waits
 
 
 def now() -> float:
@@ -84,7 +84,9 @@ class EtcdStore(Store):
         seconds = max(SHORTEST, round(lease))
         self._me = Record(secrets.token_hex(8), socket.gethostname(), port, os.getpid(), seconds)
         self._etcd, self._beats = etcd.Etcd(place, max(0.5, seconds / 4)), etcd.Etcd(place, max(0.5, seconds / 4))
-        self._threads = [concurrent.futures.ThreadPoolExecutor(1, f"ftcomm-etcd-{what}") for what in ("words", "beats")]
+        self._threads = [
+            concurrent.futures.ThreadPoolExecutor(1, f"ftcomm-etcd-{what}") for what in ("requests", "beats")
+        ]
         self._lease = 0
         self._until = float("-inf")  # until then no other can be the owner
         self._number = self._made = 0  # revisions of our term, and of our key as the owner
@@ -112,7 +114,7 @@ class EtcdStore(Store):
         if self._keep_task is not None:
             self._keep_task.cancel()
         self._until = float("-inf")
-        self._unheard = {WORDS} if self._unheard else set()
+        self._unheard = {REQUESTS} if self._unheard else set()
         began = now()
         since = began  # when we first saw the present owner
         met: Record | None = None
@@ -305,7 +307,7 @@ class EtcdStore(Store):
         ours = [self._owner, self._term, *self._view_keys]
         tables = sorted(self._folders(self._stored.values()) | self._needless)
         gone = [*map(etcd.delete, ours), *map(etcd.delete_all, tables)][:MOST]
-        await self._last_words(
+        await self._before_the_end(
             lambda: self._etcd.txn([etcd.modified(self._term, self._number)], gone, []),
             f"the views of the job that is over are left in {self.name}; remove them with: etcdctl del KEY, for "
             f"{', '.join(ours)}, and etcdctl del --prefix {self._prefix}/ranks/",
@@ -319,12 +321,12 @@ class EtcdStore(Store):
         lease, self._lease = self._lease, 0
         if lease:
             otherwise = f"the lease ends in {self._me.lease} s by itself"
-            await self._last_words(lambda: self._etcd.revoke(lease), otherwise, 0)
+            await self._before_the_end(lambda: self._etcd.revoke(lease), otherwise, 0)
         self._doubt.set()
         for thread in self._threads:
             thread.shutdown(wait=False)
 
-    async def _last_words(self, work: Callable[[], object], otherwise: str, patience: float) -> None:
+    async def _before_the_end(self, work: Callable[[], object], otherwise: str, patience: float) -> None:
         end = now() + patience
         while True:
             try:
@@ -339,7 +341,7 @@ class EtcdStore(Store):
     # -- to ask ------------------------------------------------------------------------------------------------
 
     async def _ask(self, work: Callable[..., T], *args: Any) -> T:
-        thread = BEATS if work == self._beats.keep_alive else WORDS
+        thread = BEATS if work == self._beats.keep_alive else REQUESTS
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads[thread], work, *args)
         except etcd.Away as away:

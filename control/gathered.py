@@ -1,5 +1,5 @@
-"""Gathers what all ranks of a replica say into the word of the replica, so that the coordinator hears of a change once
-from each replica and not once from each rank. Pure.
+"""Gathers what all ranks of a replica say into one message, so that the coordinator hears of a change once from each
+replica and not once from each rank. Pure.
 
     Installs       the view is in force at all ranks
     Losses         the ranks of another replica are gone: the first report goes on at once, the others with the beats,

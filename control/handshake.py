@@ -115,7 +115,7 @@ class BadFields(HandshakeError):
 Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
 Mac = Annotated[bytes, Meta(max_length=32)]
 Filler = Annotated[bytes, Meta(max_length=FILLER)]
-Word = Annotated[str, Meta(max_length=256)]
+Short = Annotated[str, Meta(max_length=256)]
 
 
 class Spoken(msgspec.Struct, frozen=True):
@@ -125,13 +125,13 @@ class Spoken(msgspec.Struct, frozen=True):
 
 
 class Opening(Spoken, frozen=True):
-    purpose: Word
-    fields: Annotated[dict[Word, Annotated[str, Meta(max_length=LONGEST_FIELD)] | int], Meta(max_length=16)]
+    purpose: Short
+    fields: Annotated[dict[Short, Annotated[str, Meta(max_length=LONGEST_FIELD)] | int], Meta(max_length=16)]
     nonce: Nonce
-    job: Word = ""
-    to: Word = ""  # the nonce of the wanted process; "": any process that listens there
-    ports: Word = ""  # `Address.ports` of the wanted process
-    at: Word = ""  # the address that the client has dialled
+    job: Short = ""
+    to: Short = ""  # the nonce of the wanted process; "": any process that listens there
+    ports: Short = ""  # `Address.ports` of the wanted process
+    at: Short = ""  # the address that the client has dialled
 
 
 class Challenge(Spoken, frozen=True):

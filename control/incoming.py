@@ -103,7 +103,7 @@ class IncomingConnections:
             up.redirect((str(host), port))
 
     def _witnessed(self, channel: Channel, fields: handshake.Fields) -> None:
-        """Take the word of the kernel of a rank's host that the rank's process has ended."""
+        """Believe the kernel of a rank's host that the rank's process has ended."""
         channel.close()
         shard = handshake.number(fields, "shard", least=1)
         there = self._node.leader.addresses.get(shard) if self._node.leader is not None else None

@@ -68,8 +68,8 @@ class JobViews:
         return any(replica in view.replicas for view in self.in_force)
 
     def needs(self, replica: int) -> bool:
-        """Whether members may wait for this one: for its part in an op; or for its word that all its ranks stand at the
-        boundary, where it leaves by a change that others stay in and no member has installed."""
+        """Whether members may wait for this one: for its part in an op; or until it says that all its ranks stand at
+        the boundary, where it leaves by a change that others stay in and no member has installed."""
         if self.view is None or not self.view.members:
             return False
         return replica in self.view.replicas or (not self.installed and self.is_member(replica))

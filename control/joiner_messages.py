@@ -18,7 +18,7 @@ ALONE = m.Queued(
     "end this coordinator, remove its store, and start the job again from its last checkpoint"
 )
 MUTE = m.Queued(
-    "waits for the replicas that hold the state of the training: they live, and none has said a word for longer than "
+    "waits for the replicas that hold the state of the training: they live, and none has said anything for longer than "
     "FTCOMM_OP_TIMEOUT. They hold their interpreter locks, or are stopped; continue or end them"
 )
 FINISHED = m.Expelled("the job has finished", m.Ending.TOO_LATE)
@@ -50,7 +50,7 @@ class JoinerMessages:
         )
         return [Send(conn, news) for conn in waiting]
 
-    def turn_away(self, word: m.Expelled | m.Dismissed) -> list[Action]:
-        """Send `word` to all joiners and forget them."""
+    def turn_away(self, message: m.Expelled | m.Dismissed) -> list[Action]:
+        """Send `message` to all joiners and forget them."""
         conns = [self._known.links.conn_of(replica) for replica in self._known.joiners.clear()]
-        return [Send(conn, word) for conn in conns if conn is not None]
+        return [Send(conn, message) for conn in conns if conn is not None]

@@ -5,7 +5,7 @@ may have ended, and a stranger may have its port by now. So only a handshake tha
 answered with the job's token, proves that it lives. The outcomes:
 
     answered      that process has proved its identity
-    mute          a kernel has taken the connection, and no word came: the process may hold its interpreter, or be
+    mute          a kernel has taken the connection, and no answer came: the process may hold its interpreter, or be
                   stopped. It may also be gone, so this counts as a sign of life for a while only
     ended         the kernel of this host says so, of the process, or of a port that nothing else can be in front of;
                   or another process of the job has proved to have that very port

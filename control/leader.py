@@ -76,7 +76,7 @@ class _Change:
     said_none: bool = False
     said_commit: bool = False
     decided: bool = False
-    word: m.Decision | None = None  # to each rank that asks, once it is decided
+    decision: m.Decision | None = None  # to each rank that asks, once it is decided
 
 
 class Leader:
@@ -164,12 +164,12 @@ class Leader:
 
     def _mute(self, now: float) -> str:
         """Describe a rank that lives and does not speak: the coordinator hears of it from this leader alone."""
-        words = (
+        mute = (
             f"its rank {shard}: {described(seconds, self._state(self.addresses[shard]))}"
             for shard, seconds in self.detector.mute(now).items()
             if shard in self.addresses
         )
-        return next(words, "")
+        return next(mute, "")
 
     def _divided(self, silent: dict[int, float]) -> str:
         """Name a rank of which neither the process nor the kernel is heard: the rank, its host or the network in
@@ -377,8 +377,8 @@ class Leader:
         if not change.decided:
             return self._agree(len(change.asked) == self.ranks)
         if change.commit is None or change.commit.has(self.replica, self.incarnation):
-            assert change.word is not None
-            return [ToRank(shard, change.word)]
+            assert change.decision is not None
+            return [ToRank(shard, change.decision)]
         return self._leave(change.number, change.commit)
 
     # -- the other leaders ---------------------------------------------------------------------------------------
@@ -479,8 +479,8 @@ class Leader:
         change.decided, change.commit = True, view
         if view is not None and not view.has(self.replica, self.incarnation):
             return self._leave(change.number, view)
-        change.word = word = m.Decision(change.number, view)
-        asked: list[Action] = [ToRank(shard, word) for shard in sorted(change.asked)]
+        change.decision = decision = m.Decision(change.number, view)
+        asked: list[Action] = [ToRank(shard, decision) for shard in sorted(change.asked)]
         if view is not None:
             self.view = view  # ranks that are still under way ask later
             self._refused.clear()  # no promise of the earlier view is asked for any more

@@ -78,9 +78,9 @@ class LostMembers:
         )
         conns = [known.links.conn_of(member.replica) for member in members]
         known.job.view = View(known.job.epoch, None, (), failed)
-        word = m.Expelled(failed)
-        expelled = [Send(conn, word) for conn in conns if conn is not None]
-        return [*actions, *expelled, *self._joiner_messages.turn_away(word), *self._decisions.finish(failed)]
+        message = m.Expelled(failed)
+        expelled = [Send(conn, message) for conn in conns if conn is not None]
+        return [*actions, *expelled, *self._joiner_messages.turn_away(message), *self._decisions.finish(failed)]
 
     def _unknown(self, why: str) -> list[Action]:
         """Give up: all members have ended while no coordinator was there. Each may have finished without being able to

@@ -304,7 +304,7 @@ class WhoWaits(Message, frozen=True):
 
 
 class Decision(Message, frozen=True):
-    """The leader's word to its ranks at the boundary: the view to install, or None to go on as before."""
+    """The leader's decision, told to its ranks at the boundary: the view to install, or None to go on as before."""
 
     proposal: t.Proposal
     view: View | None

@@ -150,8 +150,8 @@ class Node:
     def up_opened(self) -> list[Action]:
         """Note that the connection upwards is there, for the first time or again."""
         self._up, self._up_refused = True, False
-        # The leader's process has just answered, though it may never say a word. A coordinator that says none decides
-        # nothing: its views are older than the job.
+        # The leader's process has just answered, though it may never send a message. A coordinator that sends none
+        # decides nothing: its views are older than the job.
         self._from_above = self._from_above or self.leader is None
         if self.leader is None:
             hello = msgspec.structs.replace(self._hello, incarnation=self.machine.incarnation)

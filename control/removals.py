@@ -96,7 +96,7 @@ class Removals:
             member = known.view.member(replica)
             mute[replica] = described(seconds, self._state(member.ranks[0]) if member is not None else "")
         ran = known.ran.seconds
-        known.held_up.update(dict.fromkeys(mute, ran))  # one word in between does not change that
+        known.held_up.update(dict.fromkeys(mute, ran))  # one message in between does not change that
         # Longer than a report holds: its sender may fall mute before it can say that the op goes on.
         lately = max(known.timeouts.op_floor, FRESH + REPORT)
         held = {replica for replica, last in known.held_up.items() if ran - last <= lately}

@@ -154,7 +154,7 @@ class CoordinatorServer:
             lifetime=secrets.randbits(32),
             state=state_of,
             boot=boot(),
-            unstarted=self._store.words,
+            unstarted=self._store.reports,
         )
         self._listener = Listener(sock, self._credentials, self._peer)
         self._ticker = asyncio.ensure_future(self._tick())
@@ -355,7 +355,7 @@ class CoordinatorServer:
                 writer.close()
         elif isinstance(action, ca.Keep):
             try:
-                self._store.keep(action.words)
+                self._store.keep(action.reports)
             except OSError as error:  # then it is known until this coordinator ends
                 log.warning("what ranks say that cannot start is not kept in %s: %s", self._store.name, error.strerror)
         elif isinstance(action, Probe):

@@ -23,7 +23,7 @@ from ftcomm.control.decode import decode_with
 from ftcomm.control.field_types import Name
 from ftcomm.control.fork import apart
 from ftcomm.control.liveness import boot
-from ftcomm.control.unstarted import Unstarted, Words
+from ftcomm.control.unstarted import Reports, Unstarted
 from ftcomm.control.views import View
 
 DECODER = msgspec.json.Decoder(View)
@@ -31,10 +31,10 @@ _LONGEST = 64  # characters of a name that was made here
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The words of ranks that cannot start. Their times are those of one kernel."""
+    """The reports of ranks that cannot start. Their times are those of one kernel."""
 
     boot: Name
-    words: Words
+    reports: Reports
 
 
 _KEPT = msgspec.json.Decoder(_Kept)
@@ -52,7 +52,7 @@ class Store(abc.ABC):
     """A place for views. Belongs to one event loop. `acquire` comes first, and again after every `doubt`."""
 
     views: list[View]  # the last two at most
-    words: tuple[Unstarted, ...] = ()  # what `keep` was given last
+    reports: tuple[Unstarted, ...] = ()  # what `keep` was given last
     name: str  # for messages
     tell: Callable[[str], None] = staticmethod(lambda text: None)  # is told, in words, what a person should know
 
@@ -79,9 +79,9 @@ class Store(abc.ABC):
         """Write `view`. Returns None if it is written, else a future, which lasts for as long as the view is not.
         Raises `OSError`; the future raises `StoreError` if a new attempt would not help."""
 
-    def keep(self, words: tuple[Unstarted, ...]) -> None:
+    def keep(self, reports: tuple[Unstarted, ...]) -> None:
         """Keep what ranks have said that cannot start, at least for as long as this process lives. Raises `OSError`."""
-        self.words = words
+        self.reports = reports
 
     @abc.abstractmethod
     async def clear(self) -> None:
@@ -141,7 +141,7 @@ class ViewStore(Store):
     async def clear(self) -> None:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-            self._word_file(self.path).unlink(missing_ok=True)
+            self._report_file(self.path).unlink(missing_ok=True)
             self._job_file(self.path).unlink(missing_ok=True)
 
     async def release(self) -> None:
@@ -171,7 +171,7 @@ class ViewStore(Store):
             ) from None
         self._fd = fd
         self.views = self._read(fd)
-        self.words = self._read_words(self._word_file(self.path))
+        self.reports = self._read_reports(self._report_file(self.path))
 
     def _check(self, path: Path, fd: int) -> None:
         """Check that the file was not put there to deceive us, and that its name lasts. The owner of the folder could
@@ -204,14 +204,14 @@ class ViewStore(Store):
             raise StoreError(f"{self.path} holds no views of this version ({error}); choose another --store") from error
 
     @staticmethod
-    def _word_file(path: Path) -> Path:
+    def _report_file(path: Path) -> Path:
         return path.with_name(f"{path.name}.unstarted")
 
     @staticmethod
     def _job_file(path: Path) -> Path:
         return path.with_name(f"{path.name}.job")
 
-    def _read_words(self, path: Path) -> tuple[Unstarted, ...]:
+    def _read_reports(self, path: Path) -> tuple[Unstarted, ...]:
         """Returns what is kept there. No job needs it, so a file that is not good counts as none."""
         try:
             with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -220,20 +220,20 @@ class ViewStore(Store):
                 kept = decode_with(_KEPT, file.read() if ours else b"")
         except (OSError, msgspec.DecodeError):
             return ()
-        return kept.words if kept.boot == boot() else ()
+        return kept.reports if kept.boot == boot() else ()
 
-    def keep(self, words: tuple[Unstarted, ...]) -> None:
-        super().keep(words)
+    def keep(self, reports: tuple[Unstarted, ...]) -> None:
+        super().keep(reports)
         if self.path is None:
             return
-        if not words:
-            self._word_file(self.path).unlink(missing_ok=True)
+        if not reports:
+            self._report_file(self.path).unlink(missing_ok=True)
             return
         new = self.path.with_name(f"{self.path.name}.unstarted.new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(_Kept(boot(), words)))
-        new.rename(self._word_file(self.path))
+            file.write(msgspec.json.encode(_Kept(boot(), reports)))
+        new.rename(self._report_file(self.path))
 
     def append(self, view: View) -> None:
         if self._fd is not None:

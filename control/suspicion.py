@@ -61,7 +61,7 @@ class Conclusion(enum.Enum):
 
 
 class Accusation(NamedTuple):
-    """A proof that a life has ended. With `own` it cannot go on, by its own word or that of its launcher."""
+    """A proof that a life has ended. With `own` it cannot go on, as itself or its launcher says."""
 
     life: Life
     shard: int
@@ -137,7 +137,7 @@ class Suspicions:
     # -- accusations -------------------------------------------------------------------------------------------------
 
     def accuse(self, accusation: Accusation) -> bool:
-        """Whether the accusation is new. The word of a life about itself counts more than that of others."""
+        """Whether the accusation is new. What a life says of itself counts more than what others say."""
         key = accusation.life, accusation.shard
         known = self._accused.get(key)
         if known is not None and known.own >= accusation.own:

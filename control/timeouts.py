@@ -48,9 +48,9 @@ class Timeouts:
 
     @property
     def silence(self) -> float:
-        """The seconds without a word of the process or an answer of the kernel after which a rank is lost. They leave
-        room for the beat that was under way and for the tick that notices, so that no host is silent for longer than
-        `heartbeat`."""
+        """The seconds without a message of the process or an answer of the kernel after which a rank is lost. They
+        leave room for the beat that was under way and for the tick that notices, so that no host is silent for longer
+        than `heartbeat`."""
         return 0.8 * self.heartbeat
 
     @property

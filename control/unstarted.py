@@ -5,9 +5,9 @@
                                      needs all replicas
 
 It concerns the processes that ran when it was said. Who begins later was started again, maybe with other settings, so
-no word is too old, and none is believed for too long.
+no report is too old, and none is believed for too long.
 
-A process may have the number of a replica by mistake, beside the one that has it by right. Its word concerns no rank
+A process may have the number of a replica by mistake, beside the one that has it by right. Its report concerns no rank
 that has the same number in its replica, or that finds its leader elsewhere.
 """
 
@@ -59,7 +59,7 @@ class NamedRank(msgspec.Struct, frozen=True):
 
 
 class Unstarted(msgspec.Struct, frozen=True):
-    """The word of a rank that it cannot start, said at `at` (s of the clock of this host's kernel)."""
+    """The report of a rank that it cannot start, made at `at` (s of the clock of this host's kernel)."""
 
     rank: NamedRank
     reason: Annotated[str, msgspec.Meta(max_length=handshake.LONGEST_FIELD)]
@@ -67,38 +67,38 @@ class Unstarted(msgspec.Struct, frozen=True):
     at: float
 
 
-Words = Annotated[tuple[Unstarted, ...], MANY]
+Reports = Annotated[tuple[Unstarted, ...], MANY]
 
 
 class UnstartedRanks:
-    """The last word from each replica, of `replicas`. Not thread-safe."""
+    """The last report from each replica, of `replicas`. Not thread-safe."""
 
-    def __init__(self, replicas: int, words: Iterable[Unstarted] = ()) -> None:
-        """`words` were said to an earlier coordinator of the job."""
+    def __init__(self, replicas: int, reports: Iterable[Unstarted] = ()) -> None:
+        """`reports` were made to an earlier coordinator of the job."""
         self._replicas = replicas
-        self._words = {word.rank.replica: word for word in words}
+        self._reports = {report.rank.replica: report for report in reports}
 
     @property
-    def words(self) -> tuple[Unstarted, ...]:
-        return tuple(self._words.values())
+    def reports(self) -> tuple[Unstarted, ...]:
+        return tuple(self._reports.values())
 
     def said(self, rank: NamedRank, reason: str, lasting: bool, now: float) -> Unstarted:
-        word = Unstarted(rank, printable(reason, len(reason)), lasting, now)
+        report = Unstarted(rank, printable(reason, len(reason)), lasting, now)
         if rank.replica < self._replicas:  # replicas wait for no other one
-            self._words[rank.replica] = word
-        return word
+            self._reports[rank.replica] = report
+        return report
 
     def started(self, replica: int) -> bool:
         """Note that all ranks of a replica have started. True if one of them had said that it cannot."""
-        return self._words.pop(replica, None) is not None
+        return self._reports.pop(replica, None) is not None
 
     def why(self, asker: NamedRank, begun: float, forming: bool) -> str:
         """Returns why a process that has run since `begun`, and is in no view, waits in vain; empty if it may hope.
         `forming`: there is no view yet."""
-        for word in self._words.values():
-            other = forming and word.lasting and word.rank.replica != asker.replica
-            if begun <= word.at and (other or asker.needs(word.rank)):
-                return word.reason
+        for report in self._reports.values():
+            other = forming and report.lasting and report.rank.replica != asker.replica
+            if begun <= report.at and (other or asker.needs(report.rank)):
+                return report.reason
         return ""
 
 

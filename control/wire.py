@@ -117,7 +117,7 @@ def connect(
     patience = min(timeout, KERNEL)
     sock = _connected(address, patience)
     steps = client(credentials, purpose, fields, to, place(sock.getpeername))
-    deadline: float | None = None  # for what comes after the first word
+    deadline: float | None = None  # for what comes after the first byte
     try:
         tune(sock)
         received: bytes | None = None
@@ -133,7 +133,7 @@ def connect(
                     sock.sendall(data)
                 continue
             if deadline is None:
-                _first_word(sock, process or Patience(timeout, time.monotonic), patience)
+                _first_byte(sock, process or Patience(timeout, time.monotonic), patience)
                 deadline = time.monotonic() + patience
             received = _recv_exactly(sock, data, deadline)
     except TimeoutError:
@@ -169,7 +169,7 @@ def _connected(address: tuple[str, int], timeout: float) -> socket.socket:
     raise failed
 
 
-def _first_word(sock: socket.socket, process: Patience, kernel: float) -> None:
+def _first_byte(sock: socket.socket, process: Patience, kernel: float) -> None:
     """Wait for the first byte. Raises `TimeoutError` when the patience with the process is over, or its kernel has not
     answered for `kernel` seconds."""
     poll = select.poll()
@@ -202,7 +202,7 @@ async def handshake(
 ) -> Any:
     """Drive either side over a non-blocking socket; closes nothing. Raises `OSError`, also on timeout.
 
-    With `on_mute` the process at the other end may take as long for its first word as its kernel answers, as in
+    With `on_mute` the process at the other end may take as long for its first byte as its kernel answers, as in
     `connect`. `on_mute` is called after every `timeout` seconds of that.
     """
     try:

@@ -97,12 +97,12 @@ class Witness:
 
     async def _begun(self) -> str:
         try:
-            word = await asyncio.get_running_loop().sock_recv(self._sock, 1)
+            byte = await asyncio.get_running_loop().sock_recv(self._sock, 1)
         except ConnectionResetError:
-            word = b""
+            byte = b""
         while self._starter.poll() is None:
             await asyncio.sleep(_LOOK)
-        return "" if word else f"its process ended before it began; try: {sys.executable} -m {__name__}"
+        return "" if byte else f"its process ended before it began; try: {sys.executable} -m {__name__}"
 
     def dismiss(self) -> None:
         """Tell the witness that this rank ends as it should."""

@@ -157,5 +157,5 @@ def describe(recording: Recording, now: float) -> list[str]:
 
 def _op(op: RecordedOp) -> str:
     shape = f"{op.dtype} x {op.elements:,}" if op.dtype else ""
-    words = (f"{op.kind} {op.number}", f"of {op.group}" if op.group else "", shape, f"view {op.last_epoch}")
-    return ", ".join(word for word in words if word) + (f", at {op.caller}" if op.caller else "")
+    parts = (f"{op.kind} {op.number}", f"of {op.group}" if op.group else "", shape, f"view {op.last_epoch}")
+    return ", ".join(part for part in parts if part) + (f", at {op.caller}" if op.caller else "")

@@ -87,7 +87,7 @@ def of_column(lives: Mapping[Rank, Recording]) -> Traffic:
             lasted = (op.returned or 0.0) - (came[op.number] if op.arrived is None else op.arrived)
             times.setdefault((op.dtype, size, op.algorithm, op.transports), []).append(max(lasted, 1e-9))
         for source, seconds in network.items():
-            if (source, replica) in rates:  # else it was waited for a word of it, not for data
+            if (source, replica) in rates:  # else it was waited for a message of it, not for data
                 rates[source, replica][1] = seconds / span
     factor = 2 * (len(order) - 1) / max(1, len(order))
     seconds = sum(spans)

@@ -33,7 +33,7 @@ from ftcomm.diagnosis.facts import (
 )
 from ftcomm.diagnosis.processes import ProcessFacts, SchedulerTimes
 from ftcomm.diagnosis.stacks import Stacks
-from ftcomm.diagnosis.words import ranks_named
+from ftcomm.diagnosis.text import ranks_named
 from ftcomm.recorder.layout import ALL
 from ftcomm.recorder.reader import (
     SUFFIX,

@@ -19,8 +19,8 @@ from ftcomm.control.decode import learn
 from ftcomm.diagnosis.causes import StallCause, remedy
 from ftcomm.diagnosis.facts import COORDINATOR, Call, JobFacts, LinkFacts, OpFacts, PhaseFacts, Rank, RankFacts
 from ftcomm.diagnosis.frames import doing, of_script
+from ftcomm.diagnosis.text import called_at, clock, duration, ranks_named, sentence
 from ftcomm.diagnosis.unlike import Unlike, unlike
-from ftcomm.diagnosis.words import called_at, clock, duration, ranks_named, sentence
 
 LEAST_WAIT = 0.5  # s; shorter waits are no news
 PLACES = 3  # where others wait, that are named

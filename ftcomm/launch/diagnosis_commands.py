@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ftcomm.diagnosis.facts import RankFacts
 from ftcomm.diagnosis.slowdown import SlowdownOfGroup
-from ftcomm.diagnosis.words import duration, ranks_named
+from ftcomm.diagnosis.text import duration, ranks_named
 from ftcomm.launch.admin.client import AdminClient, find
 from ftcomm.launch.admin.protocol import Status
 from ftcomm.launch.diagnose import Diagnosis, diagnose, slowdowns

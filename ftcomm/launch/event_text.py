@@ -1,4 +1,4 @@
-"""Describes events of the coordinator in plain words, for the launcher's own lines."""
+"""Describes events of the coordinator in plain English, for the launcher's own lines."""
 
 from __future__ import annotations
 

@@ -9,7 +9,13 @@ from ftcomm.control import handshake, wire
 from ftcomm.control.links import serve_messages
 from ftcomm.control.messages import Message, encode
 from ftcomm.control.sealed import Channel
-from ftcomm.launch.launcher_words import AnyWord, BeginJob, CoordinatorSaid, TurnedAway, decode_word
+from ftcomm.launch.launcher_messages import (
+    BeginJob,
+    CoordinatorSaid,
+    LauncherMessage,
+    TurnedAway,
+    decode_launcher_message,
+)
 
 NOT_TOLD = ("report",)  # kinds of events, of a script's own, as many as it likes
 
@@ -17,22 +23,22 @@ NOT_TOLD = ("report",)  # kinds of events, of a script's own, as many as it like
 class LauncherHub:
     """Takes in the launchers of hosts 1 to `count` - 1, each of which has to have the same `options`.
 
-    `on_word(node, word)` gets what one says, `on_change()` is called when one has come or gone, and before that
-    `on_new(node)` if it is another launcher than the last one of its host. `known()` are the words that tell a newcomer
-    how things stand. All on one event loop; nothing blocks.
+    `on_message(node, message)` gets what one says, `on_change()` is called when one has come or gone, and before that
+    `on_new(node)` if it is another launcher than the last one of its host. `known()` are the messages that tell a
+    newcomer how things stand. All on one event loop; nothing blocks.
     """
 
     def __init__(
         self,
         count: int,
         options: str,
-        on_word: Callable[[int, AnyWord], None],
+        on_message: Callable[[int, LauncherMessage], None],
         on_change: Callable[[], None],
         on_new: Callable[[int], None],
         known: Callable[[], Iterable[Message]],
     ) -> None:
         self._count, self._options = count, options
-        self._on_word, self._on_change, self._on_new, self._known = on_word, on_change, on_new, known
+        self._on_message, self._on_change, self._on_new, self._known = on_message, on_change, on_new, known
         self._writers: dict[int, wire.Writer] = {}
         self._runs: dict[int, str] = {}  # host -> the run of its last launcher
         self._begun: BeginJob | None = None
@@ -47,16 +53,16 @@ class LauncherHub:
         self._begun = BeginJob(store, job)
         self.send(self._begun)
 
-    def send(self, word: Message) -> None:
+    def send(self, message: Message) -> None:
         """Tell all launchers that are connected."""
-        data = encode(word)
+        data = encode(message)
         for writer in self._writers.values():
             writer.write(data)
 
-    def send_to(self, node: int, word: Message) -> None:
+    def send_to(self, node: int, message: Message) -> None:
         """Tell the launcher of one host; dropped if it is not connected."""
         if node in self._writers:
-            self._writers[node].write(encode(word))
+            self._writers[node].write(encode(message))
 
     def event(self, event: dict[str, Any]) -> None:
         """Tell what the coordinator has said."""
@@ -85,16 +91,16 @@ class LauncherHub:
             if before != run:
                 self._on_new(node)
             if self._begun is not None:
-                for word in (self._begun, *self._known()):
-                    writer.write(encode(word))
+                for message in (self._begun, *self._known()):
+                    writer.write(encode(message))
             self._on_change()
 
-        def received(word: AnyWord) -> None:
+        def received(message: LauncherMessage) -> None:
             if mine:
-                self._on_word(node, word)
+                self._on_message(node, message)
 
         try:
-            await serve_messages(channel, received, ready, decode_word)
+            await serve_messages(channel, received, ready, decode_launcher_message)
         finally:
             if mine:
                 del self._writers[node]

@@ -8,14 +8,22 @@ from collections.abc import Callable
 from ftcomm.control import handshake
 from ftcomm.control.links import Link
 from ftcomm.control.messages import Message
-from ftcomm.launch.launcher_words import LAUNCHER, AnyWord, BeginJob, JobIsLost, TurnedAway, decode_word
+from ftcomm.launch.launcher_messages import (
+    LAUNCHER,
+    BeginJob,
+    JobIsLost,
+    LauncherMessage,
+    TurnedAway,
+    decode_launcher_message,
+)
 from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.refusals import Refusals
 
 
 class LauncherLink:
-    """Connects to host 0, again and again until `close`, or until `refusals` prove that it is gone. `on_word(word)`
-    gets what host 0 says, `on_change()` is called when the connection has come or gone. All on one event loop."""
+    """Connects to host 0, again and again until `close`, or until `refusals` prove that it is gone.
+    `on_message(message)` gets what host 0 says, `on_change()` is called when the connection has come or gone. All on
+    one event loop."""
 
     def __init__(
         self,
@@ -24,13 +32,13 @@ class LauncherLink:
         run: str,
         options: str,
         credentials: handshake.Credentials,
-        on_word: Callable[[AnyWord], None],
+        on_message: Callable[[LauncherMessage], None],
         on_change: Callable[[], None],
         tell: Callable[[str], None],
         refusals: Refusals,
     ) -> None:
         self._refusals = refusals
-        self._place, self._on_word, self._on_change, self._tell = place, on_word, on_change, tell
+        self._place, self._on_message, self._on_change, self._tell = place, on_message, on_change, tell
         self.begun: BeginJob | None = None
         self.why = "it has not been tried yet"  # there is no connection
         self._turned_away = False  # host 0 has said why it ends this connection
@@ -42,16 +50,16 @@ class LauncherLink:
             on_open=self._opened,
             on_message=self._received,
             on_down=self._down,
-            decode=decode_word,
+            decode=decode_launcher_message,
         )
 
     @property
     def is_up(self) -> bool:
         return self._link.is_up
 
-    def send(self, word: Message) -> None:
+    def send(self, message: Message) -> None:
         """Tell host 0; dropped without a connection."""
-        self._link.send(word)
+        self._link.send(message)
 
     def close(self) -> None:
         self._link.close()
@@ -59,19 +67,19 @@ class LauncherLink:
     def _opened(self) -> None:
         self._on_change()
 
-    def _received(self, word: AnyWord) -> None:
-        if isinstance(word, TurnedAway):
+    def _received(self, message: LauncherMessage) -> None:
+        if isinstance(message, TurnedAway):
             self._turned_away = True
-            self._say(word.reason)
-        elif isinstance(word, BeginJob):
-            if self.begun is not None and word.job != self.begun.job:
+            self._say(message.reason)
+        elif isinstance(message, BeginJob):
+            if self.begun is not None and message.job != self.begun.job:
                 self._lose(f"another job runs at {self._place.endpoint} now, where host 0 of this one was")
                 return
             self.why = ""
-            self.begun = word
+            self.begun = message
             self._on_change()
         else:
-            self._on_word(word)
+            self._on_message(message)
 
     def _down(self, error: Exception) -> None:
         if not self._turned_away:
@@ -85,7 +93,7 @@ class LauncherLink:
 
     def _lose(self, reason: str) -> None:
         self._link.close()  # first: nothing of this job is for who listens there
-        self._on_word(JobIsLost(reason))
+        self._on_message(JobIsLost(reason))
         self._on_change()
 
     def _say(self, why: str) -> None:

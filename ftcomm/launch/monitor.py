@@ -17,7 +17,7 @@ log = logging.getLogger("ftcomm")
 
 EVERY = 1.0  # s between two samples
 KEEP = 30.0  # s after which the history of a job is written though nothing has changed
-CLOSING = 5.0  # s for the last words of the history
+CLOSING = 5.0  # s for the last lines of the history
 
 
 class MonitorLoop:

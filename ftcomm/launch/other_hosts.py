@@ -14,12 +14,12 @@ from ftcomm.control.server import Serve
 from ftcomm.errors import InitError
 from ftcomm.launch.launcher_hub import LauncherHub
 from ftcomm.launch.launcher_link import LauncherLink
-from ftcomm.launch.launcher_words import (
+from ftcomm.launch.launcher_messages import (
     LAUNCHER,
-    AnyWord,
     CoordinatorSaid,
     Heard,
     JobIsLost,
+    LauncherMessage,
     RankFailed,
     ReplicaIs,
     WhatWasHeard,
@@ -37,8 +37,8 @@ class HostsListener(Protocol):
     """The listener to the other hosts. All of it is called on the event loop and must not block."""
 
     def event(self, event: Event) -> None: ...  # of the coordinator; not on host 0
-    def replica(self, word: ReplicaIs) -> None: ...  # what has become of a replica of another host
-    def heard(self, word: Heard) -> None: ...  # what the coordinator has heard of a replica; not on host 0
+    def replica(self, message: ReplicaIs) -> None: ...  # what has become of a replica of another host
+    def heard(self, message: Heard) -> None: ...  # what the coordinator has heard of a replica; not on host 0
     def judge(self, replica: int, starts: int) -> None: ...  # all that the coordinator had heard of it has been told
     def anew(self, node: int) -> None: ...  # another launcher has taken the place of that of this host; on host 0
     def failed(self, replica: int, how: str) -> None: ...  # a rank of another host has ended by an error; on host 0
@@ -59,7 +59,7 @@ class OtherHosts:
         self._changed = asyncio.Event()
         self._interrupted = False
         self._ready = False  # to hear of replicas
-        self._early: list[Callable[[], None]] = []  # what to do with words that came before
+        self._early: list[Callable[[], None]] = []  # what to do with messages that came before
         self._questions = 0
         self._unjudged: dict[int, tuple[int, int]] = {}  # replica that has ended -> its start, number of the question
         self._unreached_since = 0.0  # of the loop's clock; while host 0 is not reached
@@ -168,12 +168,12 @@ class OtherHosts:
         """Whether, on host 0, the launcher of a replica is not connected."""
         return self._hub is not None and self._place.node_of(replica, self._options.replicas) in self._hub.missing
 
-    def tell(self, word: ReplicaIs | JobIsLost | RankFailed) -> None:
+    def tell(self, message: ReplicaIs | JobIsLost | RankFailed) -> None:
         """Tell all of it."""
         if self._hub is not None:
-            self._hub.send(word)
+            self._hub.send(message)
         elif self._link is not None:
-            self._link.send(word)
+            self._link.send(message)
 
     def tell_event(self, event: Event) -> None:
         """Tell the others, from host 0, what the coordinator has said."""
@@ -233,9 +233,9 @@ class OtherHosts:
         """Say how things stand here, and ask how they stand there."""
         if self._link is None or not self._link.is_up:
             return
-        for word in self._listener.states():
-            if isinstance(word, ReplicaIs) and self._is_mine(word):
-                self._link.send(word)
+        for message in self._listener.states():
+            if isinstance(message, ReplicaIs) and self._is_mine(message):
+                self._link.send(message)
         for replica in range(self._options.replicas):
             self._ask(replica)
 
@@ -243,42 +243,42 @@ class OtherHosts:
         if self._ready:
             self._listener.anew(node)
 
-    def _is_mine(self, word: ReplicaIs) -> bool:
-        return word.replica in self._options.started_here
+    def _is_mine(self, message: ReplicaIs) -> bool:
+        return message.replica in self._options.started_here
 
-    def _heard_from(self, node: int, word: AnyWord) -> None:
-        """A word to host 0."""
+    def _heard_from(self, node: int, message: LauncherMessage) -> None:
+        """A message to host 0."""
         if not self._ready:
-            self._early.append(lambda: self._heard_from(node, word))
-        elif isinstance(word, JobIsLost):
-            self._listener.lost(word.reason)
-        elif isinstance(word, WhatWasHeard) and word.replica < self._options.replicas:
+            self._early.append(lambda: self._heard_from(node, message))
+        elif isinstance(message, JobIsLost):
+            self._listener.lost(message.reason)
+        elif isinstance(message, WhatWasHeard) and message.replica < self._options.replicas:
             assert self._hub is not None
-            self._hub.send_to(node, self._listener.known(word.replica, word.number))
-        elif isinstance(word, ReplicaIs | RankFailed) and word.replica < self._options.replicas:
-            if self._place.node_of(word.replica, self._options.replicas) != node:
+            self._hub.send_to(node, self._listener.known(message.replica, message.number))
+        elif isinstance(message, ReplicaIs | RankFailed) and message.replica < self._options.replicas:
+            if self._place.node_of(message.replica, self._options.replicas) != node:
                 return
-            if isinstance(word, RankFailed):
-                self._listener.failed(word.replica, word.reason)
+            if isinstance(message, RankFailed):
+                self._listener.failed(message.replica, message.reason)
             else:
-                self._listener.replica(word)
+                self._listener.replica(message)
 
-    def _heard(self, word: AnyWord) -> None:
-        """A word from host 0."""
+    def _heard(self, message: LauncherMessage) -> None:
+        """A message from host 0."""
         if not self._ready:
-            self._early.append(lambda: self._heard(word))
-        elif isinstance(word, CoordinatorSaid):
-            self._listener.event(word.event)
-        elif isinstance(word, JobIsLost):
-            self._listener.lost(word.reason)
-        elif isinstance(word, ReplicaIs) and word.replica < self._options.replicas and not self._is_mine(word):
-            self._listener.replica(word)
-        elif isinstance(word, Heard) and word.replica < self._options.replicas:
-            self._listener.heard(word)
-            starts, number = self._unjudged.get(word.replica, (0, 0))
-            if number == word.number:
-                del self._unjudged[word.replica]
-                self._listener.judge(word.replica, starts)
+            self._early.append(lambda: self._heard(message))
+        elif isinstance(message, CoordinatorSaid):
+            self._listener.event(message.event)
+        elif isinstance(message, JobIsLost):
+            self._listener.lost(message.reason)
+        elif isinstance(message, ReplicaIs) and message.replica < self._options.replicas and not self._is_mine(message):
+            self._listener.replica(message)
+        elif isinstance(message, Heard) and message.replica < self._options.replicas:
+            self._listener.heard(message)
+            starts, number = self._unjudged.get(message.replica, (0, 0))
+            if number == message.number:
+                del self._unjudged[message.replica]
+                self._listener.judge(message.replica, starts)
 
 
 def _listed(hosts: list[int]) -> str:

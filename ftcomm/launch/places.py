@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_words import ReplicaIs
+from ftcomm.launch.launcher_messages import ReplicaIs
 from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.policy import State
 from ftcomm.launch.replica_processes import ReplicaProcesses

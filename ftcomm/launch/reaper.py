@@ -94,8 +94,8 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # signals are for the launcher, whose end this process waits for
     sessions: set[int] = set()
     for line in sys.stdin:
-        word, pid, *rest = line.split()
-        if word == "start":
+        kind, pid, *rest = line.split()
+        if kind == "start":
             sessions.add(int(pid))
         else:
             kill_all(rest[0], {int(pid)})

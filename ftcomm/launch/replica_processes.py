@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from ftcomm.errors import InitError
 from ftcomm.launch import reaper, torchrun
 from ftcomm.launch.hosts import HostNetwork
-from ftcomm.launch.launcher_words import Heard, ReplicaIs
+from ftcomm.launch.launcher_messages import Heard, ReplicaIs
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.output import LineSplitter, LogFile
 from ftcomm.launch.policy import Restarts, State
@@ -137,28 +137,28 @@ class ReplicaProcesses:
             self.ahead = True
         self.came = True
 
-    def is_told(self, word: ReplicaIs) -> None:
+    def is_told(self, message: ReplicaIs) -> None:
         """Note what its launcher on another host tells of it."""
-        if word.starts != self.starts or (word.state is State.RUNNING and self.state is not State.RUNNING):
+        if message.starts != self.starts or (message.state is State.RUNNING and self.state is not State.RUNNING):
             if not self.ahead:
-                self.begin_life(word.starts)
-            self.starts, self.ahead = word.starts, False
-        self.state = word.state
+                self.begin_life(message.starts)
+            self.starts, self.ahead = message.starts, False
+        self.state = message.state
 
     def heard(self, number: int) -> Heard:
         """Returns what was heard of its present life, as the answer to question `number`."""
         said = self.joined, self.contributed, self.said_finished, self.trained, self.left
         return Heard(self.number, number, self.starts, *said, self.removed)
 
-    def note(self, word: Heard) -> None:
+    def note(self, message: Heard) -> None:
         """Note what host 0 has heard of it, if that is of the life that is known here."""
-        if word.starts == self.starts:
-            self.came |= word.joined
-            self.joined |= word.joined
-            self.contributed |= word.contributed
-            self.said_finished |= word.finished
-            self.trained |= word.trained
-            self.left |= word.left
+        if message.starts == self.starts:
+            self.came |= message.joined
+            self.joined |= message.joined
+            self.contributed |= message.contributed
+            self.said_finished |= message.finished
+            self.trained |= message.trained
+            self.left |= message.left
 
     def start(self) -> None:
         """Start all its ranks. Raises `InitError` if the system refuses a process; those already started are killed."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ftcomm.launch.coordinator_events import CoordinatorEvents
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_words import CoordinatorSaid, Heard, ReplicaIs
+from ftcomm.launch.launcher_messages import CoordinatorSaid, Heard, ReplicaIs
 from ftcomm.launch.removed_replicas import RemovedReplicas
 from ftcomm.launch.replica_processes import ReplicaProcesses
 from ftcomm.launch.report import Event
@@ -35,15 +35,15 @@ class ReplicasElsewhere:
     def event(self, event: Event) -> None:
         self._coordinator.hear({**event, "mono": time.monotonic()})
 
-    def replica(self, word: ReplicaIs) -> None:
-        self._job.replicas[word.replica].is_told(word)
+    def replica(self, message: ReplicaIs) -> None:
+        self._job.replicas[message.replica].is_told(message)
         self._shutdown.check()
 
-    def heard(self, word: Heard) -> None:
-        replica = self._job.replicas[word.replica]
-        replica.note(word)
-        if word.removed and word.starts == replica.starts and not replica.removed:
-            self._removed.remove(replica, word.removed)
+    def heard(self, message: Heard) -> None:
+        replica = self._job.replicas[message.replica]
+        replica.note(message)
+        if message.removed and message.starts == replica.starts and not replica.removed:
+            self._removed.remove(replica, message.removed)
         self._shutdown.check()
 
     def judge(self, replica: int, starts: int) -> None:

@@ -29,7 +29,7 @@ from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
 from ftcomm.launch.event_text import describe
 from ftcomm.launch.hosts import HUB, HostNetwork
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_words import LAUNCHER, RankFailed
+from ftcomm.launch.launcher_messages import LAUNCHER, RankFailed
 from ftcomm.launch.monitor import MonitorLoop
 from ftcomm.launch.node_place import NO_NAME
 from ftcomm.launch.options import RunOptions

@@ -9,7 +9,7 @@ from ftcomm.launch import policy
 from ftcomm.launch.embedded_coordinator import EmbeddedCoordinator
 from ftcomm.launch.event_text import replicas
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_words import JobIsLost
+from ftcomm.launch.launcher_messages import JobIsLost
 from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import Places
 from ftcomm.launch.policy import State

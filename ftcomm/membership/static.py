@@ -72,8 +72,8 @@ class MemberLeft(msgspec.Struct, frozen=True, tag=True):
     taken: Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-LastWord = Left | MemberFailed
-Said = MemberHello | DataEnded | MemberLeft | LastWord
+LastMessage = Left | MemberFailed
+Said = MemberHello | DataEnded | MemberLeft | LastMessage
 
 
 class LoseMember(NamedTuple):
@@ -100,7 +100,7 @@ class End(NamedTuple):
     """The group ends: all fails with `error`, and the others are told `last`."""
 
     error: BaseException
-    last: LastWord
+    last: LastMessage
 
 
 Action = LoseMember | FailOps | TellMember | End
@@ -288,7 +288,7 @@ class StaticMembership:
         """This member closes the group after so many ops, see `Left`."""
         return self._end(error, Left(returned, taken))
 
-    def _end(self, error: BaseException, last: LastWord) -> list[Action]:
+    def _end(self, error: BaseException, last: LastMessage) -> list[Action]:
         """The first end counts."""
         if self.is_over:
             return []

@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 class Evidence(msgspec.Struct, frozen=True):
     """What is known of the end of a replica's life. Empty fields are not known.
 
-    `code` is an exit code, `signal` the name of the signal that killed it. `reason` are the words of the coordinator,
+    `code` is an exit code, `signal` the name of the signal that killed it. `reason` is what the coordinator says,
     `removal` its kind of removal (`ftcomm.control.blame.Removal`). `lines` are the last of its output.
     """
 
@@ -81,7 +81,7 @@ def gpu_error(text: str) -> tuple[str, str] | None:
     """Returns the class of the CUDA error that `text` speaks of and the component, or None."""
     for pattern, name, component in _GPU_PATTERNS:
         if found := pattern.search(text):
-            return name or next(word for word in found.groups() if word).strip(), component
+            return name or next(part for part in found.groups() if part).strip(), component
     return None
 
 

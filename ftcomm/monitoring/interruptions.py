@@ -92,7 +92,7 @@ class _Sign:
 
 
 def _with(evidence: Evidence, **known: Any) -> Evidence:
-    """Adds what is known; the first word about a thing stays."""
+    """Adds what is known; what is first known of a thing stays."""
     new = {name: value for name, value in known.items() if value and getattr(evidence, name) in (None, "", (), False)}
     if "code" in known and evidence.code is None and known["code"] is not None:
         new["code"] = known["code"]
@@ -219,9 +219,9 @@ class Interruptions:
         self._sign(event["replica"]).know(restart_asked=True)
 
     def _on_divergence(self, event: Event) -> None:
-        for word in str(event.get("wrong", "")).split(","):
-            if word.strip().isdigit():
-                self._sign(int(word)).know(diverged=True)
+        for number in str(event.get("wrong", "")).split(","):
+            if number.strip().isdigit():
+                self._sign(int(number)).know(diverged=True)
 
     def _on_finished(self, event: Event) -> None:
         self._finished.add(event["replica"])

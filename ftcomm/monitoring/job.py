@@ -25,9 +25,9 @@ POINTS = 900  # of the curves, one a second
 EVENTS = 80  # lines that are kept
 SHOWN = 40  # interruptions, the newest
 RATE = 15.0  # s over which steps a second are counted
-WORDS = 240  # characters of a line that are kept
+LONGEST_LINE = 240  # characters of a line that are kept
 CULPRITS = 8  # of a verdict, and lines of them, that are kept
-VERDICT_WORDS = 1000  # characters of a sentence of it
+LONGEST_SENTENCE = 1000  # characters of a sentence of it
 GONE = -1  # in place of a cell's wait: a rank of it has no process
 
 
@@ -146,7 +146,7 @@ class JobMonitor:
             handler(event)
         if text:
             of = replica if isinstance(replica, int) else -1
-            self._events.append(EventLine(self._counts.total(), event["time"], kind, plain(text)[:WORDS], of))
+            self._events.append(EventLine(self._counts.total(), event["time"], kind, plain(text)[:LONGEST_LINE], of))
         self._note_places(event["time"])
 
     def sample(self, mono: float, steps: Mapping[int, int]) -> None:
@@ -283,7 +283,7 @@ class JobMonitor:
             self._reasons[event["replica"]] = str(how)
 
     def _on_removed(self, event: Event) -> None:
-        self._reasons[event["replica"]] = plain(str(event.get("reason", "")))[:WORDS]
+        self._reasons[event["replica"]] = plain(str(event.get("reason", "")))[:LONGEST_LINE]
 
     def _on_metrics(self, event: Event) -> None:
         self._effective[event["replica"]] = event["effective"]
@@ -303,8 +303,8 @@ class JobMonitor:
                 verdict,
                 culprits=verdict.culprits[:CULPRITS],
                 lines=verdict.lines[:CULPRITS],
-                who=plain(verdict.who)[:VERDICT_WORDS],
-                others=plain(verdict.others)[:VERDICT_WORDS],
+                who=plain(verdict.who)[:LONGEST_SENTENCE],
+                others=plain(verdict.others)[:LONGEST_SENTENCE],
             ),
         )
 

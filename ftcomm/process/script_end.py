@@ -1,4 +1,4 @@
-"""The words in which a process tells the others how its script has ended, and which they find again in a reason."""
+"""The phrases by which a process tells the others how its script has ended, and which they find again in a reason."""
 
 from __future__ import annotations
 

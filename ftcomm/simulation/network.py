@@ -125,7 +125,7 @@ class SimulatedConnection:
                 self.network.world.after(0.0, self.processes[end], self.closed[end], NoConnection.RESET)
 
     def vanish(self, end: int) -> None:
-        """Take that end away without a word; the other finds out by silence."""
+        """Take that end away without a message; the other finds out by silence."""
         self.open[end] = False
         other = 1 - end
         now = self.network.world.now

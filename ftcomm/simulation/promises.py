@@ -14,7 +14,7 @@
 catch-up             `persisted`: nobody is in a view, and so waited for, before its script is ready
 static groups        `returned`, `fails_in_static`: as in 1; `ends_static`: nobody is lost who lives, and what one that
                      leaves has returned returns everywhere
-6 a clear word       `returned`: calls that differ are an error that is the same everywhere
+6 a clear error      `returned`: calls that differ are an error that is the same everywhere
 7 no verdict         `removed`: nobody is removed without a fault that forces it, and who lives is removed as a stall
   without proof      alone; `over`: the job ends only when no holder of its state lives, whatever faults there were
 
@@ -64,7 +64,7 @@ from ftcomm.control.limits import MEMBERS
 from ftcomm.control.views import Member, View
 from ftcomm.errors import MismatchError
 from ftcomm.membership.derived import Left
-from ftcomm.membership.static import LastWord
+from ftcomm.membership.static import LastMessage
 
 if TYPE_CHECKING:
     from ftcomm.simulation.exchange import SimulatedExchange
@@ -326,7 +326,7 @@ class Promises:
                 "since a member has left"
             )
 
-    def ends_static(self, group: SimulatedStaticGroup, last: LastWord) -> None:
+    def ends_static(self, group: SimulatedStaticGroup, last: LastMessage) -> None:
         """Note that a member ends, and says why. Nobody is lost who lives, and what a member has returned before it has
         left returns at those who hear of it, unless somebody else is lost."""
         rank = group.rank

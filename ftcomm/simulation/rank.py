@@ -86,7 +86,7 @@ class Rank(Process):
         self._calls_for_groups: list[Incoming] = []  # that are not made yet
         self.gone = ""  # why this rank cannot go on
         self.left = self.finishing = False
-        self.unheard_by: tuple[int, ...] = ()  # members to which its last words are lost when it leaves (a fault)
+        self.unheard_by: tuple[int, ...] = ()  # members to which its last messages are lost when it leaves (a fault)
         self.holds_state = False
         self.view: View | None = None  # that the script stands in
         address = Address(f"host{host}", port % 65536, f"boot{host}", port, 0, nonce)
@@ -143,7 +143,7 @@ class Rank(Process):
         if replica in self._links:
             self._links[replica][1].break_()
 
-    def _lose_last_words(self) -> None:
+    def _lose_last_messages(self) -> None:
         for replica in self.unheard_by:
             if replica in self._links:
                 self.say("what it said to replica %s is lost with the connection", replica)
@@ -276,7 +276,7 @@ class Rank(Process):
                 case act.Passed():
                     self.left = action.left
                     if self.left:
-                        self._lose_last_words()
+                        self._lose_last_messages()
                     self.wake("boundary", action.view)
                     if self.left:
                         self.wake("join", None)  # sent away before it was in any view

@@ -22,7 +22,7 @@ from ftcomm.membership.static import (
     Action,
     End,
     FailOps,
-    LastWord,
+    LastMessage,
     MemberHello,
     Said,
     StaticMembership,
@@ -276,11 +276,11 @@ class SimulatedStaticGroup:
     # -- what is heard, and the end ----------------------------------------------------------------------------------
 
     def _hears(self, member: int, said: Said | None) -> None:
-        """Hear one word of a member, or (None) that its link has ended."""
+        """Hear one message of a member, or (None) that its link has ended."""
         if self._meets:
             self._heard.append((member, said))
         elif member not in self._parted:
-            if said is None or isinstance(said, LastWord):
+            if said is None or isinstance(said, LastMessage):
                 self._parted.add(member)
             lost = self.membership.lost(member, "its connection was closed") if said is None else []
             self._do(lost if said is None else self.membership.said(member, said))

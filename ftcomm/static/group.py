@@ -48,7 +48,7 @@ from ftcomm.membership.static import (
     Action,
     End,
     FailOps,
-    LastWord,
+    LastMessage,
     LoseMember,
     MemberHello,
     Said,
@@ -441,7 +441,7 @@ class StaticGroup(Calls):
                 case End(error, last):
                     self._end(error, last)
 
-    def _end(self, error: BaseException, last: LastWord) -> None:
+    def _end(self, error: BaseException, last: LastMessage) -> None:
         if fork.is_child():
             return
         with self._lock:

@@ -11,7 +11,7 @@
       (the connection ends)          --->                           I am dead
 
 After `Left` or `MemberFailed` each hangs up. Who hangs up with something unread takes back what he has said, but only
-from one who has ended too, or has waited for that word for longer than `DOUBT`.
+from one who has ended too, or has waited for that message for longer than `DOUBT`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ftcomm.control.framing import Framing, receive_while
 from ftcomm.control.running_time import Patience
 from ftcomm.control.sealed import Connection, pending
 from ftcomm.errors import TransportError
-from ftcomm.membership.static import LastWord, MemberFailed, MemberHello, Said, StaticMembership
+from ftcomm.membership.static import LastMessage, MemberFailed, MemberHello, Said, StaticMembership
 from ftcomm.static.endpoint import Dial
 from ftcomm.sync.sched import request_short_slice
 from ftcomm.transport.router import LINK, PURPOSE, Incoming
@@ -189,9 +189,9 @@ class _Meeting:
 class Pairs:
     """A thread that hears what the other members say, and how they end.
 
-    `on_said(member, said)` is called for what a member says until its last word, `on_end(member, why)` if a connection
-    ends without one; both in this thread. While `settle(looked)` returns True it is called again, a few hundred times a
-    second; what had come at the moment `looked` is heard by then.
+    `on_said(member, said)` is called for what a member says until its last message, `on_end(member, why)` if a
+    connection ends without one; both in this thread. While `settle(looked)` returns True it is called again, a few
+    hundred times a second; what had come at the moment `looked` is heard by then.
     `on_start` is the first and `on_stop` the last thing that the thread does, which lives as long as the member does.
     `on_broken(error)` is called if it cannot go on.
     """
@@ -237,7 +237,7 @@ class Pairs:
             self._asides.append((member, FRAMES.frame(said)))
         self.wake()
 
-    def end(self, last: LastWord) -> None:
+    def end(self, last: LastMessage) -> None:
         """Say `last` to all, and end; the first `last` counts. Does not block."""
         with self._lock:
             if self._last is None:
@@ -310,7 +310,7 @@ class Pairs:
                 heard += sock.recv(MAX_FRAME)
             while (said := FRAMES.cut(heard)) is not None:
                 if member not in self._parted:
-                    if isinstance(said, LastWord):
+                    if isinstance(said, LastMessage):
                         self._parted.add(member)
                     self._on_said(member, said)
         except BlockingIOError:

@@ -16,7 +16,7 @@ from ftcomm.collective.checksum import named
 from ftcomm.training.lr_scaling import POLICIES as RATES
 
 POLICIES = ("check", "lowest", "trust")  # the values of `initial_state`
-_WORDS: dict[str, tuple[Any, ...]] = {"initial_state": POLICIES, "vote": (False, True), "lr": tuple(RATES)}
+_CHOICES: dict[str, tuple[Any, ...]] = {"initial_state": POLICIES, "vote": (False, True), "lr": tuple(RATES)}
 _MOST = 1 << 62  # that a number may be, and one more still fit an int64
 _SETTINGS = {"initial_state": " (FTCOMM_START)"}
 
@@ -57,12 +57,12 @@ def difference(terms: Mapping[int, LoopTerms]) -> str | None:
 
 
 def _number(name: str, value: Any) -> int:
-    if name in _WORDS:
-        return int(_WORDS[name].index(value)) + 1
+    if name in _CHOICES:
+        return int(_CHOICES[name].index(value)) + 1
     return 0 if value is None else int(min(value, _MOST)) + 1
 
 
 def _value(name: str, number: int) -> Any:
-    if name in _WORDS:
-        return _WORDS[name][number - 1]
+    if name in _CHOICES:
+        return _CHOICES[name][number - 1]
     return None if name == "total" and number == 0 else number - 1

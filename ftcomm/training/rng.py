@@ -47,10 +47,10 @@ class Rng:
 
                 group = self._group = default_group()
             who = (group.replica, group.shard if self._part is None else self._part)
-        words = hashlib.blake2b(repr((self.seed, step, who)).encode(), digest_size=12).digest()
-        seed = int.from_bytes(words[:8], "little")
-        random.seed(words)
-        np.random.seed(int.from_bytes(words[8:], "little"))
+        digest = hashlib.blake2b(repr((self.seed, step, who)).encode(), digest_size=12).digest()
+        seed = int.from_bytes(digest[:8], "little")
+        random.seed(digest)
+        np.random.seed(int.from_bytes(digest[8:], "little"))
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.manual_seed(seed)  # also for the GPUs, when they are first used

@@ -98,7 +98,7 @@ def connect(
     Raises `TransportError` if the mode is "shm" and the segment cannot be opened, or "nixl" and nothing comes through,
     `OtherEngine` if the peer has not this `layout` or other switch points, or what `dial` raises.
     """
-    ours = _in_words(layout, data)
+    ours = _staging_text(layout, data)
     if there.layout and there.layout != ours:
         raise OtherEngine(
             f"replica {replica} cannot take part: its staging is that of {there.layout}; here it is that of {ours}. "
@@ -206,7 +206,7 @@ def here_is(
         os.getpid(),
         segment.fd,
         segment.nonce,
-        _in_words(segment.layout, data),
+        _staging_text(segment.layout, data),
         rack,
         str(tuning),
         own() if arithmetic is None else arithmetic,
@@ -221,7 +221,7 @@ def common_traits(addresses: Iterable[Address]) -> dict[str, bool]:
     return {"one_host": len(set(boots)) == 1, "alike": len(set(sums)) == 1 and sums[0] != ""}
 
 
-def _in_words(layout: Layout, data: str) -> str:
+def _staging_text(layout: Layout, data: str) -> str:
     """Returns a text that is equal for members which can read each other's staging."""
     return str(layout) if data == "none" else f"{layout}, FTCOMM_DATA={data}"
 

@@ -38,14 +38,14 @@ from ftcomm.control.views import Addresses, Member, View
 from ftcomm.errors import CollectiveTimeout, InitError, TransportError
 from ftcomm.kernels.epochs import COUNTER, EPOCHS
 from ftcomm.lab.netns.relay import Change, LinkConditions, PortConditions, Relay
-from ftcomm.launch import launcher_words as launcher
+from ftcomm.launch import launcher_messages as launcher
 from ftcomm.launch.admin import protocol as admin
-from ftcomm.launch.launcher_words import decode_word
+from ftcomm.launch.launcher_messages import decode_launcher_message
 from ftcomm.launch.output import LineSplitter
 from ftcomm.launch.policy import State
 from ftcomm.membership import derived
 from ftcomm.membership.derived import Left
-from ftcomm.membership.static import DataEnded, LastWord, MemberFailed, MemberHello, MemberLeft
+from ftcomm.membership.static import DataEnded, LastMessage, MemberFailed, MemberHello, MemberLeft
 from ftcomm.p2p.matching import MAX_BYTES, MAX_UNEXPECTED
 from ftcomm.p2p.progress import ProgressEngine
 from ftcomm.p2p.protocol import EAGER, RecvRequest, SendRequest
@@ -424,7 +424,7 @@ def member(data: bytes) -> None:
 
 
 def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
-    """It ends once, by its word or by its end."""
+    """It ends once, by its message or by its end."""
     heard: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
 
     def broken(error: Exception) -> None:
@@ -440,7 +440,7 @@ def _pair(near: socket.socket, far: socket.socket, data: bytes) -> None:
         rank, what = heard.get(timeout=DEADLINE)
         assert rank == 1
         assert not isinstance(what, Exception)
-        if isinstance(what, LastWord | str):
+        if isinstance(what, LastMessage | str):
             break
     pairs.end(Left(0, 0))
     pairs.join()
@@ -638,15 +638,16 @@ def requests(data: bytes) -> None:
                 assert not isinstance(message, admin.RestartCoordinator) or 0 <= message.away <= admin.MAX_AWAY
 
 
-def words_of_launchers(data: bytes) -> None:
+def messages_of_launchers(data: bytes) -> None:
     """What the launchers of one job tell each other."""
     with contextlib.suppress(msgspec.DecodeError):
-        word = decode_word(data)
-        differs = decode_word(data) != word  # there is a NaN in an event; to itself it is equal, as the same object
-        assert differs or decode_word(m.encode(word)) == word
+        message = decode_launcher_message(data)
+        # There is a NaN in an event; to itself it is equal, as the same object.
+        differs = decode_launcher_message(data) != message
+        assert differs or decode_launcher_message(m.encode(message)) == message
 
 
-def launcher_word_seeds() -> list[bytes]:
+def launcher_message_seeds() -> list[bytes]:
     event = {
         "kind": "view",
         "epoch": 3,
@@ -662,7 +663,7 @@ def launcher_word_seeds() -> list[bytes]:
     ]
     told = [launcher.TurnedAway("why"), launcher.JobIsLost("why"), launcher.RankFailed(2, "how")]
     heard = launcher.Heard(3, 1, 2, True, True, False, True, False, "it stood still")
-    return [m.encode(word) for word in (*said, *told, heard, launcher.CoordinatorSaid(event))]
+    return [m.encode(message) for message in (*said, *told, heard, launcher.CoordinatorSaid(event))]
 
 
 def request_seeds() -> list[bytes]:
@@ -831,7 +832,7 @@ TARGETS = {
     "differences": Target(differences, noise),
     "etcd_answers": Target(etcd_answers, etcd_seeds),
     "requests": Target(requests, request_seeds),
-    "launcher_words": Target(words_of_launchers, launcher_word_seeds),
+    "launcher_messages": Target(messages_of_launchers, launcher_message_seeds),
     "relay": Target(relay, relay_seeds),
     "lines": Target(lines, lambda: [b"a line\nan\rother\r\n", struct.pack("<Q", HEADER)]),
     "recordings": Target(recordings, recording_seeds),

@@ -7,7 +7,7 @@ ready       it says that its script is ready to be waited for                   
 queued      it reads that it has to wait                                         a joiner
 asked       it hears of a proposal                                               a member
 standing    it tells its leader that it stands at the boundary of a proposal     a member
-word        it hears what another leader knows of a proposal                     a member
+answered    it hears what another leader knows of a proposal                     a member
 viewed      it hears of its first view                                           a joiner
 changed     it hears of a further view                                           both
 told        the others hear where it stands                                      both
@@ -56,7 +56,7 @@ from . import inside
 from .job import DEADLINE
 
 JOINING = ("connected", "known", "ready", "queued", "viewed", "told", "reaching", "resuming", "resumed", "agreeing")
-CHANGING = ("asked", "standing", "word", "changed", "told", "resuming", "resumed")
+CHANGING = ("asked", "standing", "answered", "changed", "told", "resuming", "resumed")
 CATCHING_UP = ("op", "taken", "fetching", "loading", "replaying", "caught_up", "said", *CHANGING[:4])
 
 
@@ -126,7 +126,7 @@ def watch_points(settings: Settings, arguments: dict[str, Any]) -> None:
     before(Node, "from_up", _heard)
     before(Agent, "enter", lambda self, *rest: None if self.view is not None else "ready")
     before(Leader, "_at_boundary", "standing")
-    before(Leader, "from_leader", "word")
+    before(Leader, "from_leader", "answered")
     before(Node, "quiesced", "told")
     before(LocalDataPlane, "reach", "reaching")
     before(LocalDataPlane, "resume", "resuming")

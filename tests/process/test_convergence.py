@@ -65,7 +65,7 @@ def broken(task: BrokenTask) -> None:
 
 
 @pytest.mark.protocol
-def test_a_rank_that_fails_ends_the_job_with_its_words(preforked: None) -> None:
+def test_a_rank_that_fails_ends_the_job_with_its_error(preforked: None) -> None:
     async def job() -> None:
         async with observed(broken, BrokenTask(), Record, 1, max_restarts=0) as job:
             await job.until("it never comes to pass", lambda: False, 200)

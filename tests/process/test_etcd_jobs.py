@@ -249,7 +249,7 @@ def test_training_goes_on_without_etcd_and_changes_wait_for_it(tmp_path: Path, e
     with EtcdJob(tmp_path, etcd) as running:
         begin(running)
         etcd.kill()
-        running.wait_event("word of etcd", lambda events: any("cannot be used" in e.get("text", "") for e in events))
+        running.wait_event("message of etcd", lambda events: any("cannot be used" in e.get("text", "") for e in events))
         go_on(running, ALL, 50)
         for _ in _until(lambda: running.server._machine is None, "the coordinator has not given up", PATIENCE):
             pass

@@ -103,7 +103,7 @@ def test_a_lease_that_was_taken_away_is_noticed_by_who_writes(url: str) -> None:
 
 
 def test_who_was_not_sure_for_a_moment_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word that keeps the lease comes late, but in its time. What was to be said meanwhile was not said."""
+    """A request that keeps the lease comes late, but in its time. What was to be said meanwhile was not said."""
     time = 100.0
     monkeypatch.setattr("ftcomm.control.etcd_store.now", lambda: time)
 

@@ -105,8 +105,9 @@ def test_who_wakes_in_the_middle_of_a_put_changes_nothing(tmp_path: Path, transp
         wake(running, VICTIM)
         after = kinds(running)[kinds(running).index("woke") + 1 :]
         if transport == "tcp" and place in ("read", "taken") and after[0] == "step":
-            # It had all, and all had told it so: their last words lay in its sockets. With that knowledge it may return
-            # the op, as they have; `check` compares the results. Through shared memory it sees that they have gone on.
+            # It had all, and all had told it so: their last messages lay in its sockets. With that knowledge it may
+            # return the op, as they have; `check` compares the results. Through shared memory it sees that they have
+            # gone on.
             del after[0]
         assert after == ["error"], "it returned an op that the others had without it"
         [text] = [text for _, _, text in running.errors()]

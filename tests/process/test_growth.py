@@ -405,7 +405,7 @@ def test_nobody_waits_for_a_joiner_that_builds_its_model(tmp_path: Path, ranks: 
         lose(running, 1)
         since = len(running.events)
         restart_coordinator(running)
-        running.wait_event("word of who it is", lambda events: _joined(events[since:], JOINER))
+        running.wait_event("event that says who it is", lambda events: _joined(events[since:], JOINER))
         for rank in range(ranks):
             go_on(running, {0}, fewer(50))
             assert not [event for event in running.events[seen:] if event["kind"] == "ready"]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.protocol
 
 ALL = (0, 1, 2)
 TIMES = 5
-_REPAIR = 19  # TCP_REPAIR: what ends then ends without a word to the other side
+_REPAIR = 19  # TCP_REPAIR: what ends then ends without a message to the other side
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

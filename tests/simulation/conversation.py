@@ -2,8 +2,8 @@
 
 A file in `transcripts/` holds commands (`> kill 2`) and, beneath each, all that follows from it: which message goes
 from whom to whom, which view is written down, what each rank does. Beneath `>> kill 2` nothing is shown. The production
-machines (`Coordinator` and `Node`) say every word of it; this module only carries their messages, in the order in which
-they are sent, and lets time pass. The manner is that of etcd's raft library. Rewrite all files, or some, after a
+machines (`Coordinator` and `Node`) say every message of it; this module only carries their messages, in the order in
+which they are sent, and lets time pass. The manner is that of etcd's raft library. Rewrite all files, or some, after a
 change that is meant:
 
     .venv/bin/python -m tests.simulation.conversation [NAME...]

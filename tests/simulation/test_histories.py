@@ -87,8 +87,8 @@ def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
 
 
 def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its word that it stands at the boundary reaches one of those who stay, and is lost on the way to the others with
-    a connection. It is gone before that is there again."""
+    """Its message that it stands at the boundary reaches one of those who stay, and is lost on the way to the others
+    with a connection. It is gone before that is there again."""
     world, promises = World(1), Promises()
     scenario = _of_ones("leaving", 4, Workload(20, (32,), (False,), 0.05, 1, 0.0, 1))
     job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.weather), promises)

@@ -104,7 +104,7 @@ def lets_go_of_ops(patch: Patch) -> None:
     patch.setattr(Driver, "leave", hasty)
 
 
-def leaves_without_a_word(patch: Patch) -> None:
+def leaves_without_a_message(patch: Patch) -> None:
     """Who lets go does not say that it stands still now."""
     leave = Driver.leave
 
@@ -744,7 +744,7 @@ def doubts_are_losses(patch: Patch) -> None:
     patch.setattr(StaticMembership, "look", lost)
 
 
-def ends_without_a_word(patch: Patch) -> None:
+def ends_without_a_message(patch: Patch) -> None:
     """A static group that ends tells no other member."""
     end = StaticMembership._end
 
@@ -858,7 +858,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "no-quiesce": (no_quiesce, "kills", 400),
     "hands-nothing-over": (hands_nothing_over, "calm", 100),
     "lets-go-of-ops": (lets_go_of_ops, "calm", 100),
-    "leaves-without-a-word": (leaves_without_a_word, "kills", 400),
+    "leaves-without-a-message": (leaves_without_a_message, "kills", 400),
     "stays-parked": (stays_parked, "kills", 400),
     "calls-as-if-nothing-were-frozen": (calls_as_if_nothing_were_frozen, "growth", 100),
     "takes-over-blindly": (takes_over_blindly, "growth", 200),
@@ -923,7 +923,7 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], str, int]] = {
     "ends-with-who-leaves": (ends_with_who_leaves, "calm", 400),
     "leaves-what-it-has-taken": (leaves_what_it_has_taken, "calm", 400),
     "doubts-are-losses": (doubts_are_losses, "severed", 100),
-    "ends-without-a-word": (ends_without_a_word, "calm", 400),
+    "ends-without-a-message": (ends_without_a_message, "calm", 400),
     "leaves-untold": (leaves_untold, "calm", 350),
     "forgets-what-is-unsent": (forgets_what_is_unsent, "calm", 350),
     "stops-count-as-waits": (stops_count_as_waits, "suspended", 50),
@@ -951,7 +951,7 @@ FIRST = {
     "ends-with-who-leaves": 59,
     "leaves-what-it-has-taken": 10,
     "doubts-are-losses": 17,
-    "ends-without-a-word": 3,
+    "ends-without-a-message": 3,
     "leaves-untold": 164,
     "counts-no-records": 9,
     "opens-any-record": 9,
@@ -974,7 +974,7 @@ STEP = {
     "ends-with-who-leaves": 7,
     "leaves-what-it-has-taken": 7,
     "doubts-are-losses": 7,
-    "ends-without-a-word": 7,
+    "ends-without-a-message": 7,
     "leaves-untold": 7,
     "forgets-what-is-unsent": 35,
 }

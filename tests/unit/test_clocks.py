@@ -17,7 +17,7 @@ STAMPS = {  # what people read, and nothing waits for
     "control/server.py",
     "ftcomm/dashboard/report.py",
     "ftcomm/diagnosis/collect.py",
-    "ftcomm/diagnosis/words.py",
+    "ftcomm/diagnosis/text.py",
     "ftcomm/launch/commands.py",
     "ftcomm/launch/embedded_coordinator.py",
     "ftcomm/launch/monitor.py",

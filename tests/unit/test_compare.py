@@ -128,6 +128,6 @@ def test_what_is_no_state_is_refused() -> None:
         hashes({"a": {"b": object()}})
 
 
-def test_a_replica_beyond_the_first_ones_gets_a_clear_word() -> None:
+def test_a_replica_beyond_the_first_ones_gets_a_clear_error() -> None:
     got = verify({0: [1], 9: [1]}, {0, 9})
     assert all(isinstance(error, MismatchError) for error in got.values())

@@ -462,6 +462,6 @@ def test_the_report_says_what_it_cost(report: Callable[..., Any], tmp_path: Path
     assert json.loads(report("--json", "--since", "1h").output)["jobs"] == []  # it was in 1970
 
 
-def test_times_in_words() -> None:
+def test_times_as_text() -> None:
     assert [seconds(text) for text in ("90m", "2h", "1.5d", "1w")] == [5400, 7200, 129600, 604800]
     assert [lasting(value) for value in (0.5, 185.0, 90000.0)] == ["0.50 s", "03:05", "1 day, 1:00:00"]

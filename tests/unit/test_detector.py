@@ -54,7 +54,7 @@ def test_who_acknowledges_and_does_not_speak_is_mute_and_not_silent() -> None:
         silent = detector.silent(second)
         assert silent == ({"gone": second} if second > 5 else {})
         assert detector.mute(second) == ({"held": second} if second > 5 else {})
-    assert not detector.within("held", 2.0, 60.0), "an acknowledgement is no word of the process"
+    assert not detector.within("held", 2.0, 60.0), "an acknowledgement is no message of the process"
     detector.heard("held", 60.5)
     assert detector.mute(60.5) == {}
 

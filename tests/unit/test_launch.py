@@ -1,4 +1,4 @@
-"""The parts of the launcher that need no process: decisions, lines, words, options."""
+"""The parts of the launcher that need no process: decisions, lines, texts, options."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_back_off_doubles_to_its_limit_and_is_reset_by_a_healthy_minute() ->
     assert Restarts((), 10**6).delay(0.5, 30.0) == 30.0
 
 
-def test_words_for_exit_codes() -> None:
+def test_text_for_exit_codes() -> None:
     assert how_it_ended(3) == "exited with code 3"
     assert how_it_ended(-9) == "was killed by SIGKILL"
     assert how_it_ended(-37) == "was killed by signal 37"
@@ -286,10 +286,10 @@ def test_a_log_file_tells_its_trouble_once(tmp_path: Path) -> None:
     assert "No space left" in told[1]
 
 
-# -- words and options -----------------------------------------------------------------------------------------------
+# -- texts and options -----------------------------------------------------------------------------------------------
 
 
-def test_words_for_events() -> None:
+def test_text_for_events() -> None:
     members = [{"replica": 3, "contributing": False}, *({"replica": r, "contributing": True} for r in (0, 1))]
     view = {"kind": "view", "epoch": 4, "step": 12, "members": members, "why": "join 3"}
     assert describe(view) == "view 4 from step 12: replicas 0, 1, and catching up replica 3 (join 3)"

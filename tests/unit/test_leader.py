@@ -43,7 +43,7 @@ def test_who_waits_at_a_boundary_is_told_again_that_there_is_no_commit(how: str)
     for action in other.again(0):
         assert isinstance(action, ToPeerLeader)
         waits.from_leader(action.message)
-    assert waits.waiting() == (), "it waits for a word that nobody says again"
+    assert waits.waiting() == (), "it waits for a message that nobody sends again"
 
 
 def test_a_commit_that_is_in_force_is_not_denied_when_a_link_comes_back() -> None:

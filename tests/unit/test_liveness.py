@@ -232,7 +232,7 @@ def test_another_process_of_the_job_at_the_port_is_an_end_where_that_is_one_port
 
 
 def test_its_own_kernel_knows_that_a_process_has_ended_whoever_has_its_port(peer: Peer) -> None:
-    """Without a word of anybody, as soon as that is so: whoever knocks need not look again."""
+    """Without a message from anybody, as soon as that is so: whoever knocks need not look again."""
 
     async def run() -> None:
         knocking = knock.Knock(at(peer, boot=liveness.boot()), CREDENTIALS, "asked", {})
@@ -286,7 +286,7 @@ def test_where_no_kernel_answers_a_knock_has_an_end(monkeypatch: pytest.MonkeyPa
         assert found(Address(*listener.getsockname(), "another kernel", 1, 3, "0" * 32)) == "unreachable"
 
 
-def test_the_word_says_what_the_process_does(peer: Peer) -> None:
+def test_the_answer_says_what_the_process_does(peer: Peer) -> None:
     assert "holds the interpreter lock" in liveness.described(31.2)
     assert "FTCOMM_OP_TIMEOUT" in liveness.described(31.2)
     assert "has not spoken for 31 s" in liveness.described(31.2)
@@ -352,7 +352,7 @@ def test_a_link_waits_for_a_process_that_is_stopped_with_one_connection(
         def is_mute() -> None:
             nonlocal mute
             mute += 1
-            monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", DEADLINE)  # what follows its first word may take its time
+            monkeypatch.setattr(links, "HANDSHAKE_TIMEOUT", DEADLINE)  # what follows its first byte may take its time
 
         member.stop()
         link = Link(member.address, CREDENTIALS, "member", {}, on_open=opened.set, on_down=down.append, on_mute=is_mute)
@@ -414,7 +414,7 @@ def one_of_this_host(address: tuple[str, int]) -> Address:
 
 
 def test_a_process_whose_port_another_one_of_the_job_has_by_now_has_ended(member: Peer) -> None:
-    """The other one proves it by the token: its word, and not that something listens there."""
+    """The other one proves it by the token: its answer, and not that something listens there."""
 
     async def links_of_a_member() -> None:
         lost: list[int] = []
@@ -507,7 +507,7 @@ def test_who_is_led_to_another_process_has_no_proof_that_the_one_it_wants_has_en
         relay.close()
 
 
-def test_a_signed_word_of_another_job_to_who_was_led_to_it_is_no_reason_to_give_up(member: Peer) -> None:
+def test_a_signed_answer_of_another_job_to_who_was_led_to_it_is_no_reason_to_give_up(member: Peer) -> None:
     relay, ours = Relay(member.address), Credentials("secret", "ours")
     with pytest.raises(handshake.HandshakeError, match="of the job 'ours'") as refused:
         wire.connect(relay.address, ours, "member", {}, DEADLINE)

@@ -32,6 +32,16 @@ NO_MAIN_CLAUSE = frozenset(_NO_MAIN_CLAUSE.split())
 NO_NOUN = frozenset(("likewise", "nobody", "somebody", "who", "whoever", "whom", "whose"))
 OF_NAMED_TUPLES = frozenset(("_asdict", "_fields", "_make", "_replace"))
 
+# Where all that goes between processes is a message. Words are memory.
+OF_MESSAGES = (
+    "control",
+    "ftcomm/launch",
+    "ftcomm/membership",
+    "ftcomm/static",
+    "ftcomm/diagnosis",
+    "ftcomm/monitoring",
+)
+
 folders = pytest.mark.parametrize("folder", FOLDERS)
 
 
@@ -85,6 +95,18 @@ def test_words_that_only_their_author_knew_are_gone(folder: str) -> None:
         if GONE.intersection(words(name))
     ]
     assert not found, "use the word of the field, see docs/glossary.md"
+
+
+@pytest.mark.parametrize("folder", OF_MESSAGES)
+def test_a_message_is_no_word(folder: str) -> None:
+    found = [
+        f"{file}:{line}: {name}"
+        for file, module in modules().items()
+        if file.startswith(f"{folder}/")
+        for line, name in [*identifiers(module), *((1, part) for part in Path(file).with_suffix("").parts)]
+        if {"word", "words"}.intersection(words(name))
+    ]
+    assert not found, "a word is memory, see docs/glossary.md: this is a message, a report or a text"
 
 
 @folders

@@ -104,7 +104,7 @@ def test_an_older_life_is_no_sign_of_life() -> None:
     assert {x.replica for x in said(actions, m.Suspect)} == {1}  # type: ignore[attr-defined]
 
 
-def test_a_late_word_of_an_older_life_makes_nobody_complain_of_the_new_one() -> None:
+def test_a_late_message_of_an_older_life_makes_nobody_complain_of_the_new_one() -> None:
     node = running()
     assert node.from_peer(m.Alive(1, "life-before"), 0.0) == []
     assert not said(ticks(node, 0.0, 3 * TIMEOUTS.heartbeat, (1, 2)), m.Suspect)
@@ -324,7 +324,7 @@ def test_a_rank_whose_leader_is_silent_waits_for_it_as_long_as_an_op_and_says_so
         assert gone == (None if answers else 20 + TIMEOUTS.give_up)
 
 
-def test_a_rank_whose_leader_has_never_said_a_word_says_so() -> None:
+def test_a_rank_whose_leader_has_never_sent_a_message_says_so() -> None:
     """Else only those of other replicas do that are cut off from their leaders as well, and they alone are removed."""
     node = n.Node(0, 1, 2, "life-0", address(0, 1), TIMEOUTS)
     node.start()
@@ -521,7 +521,7 @@ def test_a_replica_is_ready_when_the_scripts_of_all_its_ranks_are_and_says_so_to
 
 
 def test_who_prepares_is_told_once_who_is_there() -> None:
-    """All ranks of a replica have got the first word of it, and a new coordinator says another."""
+    """All ranks of a replica have got the first message of it, and a new coordinator says another."""
     node = registered(ranks=1)
     assert node.from_up(m.Registered(view(6, (0, 1)))) == []
     assert node.machine.preview == view(5, (0, 1, 2))

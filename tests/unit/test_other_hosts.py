@@ -15,7 +15,7 @@ from ftcomm.control.handshake import Credentials
 from ftcomm.control.messages import encode
 from ftcomm.control.server import CoordinatorServer
 from ftcomm.launch.job_state import JobState
-from ftcomm.launch.launcher_words import LAUNCHER, CoordinatorSaid, Heard, ReplicaIs, decode_word
+from ftcomm.launch.launcher_messages import LAUNCHER, CoordinatorSaid, Heard, ReplicaIs, decode_launcher_message
 from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.other_hosts import OtherHosts
@@ -51,8 +51,8 @@ class Side:
         assert options.node is not None
         self.listener = listener = SimpleNamespace(
             event=lambda event: self.told.put_nowait(("event", event)),
-            replica=lambda word: self.told.put_nowait(("replica", word)),
-            heard=lambda word: self.told.put_nowait(("heard", word)),
+            replica=lambda message: self.told.put_nowait(("replica", message)),
+            heard=lambda message: self.told.put_nowait(("heard", message)),
             judge=lambda replica, starts: self.told.put_nowait(("judge", replica, starts)),
             anew=lambda node: self.told.put_nowait(("anew", node)),
             failed=lambda replica, how: self.told.put_nowait(("failed", replica, how)),
@@ -71,11 +71,11 @@ class Side:
         return self.replicas[replica].heard(question)
 
     async def hears(self, kind: str) -> list[tuple[Any, ...]]:
-        """Returns what it is told up to a word of `kind`."""
-        words = [await asyncio.wait_for(self.told.get(), DEADLINE)]
-        while words[-1][0] != kind:
-            words.append(await asyncio.wait_for(self.told.get(), DEADLINE))
-        return words
+        """Returns what it is told up to a message of `kind`."""
+        messages = [await asyncio.wait_for(self.told.get(), DEADLINE)]
+        while messages[-1][0] != kind:
+            messages.append(await asyncio.wait_for(self.told.get(), DEADLINE))
+        return messages
 
 
 def hosts(test: Callable[[Side, Side], Awaitable[None]]) -> None:
@@ -100,7 +100,7 @@ def hosts(test: Callable[[Side, Side], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_words_that_come_before_the_replicas_exist_are_kept() -> None:
+def test_messages_that_come_before_the_replicas_exist_are_kept() -> None:
     async def test(first: Side, second: Side) -> None:
         second.hosts.ready()
         second.hosts.tell(ReplicaIs(1, State.FAILED, 1))
@@ -115,7 +115,7 @@ def test_words_that_come_before_the_replicas_exist_are_kept() -> None:
 
 
 def test_the_end_of_a_replica_is_judged_with_all_that_host_0_has_heard_of_it() -> None:
-    """Its last words went to the coordinator; what that has said of them is under way, or lost with a connection."""
+    """Its last messages went to the coordinator; what that has said of them is under way, or lost with a connection."""
 
     async def test(first: Side, second: Side) -> None:
         def before_answer(question: int) -> None:
@@ -127,7 +127,7 @@ def test_the_end_of_a_replica_is_judged_with_all_that_host_0_has_heard_of_it() -
         assert second.hosts.asks(1, 1)
         *before, judged = await second.hears("judge")
         assert judged == ("judge", 1, 1)
-        assert [(word.number, word.finished) for _, word in before] == [(1, False), (2, False), (3, True)]
+        assert [(message.number, message.finished) for _, message in before] == [(1, False), (2, False), (3, True)]
         second.replicas[1].note(before[-1][1])
         assert second.replicas[1].said_finished
 
@@ -145,7 +145,7 @@ def test_what_was_said_without_a_connection_is_told_when_there_is_one_again() ->
         first.hosts.ready()
         told: list[Heard] = []
         while not (told and told[-1].removed):
-            told += [word for kind, word in await second.hears("heard") if kind == "heard"]
+            told += [message for kind, message in await second.hears("heard") if kind == "heard"]
         assert (told[-1].replica, told[-1].removed) == (1, "op 7 waits for it")
         assert await second.hosts._until(lambda: second.hosts.reached)
         assert not second.hosts.is_given_up
@@ -227,7 +227,7 @@ def test_the_silence_of_host_0_ends_no_replica_that_runs() -> None:
 
 
 def test_the_coordinator_may_meet_a_replica_before_its_launcher_tells_of_its_start() -> None:
-    """The words of a launcher may come later than the view that has the replica."""
+    """The messages of a launcher may come later than the view that has the replica."""
     replica = replica_of(1, rank=0)
     replica.begin_life(1)
     replica.comes()
@@ -269,9 +269,9 @@ def test_what_was_heard_of_another_life_is_not_noted() -> None:
         {"kind": "metrics", "replica": 1, "step": 3},
     ],
 )
-def test_an_event_on_which_no_launcher_could_act_is_no_word(event: dict[str, Any]) -> None:
+def test_an_event_on_which_no_launcher_could_act_is_no_message(event: dict[str, Any]) -> None:
     good = {"kind": "view", "epoch": 1, "why": "", "step": None, "members": [{"replica": 1, "contributing": True}]}
-    assert decode_word(encode(CoordinatorSaid(good))) == CoordinatorSaid(good)
+    assert decode_launcher_message(encode(CoordinatorSaid(good))) == CoordinatorSaid(good)
     raw = msgspec.msgpack.encode({"type": "CoordinatorSaid", "event": event})
     with pytest.raises(msgspec.DecodeError):
-        decode_word(raw)
+        decode_launcher_message(raw)

@@ -8,7 +8,7 @@ import math
 from ftcomm.control.handshake import Credentials, HungUp
 from ftcomm.control.links import Ended
 from ftcomm.launch.launcher_link import LauncherLink
-from ftcomm.launch.launcher_words import TurnedAway
+from ftcomm.launch.launcher_messages import TurnedAway
 from ftcomm.launch.node_place import NodePlace
 from ftcomm.launch.refusals import Refusals
 from tests.ports import free_port
@@ -73,7 +73,7 @@ def test_a_launcher_that_is_turned_away_says_why_and_no_more() -> None:
         place = NodePlace(1, 2, "127.0.0.1", free_port())
         made = LauncherLink(
             *((place.host, place.port), place, "run", "options", Credentials("token")),
-            on_word=lambda word: None,
+            on_message=lambda message: None,
             on_change=lambda: None,
             tell=told.append,
             refusals=refusals(),

@@ -77,7 +77,7 @@ def test_nobody_is_named_by_chance(seed: int, ranks: int, noise: float, pauses: 
     assert not named(slowdowns("*", steps(seed, ranks, 300, noise, pauses=pauses), {}))
 
 
-def test_a_small_difference_is_not_worth_a_word() -> None:
+def test_a_small_difference_is_not_worth_a_line() -> None:
     assert not named(slowdowns("*", steps(1, 4, 500, 0.01, factors={1: 1.07}, pauses=0.0), {}))
 
 

@@ -1,5 +1,5 @@
 """The launcher looks again at once while a verdict is not sure, or something was reported meanwhile. It tells no weaker
-word after a stronger one."""
+verdict after a stronger one."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ BIG = 400_000  # elements: several chunks
 
 @pytest.fixture(autouse=True)
 def _time_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take its time between the end of a connection for data and the word that says why."""
+    """A busy machine may take its time between the end of a connection for data and the message that says why."""
     monkeypatch.setattr(static, "DOUBT", DEADLINE)
 
 

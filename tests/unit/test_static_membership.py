@@ -57,7 +57,7 @@ def test_silence_is_no_loss() -> None:
 
 
 def test_who_has_ended_its_ops_as_another_left_is_not_lost() -> None:
-    """Of the four 0 leaves after 5 ops, which 1 and 3 have returned, and 2 has not. The word of 0 to 2 is late."""
+    """Of the four 0 leaves after 5 ops, which 1 and 3 have returned, and 2 has not. The message of 0 to 2 is late."""
     one, two = member(1), member(2)
     assert one.said(0, Left(4, 5)) == [LoseMember(0, "it has closed the group")]
     assert isinstance(one.look(5, 0.0)[0], FailOps)  # and its connections for data end
@@ -89,7 +89,7 @@ def test_two_that_live_end_the_group_by_name() -> None:
     assert "was lost" not in str(heard.error)
 
 
-def test_who_leaves_answers_with_its_last_word() -> None:
+def test_who_leaves_answers_with_its_last_message() -> None:
     one = member(1)
     one.parts()
     assert one.said(2, ASKED) == []

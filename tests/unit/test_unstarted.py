@@ -43,7 +43,7 @@ def told(actions: list[Action]) -> dict[int, str]:
 
 
 def kept(actions: list[Action]) -> list[tuple[Unstarted, ...]]:
-    return [x.words for x in actions if isinstance(x, Keep)]
+    return [x.reports for x in actions if isinstance(x, Keep)]
 
 
 def asks(coordinator: Coordinator, who: NamedRank, lived: float, now: float) -> str:
@@ -120,13 +120,13 @@ def test_a_restarted_coordinator_knows_what_was_said_to_the_one_before(tmp_path:
     """Nobody says it again: who cannot start has ended. What a process says that has started since is over."""
     store = ViewStore(tmp_path / "views")
     store.open()
-    (words,) = kept(forming().unstarted(rank(1, 1), WRONG, False, {}, 10.0))
-    store.keep(words)
+    (reports,) = kept(forming().unstarted(rank(1, 1), WRONG, False, {}, 10.0))
+    store.keep(reports)
     store.close()
     later = ViewStore(tmp_path / "views")
     later.open()
-    assert later.words == words
-    coordinator = forming(unstarted=later.words)
+    assert later.reports == reports
+    coordinator = forming(unstarted=later.reports)
     assert asks(coordinator, rank(1, 2), lived=3.0, now=12.0) == WRONG
     assert asks(coordinator, rank(1, 2), lived=1.0, now=12.0) == ""
     later.keep(())
@@ -135,17 +135,17 @@ def test_a_restarted_coordinator_knows_what_was_said_to_the_one_before(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "bad", [b"", b"{}", b"[1]", b"\xff", b'{"boot": "another kernel, another clock", "words": []}']
+    "bad", [b"", b"{}", b"[1]", b"\xff", b'{"boot": "another kernel, another clock", "reports": []}']
 )
 def test_what_is_kept_and_is_not_good_counts_as_nothing(tmp_path: Path, bad: bytes) -> None:
     (tmp_path / "views.unstarted").write_bytes(bad)
     store = ViewStore(tmp_path / "views")
     store.open()
-    assert store.words == ()
+    assert store.reports == ()
     store.close()
 
 
-def test_words_of_another_kernel_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_another_kernel_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its clock has another beginning, so who ran when that was said is not known."""
     store = ViewStore(tmp_path / "views")
     store.open()
@@ -153,7 +153,7 @@ def test_words_of_another_kernel_are_not_believed(tmp_path: Path, monkeypatch: p
     store.close()
     monkeypatch.setattr("ftcomm.control.store.boot", lambda: "another")
     store.open()
-    assert store.words == ()
+    assert store.reports == ()
     store.close()
 
 
@@ -188,12 +188,12 @@ def test_a_coordinator_that_is_started_again_tells_who_asks(tmp_path: Path) -> N
 
     async def run() -> list[str]:
         said = []
-        for word in (WRONG, ""):
+        for reason in (WRONG, ""):
             server = CoordinatorServer(2, 2, credentials, store=tmp_path / "views", timeouts=TIMEOUTS)
             await server.start()
             at = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
-            if word:
-                await ask(at, credentials, UNSTARTED, {**rank(1, 1).fields, "reason": word, "lasting": 0})
+            if reason:
+                await ask(at, credentials, UNSTARTED, {**rank(1, 1).fields, "reason": reason, "lasting": 0})
             answer = await ask(at, credentials, HOPELESS, {**rank(1, 0).fields, "lived": 3_600_000})
             assert isinstance(answer, m.Expelled)
             said.append(answer.reason)

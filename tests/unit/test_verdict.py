@@ -481,7 +481,7 @@ LINKS = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(FACTS, max_size=6, unique_by=lambda each: each.rank), st.lists(LINKS, max_size=4), st.booleans())
-def test_any_facts_have_a_verdict_in_words(ranks: list[RankFacts], links: list[LinkFacts], forming: bool) -> None:
+def test_any_facts_have_a_verdict_as_text(ranks: list[RankFacts], links: list[LinkFacts], forming: bool) -> None:
     facts = JobFacts(AT, ranks=tuple(ranks), links=tuple(links), forming=forming)
     verdict = judge(facts)
     cause = StallCause(verdict.cause)

@@ -217,7 +217,7 @@ def test_a_witness_that_does_not_begin_is_missed(leader: Leader, monkeypatch: py
     witness.dismiss()
 
 
-def test_a_last_word_counts_though_the_first_one_was_not_read() -> None:
+def test_a_last_message_counts_though_the_first_one_was_not_read() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     end = os.pidfd_open(os.getpid())
     with theirs:
@@ -228,7 +228,7 @@ def test_a_last_word_counts_though_the_first_one_was_not_read() -> None:
     os.close(end)
 
 
-def test_a_connection_that_ends_without_a_word_is_no_end_of_the_rank() -> None:
+def test_a_connection_that_ends_without_a_message_is_no_end_of_the_rank() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -325,7 +325,7 @@ def test_a_rank_that_may_not_watch_itself_says_so(
     assert "rank 1 has no witness of its end, so its leader may hear of that late: [Errno 1]" in caplog.text
 
 
-def test_a_rank_waits_for_no_word_that_a_leader_that_has_ended_would_have_passed_on() -> None:
+def test_a_rank_waits_for_no_message_that_a_leader_that_has_ended_would_have_passed_on() -> None:
     """Another host refuses, which proves nothing to a rank that trains."""
     with Replica("another container", host="elsewhere") as replica:
         until(replica.met)

@@ -5,8 +5,8 @@
 
 Root, for hosts of their own and a disk that is full. Replica 2 of three does what the kind says. The verdict is the one
 that the launcher tells by itself; before there is a view, the one that is asked for. All that it says of waits that
-have begun with the stall counts: one wrong word, also after a right one, and the stall was told wrongly. What it says
-of earlier waits is kept as `others`: a busy machine has stalls of its own.
+have begun with the stall counts: one wrong verdict, also after a right one, and the stall was told wrongly. What it
+says of earlier waits is kept as `others`: a busy machine has stalls of its own.
 """
 
 from __future__ import annotations

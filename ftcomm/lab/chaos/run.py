@@ -238,7 +238,7 @@ class Chaos:
         for record in self._ledger.records:
             if record.closed is not None and record.fault.number not in self._told:
                 self._told.add(record.fault.number)
-                self._say(f"{record.fault.number}: over; {_in_words(record)}")
+                self._say(f"{record.fault.number}: over; {_described(record)}")
 
     def _is_over(self, record: FaultRecord, now: float) -> bool:
         fault, lasted = record.fault, now - record.injected
@@ -308,7 +308,7 @@ class _Doing:
     over: bool = False
 
 
-def _in_words(record: FaultRecord) -> str:
+def _described(record: FaultRecord) -> str:
     parts = []
     if record.detection is not None:
         parts.append(f"noticed after {1e3 * record.detection:.0f} ms")

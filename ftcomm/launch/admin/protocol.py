@@ -107,7 +107,7 @@ class Status(AdminAnswer, frozen=True, tag="status"):
     heartbeat_timeout: float
     op_timeout: float
     replicas: list[ReplicaStatus]
-    last: str = ""  # the launcher's last words
+    last: str = ""  # what the launcher said last
     network: str = ""  # path of the network namespace between those of the replicas
     op_timeout_floor: float = 0.0
     launched: bool = True  # whether who answers has started the ranks; else it does not know their processes

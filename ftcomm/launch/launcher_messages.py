@@ -103,13 +103,13 @@ class _Metrics(msgspec.Struct, frozen=True):
     effective: float
 
 
-AnyWord = BeginJob | TurnedAway | ReplicaIs | JobIsLost | RankFailed | WhatWasHeard | Heard | CoordinatorSaid
+LauncherMessage = BeginJob | TurnedAway | ReplicaIs | JobIsLost | RankFailed | WhatWasHeard | Heard | CoordinatorSaid
 
-_decoder = msgspec.msgpack.Decoder(AnyWord)
+_decoder = msgspec.msgpack.Decoder(LauncherMessage)
 learn(_View, _Metrics)
 
 
-def decode_word(data: bytes) -> AnyWord:
+def decode_launcher_message(data: bytes) -> LauncherMessage:
     """Raises only `msgspec.DecodeError`."""
-    word: AnyWord = decode_with(_decoder, data)
-    return word
+    message: LauncherMessage = decode_with(_decoder, data)
+    return message
