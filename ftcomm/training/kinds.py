@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import LBFGS, Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
 
 
 def is_module(entry: Any) -> TypeGuard[nn.Module]:
@@ -30,6 +31,11 @@ def is_lbfgs(entry: Any) -> TypeGuard[LBFGS]:
 def is_scheduler(entry: Any) -> TypeGuard[LRScheduler]:
     torch = _torch()
     return torch is not None and isinstance(entry, torch.optim.lr_scheduler.LRScheduler)
+
+
+def is_average(entry: Any) -> TypeGuard[AveragedModel]:
+    torch = _torch()
+    return torch is not None and isinstance(entry, torch.optim.swa_utils.AveragedModel)
 
 
 def is_scaler(entry: Any) -> TypeGuard[GradScaler]:

@@ -1,8 +1,9 @@
-"""Gates before optimizers and schedulers: they step only when a step is committed, and after what has to come first.
+"""Gates before optimizers, schedulers and averages of weights: they move only when a step is committed, and after what
+has to come first.
 
 A script calls `optimizer.step()` as usual. While the gates are in place, the first such call of a step takes the vote.
-If that decides against the step, neither optimizers nor schedulers move (schedulers do where a step is skipped, since
-they count steps). The learning rate of the policy holds only inside the call.
+If that decides against the step, none of them moves (schedulers do where a step is skipped, since they count steps).
+The learning rate of the policy holds only inside the call.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ftcomm.training.kinds import is_lbfgs, is_optimizer, is_scheduler
+from ftcomm.training.kinds import is_average, is_lbfgs, is_optimizer, is_scheduler
 from ftcomm.training.vote import Verdict
 
 if TYPE_CHECKING:
+    from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
 
 
 class StepDecider(Protocol):
@@ -30,24 +33,26 @@ class StepDecider(Protocol):
 
 
 class StepOverride:
-    """Replaces `step` of `owner`, until `remove`; the last replacement must be removed first.
+    """Replaces `step` of `owner`, or another method, until `remove`; the last replacement must be removed first.
 
     An optimizer gets an attribute of the instance, where schedulers put their own. The attributes of a scheduler are
     its state, so a scheduler gets another class, which differs in nothing else.
     """
 
+    method = "step"
+
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.real = owner.step  # that of the class, or one that a scheduler has put on the instance
-        self._own = vars(owner).get("step")
+        self.real = getattr(owner, self.method)  # that of the class, or one that a scheduler has put on the instance
+        self._own = vars(owner).get(self.method)
         # wraps, since a scheduler looks for its mark on optimizer.step
         step = functools.wraps(self.real)(lambda *args, **kwargs: self.step(*args, **kwargs))
         if is_scheduler(owner):
             self._class = type(owner)
-            body = {"step": staticmethod(step), "__module__": self._class.__module__}
+            body = {self.method: staticmethod(step), "__module__": self._class.__module__}
             owner.__class__ = type(self._class.__name__, (self._class,), body)
         else:
-            owner.step = step
+            setattr(owner, self.method, step)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -56,13 +61,13 @@ class StepOverride:
         if is_scheduler(self.owner):
             self.owner.__class__ = self._class
         elif self._own is None:
-            del self.owner.step
+            delattr(self.owner, self.method)
         else:
-            self.owner.step = self._own
+            setattr(self.owner, self.method, self._own)
 
 
 class OptimizerGates:
-    """Gates for the optimizers and schedulers among `objects`, between `install` and `remove`."""
+    """Gates for the optimizers, schedulers and averages among `objects`, between `install` and `remove`."""
 
     def __init__(self, objects: Iterable[object], decider: StepDecider) -> None:
         self._objects = list(objects)
@@ -76,6 +81,8 @@ class OptimizerGates:
                 self._gates.append(_OptimizerGate(owner, self._decider))
             elif is_scheduler(owner):
                 self._gates.append(_SchedulerGate(owner, self._decider))
+            elif is_average(owner):
+                self._gates.append(_AverageGate(owner, self._decider))
 
     def remove(self) -> None:
         """Remove the gates; idempotent."""
@@ -111,3 +118,15 @@ class _SchedulerGate(StepOverride):
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._decider.verdict() in (Verdict.COMMIT, Verdict.SKIP):
             self.real(*args, **kwargs)
+
+
+class _AverageGate(StepOverride):
+    method = "update_parameters"
+
+    def __init__(self, owner: AveragedModel, decider: StepDecider) -> None:
+        super().__init__(owner)
+        self._decider = decider
+
+    def step(self, model: Module) -> None:
+        if self._decider.verdict() is Verdict.COMMIT:
+            self.real(model)

@@ -1,9 +1,10 @@
 """Keeps the updates that a joiner cannot apply yet, while its state is on the way, and then replays them.
 
 A joiner runs the same script as all. The reduced gradients that it sees have the same bits as everywhere; only its
-weights differ. So while the state is on the way, `.step` of each optimizer and learning-rate scheduler is shadowed by a
-stand-in, which keeps what the call would have used (`ftcomm.training.shadows`). Once the state is loaded, the same
-calls on the same gradients give the same bits as on all others.
+weights differ. So while the state is on the way, `.step` of each optimizer and learning-rate scheduler, and the update
+of each `AveragedModel`, is shadowed by a stand-in, which keeps what the call would have used
+(`ftcomm.training.shadows`). Once the state is loaded, the same calls on the same gradients give the same bits as on all
+others.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ftcomm.training.kinds import is_optimizer, is_scheduler
+from ftcomm.training.kinds import is_average, is_optimizer, is_scheduler
 from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.state import FlatState, Stateful, entry, load
 
 if TYPE_CHECKING:
-    from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
+    from ftcomm.training.shadows import AverageShadow, OptimizerShadow, SchedulerShadow
 
 
 class Replay:
-    """Shadows the optimizers and schedulers in `state` from construction until `restore`. Not thread-safe."""
+    """Shadows the optimizers, schedulers and averages in `state` from construction until `restore`. Not thread-safe."""
 
     scale = 1.0  # scale of the learning rate in updates kept from now on
 
@@ -34,14 +35,17 @@ class Replay:
         self._keeps = True
         self._schedulers: dict[str, SchedulerShadow] = {}
         self._optimizers: dict[str, OptimizerShadow] = {}
-        if any(is_optimizer(each) or is_scheduler(each) for each in state.values()):
-            from ftcomm.training.shadows import OptimizerShadow, SchedulerShadow
+        self._averages: list[AverageShadow] = []
+        if any(is_optimizer(each) for each in state.values()):
+            from ftcomm.training.shadows import AverageShadow, OptimizerShadow, SchedulerShadow
 
             for name, each in state.items():
                 if is_optimizer(each):
                     self._optimizers[name] = OptimizerShadow(each, self.keep, self._spill.put, lambda: self.scale)
                 elif is_scheduler(each):
                     self._schedulers[name] = SchedulerShadow(each, self.keep, self._unkept)
+                elif is_average(each):
+                    self._averages.append(AverageShadow(each, self.keep))
 
     @property
     def possible(self) -> bool:
@@ -81,9 +85,9 @@ class Replay:
 
     def restore(self) -> None:
         """Remove the stand-ins and forget what was kept. Idempotent."""
-        for shadow in self._shadows:
+        for shadow in (*self._shadows, *self._averages):
             shadow.remove()
-        self._optimizers, self._schedulers = {}, {}
+        self._optimizers, self._schedulers, self._averages = {}, {}, []
         self._steps.clear()
         self._spill.close()
 

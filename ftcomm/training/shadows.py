@@ -1,8 +1,10 @@
-"""The stand-ins of optimizers and learning-rate schedulers while their updates are kept (`ftcomm.training.replay`).
+"""The stand-ins of optimizers, learning-rate schedulers and averages of weights while their updates are kept
+(`ftcomm.training.replay`).
 
 Each takes the place of `.step` (as an attribute of the instance, or a class, removed later). That of an optimizer keeps
 what the call would have used: copies of the gradients, the arguments, and what the script has written into
-`param_groups` since. It does not see tensors in `param_groups` that are changed in place.
+`param_groups` since. It does not see tensors in `param_groups` that are changed in place. That of an average takes the
+place of `.update_parameters`: at replay it averages the weights as they are then.
 
 What a script may look at meanwhile is as on the others, or it would do something else here:
 
@@ -23,8 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from ftcomm.arrays.dtensor import local, maker
 from ftcomm.errors import StateError
@@ -94,6 +98,17 @@ class SchedulerShadow(_Shadow):
     def _set(self, settings: Any) -> None:
         if self._steps_now:
             self.owner.load_state_dict(settings)
+
+
+class AverageShadow(StepOverride):
+    method = "update_parameters"
+
+    def __init__(self, owner: AveragedModel, keep: Keep) -> None:
+        super().__init__(owner)
+        self._keep = keep
+
+    def step(self, model: Module) -> None:
+        self._keep(functools.partial(self.real, model))
 
 
 class OptimizerShadow(_Shadow):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler as schedules
+from torch.optim import swa_utils
 
 from ftcomm.errors import StateError
 from ftcomm.training.loss_scalers import LossScalers
@@ -156,6 +157,37 @@ def test_a_checkpoint_of_torch_that_is_made_before_the_state_is_here(optimizer, 
     healthy, joiner = catch_up(make, arrives, end=20)
     assert digest(healthy.state) == digest(joiner.state)
     assert type(joiner.optimizer.state) is type(healthy.optimizer.state)
+
+
+class Averaging(Training):
+    """A script that averages the weights after some steps, as it goes on and from the middle on."""
+
+    def __init__(self, average, seed=0):
+        super().__init__(OPTIMIZERS["adamw"], SCHEDULERS["cosine"], seed=seed)
+        self.state["average"] = self.average = average(self.model)
+        self.state["swalr"] = swa_utils.SWALR(self.optimizer, swa_lr=0.05, anneal_epochs=4)
+
+    def step(self, step):
+        super().step(step)
+        if step != 5:
+            self.average.update_parameters(self.model)
+        if step > 4:
+            self.state["swalr"].step()
+
+
+AVERAGES = {
+    "ema": lambda model: swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
+    "swa": swa_utils.AveragedModel,
+    "by_hand": lambda model: swa_utils.AveragedModel(model, avg_fn=lambda mean, new, n: mean + (new - mean) / (n + 2)),
+}
+
+
+@pytest.mark.parametrize("arrives", [JOINED, JOINED + 1, JOINED + 6], ids=["at_once", "next_step", "late"])
+@pytest.mark.parametrize("average", AVERAGES)
+def test_averages_of_weights_are_those_of_each_update(average, arrives):
+    healthy, joiner = catch_up(functools.partial(Averaging, AVERAGES[average]), arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+    assert "update_parameters" not in vars(joiner.average)
 
 
 @pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])

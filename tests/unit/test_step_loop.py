@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import AveragedModel
 
 from ftcomm.errors import ArgumentError, FtcommError, MismatchError, SettingsError, StateError
 from ftcomm.process import pending
@@ -297,13 +298,14 @@ class Decider:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of a step that is skipped
 @pytest.mark.parametrize("verdict", Verdict)
-def test_optimizers_and_schedulers_behind_the_gate(verdict):
+def test_what_moves_behind_the_gate(verdict):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = schedules.StepLR(optimizer, 1, 0.5)
+    average = AveragedModel(model)
     decider, before = Decider(verdict), model.weight.detach().clone()
     state, kind = scheduler.state_dict().keys(), type(scheduler)
-    gates = OptimizerGates([model, optimizer, scheduler], decider)
+    gates = OptimizerGates([model, optimizer, scheduler, average], decider)
     gates.install()
 
     def closure():
@@ -312,16 +314,20 @@ def test_optimizers_and_schedulers_behind_the_gate(verdict):
         return loss
 
     assert optimizer.step(closure).item() == pytest.approx(model(torch.ones(1, 2)).sum().item(), abs=1.0)
+    average.update_parameters(model)
     scheduler.step()
     assert scheduler.state_dict().keys() == state, "the gate is in the state that a checkpoint takes"
     gates.remove()
     gates.remove()
     assert type(scheduler) is kind
-    assert decider.asked == 2
+    assert decider.asked == 3
+    assert average.n_averaged == (verdict is Verdict.COMMIT)
     assert torch.equal(before, model.weight) == (verdict is not Verdict.COMMIT)
     moved = verdict in (Verdict.COMMIT, Verdict.SKIP)
     assert optimizer.param_groups[0]["lr"] == (0.05 if moved else 0.1)
     optimizer.step()
+    average.update_parameters(model)
+    assert decider.asked == 3
     assert decider.updates == (1 if verdict is Verdict.COMMIT else 0)
 
 
