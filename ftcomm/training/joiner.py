@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from ftcomm.training.state import Stateful, entry, flatten
 if TYPE_CHECKING:
     from ftcomm.control.views import View
     from ftcomm.group import Group
+
+log = logging.getLogger("ftcomm")
 
 FINISH = 120.0  # s that the end of the loop waits for a state on its way
 REPLAY_SHARE = 0.25  # the part of a step's time spent on replay, for which the others wait in the next op
@@ -66,6 +69,9 @@ class Joiner:
             self._fetch.agree(FINISH)
             self._fetch.keep(view.replicas)
             if not self._replay.possible:
+                if self._replay.lacks:
+                    what = self._group.replica, self._group.shard, ", ".join(self._replay.lacks)
+                    log.info("replica %d rank %d: waits for the state, as %s cannot be loaded late", *what)
                 self._fetch.wait(FINISH)
             if self._fetch.ready():
                 self._load()

@@ -5,6 +5,14 @@ weights differ. So while the state is on the way, `.step` of each optimizer and 
 of each `AveragedModel`, is shadowed by a stand-in, which keeps what the call would have used
 (`ftcomm.training.shadows`). Once the state is loaded, the same calls on the same gradients give the same bits as on all
 others.
+
+What the script itself changes in other entries cannot be replayed, so they are not late:
+
+    plain values                          taken over at the boundary at which the joiner comes in; the script goes on
+                                          from there
+    tensors and arrays that no optimizer  the joiner waits for its state before its first step
+    has: averages by hand, a teacher
+    what has `settled`                    loaded late; its calls are kept
 """
 
 from __future__ import annotations
@@ -13,13 +21,16 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ftcomm.training.kinds import is_average, is_optimizer, is_scheduler
+from ftcomm.arrays.dtensor import local
+from ftcomm.training.kinds import is_average, is_module, is_optimizer, is_scaler, is_scheduler
 from ftcomm.training.spill import Limits, Spill
-from ftcomm.training.state import FlatState, Stateful, entry, load
+from ftcomm.training.state import FlatState, Stateful, entry, load, load_entry, specs, tensors_in
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ftcomm.training.shadows import AverageShadow, OptimizerShadow, SchedulerShadow
 
 
@@ -36,6 +47,8 @@ class Replay:
         self._schedulers: dict[str, SchedulerShadow] = {}
         self._optimizers: dict[str, OptimizerShadow] = {}
         self._averages: list[AverageShadow] = []
+        self._taken: frozenset[str] = frozenset()  # entries that are taken over already
+        self.lacks: list[str] = []  # entries without which the script cannot run a step
         if any(is_optimizer(each) for each in state.values()):
             from ftcomm.training.shadows import AverageShadow, OptimizerShadow, SchedulerShadow
 
@@ -49,8 +62,8 @@ class Replay:
 
     @property
     def possible(self) -> bool:
-        """Whether `state` has an optimizer; without one there is nothing to replay an update with."""
-        return bool(self._optimizers)
+        """Whether the state may come late. Without an optimizer in it there is nothing to replay an update with."""
+        return bool(self._optimizers) and not self.lacks
 
     @property
     def behind(self) -> int:
@@ -62,6 +75,21 @@ class Replay:
         with self._unkept():
             for name, shadow in {**self._optimizers, **self._schedulers}.items():
                 shadow.take(entry(skeleton, name))
+        if not self._optimizers:
+            return  # the state is waited for in any case
+        trained = {id(p): local(p).data_ptr() for each in self._state.values() for p in _params(each)}
+        for name, each in self._state.items():
+            if _replayed(each):
+                continue
+            theirs = entry(skeleton, name)
+            if is_module(each):
+                if specs(theirs) and not any(id(p) in trained for p in each.parameters()):
+                    self.lacks.append(name)
+            elif not specs(theirs):
+                load_entry(name, each, theirs)
+                self._taken |= {name}
+            elif not _all_in(each.state_dict(), frozenset(trained.values())):
+                self.lacks.append(name)
 
     def begin(self) -> None:
         """Begin a step, to which all that the script does from here on belongs."""
@@ -70,7 +98,7 @@ class Replay:
     def load(self, flat: FlatState) -> None:
         """Load the state entering the first step that was begun."""
         with self._past():
-            load(flat, self._state)
+            load(flat, self._state, leave=self._taken)
             for shadow in self._optimizers.values():
                 shadow.watch()  # loading replaces what it watches
 
@@ -119,3 +147,21 @@ class Replay:
             if self._steps:
                 for shadow in self._shadows:
                     shadow.forward()
+
+
+def _replayed(each: Stateful) -> bool:
+    """Whether what happens to an entry while the state is on the way is kept and replayed; or, with the scale of the
+    loss, is right in any case."""
+    kinds = (is_optimizer, is_scheduler, is_average, is_scaler)
+    return any(kind(each) for kind in kinds) or hasattr(each, "settled")
+
+
+def _params(each: Stateful) -> list[Tensor]:
+    """Returns the parameters of an optimizer; of other entries none."""
+    return [p for group in each.param_groups for p in group["params"]] if is_optimizer(each) else []
+
+
+def _all_in(value: Any, addresses: frozenset[int]) -> bool:
+    """Whether `value` holds tensors, and each of them is at one of these addresses."""
+    places = [local(tensor).data_ptr() for tensor in tensors_in(value)]
+    return bool(places) and addresses.issuperset(places)

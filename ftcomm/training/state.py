@@ -19,7 +19,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
@@ -126,22 +126,30 @@ def allocate(skeleton: bytes) -> FlatState:
         raise StateError(f"There is no memory for the state of the other replicas: {error}") from error
 
 
-def load(flat: FlatState, state: Mapping[str, Stateful]) -> None:
-    """Load `flat` into `state`. Optimizers keep the tensors of `flat`, so do not write to them afterwards.
+def load(flat: FlatState, state: Mapping[str, Stateful], leave: Collection[str] = ()) -> None:
+    """Load `flat` into `state`, but leave entries of these names as they are. Optimizers keep the tensors of `flat`, so
+    do not write to them afterwards.
 
     Call `first_difference` before. What a `load_state_dict` refuses in spite of that is raised as `StateError`.
     """
-    meshes = Meshes(tensor for obj in state.values() for tensor in _tensors(obj.state_dict()))
+    meshes = Meshes(tensor for obj in state.values() for tensor in tensors_in(obj.state_dict()))
     for name, *_, tree in _entries(flat.skeleton):
+        if name in leave:
+            continue
         got = _fill(tree, flat.tensors, meshes)
         metadata = getattr(state[name].state_dict(), "_metadata", None)
         if metadata is not None:  # the versions of a module's submodules, which state_dict hides in an attribute
             got = collections.OrderedDict(got)
             got._metadata = metadata  # type: ignore[attr-defined]
-        try:
-            state[name].load_state_dict(got)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{name} refused the state of the other replicas: {error} {SAME_SCRIPT}") from error
+        load_entry(name, state[name], got)
+
+
+def load_entry(name: str, of: Stateful, got: Any) -> None:
+    """Load what is got into one entry. Raises `StateError` if it refuses that."""
+    try:
+        of.load_state_dict(got)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{name} refused the state of the other replicas: {error} {SAME_SCRIPT}") from error
 
 
 def first_difference(here: bytes, there: bytes) -> str | None:
@@ -363,15 +371,16 @@ def _fill(tree: Any, tensors: list[Held], meshes: Meshes) -> Any:
     return _walk(tree, tensor)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in any nest of dicts, lists and tuples."""
     if is_torch(value):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif isinstance(value, (list, tuple)):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
 
 
 def _difference(path: str, own: Any, other: Any, kind: str) -> str | None:

@@ -32,9 +32,10 @@ def steps(
     - A step must end with `optimizer.step()` on gradients that were reduced over the group: the update must not depend
       on this replica's own weights.
     - Optimizers, schedulers and a `GradScaler` must be entries of `state` themselves, not hidden inside another object.
-    - Other entries are loaded as they were at the step at which the replica joined, some steps ago. So let data be a
-      function of the step, or give them `settled` (see `ftcomm.training.StepLoop`). Without an optimizer in `state` the
-      joiner waits for its state.
+    - Let data be a function of the step, or give an entry `settled` (see `ftcomm.training.StepLoop`): it is loaded as
+      it was at the step at which the replica joined, some steps ago, and then gets the calls that it missed. Other
+      entries are taken over before the first step, which is at once if they hold plain values only. For tensors and
+      arrays that no optimizer in `state` has, and for a state without an optimizer, the joiner waits.
     - Only `optimizer.step()` may change parameters and what an optimizer keeps: a source copies them while forward and
       backward run. It finds out if they change otherwise, and copies before the step from then on.
 

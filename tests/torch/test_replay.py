@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim import swa_utils
 
 from ftcomm.errors import StateError
+from ftcomm.training.entries import as_entry
 from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
 from ftcomm.training.spill import Limits
@@ -77,6 +80,8 @@ def catch_up(make, arrives, end, least=2):
     snapshot = copied(healthy.state)
     replay = Replay(joiner.state)
     replay.take(snapshot.skeleton)
+    if not replay.possible:  # it waits
+        arrives = JOINED
     loaded = done = False
     for step in range(JOINED, end):
         if step >= arrives and not done:
@@ -188,6 +193,59 @@ def test_averages_of_weights_are_those_of_each_update(average, arrives):
     healthy, joiner = catch_up(functools.partial(Averaging, AVERAGES[average]), arrives, end=20)
     assert digest(healthy.state) == digest(joiner.state)
     assert "update_parameters" not in vars(joiner.average)
+
+
+class Keeping(Training):
+    """A script that keeps something else in the state, and changes it in each step."""
+
+    def __init__(self, kept, seed=0):
+        super().__init__(OPTIMIZERS["adamw"], seed=seed)
+        with torch.no_grad():
+            self.kept = kept(self.model)
+        self.state["kept"] = as_entry("kept", self.kept)
+
+    def step(self, step):
+        super().step(step)
+        if isinstance(self.kept, dict) and "steps" in self.kept:
+            self.kept["steps"] += 1
+            self.kept.setdefault("losses", []).append(step * 0.5)
+            return
+        means = self.kept if isinstance(self.kept, dict) else self.kept.state_dict()
+        for name, value in self.model.state_dict().items():
+            if isinstance(means[name], np.ndarray):
+                means[name] += 0.1 * (value.numpy() - means[name])
+            else:
+                means[name].lerp_(value, 0.1)
+
+
+KEPT = {
+    "numbers": lambda model: {"steps": 0},
+    "tensors": lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+    "arrays": lambda model: {name: value.numpy().copy() for name, value in model.state_dict().items()},
+    "teacher": lambda model: copy.deepcopy(model).requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("arrives", [JOINED + 1, JOINED + 6], ids=["next_step", "late"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_a_script_changes_by_itself(kept, arrives):
+    """Plain values are taken over at once. For tensors, which come later, the joiner waits before its first step."""
+    healthy, joiner = catch_up(functools.partial(Keeping, KEPT[kept]), arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+def test_only_what_the_script_may_change_is_waited_for():
+    class Settles(dict):
+        state_dict = load_state_dict = settled = lambda self, *_: {"w": torch.ones(1)}
+
+    training = Training(OPTIMIZERS["adamw"], SCHEDULERS["cosine"])
+    weights = list(training.model.parameters())
+    training.state |= {"alias": as_entry("alias", weights), "settles": Settles(), "plain": as_entry("plain", {"n": 1})}
+    training.state |= {"loss": nn.MSELoss(), "average": swa_utils.AveragedModel(training.model)}
+    replay = Replay(training.state)
+    replay.take(copied(training.state).skeleton)
+    assert replay.possible, replay.lacks
+    replay.restore()
 
 
 @pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])
