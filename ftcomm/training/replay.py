@@ -54,7 +54,9 @@ class Replay:
 
             for name, each in state.items():
                 if is_optimizer(each):
-                    self._optimizers[name] = OptimizerShadow(each, self.keep, self._spill.put, lambda: self.scale)
+                    self._optimizers[name] = OptimizerShadow(
+                        each, self.keep, self._spill.put, lambda: self.scale, lambda: self._keeps
+                    )
                 elif is_scheduler(each):
                     self._schedulers[name] = SchedulerShadow(each, self.keep, self._unkept)
                 elif is_average(each):

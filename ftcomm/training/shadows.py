@@ -3,8 +3,8 @@
 
 Each takes the place of `.step` (as an attribute of the instance, or a class, removed later). That of an optimizer keeps
 what the call would have used: copies of the gradients, the arguments, and what the script has written into
-`param_groups` since. It does not see tensors in `param_groups` that are changed in place. That of an average takes the
-place of `.update_parameters`: at replay it averages the weights as they are then.
+`param_groups` since. What else a script may do to an optimizer cannot be kept, and is an error. That of an average
+takes the place of `.update_parameters`: at replay it averages the weights as they are then.
 
 What a script may look at meanwhile is as on the others, or it would do something else here:
 
@@ -37,6 +37,7 @@ from ftcomm.training.optimizer_gate import StepOverride
 from ftcomm.training.spill import SpilledTensor
 from ftcomm.training.state import specs
 
+_REFUSED = ("load_state_dict", "add_param_group")
 _SCALING = ("grad_scale", "found_inf")  # what a GradScaler gives to a fused optimizer, which unscales by itself
 Keep = Callable[[Callable[[], object]], None]  # what to do at replay
 
@@ -113,17 +114,26 @@ class AverageShadow(StepOverride):
 
 class OptimizerShadow(_Shadow):
     def __init__(
-        self, owner: Optimizer, keep: Keep, put: Callable[[Tensor], SpilledTensor], scale: Callable[[], float]
+        self,
+        owner: Optimizer,
+        keep: Keep,
+        put: Callable[[Tensor], SpilledTensor],
+        scale: Callable[[], float],
+        keeps: Callable[[], bool],
     ) -> None:
-        """`put` keeps a gradient; `scale` returns the scale of the learning rate in updates kept now."""
+        """`put` keeps a gradient; `scale` returns the scale of the learning rate in updates kept now; `keeps` whether
+        the script runs, and not the replay."""
         if isinstance(owner, torch.optim.LBFGS):
             raise StateError(
                 "LBFGS evaluates the loss several times a step, which a replica that catches up cannot repeat. Use an "
                 "optimizer that needs the gradients only."
             )
         super().__init__(owner)
-        self._keep, self._put, self._scale = keep, put, scale
+        self._keep, self._put, self._scale, self._keeps = keep, put, scale, keeps
         self._filled = False  # the state, on the others
+        self._tensors: list[Tensor] = []  # in the param_groups, as they were
+        for name in _REFUSED:
+            setattr(owner, name, functools.partial(self._refused, name, getattr(owner, name)))
         self.watch()
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -131,6 +141,7 @@ class OptimizerShadow(_Shadow):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check()
         grads = [None if p.grad is None else self._keep_grad(p.grad) for p in self._params()]
         vars(self.owner)["_opt_called"] = True  # what a scheduler looks for, which warns without it
         scaling = {name: value.clone() for name in _SCALING if (value := vars(self.owner).get(name)) is not None}
@@ -155,9 +166,16 @@ class OptimizerShadow(_Shadow):
         groups[:] = [_WatchedGroup(group, functools.partial(self._wrote, i)) for i, group in enumerate(groups)]
         if self._filled:
             self.owner.state = _FilledState(dict, self.owner.state)
+        self._note()
+
+    def forward(self) -> None:
+        super().forward()
+        self._note()
 
     def remove(self) -> None:
         super().remove()
+        for name in _REFUSED:
+            delattr(self.owner, name)
         self.owner.param_groups[:] = [dict(group) for group in self.owner.param_groups]
         if isinstance(self.owner.state, _FilledState):
             self.owner.state = defaultdict(dict, self.owner.state)
@@ -169,8 +187,35 @@ class OptimizerShadow(_Shadow):
     def _keep_grad(self, grad: Tensor) -> tuple[SpilledTensor, Callable[[Tensor], Tensor]]:
         return self._put(local(grad)), maker(grad)
 
-    def _wrote(self, group: int, key: str, value: Any) -> None:
-        self._keep(lambda: self.owner.param_groups[group].__setitem__(key, value))
+    def _wrote(self, group: int, change: Callable[[dict[str, Any]], object]) -> None:
+        self._keep(lambda: change(self.owner.param_groups[group]))
+
+    def _refused(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._keeps():
+            raise _unkept(f"calls {name} of its {type(self.owner).__name__}")
+        return real(*args, **kwargs)
+
+    def _note(self) -> None:
+        self._tensors = [value.detach().clone() for value in self._settings_in_tensors()]
+
+    def _check(self) -> None:
+        """Raise `StateError` if the script has changed what is not kept."""
+        kind = type(self.owner).__name__
+        if not all(isinstance(group, _WatchedGroup) for group in self.owner.param_groups):
+            raise _unkept(f"replaces the param_groups of its {kind}")
+        if self._filled and not isinstance(self.owner.state, _FilledState):
+            raise _unkept(f"replaces the state of its {kind}")
+        now = self._settings_in_tensors()
+        if len(now) == len(self._tensors) and not all(map(torch.equal, now, self._tensors)):
+            raise _unkept(
+                f"changes a tensor in the param_groups of its {kind} in place",
+                'Put another in its place (group["lr"] = torch.tensor(0.1)), or have a scheduler in `state` do it.',
+            )
+        self._note()
+
+    def _settings_in_tensors(self) -> list[Tensor]:
+        groups = self.owner.param_groups
+        return [v for group in groups for k, v in group.items() if k != "params" and isinstance(v, Tensor)]
 
     def _replay(
         self,
@@ -198,6 +243,9 @@ class _FilledState(defaultdict[Any, Any]):
     def __bool__(self) -> bool:
         return True
 
+    def clear(self) -> None:
+        raise _unkept("clears the state of an optimizer")
+
 
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
@@ -206,14 +254,37 @@ def _has_tensor(value: Any) -> bool:
 class _WatchedGroup(dict[str, Any]):
     """A param_group that reports what is written to it."""
 
-    def __init__(self, group: Mapping[str, Any], wrote: Callable[[str, Any], None]) -> None:
+    def __init__(self, group: Mapping[str, Any], wrote: Callable[[Callable[[dict[str, Any]], object]], None]) -> None:
         super().__init__(group)
         self._wrote = wrote
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._wrote(key, value)
+        self._wrote(lambda group: group.__setitem__(key, value))
         super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self._wrote(lambda group: group.pop(key, None))
+        super().__delitem__(key)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+    def __ior__(self, other: Any) -> _WatchedGroup:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._wrote(lambda group: group.pop(key, None))
+        return super().pop(key, *default)
+
+
+def _unkept(what: str, mend: str = "The others train on, and it can come in again after this step.") -> StateError:
+    return StateError(
+        f"The script {what}, which a replica that comes back cannot repeat before it has the others' state. {mend}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import math
@@ -248,6 +249,56 @@ def test_only_what_the_script_may_change_is_waited_for():
     replay.restore()
 
 
+class Meddling(Training):
+    """A script that does something else with its optimizer before step 5."""
+
+    def __init__(self, meddle, lr, seed=0):
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=lr), seed=seed)
+        self.meddle = meddle
+
+    def step(self, step):
+        if step == 5:
+            self.meddle(self.optimizer)
+        super().step(step)
+
+
+def _merge(optimizer):
+    group = optimizer.param_groups[0]
+    group |= {"weight_decay": 0.5}
+    group.setdefault("own", 3)
+    group.setdefault("eps", 1.0)
+    group.pop("own")
+    group["own"] = 4
+    del group["own"]
+
+
+@pytest.mark.parametrize("arrives", [JOINED + 1, JOINED + 6], ids=["next_step", "late"])
+def test_every_way_to_write_a_setting_is_kept(arrives):
+    healthy, joiner = catch_up(functools.partial(Meddling, _merge, 0.1), arrives, end=20)
+    assert digest(healthy.state) == digest(joiner.state)
+
+
+def _replace_groups(optimizer):
+    optimizer.param_groups = [dict(group, lr=0.01) for group in optimizer.param_groups]
+
+
+MEDDLING = {
+    "calls load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "calls add_param_group": lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "replaces the param_groups": _replace_groups,
+    "clears the state": lambda optimizer: optimizer.state.clear(),
+    "replaces the state": lambda optimizer: setattr(optimizer, "state", collections.defaultdict(dict)),
+    "changes a tensor": lambda optimizer: optimizer.param_groups[0]["lr"].fill_(0.2),
+}
+
+
+@pytest.mark.parametrize("what", MEDDLING)
+def test_what_cannot_be_kept_is_an_error(what):
+    make = functools.partial(Meddling, MEDDLING[what], torch.tensor(0.1))
+    with pytest.raises(StateError, match=f"The script {what}"):
+        catch_up(make, arrives=JOINED + 6, end=20)
+
+
 @pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])
 def test_the_job_ends_before_the_state_arrives(end):
     healthy, joiner = Training(OPTIMIZERS["adamw"]), Training(OPTIMIZERS["adamw"], seed=1)
@@ -275,6 +326,7 @@ def test_nothing_of_the_stand_ins_remains():
         replay.restore()
         assert all(type(group) is dict for group in subject.optimizer.param_groups)
     assert training.optimizer.step is patched_by_scheduler
+    assert not {"load_state_dict", "add_param_group"} & vars(training.optimizer).keys()
     assert type(training.state["scheduler"]) is schedules.CosineAnnealingLR
     assert "step" not in vars(plain.optimizer)
     assert "step" not in vars(training.state["scheduler"])
