@@ -297,6 +297,12 @@ class StepLoop:
 
     def close(self) -> None:
         """End the loop, or give it up; idempotent. Optimizers and schedulers step as usual afterwards."""
+        if self.behind and not self._ended:
+            log.warning(
+                "replica %d rank %d: leaves the step loop at step %d before it has caught up with the others, so its "
+                "`state` is not that of the job: do not save or evaluate it (StepLoop.behind)",
+                *(self._group.replica, self._group.shard, self.step),
+            )
         self._ended = True
         self._in_step = False
         self._record_outcome(failed=True)  # of a step that was given up
@@ -320,6 +326,12 @@ class StepLoop:
     def step(self) -> int:
         """The training step that is under way, or comes next."""
         return self._progress.step
+
+    @property
+    def behind(self) -> bool:
+        """Whether this replica has come back and its `state` is not that of the others: it is fetched, or replayed, or
+        the loop ended before it was. False in all others, and at the end of a loop that is complete."""
+        return self._joiner is not None and self._joiner.behind
 
     def metrics(self) -> Metrics:
         """The time that this loop has spent so far, by purpose."""

@@ -242,6 +242,19 @@ def test_a_scale_of_the_loss_that_no_joiner_would_get_is_an_error():
     loop._gates.remove()
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_loop_that_ends_before_the_replica_has_caught_up_says_so(behind, caplog):
+    loop, *_ = scaled_loop()
+    assert not loop.behind
+    loop._joiner = SimpleNamespace(behind=behind, close=lambda: None)
+    loop._poll = None
+    loop.close()
+    loop.close()
+    assert loop.behind is behind
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("before it has caught up" in text for text in said) == behind, said
+
+
 def test_a_replica_without_a_slot_is_refused():
     members = Members()
     members.replica = 97
