@@ -50,6 +50,7 @@ from ftcomm.transport.segment import LIVES, life
 
 if TYPE_CHECKING:
     from ftcomm.subgroup import Subgroup
+    from ftcomm.subgroup_internals import SubgroupInternals
 
 log = logging.getLogger("ftcomm")
 
@@ -330,7 +331,7 @@ class Group(Calls):
             self._runs, self.drained = not self._agent.left, self._agent.left
         if self._runs:
             for subgroup in self._subgroups:
-                subgroup.follow(view, self.settings.timeouts.give_up)
+                subgroup.internals.follow(view, self.settings.timeouts.give_up)
 
     def boundary(self, step: int, timeout: float | None = None) -> View:
         """Stand between step `step` - 1 and `step`. Replicas join, begin to contribute and leave here, and nowhere
@@ -367,7 +368,7 @@ class Group(Calls):
         if not self.drained:
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
             for subgroup in self._subgroups:
-                subgroup.follow(view, self.settings.timeouts.give_up)
+                subgroup.internals.follow(view, self.settings.timeouts.give_up)
         return view
 
     def _stood(self) -> float:
@@ -377,7 +378,10 @@ class Group(Calls):
 
     def _exchanges(self) -> list[GroupExchange[Any]]:
         """Returns those of this group and of its subgroups."""
-        return [self._exchange, *(subgroup.exchange for subgroup in self._subgroups)]
+        return [self._exchange, *(inside.exchange for inside in self._inside_subgroups())]
+
+    def _inside_subgroups(self) -> list[SubgroupInternals]:
+        return [subgroup.internals for subgroup in self._subgroups]
 
     def contributed(self) -> tuple[int, ...]:
         """Returns the replicas whose input is in every chunk of every all-reduce since the boundary; the same on all
@@ -389,7 +393,8 @@ class Group(Calls):
         """
         own_process()
         told = []
-        for exchange in (self._exchange, *(subgroup.exchange for subgroup in self._subgroups if subgroup.of_all)):
+        of_all = (inside.exchange for inside in self._inside_subgroups() if inside.of_all)
+        for exchange in (self._exchange, *of_all):
             exchange.drain(None)
             told.append(exchange.common())
         sets = [who for who in told if who is not None]
@@ -444,7 +449,7 @@ class Group(Calls):
         with self._replacing:
             self._subgroups = (*self._subgroups, made)
         try:
-            made.begin(self.settings.init_timeout)
+            made.internals.begin(self.settings.init_timeout)
         except BaseException:
             made.close()
             raise
@@ -504,7 +509,7 @@ class Group(Calls):
 
     def _ended(self, error: FtcommError) -> None:
         for subgroup in self._subgroups:
-            subgroup.fail(error)
+            subgroup.internals.fail(error)
         if self.internals.on_ended is not None:
             self.internals.on_ended(error)
 

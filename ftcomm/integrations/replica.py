@@ -138,6 +138,6 @@ class StepExchange:
         buffer = torch.frombuffer(bytearray(text[: int(length)].ljust(int(length))), dtype=torch.uint8)
         able = [replica for replica in group.contributors if not of_old or replica not in self.newcomers]
         root = group.roster.index(min(able or group.contributors))
-        replicas.Replicas(group).broadcast_state(buffer, root)
+        replicas.Replicas(group, group.internals).broadcast_state(buffer, root)
         said: dict[str, Any] = json.loads(bytes(buffer.numpy()))
         return said

@@ -23,7 +23,7 @@ from ftcomm.simulation.rank import Rank, RankEnded
 from ftcomm.training.block_scheduler import BlockScheduler, Snapshots, sources_of
 
 REPLAY_LEAST = 2  # see `ftcomm.training.joiner`
-PARTING = 2.0  # s, see `ftcomm.subgroup`
+PARTING = 2.0  # s, see `ftcomm.subgroup_internals`
 LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
 
 
@@ -185,7 +185,7 @@ class Script:
             yield from self.rank.close_static(name)
 
     def _groups_enter(self, view: View) -> Generator[str, None, None]:
-        """Wait until all groups run in that view, as `ftcomm.subgroup.Subgroup.follow` does."""
+        """Wait until all groups run in that view, as `ftcomm.subgroup_internals.SubgroupInternals.follow` does."""
         for name, group in self.rank.groups.items():
             if group.membership.epoch:
                 yield from self._enter_group(name, view.epoch)

@@ -147,7 +147,7 @@ class SimulatedStaticGroup:
         return None if stall is None else (stall.op, self.membership.replicas_of(stall.waiting_on))
 
     def take(self, call: Incoming) -> bool:
-        """Does what `ftcomm.static.group.StaticGroup.take` does."""
+        """Does what `ftcomm.static.internals.StaticGroupInternals.take` does."""
         connection = call.sock.connection  # type: ignore[attr-defined]
         if call.member not in self.membership.roster:
             call.sock.close()

@@ -101,7 +101,7 @@ def _beneath(
         _meshes.add(group)
     if first or dimension is Dimension.ACROSS or (shards == 1 and not ranks):
         _warn_if_short(timeout, group.settings.timeouts)
-        return Replicas(group), functools.partial(_meshes.discard, group)
+        return Replicas(group, group.internals), functools.partial(_meshes.discard, group)
     members = [(group.roster[rank // shards], rank % shards) for rank in ranks or range(len(group.roster) * shards)]
     replicas, places = sorted({replica for replica, _ in members}), sorted({place for _, place in members})
     product = [(replica, place) for replica in replicas for place in places]
@@ -114,9 +114,9 @@ def _beneath(
     # All possible replicas: one that is away now is in it again when it comes back.
     across = group.subgroup(name, range(group.replicas) if everybody else replicas)
     if len(places) == 1:
-        return Replicas(across), across.close
+        return Replicas(across, group.internals), across.close
     inside = StaticGroup.in_job(group, f"{name}, inside", [(group.replica, place) for place in places])
-    grid = Grid(Replicas(across), inside, group.internals.when)
+    grid = Grid(Replicas(across, group.internals), inside, group.internals.when)
 
     def end() -> None:
         inside.close()

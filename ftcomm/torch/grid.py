@@ -118,7 +118,7 @@ class Grid:
 
     def _run(self) -> None:
         while (turn := self._turns.get()) is not None:
-            self._across.group.called = turn.when
+            self._across.group.internals.called = turn.when
             turn.run()
             del turn
 

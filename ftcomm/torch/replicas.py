@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ftcomm.errors import FtcommError, LostError, MismatchError
+from ftcomm.internals import Internals
 
 
 class FinishedWork:
@@ -34,8 +35,9 @@ class FinishedWork:
 class Replicas:
     """The calls of `ftcomm.Group`, for torch tensors."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, job: Internals) -> None:
+        """`job`: the internals of the group of all."""
+        self.group, self._job = group, job
 
     @property
     def roster(self) -> tuple[int, ...]:
@@ -48,12 +50,12 @@ class Replicas:
     @property
     def alone(self) -> bool:
         """Whether this replica has joined a running job and has not come to its first boundary."""
-        return self.group.internals.outside  # type: ignore[no-any-return]
+        return self._job.outside
 
     @property
     def op_timeout(self) -> float:
         """The seconds until an op that stands still fails by itself."""
-        return self.group.internals.op_timeout  # type: ignore[no-any-return]
+        return self._job.op_timeout
 
     def broadcast_state(self, x: torch.Tensor, root: int) -> None:
         """Broadcast `x` of `root`, which should be the same on all. If `root` is lost, or catches up and has nothing to
@@ -73,7 +75,7 @@ class Replicas:
     def forgives(self, error: Exception) -> bool:
         """Whether the step loop repeats a step in which members have made different calls, after one has failed. DDP,
         which cannot be stopped halfway, then has to end the step as usual."""
-        tell = self.group.internals.on_step_error
+        tell = self._job.on_step_error
         if tell is None or not isinstance(error, MismatchError):
             return False
         tell(error)

@@ -24,7 +24,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ftcomm import subgroup
 from ftcomm.collective.operation import Operation
 from ftcomm.control import etcd, handshake, stored_views
 from ftcomm.control import messages as m
@@ -53,6 +52,7 @@ from ftcomm.recorder.layout import GroupKind, PhaseKind, Shape
 from ftcomm.recorder.reader import RecordingError, parse
 from ftcomm.recorder.recorder import Owner, Recorder
 from ftcomm.static.pairs import FRAMES, Pairs
+from ftcomm.subgroup_internals import FRAMES as SUBGROUP_FRAMES
 from ftcomm.training import catchup_protocol as protocol
 from ftcomm.training.intra_replica import IntraReplicaExchange
 from ftcomm.training.state import allocate, first_difference, flatten
@@ -494,8 +494,9 @@ def _asked(near: socket.socket, far: socket.socket, data: bytes) -> None:
     far.sendall(data)
     far.shutdown(socket.SHUT_WR)
     with near, contextlib.suppress(OSError, msgspec.DecodeError):
-        account = subgroup.FRAMES.read(near.recv)
-        assert msgspec.msgpack.decode(subgroup.FRAMES.frame(account)[4:], type=derived.SubgroupProgress) == account
+        account = SUBGROUP_FRAMES.read(near.recv)
+        frame = SUBGROUP_FRAMES.frame(account)
+        assert msgspec.msgpack.decode(frame[4:], type=derived.SubgroupProgress) == account
 
 
 def _nobody(peer: int) -> socket.socket:
@@ -514,7 +515,7 @@ def member_seeds() -> list[bytes]:
         b"\x01" + b"".join(letters[1:3]),
         b"\x01" + letters[1] + letters[3] + letters[0],
         b"\x02" + b"".join(answers),
-        b"\x03" + subgroup.FRAMES.frame(derived.SubgroupProgress(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
+        b"\x03" + SUBGROUP_FRAMES.frame(derived.SubgroupProgress(7, ADDRESS, m.Progress(3, (m.OpProgress(3, ()),)))),
     ]
 
 

@@ -33,6 +33,7 @@ HEAVY = {
     "ftcomm.launch",
     "ftcomm.static",
     "ftcomm.subgroup",
+    "ftcomm.subgroup_internals",
     "ftcomm.torch",
     "ftcomm.training",
     "ftcomm.transport.nixl.context",

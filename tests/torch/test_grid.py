@@ -15,6 +15,8 @@ from ftcomm.torch.grid import Grid
 
 from ..exchange_rig import DEADLINE
 
+SUBGROUP = SimpleNamespace(internals=SimpleNamespace())
+
 
 class Inside(SimpleNamespace):
     """The ranks of a replica, of which this is the only one that has come to the barrier, until `here` is set."""
@@ -27,7 +29,7 @@ class Inside(SimpleNamespace):
 
 def test_two_threads_that_call_at_once_are_told_so() -> None:
     inside = Inside(here=threading.Event())
-    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SimpleNamespace()), inside, lambda: (0, 0))  # type: ignore[arg-type]
+    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SUBGROUP), inside, lambda: (0, 0))  # type: ignore[arg-type]
     works = [grid.barrier(async_op=True) for _ in range(2)]
     told: list[Any] = []
 
@@ -63,7 +65,7 @@ def test_messages_go_along_a_row_or_a_column_and_any_other_is_refused() -> None:
 
     def group(name: str, roster: tuple[int, ...]) -> Any:
         send = lambda x, rank, tag, async_op: sent.append((name, rank, tag))  # noqa: E731
-        return SimpleNamespace(roster=roster, rank=0, send=send, recv=send, group=SimpleNamespace())
+        return SimpleNamespace(roster=roster, rank=0, send=send, recv=send, group=SUBGROUP)
 
     grid = Grid(group("across", (0, 1)), group("inside", (0, 1)), lambda: (0, 0))
     x = torch.ones(1)
@@ -92,7 +94,7 @@ def test_two_threads_that_make_the_first_calls_at_once_start_one_thread(monkeypa
 
     here = threading.Event()
     here.set()
-    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SimpleNamespace()), Inside(here=here), lambda: (0, 0))  # type: ignore[arg-type]
+    grid = Grid(SimpleNamespace(barrier=lambda: None, group=SUBGROUP), Inside(here=here), lambda: (0, 0))  # type: ignore[arg-type]
     monkeypatch.setattr(threading, "Thread", Slow)
 
     def call() -> None:

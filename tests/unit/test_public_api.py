@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ import torch
 import ftcomm
 import ftcomm.group
 from ftcomm.p2p.progress import ProgressEngine
+from ftcomm.static.group import StaticGroup
+from ftcomm.subgroup import Subgroup
 from tests import cupy_stub
 from tests.exchange_rig import DEADLINE, Rig, socket_pair
 from tests.unit.test_calls import Caller
@@ -170,3 +173,17 @@ def test_no_public_name_is_that_of_a_module(package: str) -> None:
     found = importlib.import_module(package)
     modules = {each.name for each in pkgutil.iter_modules(found.__path__)}
     assert not modules.intersection(found.__all__)
+
+
+@pytest.mark.parametrize(
+    ("group", "own"),
+    [
+        (Subgroup, {"name", "replica", "contributors", "close", "internals", "error"}),
+        (StaticGroup, {"name", "op_timeout", "in_job", "from_handles", "abort", "close", "internals", "error"}),
+    ],
+)
+def test_a_group_shows_what_a_user_may_call(group: type, own: set[str]) -> None:
+    """What others of ftcomm need of it is in its `internals`."""
+    attributes = set(re.findall(r"self\.([a-z]\w*) = ", inspect.getsource(group)))
+    shown = attributes | {name for name in dir(group) if not name.startswith("_")}
+    assert shown == own | set(CALLS) | {"rank", "world_size", "roster"}

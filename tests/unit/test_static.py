@@ -306,15 +306,15 @@ def test_seconds_in_which_nobody_runs_are_none_in_which_members_come(monkeypatch
 def test_a_group_says_on_which_replicas_it_waits() -> None:
     with Ranks(3) as ranks:
         groups = ranks.make("g")
-        assert groups[0].waiting(0.0) is None
+        assert groups[0].internals.waiting(0.0) is None
         work = groups[0].allreduce(np.zeros(10), async_op=True)
-        assert groups[0].waiting(0.0) is None  # without a job there are none
-        groups[0]._membership._replicas = (7, 7, 9)  # else nobody in this process is in a job
-        until(lambda: groups[0].waiting(0.01) == (0, (7, 9)))
-        assert groups[0].waiting(DEADLINE) is None
+        assert groups[0].internals.waiting(0.0) is None  # without a job there are none
+        groups[0].internals._membership._replicas = (7, 7, 9)  # else nobody in this process is in a job
+        until(lambda: groups[0].internals.waiting(0.01) == (0, (7, 9)))
+        assert groups[0].internals.waiting(DEADLINE) is None
         together(lambda i: groups[i + 1].allreduce(np.zeros(10)), 2)
         work.wait()
-        assert groups[0].waiting(0.0) is None
+        assert groups[0].internals.waiting(0.0) is None
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -498,8 +498,9 @@ def test_members_send_on_when_another_has_closed_the_group(monkeypatch: pytest.M
             until(lambda group=group: group.error is not None)  # type: ignore[misc]
             with pytest.raises(LostError, match="has closed the group"):
                 group.allreduce(np.zeros(1))
-        groups[2]._connection_ended(1, 1, "connection for data: closed by the other side")  # it may be noticed or not
-        until(lambda: groups[1]._membership._answered >= {2})
+        # It may be noticed or not.
+        groups[2].internals._connection_ended(1, 1, "connection for data: closed by the other side")
+        until(lambda: groups[1].internals._membership._answered >= {2})
         together(lambda i: groups[1].send(np.ones(5), 2) if i else groups[2].recv(np.zeros(5), 1), 2)
 
 
@@ -531,8 +532,8 @@ def test_close_ends_ops_in_flight() -> None:
 def test_a_member_that_says_what_cannot_be_is_lost(garbage: bytes) -> None:
     with Ranks(2) as ranks:
         groups = ranks.make("g")
-        until(lambda: 0 in groups[1]._pairs._socks)  # the thread takes them over
-        groups[1]._pairs._socks[0].send(garbage)
+        until(lambda: 0 in groups[1].internals._pairs._socks)  # the thread takes them over
+        groups[1].internals._pairs._socks[0].send(garbage)
         with pytest.raises(LostError, match=r"rank 1 \(.*\) was lost: it has said what cannot be"):
             groups[0].allreduce(np.zeros(10))
         with pytest.raises(LostError):
@@ -581,8 +582,8 @@ def test_who_means_an_earlier_group_of_that_name_is_not_heard() -> None:
         together(lambda i: earlier[i].close(), 2)
         groups = ranks.make("g")
         for what in ("data", "p2p"):
-            fields = earlier[1]._communicator.fields(what, earlier[1]._nonces[0], static.EPOCH)
-            with earlier[1]._dial(0, time.monotonic() + DEADLINE, fields) as sock:
+            fields = earlier[1].internals._communicator.fields(what, earlier[1].internals._nonces[0], static.EPOCH)
+            with earlier[1].internals._dial(0, time.monotonic() + DEADLINE, fields) as sock:
                 sock.settimeout(DEADLINE)
                 assert sock.recv(1) == b""
         assert total(groups) == [3.0, 3.0]

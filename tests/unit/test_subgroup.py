@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftcomm import communicator, subgroup
+from ftcomm import communicator, subgroup, subgroup_internals
 from ftcomm.control import handshake
 from ftcomm.control.blame import CHANGE
 from ftcomm.control.framing import receive_while
@@ -26,7 +26,8 @@ from ftcomm.errors import CollectiveTimeout, FtcommError
 from ftcomm.kernels.call_codes import UNKNOWN
 from ftcomm.membership.derived import Left
 from ftcomm.settings.tuning import BUILT_IN
-from ftcomm.subgroup import FRAMES, Subgroup
+from ftcomm.subgroup import Subgroup
+from ftcomm.subgroup_internals import FRAMES
 from ftcomm.transport.router import ASK, ConnectionRouter, Receiver
 from tests.exchange_rig import DEADLINE, socket_pair
 from tests.sealed_rig import ends
@@ -122,8 +123,8 @@ def make(
 
 def spied(group: Subgroup) -> threading.Event:
     """Set when somebody has called it."""
-    called, take = threading.Event(), group.take
-    group.take = lambda call: (take(call), called.set())[0]  # type: ignore[func-returns-value, method-assign]
+    called, take = threading.Event(), group.internals.take
+    group.internals.take = lambda call: (take(call), called.set())[0]  # type: ignore[func-returns-value, method-assign]
     return called
 
 
@@ -135,7 +136,7 @@ def test_a_loss_that_comes_just_when_a_group_is_made_is_heard_of() -> None:
     alone = View(2, None, first.members[:1])
     made = make(Job(0, Moving(alone), first), dial)
     try:
-        made.begin(20.0)
+        made.internals.begin(20.0)
     finally:
         made.close()
 
@@ -155,7 +156,7 @@ def test_the_memory_of_a_group_is_gone_when_it_is_closed_and_dropped() -> None:
             return boards[there.port].ring(fields)
 
         groups = [make(Job(replica, board, first), dial) for replica, board in enumerate(boards)]
-        together(lambda i: groups[i].begin(30.0), 2)
+        together(lambda i: groups[i].internals.begin(30.0), 2)
         assert together(lambda i: float(groups[i].allreduce(np.ones(3))[0]), 2) == [2.0, 2.0]
         together(lambda i: groups[i].close(), 2)
 
@@ -186,7 +187,7 @@ def test_no_op_waits_behind_the_next(data: str, monkeypatch: pytest.MonkeyPatch)
 
     groups = [make(Remote(replica, board, first), dial) for replica, board in enumerate(boards)]
     try:
-        together(lambda i: groups[i].begin(DEADLINE), 2)
+        together(lambda i: groups[i].internals.begin(DEADLINE), 2)
         returns_before_the_next(*groups)
     finally:
         together(lambda i: groups[i].close(), 2)
@@ -215,7 +216,7 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
         return float(group.allreduce(np.full(3, value))[0])
 
     groups = [make(job, dial) for job in jobs]
-    both(*(functools.partial(group.begin, 30.0) for group in groups))
+    both(*(functools.partial(group.internals.begin, 30.0) for group in groups))
     assert both(*(functools.partial(reduce, group, 1.0) for group in groups)) == [2.0, 2.0]
     slow = groups[1]
     groups[0].close()
@@ -223,7 +224,7 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
     asked = spied(slow)
 
     def quick() -> float:
-        groups[0].begin(30.0)
+        groups[0].internals.begin(30.0)
         return reduce(groups[0], 10.0)
 
     def late() -> float:
@@ -232,12 +233,12 @@ def test_who_makes_a_group_again_takes_nothing_from_the_one_before_of_its_name(c
             second = View(2, None, first.members)
             for board in boards:
                 board.entered(second)
-            slow.follow(second, 30.0)
+            slow.internals.follow(second, 30.0)
             with pytest.raises(FtcommError, match="has closed the group after 1 ops; close it here, too"):
                 reduce(slow, 1.0)
         slow.close()
         groups[1] = make(jobs[1], dial)
-        groups[1].begin(30.0)
+        groups[1].internals.begin(30.0)
         return reduce(groups[1], 20.0)
 
     try:
@@ -260,20 +261,20 @@ def test_a_late_question_from_a_group_that_was_closed_is_not_taken_for_one_from_
 
     jobs = [Job(replica, board, first) for replica, board in enumerate(boards)]
     groups = [make(job, dial) for job in jobs]
-    together(lambda i: groups[i].begin(30.0), 2)
+    together(lambda i: groups[i].internals.begin(30.0), 2)
     slow = groups[1]
-    question = slow._communicator.fields(ASK, "life-1", 1)
+    question = slow.internals._communicator.fields(ASK, "life-1", 1)
     groups[0].close()
     groups[0] = make(jobs[0], dial)
-    boards[0].open("g", groups[0])
+    boards[0].open("g", groups[0].internals)
     try:
         with boards[0].ring(question) as late:
             end = time.monotonic() + DEADLINE
             assert FRAMES.read(receive_while(late, lambda: time.monotonic() < end)) == Left(0, 0)
-        boards[0].forget("g", groups[0])
+        boards[0].forget("g", groups[0].internals)
         slow.close()
         groups[1] = make(jobs[1], dial)
-        together(lambda i: groups[i].begin(30.0), 2)
+        together(lambda i: groups[i].internals.begin(30.0), 2)
         assert together(lambda i: float(groups[i].allreduce(np.ones(3))[0]), 2) == [2.0, 2.0]
     finally:
         together(lambda i: groups[i].close(), 2)
@@ -283,7 +284,7 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others still have the first group, and are about to ask the joiner; then all close it, and make the next."""
-    monkeypatch.setattr(subgroup, "_PARTING", DEADLINE)
+    monkeypatch.setattr(subgroup_internals, "PARTING", DEADLINE)
     second = View(
         2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
     )
@@ -296,23 +297,23 @@ def test_a_joiner_that_closes_a_group_before_it_was_in_it_is_not_met_in_its_next
     boards[1] = jobs[1].router = Board()
     groups = [make(job, dial) for job in jobs]
     for group in groups:
-        group.begin(30.0)
+        group.internals.begin(30.0)
     made = threading.Event()
 
     def renew(i: int) -> float:
         if i == 0:
             made.wait(0.5)  # without the rule it is set at once, with it not before this member asks
             boards[0].entered(second)
-            groups[0].follow(second, 30.0)
+            groups[0].internals.follow(second, 30.0)
         else:
             boards[1].entered(second)
         groups[i].close()
         groups[i] = make(jobs[i], dial)
         if i == 1:
-            boards[1].open("g", groups[1])
+            boards[1].open("g", groups[1].internals)
             made.set()
-            boards[1].forget("g", groups[1])
-        groups[i].begin(30.0)
+            boards[1].forget("g", groups[1].internals)
+        groups[i].internals.begin(30.0)
         return float(groups[i].allreduce(np.ones(3))[0])
 
     try:
@@ -326,7 +327,7 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
 ) -> None:
     """The others have been stopped for so long. They still have the first group, in which they have done an op, and ask
     the joiner, which knows none of their segments: that they made their group before it came tells it."""
-    monkeypatch.setattr(subgroup, "_PARTING", 0.0)
+    monkeypatch.setattr(subgroup_internals, "PARTING", 0.0)
     second = View(
         2, 1, tuple(Member(r, f"life-{r}", Addresses.of((Address("h", r, "b", 2, 3, "0" * 32),)), True) for r in (0, 1))
     )
@@ -339,7 +340,7 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
     boards[1] = jobs[1].router = Board()  # it has come to a running job, and is in no view yet
     groups = [make(job, dial) for job in jobs]
     for group in groups:
-        group.begin(30.0)
+        group.internals.begin(30.0)
     assert float(groups[0].allreduce(np.ones(3))[0]) == 1.0
     jobs[1].boundary = 1
     boards[1].entered(second)
@@ -350,12 +351,12 @@ def test_a_joiner_that_could_not_wait_longer_with_closing_is_not_met_in_its_next
     def renew(i: int) -> float:
         if i == 0:
             boards[0].entered(second)
-            groups[0].follow(second, 30.0)
+            groups[0].internals.follow(second, 30.0)
             jobs[0].boundary = 2
             assert groups[0].error is None
             groups[0].close()
             groups[0] = make(jobs[0], dial)
-        groups[i].begin(30.0)
+        groups[i].internals.begin(30.0)
         return float(groups[i].allreduce(np.ones(3))[0])
 
     try:
@@ -391,7 +392,7 @@ def members(count: int) -> Iterator[tuple[list[Subgroup], list[Any], Callable[[V
         for replica, board in enumerate(boards)
     ]
     try:
-        together(lambda i: groups[i].begin(30.0), count)
+        together(lambda i: groups[i].internals.begin(30.0), count)
         assert together(lambda i: float(groups[i].allreduce(np.ones(3))[0]), count) == [count] * count
         yield groups, stalls, enter
     finally:
@@ -419,12 +420,12 @@ def test_an_op_that_begins_just_when_it_is_heard_that_a_member_has_closed_the_gr
         def may_call() -> None:
             may()
             groups[0].close()
-            view = late._membership.view
+            view = late.internals._membership.view
             assert view is not None
             second = View(2, None, view.members)
             enter(second)
             for group in groups[1:]:
-                group.follow(second, 30.0)
+                group.internals.follow(second, 30.0)
 
         late._may_call = may_call  # type: ignore[method-assign]
         with pytest.raises(FtcommError, match="has closed the group after 1 ops; close it here, too"):
@@ -438,18 +439,19 @@ def test_an_op_that_begins_just_when_it_is_heard_that_a_member_has_closed_the_gr
 
 def test_groups_that_are_closed_together_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other member never enters the view, so each would wait out its time, one after the other."""
-    monkeypatch.setattr(subgroup, "_PARTING", 0.1)
+    monkeypatch.setattr(subgroup_internals, "PARTING", 0.1)
+    monkeypatch.setattr(subgroup, "PARTING", 0.1)
     close, given = Subgroup.close, list[Any]()
 
     def closing(group: Subgroup, until: float | None = None) -> None:
         given.append(until)
-        monkeypatch.setattr(subgroup, "_PARTING", 1e6)  # for none of them from now on
+        monkeypatch.setattr(subgroup_internals, "PARTING", 1e6)  # for none of them from now on
         close(group, until)
 
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(members(2))[0][0] for _ in range(3)]
         for group in made:
-            monkeypatch.setattr(group._membership, "is_needed", lambda: True)
+            monkeypatch.setattr(group.internals._membership, "is_needed", lambda: True)
         with monkeypatch.context() as patch:
             patch.setattr(Subgroup, "close", closing)
             subgroup.close_all(made)
@@ -469,20 +471,20 @@ def test_a_joiner_goes_on_without_a_group_that_the_others_have_closed() -> None:
 
     jobs = [Impatient(replica, board, first) for replica, board in enumerate(boards)]
     groups = [make(job, dial) for job in jobs]
-    together(lambda i: groups[i].begin(30.0), 2)
+    together(lambda i: groups[i].internals.begin(30.0), 2)
     together(lambda i: groups[i].close(), 2)
     boards[1] = jobs[1].router = Board()
     back = make(jobs[1], dial)
-    back.begin(30.0)
+    back.internals.begin(30.0)
     second = View(2, 1, (first.members[0], Member(1, "life-11", first.members[1].ranks, False)))
     try:
         for board in boards:
             board.entered(second)
-        back.follow(second, 0.0)
+        back.internals.follow(second, 0.0)
         with pytest.raises(CollectiveTimeout, match="replica 1 has waited 8 s for replicas 0, until they"):
             back.allreduce(np.ones(3))
         groups[0] = make(jobs[0], dial)
-        together(lambda i: groups[0].begin(30.0) if i == 0 else back._may_call(), 2)
+        together(lambda i: groups[0].internals.begin(30.0) if i == 0 else back._may_call(), 2)
         assert together(lambda i: float((groups[0], back)[i].allreduce(np.ones(3))[0]), 2) == [1.0, 1.0]
     finally:
         for group in (*groups, back):
@@ -506,7 +508,7 @@ def test_an_op_that_a_member_has_taken_that_leaves_returns_on_all_others(monkeyp
         assert leaves._exchange.returned < leaves._exchange.taken == 2
         next_ones = [group.allreduce(np.ones(3), async_op=True) for group in groups[1:]]
         until = time.monotonic() + DEADLINE
-        while late._last > 2:
+        while late.internals._last > 2:
             assert time.monotonic() < until
             time.sleep(0.01)
         knows.set()
