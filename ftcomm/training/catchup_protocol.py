@@ -76,7 +76,15 @@ class CatchUpDone(CatchUpFrame, frozen=True):
     """The joiner says that it has all of the state, whichever sources it came from."""
 
 
-_FRAMES: Framing[CatchUpFrame] = Framing(Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone, MAX_FRAME)
+class SampleDigests(CatchUpFrame, frozen=True):
+    """Digests of samples of the state, by entry (`ftcomm.training.samples`)."""
+
+    digests: dict[str, bytes]
+
+
+_FRAMES: Framing[CatchUpFrame] = Framing(
+    Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone | SampleDigests, MAX_FRAME
+)
 
 
 class BlockStream:

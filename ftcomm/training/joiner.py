@@ -12,6 +12,7 @@ from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
+from ftcomm.training.samples import compare
 from ftcomm.training.state import Stateful, entry, flatten
 
 if TYPE_CHECKING:
@@ -29,9 +30,17 @@ class Joiner:
     """Catches this replica up, from the boundary at which it joined until it contributes. Not thread-safe."""
 
     def __init__(
-        self, group: Group, state: Mapping[str, Stateful], scalers: LossScalers, view: View, step: int
+        self,
+        group: Group,
+        state: Mapping[str, Stateful],
+        scalers: LossScalers,
+        view: View,
+        step: int,
+        *,
+        compares: bool = True,
     ) -> None:
-        self._group, self._scalers = group, scalers
+        """`compares`: compare a sample of the state with that of another replica before this one contributes."""
+        self._group, self._state, self._scalers, self._compares = group, state, scalers, compares
         self._fetch = Fetch(group, view, step, flatten(state).skeleton)
         self._replay = Replay(state)
         self._loaded = False
@@ -79,6 +88,8 @@ class Joiner:
             with self._recorder.phase(PhaseKind.REPLAY, step=step, number=self._replay.behind):
                 self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
             self._check()
+            if self._caught_up and self._compares:
+                compare(self._group, self._state, step, view)
         if not self._caught_up:
             self._replay.begin()
         elif not self._group.contributes:

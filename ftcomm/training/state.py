@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
     Held: TypeAlias = Tensor | Bytes  # the bytes of an array
 
+_FEW = 4  # elements of a row that are sampled; of an array of NumPy, bytes
 SAME_SCRIPT = "Start every replica with the same script, model and optimizer, and pass the same `state` on each."
 
 
@@ -232,6 +233,17 @@ def digest(state: Mapping[str, Stateful]) -> str:
     return hasher.hexdigest()
 
 
+def sampled(value: Any, name: str) -> bytes:
+    """Returns 16 bytes over every name, shape, dtype and plain value in `value`, and over a few elements of each
+    tensor: the first ones of its first row, and the last ones of its last row."""
+    tensors: list[Held] = []
+    tree = msgspec.msgpack.encode(_encode(value, name, tensors, True))
+    hasher = hashlib.blake2b(tree, digest_size=16)
+    for held in _few(tensors):
+        hasher.update(bytes_of(held).data)
+    return hasher.digest()
+
+
 # -- the skeleton: plain values stand for themselves, everything else is a list that begins with one of these tags --
 
 _TENSOR, _ARRAY, _DICT, _COUNTER, _LIST, _TUPLE, _BIG = "t", "n", "d", "c", "l", "u", "i"
@@ -417,6 +429,29 @@ def _empty(spec: Spec) -> Held:
     import torch
 
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def _few(tensors: list[Held]) -> list[Held]:
+    """Returns a few elements of each tensor, in host memory; those of a device in one copy."""
+    found: list[Held] = []
+    there: dict[Any, list[Tensor]] = {}
+    for held in tensors:
+        if isinstance(held, np.ndarray):
+            found.append(np.concatenate([held[:_FEW], held[-_FEW:]]))
+        elif held.numel():
+            import torch
+
+            whole = held if held.ndim else held.reshape(1)
+            first, last = (whole[(index,) * (whole.ndim - 1)] for index in (0, -1))
+            there.setdefault(held.device, []).extend(
+                part.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+                for part in (first[:_FEW], last[-_FEW:])
+            )
+    for parts in there.values():
+        import torch
+
+        found.append(torch.cat(parts).cpu())
+    return found
 
 
 def bytes_of(held: Held) -> Bytes:

@@ -41,6 +41,7 @@ from ftcomm.training.lr_scaling import lr_multiplier, scaled
 from ftcomm.training.metrics import Metrics, Stopwatch
 from ftcomm.training.optimizer_gate import OptimizerGates
 from ftcomm.training.preemption import PreemptionHandler
+from ftcomm.training.samples import SampleSource
 from ftcomm.training.startup_check import check_start, policy
 from ftcomm.training.state import Stateful, flatten
 from ftcomm.training.throttle import Throttle
@@ -106,10 +107,10 @@ class StepLoop:
     start: the first step of a new job that goes on from a checkpoint; a joiner learns its step from the others.
     catchup_mbps: million bytes a second that this replica sends to joiners at most; default FTCOMM_CATCHUP_MBPS.
     initial_state: what to do if the replicas of a new job do not begin with the same state. "check": `StateError` on
-        all; "lowest": all take that of the lowest replica, and its `start`; "trust": do not look. Default:
-        FTCOMM_START, or "check". The check reads the state once and takes one small all-reduce. That compares `start`,
-        the number of steps, `vote`, `min_replicas`, `lr` and this setting in any case, and raises `StateError` on all
-        if they differ.
+        all; "lowest": all take that of the lowest replica, and its `start`; "trust": do not look, nor compare a sample
+        of the state once a joiner has caught up. Default: FTCOMM_START, or "check". The check reads the state once and
+        takes one small all-reduce. That compares `start`, the number of steps, `vote`, `min_replicas`, `lr` and this
+        setting in any case, and raises `StateError` on all if they differ.
 
     Raises `ArgumentError`, `SettingsError`, `StateError`.
     """
@@ -158,6 +159,7 @@ class StepLoop:
         self._initial_state = policy(initial_state)
         self._poll: Poll | None = None
         self._source: StateSource | None = None
+        self._samples: SampleSource | None = None
         self._joiner: Joiner | None = None
         self._preemption: PreemptionHandler | None = None
         self._watch = Stopwatch()
@@ -352,6 +354,7 @@ class StepLoop:
         flatten(self._shared)  # what cannot be sent must be an error now, not when a replica comes back
         # From here on this rank serves the state to others.
         self._source = StateSource(group, self._shared, overlap=bool(self._optimizers), throttle=self._throttle)
+        self._samples = SampleSource(group, self._entries)
         if self._vote or (self._counts and group.shards > 1):
             self._poll = Poll(group)
         self._preemption = PreemptionHandler(group).__enter__()
@@ -393,8 +396,9 @@ class StepLoop:
 
     def _pass_boundary(self) -> bool:
         """Pass the boundary. False if this replica has left the job."""
-        group, source = self._group, self._source
+        group, source, samples = self._group, self._source, self._samples
         assert source is not None
+        assert samples is not None
         assert self._preemption is not None
         self._preemption.at_boundary()
         boundary = group.step
@@ -403,9 +407,11 @@ class StepLoop:
         if group.drained:
             return False
         source.at_boundary(boundary, view)
+        samples.at_boundary(boundary, view)
         if self._fresh:
             self._fresh = False
-            self._joiner = Joiner(group, self._shared, self._scalers, view, boundary)
+            compares = self._initial_state != "trust"
+            self._joiner = Joiner(group, self._shared, self._scalers, view, boundary, compares=compares)
             self._progress.take(self._joiner.agree(PROGRESS))
         if self._joiner is not None:
             self._joiner.at_boundary(boundary, view)

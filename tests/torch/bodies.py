@@ -100,6 +100,8 @@ def train(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
         buckets.wait()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        if arguments.get("strays") and not group.contributes:
+            optimizer.step()  # which the others do not
         scheduler.step()
         buckets.zero_grad()
         # the digest of a member that catches up may be behind, so it is no evidence

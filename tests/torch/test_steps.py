@@ -95,6 +95,21 @@ def test_a_joiner_catches_up_while_the_others_train(tmp_path: Path) -> None:
         assert all(event["bytes"] > 2_000_000 for event in fetched)
 
 
+def test_a_joiner_that_did_something_else_is_stopped_before_it_contributes(tmp_path: Path) -> None:
+    with Job(tmp_path, replicas=2, body=bodies.train, steps=ENDLESS, strays=True) as job:
+        job.wait_contributing({0, 1})
+        stepped(job, 3, {0, 1})
+        seen = len(job.events)
+        job.kill(1)
+        job.start(1)
+        assert job.join(1) != [0]
+        [said] = [text for *_, text in job.errors()]
+        assert "it has caught up, but its 'optimizer' differ from what replica 0 has" in said
+        assert not any(job.contribute({1}, at) for at in range(seen, len(job.events))), "it contributed"
+        stepped(job, 3, {0})
+        end_together(job, {0})
+
+
 @pytest.mark.protocol
 def test_two_joiners_at_once_and_a_source_that_dies(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=4, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
