@@ -24,9 +24,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftcomm.arrays.dtensor import local
+from ftcomm.errors import StateError
 from ftcomm.training.kinds import is_average, is_module, is_optimizer, is_scaler, is_scheduler
 from ftcomm.training.spill import Limits, Spill
 from ftcomm.training.state import FlatState, Stateful, entry, load, load_entry, specs, tensors_in
+from ftcomm.training.tensor_sums import tensor_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +49,8 @@ class Replay:
         self._schedulers: dict[str, SchedulerShadow] = {}
         self._optimizers: dict[str, OptimizerShadow] = {}
         self._averages: list[AverageShadow] = []
+        self._before: list[tuple[Tensor, tuple[int, int]]] = []  # parameters, with their sums, as the first step begins
+        self._begun = False
         self._taken: frozenset[str] = frozenset()  # entries that are taken over already
         self.lacks: list[str] = []  # entries without which the script cannot run a step
         if any(is_optimizer(each) for each in state.values()):
@@ -95,10 +99,16 @@ class Replay:
 
     def begin(self) -> None:
         """Begin a step, to which all that the script does from here on belongs."""
+        self._check_parameters()
+        if not self._begun:
+            self._begun = True
+            params = [local(p).detach() for each in self._state.values() for p in _params(each)]
+            self._before = list(zip(params, tensor_sums(params), strict=True))
         self._steps.append([])
 
     def load(self, flat: FlatState) -> None:
         """Load the state entering the first step that was begun."""
+        self._check_parameters()
         with self._past():
             load(flat, self._state, leave=self._taken)
             for shadow in self._optimizers.values():
@@ -125,6 +135,26 @@ class Replay:
         """Run `action` when this step is replayed, after what was kept before it."""
         if self._keeps:
             self._steps[-1].append(action)
+
+    def _check_parameters(self) -> None:
+        """Raise `StateError` if the script has changed parameters in the first step, in which no optimizer steps here:
+        nobody could tell what that was, to repeat it."""
+        before, self._before = self._before, []
+        now = tensor_sums([param for param, _ in before])
+        for (param, was), sums in zip(before, now, strict=True):
+            if sums != was:
+                raise StateError(
+                    f"The script changes parameters ({self._name(param)}) by itself, and not by an optimizer, which a "
+                    "replica that comes back cannot repeat. Do it in a hook of the optimizer, which is called at "
+                    "replay: optimizer.register_step_post_hook(lambda optimizer, *_: ...). What only the first step "
+                    "does, as to initialize by data, belongs before the step loop."
+                )
+
+    def _name(self, param: Tensor) -> str:
+        modules = [(name, each) for name, each in self._state.items() if is_module(each)]
+        found = (f"{entry}.{name}" for entry, each in modules for name, p in each.named_parameters())
+        places = (local(p).data_ptr() for _, each in modules for p in each.parameters())
+        return next((name for name, at in zip(found, places, strict=True) if at == param.data_ptr()), "of no module")
 
     @property
     def _shadows(self) -> list[OptimizerShadow | SchedulerShadow]:

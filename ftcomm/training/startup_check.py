@@ -47,17 +47,13 @@ from ftcomm.training.state import (
     leaves,
     load,
 )
+from ftcomm.training.tensor_sums import WORD, tensor_sums
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from ftcomm.group import Group
     from ftcomm.training.state import Bytes, Held
 
 log = logging.getLogger("ftcomm")
-
-_WORD = 8  # bytes
 
 
 def policy(asked: str | None) -> str:
@@ -167,32 +163,13 @@ def _digest(data: bytes) -> int:
 
 def _sums(held: Sequence[Held]) -> list[tuple[int, int]]:
     """Returns the sums of the words of each tensor or array and of its remaining bytes."""
-    sums = iter(_sums_of_tensors([each for each in held if not isinstance(each, np.ndarray)]))
+    sums = iter(tensor_sums([each for each in held if not isinstance(each, np.ndarray)]))
     return [_sum_of_bytes(each) if isinstance(each, np.ndarray) else next(sums) for each in held]
 
 
 def _sum_of_bytes(data: Bytes) -> tuple[int, int]:
-    whole = data.size // _WORD * _WORD
+    whole = data.size // WORD * WORD
     return int(data[:whole].view(np.int64).sum(dtype=np.int64)), int(data[whole:].sum(dtype=np.int64))
-
-
-def _sums_of_tensors(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Transfers once from each device."""
-    if not tensors:
-        return []
-    import torch
-
-    made: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        whole = data.numel() // _WORD * _WORD
-        words = data[:whole]
-        if words.storage_offset() % _WORD:
-            words = words.clone()
-        sums = made.setdefault(tensor.device, [])
-        sums += [words.view(torch.int64).sum(), data[whole:].sum(dtype=torch.int64)]
-    read = {device: iter(torch.stack(sums).tolist()) for device, sums in made.items()}
-    return [(next(read[tensor.device]), next(read[tensor.device])) for tensor in tensors]
 
 
 def _of_lowest(group: Group, skeleton: bytes, first: int, length: int) -> bytes:

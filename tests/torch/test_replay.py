@@ -299,6 +299,38 @@ def test_what_cannot_be_kept_is_an_error(what):
         catch_up(make, arrives=JOINED + 6, end=20)
 
 
+class Clipping(Training):
+    """A script that clips the weights: in each step by itself, in a hook of the optimizer, or for a validation only."""
+
+    def __init__(self, how, seed=0):
+        super().__init__(OPTIMIZERS["adamw"], seed=seed)
+        self.how = how
+        if how == "hook":
+            self.optimizer.register_step_post_hook(lambda *_: self.clip())
+
+    def clip(self):
+        for p in self.model.parameters():
+            p.data.clamp_(-0.1, 0.1)
+
+    def step(self, step):
+        super().step(step)
+        before = [p.detach().clone() for p in self.model.parameters()]
+        if self.how != "hook":
+            self.clip()
+        if self.how == "validates":
+            for p, value in zip(self.model.parameters(), before, strict=True):
+                p.data.copy_(value)
+
+
+@pytest.mark.parametrize("arrives", [JOINED + 1, JOINED + 6], ids=["next_step", "late"])
+def test_weights_that_the_script_changes(arrives):
+    for how in ("hook", "validates"):
+        healthy, joiner = catch_up(functools.partial(Clipping, how), arrives, end=20)
+        assert digest(healthy.state) == digest(joiner.state)
+    with pytest.raises(StateError, match=r"changes parameters \(model\.0\.weight\) by itself"):
+        catch_up(functools.partial(Clipping, "itself"), arrives, end=20)
+
+
 @pytest.mark.parametrize("end", [JOINED + 1, JOINED + 5])
 def test_the_job_ends_before_the_state_arrives(end):
     healthy, joiner = Training(OPTIMIZERS["adamw"]), Training(OPTIMIZERS["adamw"], seed=1)
