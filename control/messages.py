@@ -100,13 +100,14 @@ class Heartbeat(Message, frozen=True):
 
 class Suspect(Message, frozen=True):
     """A member is lost. With `proof` the process of its rank `shard` is known to have ended. Without it the sender
-    cannot reach that rank, and knows nothing else."""
+    cannot reach that rank, and knows nothing else; `silent`: it hears nothing of it."""
 
     replica: t.Replica
     incarnation: t.Name
     reason: t.Text
     proof: bool
     shard: t.Shard = 0
+    silent: bool = False
 
 
 class Severed(Message, frozen=True):

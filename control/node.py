@@ -241,12 +241,13 @@ class Node:
         actions = self._do_member(self.machine.again(replica))
         return actions + self._do_leader(self.leader.again(replica)) if self.leader is not None else actions
 
-    def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool) -> list[Action]:
-        """Note that a member of the view of `epoch` cannot be reached, or (`proof`) that its process has ended."""
+    def peer_lost(self, replica: int, epoch: int, reason: str, proof: bool, *, silent: bool = False) -> list[Action]:
+        """Note that a member of the view of `epoch` cannot be reached, or is `silent`, or (`proof`) that its process
+        has ended."""
         for view in (self.view, self.machine.view):  # the second view may be one that is under way
             member = view.member(replica) if view is not None and view.epoch == epoch else None
             if member is not None:
-                return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.shard))
+                return self.tell(m.Suspect(replica, member.incarnation, reason, proof, self.shard, silent))
         return []
 
     def dial_failed(self, replica: int, epoch: int, reason: str, cause: Cause, now: float) -> list[Action]:
@@ -330,7 +331,8 @@ class Node:
                 member = view.member(life[0])
                 there = member.ranks[self.shard] if member is not None else None
                 where = f" at {there.host}:{there.port}" if there is not None else ""
-                actions += self.peer_lost(life[0], view.epoch, f"silent for {seconds:.1f} s{where}", proof=False)
+                why = f"silent for {seconds:.1f} s{where}"
+                actions += self.peer_lost(life[0], view.epoch, why, proof=False, silent=True)
         return actions
 
     # -- the user's code and the exchange ------------------------------------------------------------------------

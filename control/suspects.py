@@ -108,7 +108,10 @@ class Suspects:
         if by == replica:
             return self._refused(life, suspect.shard, suspect.reason)
         news = known.blame.complaint(by, replica, known.ran.seconds, suspect.reason)
-        return [Log("suspect", {"replica": replica, "reason": suspect.reason, "by": by})] if news else []
+        fields: dict[str, object] = {"replica": replica, "reason": suspect.reason, "by": by}
+        if suspect.silent:
+            fields["silent"] = True
+        return [Log("suspect", fields)] if news else []
 
     def accuse(self, accusation: Accusation, now: float) -> list[Action]:
         """Keep the proof that a process has ended. It is sent once, and its sender may end."""

@@ -38,7 +38,6 @@ _AT_ONCE = {
     )
 }
 BACK = 60.0  # s after which what is told of a dead host is no more of its death: some reach it again before others do
-SILENT = "silent"  # how the reason of a suspicion begins that is no proof
 LOOKS = 3  # at a stall, until there is a verdict
 
 
@@ -100,7 +99,7 @@ def stands_still(event: Mapping[str, Any]) -> bool:
 
 
 def _is_silence(event: Mapping[str, Any]) -> bool:
-    return event["kind"] == "suspect" and str(event.get("reason", "")).startswith(SILENT)
+    return event["kind"] == "suspect" and event.get("silent") is True
 
 
 def _is_due(found: Diagnosis) -> bool:

@@ -135,8 +135,8 @@ class ConnectionRouter:
                 self._retired[nonce] = last
                 if len(self._retired) > MAX_RETIRED:
                     del self._retired[next(iter(self._retired))]
-            waiting = [call for call in self._parked if self._last_word(call) is not None]
-            self._parked = deque(call for call in self._parked if self._last_word(call) is None)
+            waiting = [call for call in self._parked if self._last_message(call) is not None]
+            self._parked = deque(call for call in self._parked if self._last_message(call) is None)
         for call in waiting:
             self._deal(call)
 
@@ -145,7 +145,7 @@ class ConnectionRouter:
         with self._lock:
             return self._unmet.get(name, (0, b""))[0]
 
-    def _last_word(self, call: Incoming) -> bytes | None:
+    def _last_message(self, call: Incoming) -> bytes | None:
         """Returns the answer of the closed group that a call is for; None if there is none. With the lock."""
         if call.what not in (ASK, ENTERED):
             return None
@@ -205,7 +205,7 @@ class ConnectionRouter:
         refused: Receiver | None = None
         while True:
             with self._lock:
-                last = self._last_word(call)
+                last = self._last_message(call)
                 receiver = self._receivers.get(call.group)
                 if last is not None or receiver is None or receiver is refused:
                     gone = self._park(call) if last is None and call.what in EARLY else [call]

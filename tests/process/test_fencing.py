@@ -83,7 +83,7 @@ def disturbed(running: Job, seen: int, members: set[int]) -> list[dict[str, Any]
     is a complaint that on a busy machine one of them was not heard for a while."""
     lost = [e for e in running.events[seen:] if e["kind"] == "view" and not members <= set(_members(e))]
     suspects = [e for e in running.events[seen:] if e["kind"] == "suspect"]
-    return lost + [e for e in suspects if not e["reason"].startswith("silent for")]
+    return lost + [e for e in suspects if not e.get("silent")]
 
 
 def finish(running: Job, replicas: tuple[int, ...]) -> None:

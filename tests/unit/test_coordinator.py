@@ -241,6 +241,14 @@ def test_a_complaint_is_logged_once_in_each_view() -> None:
     assert logged() == [(0, 2), (0, 1), (1, 2)]
 
 
+def test_the_event_of_a_complaint_says_whether_the_other_is_silent() -> None:
+    """The launcher looks at what stands still by that, and not by the reason, which is a text."""
+    script = Script(3)
+    said = m.Suspect(1, "life-1", "no answer", False, silent=True), m.Suspect(2, "life-2", "silent", False)
+    actions = [action for message in said for action in script.coordinator.receive(0, message, 1.0)]
+    assert [log.fields.get("silent", False) for log in actions if isinstance(log, Log)] == [True, False]
+
+
 def test_a_complaint_that_ended_while_its_sender_was_not_connected_costs_nobody() -> None:
     """It has withdrawn it, and nobody could hear that."""
     for lasts in (False, True):

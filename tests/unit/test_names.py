@@ -239,15 +239,24 @@ def is_reason(node: ast.expr) -> bool:
     return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in REASONS
 
 
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != ""
+
+
+def is_named_text(node: ast.expr) -> bool:
+    """Whether `node` is a text or the name of a constant: `"silent"`, `SILENT`."""
+    return is_text(node) or (isinstance(node, ast.Name) and node.id.isupper())
+
+
 def compared_texts(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module):
-        sides: list[ast.expr] = []
+        sides, texts = list[ast.expr](), is_text
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             sides = [node.func.value, *node.args] if node.func.attr in ("startswith", "endswith") else []
-        words_of_it = [each for each in sides if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        if any(each.value for each in words_of_it) and any(map(is_reason, sides)):
+            texts = is_named_text
+        if any(map(texts, sides)) and any(map(is_reason, sides)):
             yield node.lineno, ast.unparse(node)
 
 

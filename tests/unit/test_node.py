@@ -77,7 +77,7 @@ def test_a_peer_that_falls_silent_is_complained_about_within_the_heartbeat_timeo
     node = running()
     assert not said(ticks(node, 0.0, 20, (1, 2)), m.Suspect)
     actions = ticks(node, 20.0, TIMEOUTS.heartbeat, (2,))
-    assert {(x.replica, x.proof) for x in said(actions, m.Suspect)} == {(1, False)}  # type: ignore[attr-defined]
+    assert {(x.replica, x.proof, x.silent) for x in said(actions, m.Suspect)} == {(1, False, True)}  # type: ignore[attr-defined]
     assert said(ticks(node, 30.0, 1, (1, 2)), m.Reachable) == [m.Reachable(1)]
     assert not said(ticks(node, 31.0, 20, (1, 2)), m.Suspect)
 

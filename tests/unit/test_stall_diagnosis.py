@@ -75,3 +75,16 @@ def test_what_is_no_stall_yet_is_looked_at_again(monkeypatch: pytest.MonkeyPatch
     early, cut = found(StallCause.OWN_CODE, since=99.0), found(StallCause.CUT)
     assert told(monkeypatch, early, cut, gap=0.0) == [StallCause.CUT], "a segment was sent again meanwhile"
     assert told(monkeypatch, early, early, early, gap=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "looks"),
+    [
+        ({"kind": "suspect", "replica": 2, "by": 0, "reason": "no answer", "silent": True}, True),
+        ({"kind": "suspect", "replica": 2, "by": 0, "reason": "silent line"}, False),
+        ({"kind": "suspect", "replica": 2, "by": 0, "reason": "its process died"}, False),
+        (STALLED, True),
+    ],
+)
+def test_a_silence_is_looked_at_whatever_its_reason_says(event: dict[str, Any], looks: bool) -> None:
+    assert diagnose.stands_still(event) is looks
