@@ -65,6 +65,7 @@ def test_trainers(tmp_path: Path) -> None:
     """One after the other, since what takes longest is to import them, which a fork server does once."""
     for library in ("transformers", "lightning"):
         pytest.importorskip(library)
-    for name, ranks in (("transformers", 1), ("accelerate", 1), ("lightning", 1), ("lightning_fsdp2", 2)):
+    trainers = (("transformers", 1, 400), ("accelerate", 1, 400), ("lightning", 1, 400))
+    for name, ranks, samples in (*trainers, ("lightning_fsdp2", 2, 64)):  # 64: each step ends with a checkpoint
         output = str(tmp_path / f"output-of-{name}")
-        outlives_a_kill(tmp_path, f"train_{name}", "--samples", "400", "--output", output, ranks=ranks)
+        outlives_a_kill(tmp_path, f"train_{name}", "--samples", str(samples), "--output", output, ranks=ranks)
