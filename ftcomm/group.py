@@ -369,6 +369,8 @@ class Group(Calls):
             self._use(self._exchange.pass_boundary(step, self.settings.timeouts.give_up))
             for subgroup in self._subgroups:
                 subgroup.internals.follow(view, self.settings.timeouts.give_up)
+            if self.internals.on_roster is not None:
+                self.internals.on_roster()
         return view
 
     def _stood(self) -> float:

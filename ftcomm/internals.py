@@ -46,6 +46,7 @@ class Internals:
     loop: how many step loops the script of this rank has entered.
     step_loop: the one that the script is in, if it is in one.
     on_step_error: takes an error for which the step loop, if there is one that can, discards the step.
+    on_roster: is called at a boundary, when the roster is that of the coming step.
     on_ended: takes the error with which this rank is out of the job. In the control thread, so it must not block.
     repeats: whether a rank may repeat a step by itself; not where the others of its replica would wait for it in groups
         of another backend.
@@ -75,6 +76,7 @@ class Internals:
         self.lag = self.loop = self.intra_replica_exchanges = 0
         self.step_loop: OpenLoop | None = None
         self.on_step_error: Callable[[Exception], None] | None = None
+        self.on_roster: Callable[[], None] | None = None
         self.on_ended: Callable[[FtcommError], None] | None = None
         self.repeats = True
 

@@ -33,7 +33,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import ArgumentError, SettingsError
 from ftcomm.settings import timeouts
 from ftcomm.static.group import StaticGroup
-from ftcomm.torch import meeting
+from ftcomm.torch import meeting, world_ranks
 from ftcomm.torch.grid import Grid
 from ftcomm.torch.process_group import FtProcessGroup
 from ftcomm.torch.reconfigure import ReconfigurableGroup
@@ -68,7 +68,9 @@ def create(options: Any, dimension: Any) -> FtProcessGroup:
     else:
         group = meeting.join_by_store(options.store, options.group_rank, options.group_size, options.timeout)
     calls, end = _beneath(group, ranks, dimension, f"torch {name}", seconds)
-    return FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
+    made = FtProcessGroup(calls, seconds, name=name, end=end if ranks else _leaving(end), split=split)
+    _follow(made, calls, group, ranks)
+    return made
 
 
 def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: str | None) -> FtProcessGroup | None:
@@ -88,7 +90,18 @@ def split(parent: FtProcessGroup, ranks: Sequence[int], timeout: float, name: st
     _check(timeout)
     name = f"{parent.group_name} split {parent.splits} {wanted}" if name is None else name
     calls, end = _beneath(group, wanted, None, f"torch {name}", timeout)
-    return FtProcessGroup(calls, timeout, name=name, end=end, split=split)
+    made = FtProcessGroup(calls, timeout, name=name, end=end, split=split)
+    _follow(made, calls, group, wanted)
+    return made
+
+
+def _follow(made: FtProcessGroup, calls: Any, group: Any, ranks: Sequence[int]) -> None:
+    """Let torch know the ranks of the world in a group within this replica, whatever becomes of other replicas."""
+    if not isinstance(calls, StaticGroup) or not isinstance(dist.group.WORLD, FtProcessGroup):
+        return  # it is no group within a replica, or the world of torch is one replica, whose ranks stay
+    if {group.roster[rank // group.shards] for rank in ranks} == {group.replica}:
+        world_ranks.remember(made, [rank % group.shards for rank in ranks])
+        group.internals.on_roster = functools.partial(world_ranks.follow, group)
 
 
 def _beneath(

@@ -56,11 +56,13 @@ def hsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    replicate = mesh.get_group("replicate")
+    replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
+    kept = dist.get_process_group_ranks(shard)  # ranks of the world, which are others when a replica is lost
     for step in ftcomm.steps(arguments["steps"]):
         if step == arguments["dies_at"] and group.replica == arguments["victim"]:
             os.kill(os.getpid(), signal.SIGKILL)
         notes.write(kind="size", step=step, replicate=replicate.size(), world=dist.get_world_size())
+        knows_its_ranks(shard, group, kept)
         optimizer.zero_grad()
         loss_of(model, batch(step, 2 * group.replica + group.shard)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -68,6 +70,21 @@ def hsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
         optimizer.step()
     weights = [p.full_tensor().flatten().tolist() for p in model.parameters()]
     notes.write(kind="final", weights=weights)
+
+
+def knows_its_ranks(shard: dist.ProcessGroup, group: ftcomm.Group, kept: list[int]) -> None:
+    """The group within this replica has the ranks of the world that it has now, and knows those `kept` from before."""
+    first = dist.get_rank() - group.shard
+    assert dist.get_process_group_ranks(shard) == [first, first + 1]
+    assert dist.get_rank(shard) == group.shard
+    assert [dist.get_global_rank(shard, rank) for rank in (0, 1)] == [first, first + 1]
+    for root in (first, kept[0]):
+        x = torch.tensor([float(group.replica if group.shard == 0 else -1)])
+        dist.broadcast(x, src=root, group=shard)
+        assert x.item() == group.replica
+    told = [group.replica if group.shard == 1 else None]
+    dist.broadcast_object_list(told, group=shard, group_src=1)
+    assert told == [group.replica]
 
 
 def fsdp(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
@@ -103,7 +120,10 @@ def hsdp_with_state(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]
         wait_for_go(notes, arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
+    shard = mesh.get_group("shard")
+    kept = dist.get_process_group_ranks(shard)
     for step in ftcomm.steps(arguments["steps"], state):
+        knows_its_ranks(shard, group, kept)
         optimizer.zero_grad()
         loss_of(model, batch(step, 2 * group.replica + group.shard)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
