@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # if it is imported later, torch keeps a group for good
 from click.testing import CliRunner
 
 from ftcomm.bench import plugins
-from ftcomm.bench.plugin_rank import WARM, PluginTask
+from ftcomm.bench.plugin_rank import TRAINERS, WARM, PluginTask, Tiny
 from ftcomm.cli import commands
+from tests.ports import free_port
 
 
 def test_both_take_turns_and_the_difference_is_a_share_of_a_step(
@@ -31,3 +33,20 @@ def test_both_take_turns_and_the_difference_is_a_share_of_a_step(
     [cost] = json.loads(path.read_text())["costs"]
     assert (cost["plain_us"], cost["plugin_us"], cost["added_us"]) == (500.0, 750.0, 250.0)
     assert cost["share_pct"] == pytest.approx(100 * 0.25 / cost["step_ms"])
+
+
+def gloo_threads() -> int:
+    return sum("gloo_run" in (each / "comm").read_text() for each in Path("/proc/self/task").iterdir())
+
+
+def test_ddp_is_not_the_last_to_let_gloo_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees DDP with the interpreter held, and gloo's threads need that in order to end: both wait for ever."""
+    assert torch._dynamo
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    before, model = gloo_threads(), Tiny()
+    TRAINERS["steps"](PluginTask("steps", False, WARM + 1, 1), model)  # DDP is gone, and the group was destroyed
+    assert gloo_threads() > before
+    del model
+    assert gloo_threads() == before
