@@ -134,10 +134,12 @@ class StepExchange:
         this step. A loss meanwhile is survived while another is left."""
         group = self.group
         text = json.dumps(fields, default=float).encode()
-        (length,) = self.largest([len(text)])
+        # Who is able says so: a replica in its first step does not know whose first contribution this is.
+        able = self.contributes and not (of_old and group.replica in self.newcomers)
+        length, lowest = self.largest([len(text), float(able) * (group.replicas - group.replica)])
         buffer = torch.frombuffer(bytearray(text[: int(length)].ljust(int(length))), dtype=torch.uint8)
-        able = [replica for replica in group.contributors if not of_old or replica not in self.newcomers]
-        root = group.roster.index(min(able or group.contributors))
+        first = group.replicas - int(lowest)
+        root = group.roster.index(first if first in group.roster else min(group.contributors))
         replicas.Replicas(group, group.internals).broadcast_state(buffer, root)
         said: dict[str, Any] = json.loads(bytes(buffer.numpy()))
         return said
