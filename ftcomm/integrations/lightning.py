@@ -41,7 +41,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero
 from torch.distributed.fsdp import FSDPModule
@@ -298,6 +298,12 @@ def _check(trainer: Trainer, strategy: _Replicas) -> None:
         )
     if trainer.reload_dataloaders_every_n_epochs or any(isinstance(each, Timer) for each in trainer.callbacks):
         raise ArgumentError("reload_dataloaders_every_n_epochs, max_time and Timer: replicas would not do it together.")
+    if any(isinstance(each, StochasticWeightAveraging | WeightAveraging) for each in trainer.callbacks):
+        raise ArgumentError(
+            "WeightAveraging, EMAWeightAveraging and StochasticWeightAveraging: a replica that comes back would have "
+            "another average than the others. Average weights in a step loop of your own, where an AveragedModel may "
+            "be an entry of `state` (docs/training.md)."
+        )
     for loader in trainer.fit_loop._combined_loader.flattened:
         if getattr(loader, "batch_sampler", None) is None:
             raise ArgumentError(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +231,25 @@ def test_lightning_refuses_what_would_stay_within_a_replica() -> None:
     with pytest.raises(ArgumentError, match=r'parameter weight .* mesh=self.device_mesh\["replica", "data_parallel"\]'):
         _check_mesh(Linear(2, 2))
     _check_mesh(Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize("callback", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_lightning_refuses_averages_that_replicas_would_not_share(callback: str) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import callbacks
+
+    from ftcomm.integrations.lightning import ReplicaStrategy, _check
+
+    options = {"swa_lrs": 0.1} if callback == "StochasticWeightAveraging" else {}
+    strategy = ReplicaStrategy()
+    strategy._optimizers = [object()]
+    trainer = SimpleNamespace(
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+        reload_dataloaders_every_n_epochs=0,
+        callbacks=[getattr(callbacks, callback)(**options)],
+    )
+    with pytest.raises(ArgumentError, match="a replica that comes back would have another average"):
+        _check(trainer, strategy)
 
 
 def test_each_replica_of_lightning_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
