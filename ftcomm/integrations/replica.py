@@ -134,7 +134,7 @@ class StepExchange:
         this step. A loss meanwhile is survived while another is left."""
         group = self.group
         text = json.dumps(fields, default=float).encode()
-        # Who is able says so: a replica in its first step does not know whose first contribution this is.
+        # Each says whether it is able: a replica in its first step does not know for which others this is the first.
         able = self.contributes and not (of_old and group.replica in self.newcomers)
         length, lowest = self.largest([len(text), float(able) * (group.replicas - group.replica)])
         buffer = torch.frombuffer(bytearray(text[: int(length)].ljust(int(length))), dtype=torch.uint8)

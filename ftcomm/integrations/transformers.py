@@ -168,7 +168,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.control.should_training_stop = True
             return False
         self.state.global_step = step
-        if exchange.newcomers or exchange.waits_for_state:  # who joins in this step knows of no newcomers
+        if exchange.newcomers or exchange.waits_for_state:  # a replica that joins in this step knows of no newcomers
             self._tell()
             if exchange.group.replica in exchange.newcomers:  # what it has summed up came from weights of its own
                 self._tr_loss.zero_()
