@@ -55,3 +55,19 @@ def test_a_report_of_two_environments_tells_the_better_but_no_failure_is_hidden(
         f"tests/torch/test_x.py::test_{name}": end
         for name, end in zip("abc", ("passed", "passed", "failed"), strict=True)
     }
+
+
+def test_a_part_of_the_tests_leaves_the_rest_of_the_page(tmp_path: Path) -> None:
+    page, report = tmp_path / "page.md", tmp_path / "report.xml"
+    page.write_text(PAGE.read_text())
+    some, *others = supported.marks()
+    path, name = some.test.split("::")
+    classname = path.removesuffix(".py").replace("/", ".")
+    case = f'<testcase classname="{classname}" name="{name}"><failure/></testcase>'
+    report.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+    before = {each.test: each.outcome for each in supported.told(PAGE.read_text())}
+    for keep, outcomes in ((["--keep"], before), ([], {test: "not run" for test in before})):
+        supported.main([*keep, "--page", str(page), str(report)])
+        found = {each.test: each.outcome for each in supported.told(page.read_text())}
+        assert found == {**outcomes, some.test: "failed"}
+    assert others
