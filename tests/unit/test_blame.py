@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ftcomm.control.blame import CHANGE, WORDS, Blame, Culprit, Removal
+from ftcomm.control.blame import CHANGE, LONGEST, Blame, Culprit, Removal
 
 
 def culprit(blame: Blame, now: float, contributing: frozenset[int] = frozenset(range(8))) -> dict[int, Culprit]:
@@ -29,7 +29,7 @@ def test_what_each_says_of_the_other_is_told() -> None:
     why = "replicas 0 and 1 cannot reach each other (replica 0: refused at 10.0.0.2:5)"
     assert culprit(blame, 0.6) == {1: Culprit(Removal.UNREACHABLE, why)}
     blame.complaint(1, 0, now=0.0, why="x" * 1000)
-    assert culprit(blame, 0.6)[1].why.endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * WORDS})")
+    assert culprit(blame, 0.6)[1].why.endswith(f"(replica 0: refused at 10.0.0.2:5; replica 1: {'x' * LONGEST})")
 
 
 def test_a_stall_is_followed_to_who_waits_for_nobody() -> None:
