@@ -47,7 +47,7 @@ READY, NOT_READY = b"\x00", b"\x01"  # in answer to `check`
 STOP_WAITING, WAIT_CANCELED = b"\x00", b"\x01"  # to `wait` and `cancel_wait`
 
 _NUMBER = struct.Struct("<q")
-_NUMBER = struct.Struct("<I")
+_SHORT = struct.Struct("<I")
 LIFE_PREFIX = b"/%s " % LIFE.encode()
 _GROUP = b"/default_pg/"
 
@@ -127,7 +127,7 @@ def _query() -> Generator[int, bytes, Query]:
     fields: list[Any] = []
     for kind in what:
         if kind == "n":
-            fields.append(_NUMBER.unpack((yield _NUMBER.size))[0])
+            fields.append(_SHORT.unpack((yield _SHORT.size))[0])
         elif kind == "i":
             fields.append((yield from number()))
         elif kind == "s":
@@ -174,7 +174,7 @@ class StoreContents:
         return []
 
     def _ping(self, connection: int, nonce: int) -> list[Reply]:
-        return [(connection, _NUMBER.pack(nonce))]
+        return [(connection, _SHORT.pack(nonce))]
 
     def _set(self, connection: int, key: bytes, value: bytes) -> list[Reply]:
         return self._put({_home(key): value})
