@@ -96,7 +96,8 @@ def test_a_timeout_that_is_too_short_is_refused_before_anybody_joins(
 
 
 def test_a_timeout_within_which_no_stall_is_removed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    group = SimpleNamespace(shards=1, roster=(0, 1), settings=SimpleNamespace(timeouts=Timeouts.derive(120.0)))
+    settings = SimpleNamespace(timeouts=Timeouts.derive(120.0))
+    group = SimpleNamespace(shards=1, roster=(0, 1), settings=settings, internals=None)
     _warn_if_short.cache_clear()
     for seconds in (600.0, 60.0, 60.0, group.settings.timeouts.give_up):
         _beneath(group, [], None, "torch 0", seconds)
