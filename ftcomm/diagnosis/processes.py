@@ -1,7 +1,7 @@
 """What the kernel says of a process of this user: its state, whether it gets a CPU, and which full disks it writes to.
 
-Read from /proc, so that it works on a process that is frozen, dead or holds its interpreter. Nothing here blocks, and
-the process notices nothing.
+Read from /proc, so that it works on a process that is frozen, dead or holds its interpreter. Nothing here waits for
+the process, and it notices nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import msgspec
 
 PROC = Path("/proc")
 LEAST_FREE = 1 << 20  # bytes; a file system with less is full
+AGAIN = 0.1  # s
+HARDLY = 0.01  # of the time: a thread that ran for less computes nothing
 _FILES = 4096  # descriptors that are looked at
 _ENVIRONMENT = 1 << 20  # bytes of it that are read
 STOPPED = ("T", "t")  # states of a process that a signal or a debugger has stopped
@@ -84,11 +86,12 @@ def scheduled(pid: int) -> SchedulerTimes:
 
 def look(pid: int, before: SchedulerTimes | None = None) -> ProcessFacts | None:
     """Returns what is known of a process, or None if there is none. `before` is an earlier `scheduled`, from which
-    the shares are counted."""
+    the shares are counted; if it slept since, and is ready now but hardly ran, they are counted anew for `AGAIN`
+    seconds, which this blocks for."""
     folder = PROC / str(pid)
     if not (letter := state(pid)):
         return None
-    shares = {} if before is None else _shares(before, scheduled(pid))
+    shares = {} if before is None else _shares_since(before, pid)
     ran, delayed = shares.get(pid, (0.0, 0.0))
     found = threads(pid)
     return ProcessFacts(
@@ -133,6 +136,18 @@ def catches(pid: int, thread: int, number: int) -> bool:
         bit = 1 << (number - 1)
         return bool(int(fields["SigCgt"], 16) & bit) and not int(fields["SigBlk"], 16) & bit
     return False
+
+
+def _shares_since(before: SchedulerTimes, pid: int) -> dict[int, tuple[float, float]]:
+    """Returns the shares of the threads since `before`. How long a thread has waited for a CPU by now is not counted
+    yet, and not known if it slept meanwhile: it may have waited ever since, or only now."""
+    after = scheduled(pid)
+    shares, now, then = _shares(before, after), after.threads.get(pid), before.threads.get(pid)
+    unsure = now is not None and now.ready and (then is None or then.slept != now.slept or not then.ready)
+    if not unsure or shares[pid][0] > HARDLY:
+        return shares
+    time.sleep(AGAIN)
+    return _shares(after, scheduled(pid))
 
 
 def _shares(before: SchedulerTimes, after: SchedulerTimes) -> dict[int, tuple[float, float]]:

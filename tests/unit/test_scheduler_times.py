@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from ftcomm.diagnosis import processes
 from ftcomm.diagnosis.processes import SchedulerTimes, ThreadTimes, _shares, scheduled
 
 SECOND = 10**9  # ns
@@ -54,3 +55,30 @@ def test_what_the_kernel_says_of_a_process() -> None:
             pass  # it goes to sleep, whenever it gets a CPU
         assert scheduled(pid).threads[pid].slept > 0
     assert scheduled(pid).threads == {}
+
+
+@pytest.mark.parametrize(("slept", "delayed"), [(10, 1.0), (11, 0.2)], ids=["it waits", "it sleeps again and again"])
+def test_who_slept_and_is_ready_now_is_looked_at_once_more(
+    monkeypatch: pytest.MonkeyPatch, slept: int, delayed: float
+) -> None:
+    """Its wait is not counted yet, and nobody knows since when it lasts."""
+    pid, tenth, ran = 1, SECOND // 10, SECOND + 1000
+    before = SchedulerTimes(7.0, {pid: ThreadTimes(SECOND, SECOND, slept=9, ready=False)})
+    looks = iter(
+        [
+            SchedulerTimes(8.0, {pid: ThreadTimes(ran, SECOND + tenth, slept=10, ready=True)}),
+            SchedulerTimes(8.1, {pid: ThreadTimes(ran, SECOND + tenth + tenth // 5, slept=slept, ready=True)}),
+        ]
+    )
+    monkeypatch.setattr(processes, "scheduled", lambda _: next(looks))
+    monkeypatch.setattr(processes, "AGAIN", 0.0)
+    assert processes._shares_since(before, pid)[pid][1] == pytest.approx(delayed)
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["sleeps", "runs"])
+def test_who_sleeps_or_runs_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, ready: bool) -> None:
+    before = SchedulerTimes(7.0, {1: ThreadTimes(SECOND, SECOND, slept=9, ready=False)})
+    after = SchedulerTimes(8.0, {1: ThreadTimes(SECOND + (SECOND // 2 if ready else 0), SECOND, slept=10, ready=ready)})
+    looks = iter([after])
+    monkeypatch.setattr(processes, "scheduled", lambda _: next(looks))
+    assert processes._shares_since(before, 1)[1] == (0.5 if ready else 0.0, 0.0)
