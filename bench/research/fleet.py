@@ -49,8 +49,8 @@ class FleetRequest:
 
     First the two figures of the paper (FT-HSDP, arXiv 2602.00277) from its constants; exits with 1 if one is off by
     more than a point. Then, with failures at random: a restart of everything, the paper's FT-HSDP, the same without
-    the defects that it names, ftcomm with what `bench recovery` and `bench rejoin` have measured, and ftcomm with all
-    of its stalls tenfold. Every constant is printed with its source.
+    the defects that it names, ftcomm with what `bench recovery`, `bench rejoin` and `bench control` have measured, and
+    ftcomm with all of its stalls tenfold. Every constant is printed with its source.
     """
 
     recovery: Path | None = option(  # noqa: RUF009 - a field
@@ -58,6 +58,9 @@ class FleetRequest:
     )
     rejoin: Path | None = option(  # noqa: RUF009
         None, kind=EXISTING, help="JSON of `bench rejoin`.", show="the newest in the bench's results"
+    )
+    control: Path | None = option(  # noqa: RUF009
+        None, kind=EXISTING, help="JSON of `bench control`.", show="the newest in the bench's results"
     )
     gpus: Sequence[int] = option(
         (1000, 4000, 16_384, 32_768, 65_536, 98_304, 131_072), kind=INTS, help="Sizes of the fleet."
@@ -85,10 +88,8 @@ class FleetRequest:
             raise SettingsError(f"--checkpoint {self.checkpoint_minutes:g}: expected minutes, or 0 for no work lost.")
 
     def pipelines(self, gpus: int) -> list[FleetPipeline]:
-        recovery, rejoin = (
-            path or _newest(name) for path, name in ((self.recovery, "recovery"), (self.rejoin, "rejoin"))
-        )
-        ours = ftcomm_pipeline(gpus, self.replicas, recovery, rejoin)
+        given = {"recovery": self.recovery, "rejoin": self.rejoin, "control": self.control}
+        ours = ftcomm_pipeline(gpus, self.replicas, *(path or _newest(name) for name, path in given.items()))
         return [
             restart(gpus, 60 * self.checkpoint_minutes),
             ft_hsdp(self.replicas),

@@ -1,4 +1,5 @@
-"""ftcomm's own pipeline for `ftcomm bench fleet`: from what `bench recovery` and `bench rejoin` have measured.
+"""ftcomm's own pipeline for `ftcomm bench fleet`: from what `bench recovery`, `bench rejoin` and `bench control` have
+measured.
 
 What was measured was measured on one machine among few processes. What is different in a fleet is added as a constant
 whose source says "assumed"; that each is far from mattering is shown by the pipeline that has all of them tenfold.
@@ -16,7 +17,7 @@ from ftcomm.control.timeouts import Timeouts
 from ftcomm.errors import SettingsError
 
 RESULTS = Path(__file__).parents[1] / "results"
-PER_RANK = 50e-6  # s that a replica's leader takes to tell one rank more of a view
+LOSSES = ("rank", "host", "replica")  # faults of `bench control` after which all that survive hear of a view
 
 
 def newest(command: str, folder: Path = RESULTS) -> Path | None:
@@ -24,9 +25,10 @@ def newest(command: str, folder: Path = RESULTS) -> Path | None:
     return max(folder.glob(f"*-{command}-cpu.json"), default=None)
 
 
-def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> FleetPipeline:
-    """Returns the pipeline of a fleet whose recoveries and rejoins take as long as measured. Raises `SettingsError` on
-    files that are no such results."""
+def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path, control: Path) -> FleetPipeline:
+    """Returns the pipeline of a fleet whose recoveries and rejoins take as long as measured, and whose leaders take as
+    long for each of their ranks as those of `control`. Raises `SettingsError` on files that are no such results."""
+    each = _seconds_per_rank(control)
     events = _list(recovery, "events", "recovery")
     rejoins = _list(rejoin, "rejoins", "rejoin")
     try:
@@ -40,7 +42,12 @@ def ftcomm_pipeline(gpus: int, replicas: int, recovery: Path, rejoin: Path) -> F
         "ftcomm",
         replicas,
         stall=(
-            Constant("all ranks hear of the view", PER_RANK * gpus / replicas, "s", "assumed: 50 us for each rank"),
+            Constant(
+                "all ranks hear of the view",
+                each * gpus / replicas,
+                "s",
+                f"{1e6 * each:.0f} us of a leader for each of its ranks, the worst in {control.name}",
+            ),
             Constant("the same between hosts", 0.001, "s", "assumed: a millisecond of network, all in all"),
         ),
         away=(
@@ -69,6 +76,20 @@ def tenfold(pipeline: FleetPipeline) -> FleetPipeline:
         stalls=tuple(10 * seconds for seconds in pipeline.stalls),
         silence=10 * pipeline.silence,
     )
+
+
+def _seconds_per_rank(control: Path) -> float:
+    """Returns the seconds of a processor that the busiest leader took after the worst loss, for each of its ranks."""
+    costs = _list(control, "costs", "control")
+    try:
+        ranks = msgspec.json.decode(control.read_bytes())["request"]["ranks"]
+        worst = max(cost["cpu"] for cost in costs if cost["what"] in LOSSES and cost["part"] == "busiest leader")
+        return float(worst / ranks)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise SettingsError(
+            f"{control} has no cost of a leader after a loss ({type(error).__name__}: {error}); measure it again with: "
+            f"ftcomm bench control --json {control}"
+        ) from None
 
 
 def _ours(event: dict[str, Any]) -> bool:

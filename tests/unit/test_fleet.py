@@ -125,21 +125,25 @@ def test_a_seed_is_a_history_and_seeds_make_the_interval() -> None:
     assert few[1] - few[0] < (high - low)  # as wide as the mean is unsure, not as the values are far apart
 
 
-def results(folder: Path) -> tuple[Path, Path]:
-    recovery, rejoin = folder / "a.json", folder / "b.json"
+def results(folder: Path) -> tuple[Path, Path, Path]:
+    recovery, rejoin, control = folder / "a.json", folder / "b.json", folder / "c.json"
     rejoins = [{"stalls": {"0": 0.01, "1": 0.04}, "step": 2.0}, {"stalls": {"0": 0.01}, "step": 2.0}]
     peers = [{"stall_ms": None, "library": "gloo", "fault": "kill"}, {"stall_ms": 9e3, "library": "torchft"}]
     cut = [{"stall_ms": 7e3, "library": "ftcomm", "fault": "cut"}]
     recovery.write_text(json.dumps({"events": [{"stall_ms": 20.0}, *peers, {"stall_ms": 40.0}, *cut]}))
     rejoin.write_text(json.dumps({"rejoins": rejoins}))
-    return recovery, rejoin
+    after = {"start": 1.0, "rank": 0.002, "host": 0.004, "rank: return": 1.0}
+    costs = [{"what": what, "part": "busiest leader", "cpu": cpu} for what, cpu in after.items()]
+    costs += [{"what": "host", "part": "light ranks", "cpu": 1.0}]
+    control.write_text(json.dumps({"request": {"ranks": 10}, "costs": costs}))
+    return recovery, rejoin, control
 
 
 def test_ours_is_what_was_measured(tmp_path: Path) -> None:
     ours = ftcomm_pipeline(98_304, 12, *results(tmp_path))
     assert ours.stalls == (0.02, 0.04)
     assert ours.seconds("rejoin") == pytest.approx(0.02 * 20)
-    assert ours.mean_stall() == pytest.approx(8192 * 50e-6 + 0.001 + 0.03 + ours.silent_share * 5.0)
+    assert ours.mean_stall() == pytest.approx(8192 * 400e-6 + 0.001 + 0.03 + ours.silent_share * 5.0)
     assert tenfold(ours).mean_stall() == pytest.approx(10 * ours.mean_stall())
     assert tenfold(ours).away == ours.away
 
@@ -191,21 +195,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_what_cannot_be_reckoned(other: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        FleetRequest(Path(), Path(), **other).check()  # type: ignore[arg-type]
+        FleetRequest(Path(), Path(), Path(), **other).check()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"events": []}', '{"events": [{}]}', '{"events": [{"stall_ms": null}]}']
 )
 def test_what_is_no_result(tmp_path: Path, text: str) -> None:
-    recovery, rejoin = results(tmp_path)
+    recovery, rejoin, control = results(tmp_path)
     recovery.write_text(text)
     with pytest.raises(SettingsError, match="measure"):
-        ftcomm_pipeline(1000, 12, recovery, rejoin)
+        ftcomm_pipeline(1000, 12, recovery, rejoin, control)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"costs": []}', '{"costs": [{}]}', '{"costs": [{"what": "rank"}], "request": {"ranks": 1}}']
+)
+def test_what_is_no_result_of_control(tmp_path: Path, text: str) -> None:
+    recovery, rejoin, control = results(tmp_path)
+    control.write_text(text)
+    with pytest.raises(SettingsError, match="measure it"):
+        ftcomm_pipeline(1000, 12, recovery, rejoin, control)
 
 
 def test_there_are_results_beside_the_bench() -> None:
-    recovery, rejoin = newest("recovery"), newest("rejoin")
+    recovery, rejoin, control = newest("recovery"), newest("rejoin"), newest("control")
     assert recovery is not None
     assert rejoin is not None
-    assert ftcomm_pipeline(1000, 12, recovery, rejoin).stalls
+    assert control is not None
+    assert ftcomm_pipeline(1000, 12, recovery, rejoin, control).stalls
