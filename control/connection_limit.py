@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from ftcomm.control.crowd import source_of
+from ftcomm.control.rate_limit import source_of
 
 Key = TypeVar("Key", bound=Hashable)
 

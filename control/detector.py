@@ -49,8 +49,8 @@ class Detector(Generic[Peer]):
         """Whether the process of a peer has spoken, or its kernel has answered, in the last `seconds`."""
         return self.within(peer, seconds, now) or now - self._acknowledged.get(peer, float("-inf")) <= seconds
 
-    def pardon(self, now: float) -> None:
-        """Pardon all silence until now, since no peer could be heard."""
+    def restart_timeouts(self, now: float) -> None:
+        """Give every peer a full timeout again, since none could be heard until now."""
         self._since = now
 
     def forget(self, peer: Peer) -> None:

@@ -18,10 +18,10 @@ import msgspec
 from ftcomm.control import handshake, wire
 from ftcomm.control import messages as m
 from ftcomm.control.connection_limit import ConnectionLimit
-from ftcomm.control.crowd import Crowd, source_of
 from ftcomm.control.dropped import drop
 from ftcomm.control.fork import apart
 from ftcomm.control.liveness import unanswered
+from ftcomm.control.rate_limit import HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
 from ftcomm.control.view_differences import EncodedOnce, UntoldError, ViewsReceived, ViewsSent
 from ftcomm.control.views import Address
@@ -258,7 +258,7 @@ class Listener:
 
     Who has not proved to hold the token may keep `MAX_HANDSHAKE` bytes for `HANDSHAKE_TIMEOUT` seconds, and not more
     than `MAX_HANDSHAKES` may do so at a time, see `ConnectionLimit`; and what one source may cost is bounded, see
-    `Crowd`.
+    `HandshakeRateLimit`.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Listener:
     ):
         sock.setblocking(False)
         self._sock, self._credentials, self._on_peer, self._name = apart(sock), credentials, on_peer, name
-        self._crowd = Crowd()
+        self._rate_limit = HandshakeRateLimit()
         self._strangers = ConnectionLimit[asyncio.Task[None]](MAX_HANDSHAKES)  # handshakes
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept())
@@ -298,7 +298,7 @@ class Listener:
     def _admit(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         apart(sock)
         source = source_of(address[0])
-        if not self._crowd.admit(source, asyncio.get_running_loop().time()):
+        if not self._rate_limit.admit(source, asyncio.get_running_loop().time()):
             sock.close()
             drop("crowded", f"a connection from {address[0]}, unread: too many have come from there without a proof")
             return
@@ -319,7 +319,7 @@ class Listener:
             steps = handshake.server(self._credentials, self._name, handshake.place(sock.getsockname))
             opening, keys, tunnel = await wire.handshake(sock, steps, HANDSHAKE_TIMEOUT)
             self._strangers.gone(task)
-            self._crowd.proved(source)
+            self._rate_limit.proved(source)
             await self._on_peer(Channel(sock, keys, tunnel), opening)
         except OSError as error:
             kind = error.kind if isinstance(error, handshake.HandshakeError) else "handshake"

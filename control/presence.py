@@ -26,7 +26,7 @@ class Presence:
         if known.unheard is None or not known.job.contributes(link.replica, link.incarnation):
             return []
         if known.alone:
-            known.detector.pardon(now)
+            known.detector.restart_timeouts(now)
         known.unheard = None
         return self._joiner_messages.tell_all(WAITS)
 

@@ -26,7 +26,7 @@ from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import Gone, JoinError
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
-from ftcomm.engine import LocalDataPlane, expelled
+from ftcomm.data_plane import LocalDataPlane, expelled
 from ftcomm.engines.base import Events, GroupEngine
 from ftcomm.engines.registry import open_engine
 from ftcomm.errors import CollectiveTimeout, ExpelledError, FtcommError, InitError, TooLateError

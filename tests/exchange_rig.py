@@ -17,7 +17,7 @@ from ftcomm.collective.inflight import Resumed
 from ftcomm.collective.plan import GroupView, shared_hosts
 from ftcomm.collective.watchdog import Stall
 from ftcomm.communicator import Communicator, Terms
-from ftcomm.engine import LocalDataPlane
+from ftcomm.data_plane import LocalDataPlane
 from ftcomm.engines.base import Events
 from ftcomm.engines.host import HostCalls
 from ftcomm.p2p.calls import JobProgressEngine

@@ -28,7 +28,7 @@ from ftcomm.bench.harness import BenchReport, option
 from ftcomm.bench.research import convergence, curves
 from ftcomm.bench.research.absence_plan import SETTLE, Absence, draw
 from ftcomm.bench.research.convergence import UNDISTURBED, Comparison, Run, TrainingRequest, compare
-from ftcomm.bench.research.convergence_rank import Diary, TrainingTask, held_out_samples, wait_until
+from ftcomm.bench.research.convergence_rank import RankRecords, TrainingTask, held_out_samples, wait_until
 from ftcomm.demo.data import batch, library_text
 from ftcomm.demo.model import Transformer
 from ftcomm.demo.train import learning_rate
@@ -138,21 +138,21 @@ class AccuracyTask(TrainingTask, frozen=True, kw_only=True):
 class Absences:
     """What this process has to do about its own absences and those of the others."""
 
-    def __init__(self, task: AccuracyTask, diary: Diary) -> None:
-        self._diary = diary
+    def __init__(self, task: AccuracyTask, records: RankRecords) -> None:
+        self._records = records
         self._all = task.absences
         killed = task.absences if task.kill else ()
-        self._own = [one for one in killed if one.replica == diary.replica]
+        self._own = [one for one in killed if one.replica == records.replica]
         self._turns = {(one.replica, self._life(task, one)): one.end - LEAD for one in killed}
-        self._chance = random.Random(f"{task.seed} {diary.replica} {diary.life}")
+        self._chance = random.Random(f"{task.seed} {records.replica} {records.life}")
         self._began = time.monotonic()
 
     def wait_for_turn(self) -> None:
         """Everything is built: say so, and join no earlier than at the end of the absence."""
-        self._diary.built()
-        if life := self._diary.life:
-            self._mark("ready", self._diary.replica, life).touch()
-            turn = self._mark("turn", self._diary.replica, life)
+        self._records.built()
+        if life := self._records.life:
+            self._mark("ready", self._records.replica, life).touch()
+            turn = self._mark("turn", self._records.replica, life)
             wait_until("the others came to the end of this absence", turn.exists, AWAY)
 
     def at(self, step: int, counted: Collection[int]) -> None:
@@ -178,10 +178,10 @@ class Absences:
     def weight(self, step: int, replicas: int) -> float:
         """Weighs the loss, if nobody is killed, so that the average over all is that over who is not absent."""
         absent = {one.replica for one in self._all if one.begin <= step < one.end}
-        return 0.0 if self._diary.replica in absent else replicas / (replicas - len(absent))
+        return 0.0 if self._records.replica in absent else replicas / (replicas - len(absent))
 
     def _mark(self, what: str, replica: int, life: int) -> Path:
-        return self._diary.folder / f"{what}-{replica}-{life}"
+        return self._records.folder / f"{what}-{replica}-{life}"
 
     @staticmethod
     def _life(task: AccuracyTask, absence: Absence) -> int:
@@ -191,8 +191,8 @@ class Absences:
 
 def rank(task: AccuracyTask) -> None:
     settings = Settings.from_env()
-    diary = Diary(task.folder, settings.replica)
-    absences = Absences(task, diary)
+    records = RankRecords(task.folder, settings.replica)
+    absences = Absences(task, records)
     torch.set_num_threads(1)
     torch.manual_seed(task.seed)  # the same first weights everywhere
     text, held_out = library_text()
@@ -208,11 +208,11 @@ def rank(task: AccuracyTask) -> None:
     loop = StepLoop(state, group, lr=task.policy)
     for step in loop.steps(task.steps):
         outcome = loop.outcome
-        diary.settled(outcome)
+        records.settled(outcome)
         absences.at(step, outcome.counted if outcome else range(settings.replicas))
         if step % task.validate_every == 0:
             before = range(settings.replicas) if step == 0 else outcome.counted if outcome else ()
-            diary.validate(step, model, samples, list(before))
+            records.validate(step, model, samples, list(before))
         for options in optimizer.param_groups:
             options["lr"] = learning_rate(step, task.steps, PEAK / task.width)
         loss = model(batch(text, task.seed, step, group.replica, task.batch, CONTEXT))
@@ -223,7 +223,7 @@ def rank(task: AccuracyTask) -> None:
         optimizer.step()
         buckets.zero_grad()
     assert loop.outcome is not None
-    diary.settled(loop.outcome)
-    diary.validate(task.steps, model, samples, list(loop.outcome.counted))
-    diary.ended(digest(state))
+    records.settled(loop.outcome)
+    records.validate(task.steps, model, samples, list(loop.outcome.counted))
+    records.ended(digest(state))
     ftcomm.shutdown()

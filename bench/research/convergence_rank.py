@@ -74,7 +74,7 @@ class FinalState(msgspec.Struct, frozen=True, tag=True):
 Record = Built | Settled | Validated | FinalState
 
 
-class Diary:
+class RankRecords:
     """The records of one rank. One write each: no reader, and no next process in this place, sees half of one."""
 
     def __init__(self, folder: str, replica: int, rank: int = 0, ranks: int = 1) -> None:

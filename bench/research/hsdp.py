@@ -26,7 +26,7 @@ from ftcomm.bench.checks import check_memory
 from ftcomm.bench.harness import BenchReport, option
 from ftcomm.bench.research import convergence, curves
 from ftcomm.bench.research.convergence import UNDISTURBED, Comparison, Follower, Run, TrainingRequest, compare
-from ftcomm.bench.research.convergence_rank import Diary, TrainingTask, held_out_samples, wait_until
+from ftcomm.bench.research.convergence_rank import RankRecords, TrainingTask, held_out_samples, wait_until
 from ftcomm.demo.data import library_text, windows
 from ftcomm.demo.llama import Llama
 from ftcomm.demo.train import learning_rate
@@ -191,14 +191,14 @@ class Hold:
 
 def rank(task: HsdpTask) -> None:
     settings = Settings.from_env()
-    diary = Diary(task.folder, settings.replica, settings.shard, settings.ranks_per_replica)
+    records = RankRecords(task.folder, settings.replica, settings.shard, settings.ranks_per_replica)
     hold = Hold(task, settings.replicas)
     torch.set_num_threads(1)
     torch.manual_seed(task.seed)  # the same first weights everywhere
     text, held_out = library_text()
     samples = held_out_samples(held_out, task.windows, CONTEXT)
     model = Llama(task.width, task.layers)
-    diary.built()
+    records.built()
 
     ftcomm.init(settings)
     mesh = init_device_mesh("cpu", mesh_dim_names=("replicate", "shard"))
@@ -210,11 +210,11 @@ def rank(task: HsdpTask) -> None:
     loop = StepLoop(state)
     for step in loop.steps(task.steps):
         outcome = loop.outcome
-        diary.settled(outcome)
+        records.settled(outcome)
         hold.after(outcome)
         if step % task.validate_every == 0:
             before = range(settings.replicas) if step == 0 else outcome.counted if outcome else ()
-            diary.validate(step, model, samples, list(before))
+            records.validate(step, model, samples, list(before))
         for options in optimizer.param_groups:
             options["lr"] = learning_rate(step, task.steps, PEAK)
         optimizer.zero_grad()
@@ -222,7 +222,7 @@ def rank(task: HsdpTask) -> None:
         model(windows(text, starts, CONTEXT)).backward()
         optimizer.step()
     assert loop.outcome is not None
-    diary.settled(loop.outcome)
-    diary.validate(task.steps, model, samples, list(loop.outcome.counted))
-    diary.ended(digest(state))
+    records.settled(loop.outcome)
+    records.validate(task.steps, model, samples, list(loop.outcome.counted))
+    records.ended(digest(state))
     dist.destroy_process_group()

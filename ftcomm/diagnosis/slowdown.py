@@ -72,8 +72,9 @@ class SlowdownOfGroup(msgspec.Struct, frozen=True):
     racks: tuple[tuple[str, float], ...]
 
 
-class Gambler:
-    """Bets that a rank is late again, against odds of one in `odds`; begins anew when that has cost the stake."""
+class BettingTest:
+    """A sequential test by betting: it bets that a rank is late again, against odds of one in `odds`, and begins anew
+    when that has cost the stake."""
 
     def __init__(self, ranks: int, odds: float) -> None:
         self._worth = math.log(ranks * HOUR / CHANCE)
@@ -106,8 +107,8 @@ def slowdowns(
     network = dict.fromkeys(members, 0.0)
     ratios: dict[Rank, list[float]] = {rank: [] for rank in members}
     few = max(1, len(members) // SLOWEST)
-    late = {rank: Gambler(len(members), len(members) / few) for rank in members}
-    cut = {rank: Gambler(len(members), max(2, len(members))) for rank in members}
+    late = {rank: BettingTest(len(members), len(members) / few) for rank in members}
+    cut = {rank: BettingTest(len(members), max(2, len(members))) for rank in members}
     named: dict[Rank, tuple[str, int]] = {}
     total = 0.0
     for step in common if len(members) > 1 else ():

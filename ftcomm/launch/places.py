@@ -12,8 +12,8 @@ from ftcomm.launch.policy import State
 from ftcomm.launch.replica_processes import ReplicaProcesses
 
 
-class Whereabouts(NamedTuple):
-    """What a replica does in the job."""
+class PlaceInJob(NamedTuple):
+    """What a replica does in the job: its process, and whether it is a member."""
 
     state: State
     member: bool  # whether it is in the newest view
@@ -26,13 +26,13 @@ class Places:
 
     def __init__(self, job: JobState, hosts: OtherHosts) -> None:
         self._job, self._hosts = job, hosts
-        self._known: dict[int, tuple[Whereabouts, float]] = {}  # replica -> its place, and since when (time.time())
+        self._known: dict[int, tuple[PlaceInJob, float]] = {}  # replica -> its place, and since when (time.time())
 
-    def of(self, replica: ReplicaProcesses) -> Whereabouts:
+    def of(self, replica: ReplicaProcesses) -> PlaceInJob:
         """Returns what a replica does in the job."""
         member = replica.joined and self._job.is_member(replica)  # the newest view may still have its last life
         contributes = replica.contributed and replica.number in self._job.contributing()
-        return Whereabouts(replica.state, member, contributes, replica.joining)
+        return PlaceInJob(replica.state, member, contributes, replica.joining)
 
     def since(self, replica: ReplicaProcesses) -> float:
         """Returns the time.time() since when a replica has its place."""

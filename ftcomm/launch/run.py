@@ -34,7 +34,7 @@ from ftcomm.launch.monitor import MonitorLoop
 from ftcomm.launch.node_place import NO_NAME
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.other_hosts import OtherHosts
-from ftcomm.launch.places import Places, Whereabouts
+from ftcomm.launch.places import PlaceInJob, Places
 from ftcomm.launch.policy import State, how_it_ended, signal_name
 from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
@@ -213,7 +213,7 @@ class Launcher:
         assert self._monitor is not None
         return self._monitor.overview()
 
-    def place(self, replica: ReplicaProcesses) -> Whereabouts:
+    def place(self, replica: ReplicaProcesses) -> PlaceInJob:
         """Returns what a replica does in the job."""
         return self._places.of(replica)
 

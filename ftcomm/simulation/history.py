@@ -55,7 +55,7 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
     if (extended and seed % 5 == 2) or scenario.kind == "attacked":
         scenario = with_protection(scenario, random.Random(f"protection of {seed}"))
     promises = Promises()
-    network = SimulatedNetwork(world, scenario.weather, scenario.data, attacked=scenario.kind == "attacked")
+    network = SimulatedNetwork(world, scenario.conditions, scenario.data, attacked=scenario.kind == "attacked")
     job = SimulatedJob(scenario, world, network, promises)
     world.say("seed", "%s: %s", seed, scenario)
     broken = ""
@@ -65,7 +65,7 @@ def run(seed: int, least: int = 2, most: int = 16, *kinds: str, traced: bool = F
         world.run(until=faults.end + CALM)
         if not world.over and not job.is_waiting_for_the_lost:
             broken = f"the job has not ended {CALM:g} s after the last fault:\n{job.describe()}"
-        elif scenario.kind in ENDS_WELL and not scenario.weather.loss and job.ended:
+        elif scenario.kind in ENDS_WELL and not scenario.conditions.loss and job.ended:
             broken = f"the job did not end well: {job.ended}"
     except (AssertionError, FtcommError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         expected = isinstance(error, BrokenPromise | ProtocolError)

@@ -388,7 +388,7 @@ class Live:
         return f"is told what {getattr(message, 'replica', '?')} holds"
 
     def enter(self) -> str:
-        """Carry out a `Resume`, as `ftcomm.engine` and `Exchange.resume` do."""
+        """Carry out a `Resume`, as `ftcomm.data_plane` and `Exchange.resume` do."""
         if self.pending is None:
             return ""
         (view, progress), self.pending = self.pending, None

@@ -33,8 +33,8 @@ _MANY = 100  # acknowledgements that are kept before somebody looks at them
 
 
 @dataclasses.dataclass(frozen=True)
-class Weather:
-    """Seconds, and probabilities per message."""
+class NetworkConditions:
+    """How fast and how reliable the network is: seconds, and probabilities per message."""
 
     latency: float = 0.0002  # between hosts
     loss: float = 0.0
@@ -93,7 +93,7 @@ class SimulatedConnection:
             network = self.network
             if end and self.told is not None:
                 message = self.told.shorten(message)
-            if self.rough and network.random() < network.weather.rough:
+            if self.rough and network.random() < network.conditions.rough:
                 network.astray(self, end, message)
             self._carry(end, message)
 
@@ -131,7 +131,7 @@ class SimulatedConnection:
         now = self.network.world.now
         self._due[other] = deque(due if due <= now else float("inf") for due in self._due[other])
         network = self.network
-        seconds = network.weather.user_timeout * (0.8 + 0.4 * network.random())
+        seconds = network.conditions.user_timeout * (0.8 + 0.4 * network.random())
         network.world.after(seconds, self.processes[other], self.close, other, NoConnection.TIMED_OUT)
 
     def release(self) -> None:
@@ -141,7 +141,7 @@ class SimulatedConnection:
                 held, self.held[end] = self.held[end], []
                 self.last[end] = max(
                     self.last[end],
-                    self.network.world.now + self.network.weather.retransmission * 4 * self.network.random(),
+                    self.network.world.now + self.network.conditions.retransmission * 4 * self.network.random(),
                 )
                 for what in held:
                     self._carry(end, what)
@@ -163,7 +163,7 @@ class SimulatedConnection:
         else:
             if len(self._due[end]) > _MANY:
                 self.unanswered(end)
-            self._due[end].append(when + network.weather.latency)
+            self._due[end].append(when + network.conditions.latency)
         network.world.at(when, self.processes[1 - end], self._arrive, end, what)
 
     def _arrive(self, end: int, what: Any) -> None:
@@ -180,10 +180,12 @@ class SimulatedConnection:
 
 
 class SimulatedNetwork:
-    def __init__(self, world: World, weather: Weather, data: str = "none", *, attacked: bool = False) -> None:
+    def __init__(
+        self, world: World, conditions: NetworkConditions, data: str = "none", *, attacked: bool = False
+    ) -> None:
         """`data` as FTCOMM_DATA. `attacked`: somebody is on the paths."""
         self.world = world
-        self.weather = weather
+        self.conditions = conditions
         self.data, self.attacked = data, attacked
         self.made = 0  # connections
         self.random = world.random.random
@@ -200,11 +202,11 @@ class SimulatedNetwork:
         chance = self.random()
         if way[0] == way[1]:
             return 0.00001 + 0.00005 * chance
-        weather = self.weather
-        seconds = weather.latency * (0.5 + 10 * chance**8)  # now and then a queue somewhere
-        if weather.loss:
-            again = weather.retransmission
-            while self.random() < weather.loss:
+        conditions = self.conditions
+        seconds = conditions.latency * (0.5 + 10 * chance**8)  # now and then a queue somewhere
+        if conditions.loss:
+            again = conditions.retransmission
+            while self.random() < conditions.loss:
                 seconds += again
                 again *= 2
         return seconds
@@ -228,10 +230,10 @@ class SimulatedNetwork:
             self.world.after(0.0001, dialler, on_fail, NoConnection.REFUSED)
             return
         if way is not None and (way in self.blocked or way[::-1] in self.blocked):
-            if waited >= self.weather.dial_timeout:
+            if waited >= self.conditions.dial_timeout:
                 self.world.after(0.0, dialler, on_fail, NoConnection.UNREACHABLE)
             else:
-                pause = self.weather.retransmission
+                pause = self.conditions.retransmission
                 args = (dialler, port, accept, on_open, on_fail, patient, waited + pause)
                 self.world.after(pause, dialler, self.dial, *args)
             return
@@ -241,10 +243,12 @@ class SimulatedNetwork:
     def _connect(self, dialler: Process, port: int, accept: Any, on_open: Any, on_fail: Any, patient: bool) -> None:
         target = self.listeners.get(port)
         if target is not None and target in self._survived:
-            self.world.after(self.weather.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, patient)
+            self.world.after(
+                self.conditions.dial_timeout, dialler, self._too_late, dialler, target, [], on_fail, patient
+            )
             return
         if target is not None and target in self.dark:
-            self.world.after(self.weather.dial_timeout, dialler, on_fail, NoConnection.UNREACHABLE)
+            self.world.after(self.conditions.dial_timeout, dialler, on_fail, NoConnection.UNREACHABLE)
             return
         if target is None or not target.alive:
             self.world.after(0.0001, dialler, on_fail, NoConnection.REFUSED)
@@ -255,7 +259,7 @@ class SimulatedNetwork:
             answered: list[bool] = []
             self.world.at(self.world.now, target, self._enter, dialler, target, accept, on_open, on_fail, answered)
             args = (dialler, target, answered, on_fail, patient)
-            self.world.after(self.weather.dial_timeout, dialler, self._too_late, *args)
+            self.world.after(self.conditions.dial_timeout, dialler, self._too_late, *args)
         else:
             self._enter(dialler, target, accept, on_open, on_fail, [])
 
@@ -285,7 +289,7 @@ class SimulatedNetwork:
             return
         if patient and self.is_mute(dialler, target):
             args = (dialler, target, answered, on_fail, patient)
-            self.world.after(self.weather.dial_timeout, dialler, self._too_late, *args)
+            self.world.after(self.conditions.dial_timeout, dialler, self._too_late, *args)
             return
         answered.append(True)
         on_fail(NoConnection.MUTE)
@@ -308,7 +312,7 @@ class SimulatedNetwork:
 
         target = self.listeners[port]
         way = (dialler.host, target.host)
-        trip, late = 2 * self.weather.latency, self.weather.knock_timeout
+        trip, late = 2 * self.conditions.latency, self.conditions.knock_timeout
         if self._rejected(way):
             self.world.after(trip, dialler, found, "refused")
         elif way in self.blocked or way[::-1] in self.blocked or target in self.dark:
@@ -318,8 +322,8 @@ class SimulatedNetwork:
         elif target.alive or target in self._survived:
             self.world.after(late if patient else 2 * trip, dialler, found, "mute")
             if target.alive:
-                answer = functools.partial(self.world.after, self.weather.latency, dialler, found, "answered")
-                self.world.after(self.weather.latency, target, answer)
+                answer = functools.partial(self.world.after, self.conditions.latency, dialler, found, "answered")
+                self.world.after(self.conditions.latency, target, answer)
         else:
             self.world.after(trip, dialler, found, "refused")
 
@@ -330,7 +334,7 @@ class SimulatedNetwork:
 
     def check(self, message: m.Message) -> None:
         """Check that the message means the same on the other side."""
-        if self.random() < self.weather.checked:
+        if self.random() < self.conditions.checked:
             there = m.decode(m.encode(message))
             if there != message:
                 raise AssertionError(f"{message} arrives as {there}")
@@ -347,7 +351,7 @@ class SimulatedNetwork:
             for connection, end in process.connections.items():
                 if end == 0 and (connection.way[0] in self.blocked or connection.way[1] in self.blocked):
                     for side in (0, 1):
-                        seconds = self.weather.user_timeout * (0.8 + 0.4 * self.random())
+                        seconds = self.conditions.user_timeout * (0.8 + 0.4 * self.random())
                         self.world.after(seconds, connection.processes[side], self._expire, connection, side)
         return self._partitions
 

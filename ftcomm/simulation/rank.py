@@ -348,7 +348,7 @@ class Rank(Process):
             on_open=opened,
             on_message=lambda message: self.do(self.node.peer_answered(message)),
             on_down=down,
-            rough=self.network.weather.rough > 0,
+            rough=self.network.conditions.rough > 0,
         )
 
     def _back(self, replica: int) -> None:
@@ -412,7 +412,8 @@ class Rank(Process):
         self.do(self.node.quiesced(view.epoch, progress, self.exchange.exchange.member.watch.awaited))
 
     def _reach(self, view: View, progress: dict[int, m.Progress]) -> None:
-        """One member after the other, as `ftcomm.engine.LocalDataPlane.reach`; a failure is told, and tried again."""
+        """Reach one member after the other, as `ftcomm.data_plane.LocalDataPlane.reach` does; tell a failure, and try
+        again."""
         if not self.node.wants(view) or self.gone:
             return
         self._cache.expect(view.epoch, view.replicas)

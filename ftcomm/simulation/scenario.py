@@ -1,4 +1,4 @@
-"""What a seed makes of a history: the job, the weather, and how things go wrong."""
+"""What a seed makes of a history: the job, its network, and how things go wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from ftcomm.control.timeouts import Timeouts
-from ftcomm.simulation.network import Weather
+from ftcomm.simulation.network import NetworkConditions
 from ftcomm.simulation.promises import ELEMENTS
 from ftcomm.simulation.script import Workload
 
@@ -68,7 +68,7 @@ class Scenario:
     hosts: tuple[tuple[int, ...], ...]  # of each replica, of its ranks
     coordinator_host: int
     work: Workload
-    weather: Weather
+    conditions: NetworkConditions
     timeouts: Timeouts
     burst: int  # tasks of an op in a row
     pace: float  # s that they take
@@ -117,7 +117,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         blocks=rng.choice((1, 5, 12)),
     )
     lossy = (topology != "one" or spread > 0) and rng.random() < 0.25
-    weather = Weather(
+    conditions = NetworkConditions(
         latency=rng.choice((0.0001, 0.0005, 0.005)),
         loss=rng.choice((0.01, 0.05)) if lossy else 0.0,
         user_timeout=rng.choice((2.0, 6.0)),
@@ -133,8 +133,8 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
     restart_pause = rng.choice((0.002, 0.02, 0.2))
     if kind == "growth":  # a step takes about as long as a message
         pace, restart_pause = 0.00002, 0.002
-        compute = weather.latency * rng.choice((2, 8, 30))
-        prepare = weather.latency * rng.choice((0, 1, 10))
+        compute = conditions.latency * rng.choice((2, 8, 30))
+        prepare = conditions.latency * rng.choice((0, 1, 10))
         work = dataclasses.replace(work, compute=compute, counts=(1,), ahead=1, prepare=prepare)
     length = steps * (work.compute + 10 * ops * pace) + 0.01
     drains = kind in ("calm", "kills", "storm", "coordinator") and rng.random() < 0.15
@@ -150,7 +150,7 @@ def draw(rng: random.Random, least: int, most: int, kinds: tuple[str, ...] = ())
         hosts=hosts,
         coordinator_host=rng.choice((0, 99)) if kind not in ("cut-off", "rejected", "missed") else 99,
         work=work,
-        weather=weather,
+        conditions=conditions,
         timeouts=TIMEOUTS,
         burst=rng.choice((1, 1, 3, 20)),
         pace=pace,

@@ -89,8 +89,8 @@ class Grid:
     def rank(self) -> int:
         return self._across.rank * self._shards + int(self._inside.rank)
 
-    def forgives(self, error: Exception) -> bool:
-        return self._across.forgives(error)
+    def repeats_step_after(self, error: Exception) -> bool:
+        return self._across.repeats_step_after(error)
 
     def close(self) -> None:
         """End the thread. Both groups were closed before, so no op lasts. Idempotent; does not block."""

@@ -48,7 +48,7 @@ class FtProcessGroup(Collectives):
         adapt(FtProcessGroup)
         self._timeout = timeout
         self._name, self._desc = name, "undefined"
-        self._futures = Futures(getattr(calls, "forgives", lambda error: False))
+        self._futures = Futures(getattr(calls, "repeats_step_after", lambda error: False))
         self.splits = 0  # how often a group was split off
         self._gone = ""  # why the group has ended
 

@@ -72,7 +72,7 @@ class Replicas:
                 x.detach().copy_(own)
         raise LostError(f"replica {self.group.replica}: all who could give buffers of the model were lost")
 
-    def forgives(self, error: Exception) -> bool:
+    def repeats_step_after(self, error: Exception) -> bool:
         """Whether the step loop repeats a step in which members have made different calls, after one has failed. DDP,
         which cannot be stopped halfway, then has to end the step as usual."""
         tell = self._job.on_step_error

@@ -42,7 +42,7 @@ class FtWork(dist._Work):  # type: ignore[misc]
     _source = -1
     _begun: torch.futures.Future[Any] | None = None  # set at the end, with or without an error
     _future: torch.futures.Future[Any] | None = None  # follows from it
-    _forgiven = False
+    _step_repeats = False
     raised_elsewhere = False  # then the future gets a value in any case
 
     def __init__(
@@ -178,19 +178,19 @@ class FtWork(dist._Work):  # type: ignore[misc]
 
     def raise_error(self) -> None:
         """Raise the error of a finished op, if there is one that the step loop does not handle (see `Futures`)."""
-        if self._error is not None and not self._forgiven:
+        if self._error is not None and not self._step_repeats:
             raise self._error
 
     def _fulfil(self) -> None:
         """Give the future its value, at the end."""
         assert self._begun is not None
-        self._forgiven = isinstance(self._error, Exception) and self._futures.forgives(self._error)
+        self._step_repeats = isinstance(self._error, Exception) and self._futures.repeats_step_after(self._error)
         self._begun.set_result(self._result)
 
     def _value(self, begun: torch.futures.Future[Any]) -> Any:
         """Returns the value of the future, or raises. A callback of `Future.then` makes an error for C++, too. A future
         by `set_exception` has a value there and an exception only in Python, and DDP's reducer would crash on it."""
-        if self._error is None or self._forgiven or self.raised_elsewhere:
+        if self._error is None or self._step_repeats or self.raised_elsewhere:
             return begun.value()
         raise self._error
 
@@ -199,11 +199,12 @@ class Futures:
     """The thread of a process group that gives futures their values, in the order of their calls. An op that a callback
     of a future calls gets its value in a thread of its own.
 
-    An error for which `forgives` is true is left out of the future, which then has the inputs: its step is discarded.
+    An error after which the step is repeated (`repeats_step_after`) is left out of the future, which then has the
+    inputs: what the step has made of them is discarded.
     """
 
-    def __init__(self, forgives: Callable[[Exception], bool] = lambda error: False) -> None:
-        self.forgives = forgives
+    def __init__(self, repeats_step_after: Callable[[Exception], bool] = lambda error: False) -> None:
+        self.repeats_step_after = repeats_step_after
         self.cut_off = ""  # a call whose future ended by its timeout, before the call
         self._works: queue.SimpleQueue[FtWork | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcomm.control.server import CoordinatorServer
-from ftcomm.lab.chaos.network_faults import Misled, Shaped, Unplugged
+from ftcomm.lab.chaos.network_faults import Misrouted, Shaped, Unplugged
 from ftcomm.lab.chaos.process_faults import ActiveFault
 from ftcomm.lab.netns import network
 from ftcomm.lab.netns.slow_network import SlowNetwork, settle
@@ -80,12 +80,12 @@ class HostJob(Job):
         """What one host sends to the other gets lost; the way back is open."""
         if isinstance(self.network, SlowNetwork):
             return Cut(self.network, [sender], [receiver])
-        return Misled(self._status(), [sender], [receiver])
+        return Misrouted(self._status(), [sender], [receiver])
 
     @contextlib.contextmanager
     def apart(self, here: int, there: int) -> Iterator[None]:
         """Nothing of what two hosts send to each other arrives."""
-        faults = [Misled(self._status(), [here], [there]), Misled(self._status(), [there], [here])]
+        faults = [Misrouted(self._status(), [here], [there]), Misrouted(self._status(), [there], [here])]
         try:
             yield
         finally:

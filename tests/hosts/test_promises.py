@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftcomm.errors import SettingsError
-from ftcomm.lab.chaos.network_faults import Misled
+from ftcomm.lab.chaos.network_faults import Misrouted
 from ftcomm.lab.chaos.plan import COORDINATOR
 from ftcomm.lab.netns.network import LabNetwork, inside
 from ftcomm.lab.netns.slow_network import SlowNetwork
@@ -181,7 +181,7 @@ def coordinator_misses_one(job: HostJob, watch: Watch, rng: random.Random) -> No
 
 def unheard(job: HostJob, watch: Watch, replicas: Sequence[int]) -> None:
     """What these send to the coordinator is lost for a while, and nobody has to go."""
-    lost = Misled(job._status(), replicas, [COORDINATOR])
+    lost = Misrouted(job._status(), replicas, [COORDINATOR])
     end = time.monotonic() + 3 * HEARTBEAT
     while time.monotonic() < end:
         watch.goes_on(watch.everybody)

@@ -44,7 +44,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.agent import Agent
 from ftcomm.control.leader import Leader
 from ftcomm.control.node import Node
-from ftcomm.engine import LocalDataPlane
+from ftcomm.data_plane import LocalDataPlane
 from ftcomm.group import Group
 from ftcomm.internals import Internals
 from ftcomm.settings import Settings

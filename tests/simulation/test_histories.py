@@ -16,7 +16,7 @@ from ftcomm.control.node import ToPeer
 from ftcomm.control.removals import LINGER
 from ftcomm.simulation.history import run
 from ftcomm.simulation.job import Replica, SimulatedJob
-from ftcomm.simulation.network import SimulatedNetwork, Weather
+from ftcomm.simulation.network import NetworkConditions, SimulatedNetwork
 from ftcomm.simulation.promises import BrokenPromise, Promises
 from ftcomm.simulation.rank import Rank
 from ftcomm.simulation.scenario import KINDS, TIMEOUTS, Scenario
@@ -67,7 +67,7 @@ def test_no_survivor_goes_with_members_that_hold_the_job_up_one_after_the_other(
     work = Workload(4, (32, 80), (False, False), 2.0, 2, 0.0, 1, groups=((0, 1, 2, 3, 4),))
     world, promises = World(1), Promises()
     scenario = _of_ones("squatted", 5, work)
-    job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.weather), promises)
+    job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.conditions), promises)
     job.start()
 
     def lose(replica: Replica) -> None:
@@ -91,7 +91,7 @@ def test_who_leaves_and_was_not_heard_by_all_is_not_waited_for(monkeypatch: pyte
     with a connection. It is gone before that is there again."""
     world, promises = World(1), Promises()
     scenario = _of_ones("leaving", 4, Workload(20, (32,), (False,), 0.05, 1, 0.0, 1))
-    job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.weather), promises)
+    job = SimulatedJob(scenario, world, SimulatedNetwork(world, scenario.conditions), promises)
     job.start()
     leaver = job.replicas[2]
     do, lost = Rank.do, list[m.Boundary]()
@@ -121,7 +121,7 @@ def _of_ones(kind: str, replicas: int, work: Workload) -> Scenario:
     """One rank in each replica, and each on a host of its own."""
     hosts = tuple((host,) for host in range(replicas))
     more = dict(restart_pause=0.02, storm=0.0, every=1.0, drains=False, wrong=0)
-    return Scenario(kind, replicas, 1, hosts, 99, work, Weather(), TIMEOUTS, 3, 0.0005, 0.0, {}, **more)
+    return Scenario(kind, replicas, 1, hosts, 99, work, NetworkConditions(), TIMEOUTS, 3, 0.0005, 0.0, {}, **more)
 
 
 def test_a_seed_is_a_history_whatever_the_order_of_hashes() -> None:

@@ -23,7 +23,7 @@ FLOORS = (
     "collective p2p membership",
     "engines",
     "calls compare communicator",
-    "internals engine static subgroup_internals",
+    "data_plane internals static subgroup_internals",
     "subgroup",
     "group",
     "ftcomm",  # its __init__

@@ -31,7 +31,7 @@ from ftcomm.bench.research.convergence import (
     share_out,
     summary,
 )
-from ftcomm.bench.research.convergence_rank import Diary, FinalState, Settled, Validated
+from ftcomm.bench.research.convergence_rank import FinalState, RankRecords, Settled, Validated
 from ftcomm.errors import FtcommError, SettingsError
 from ftcomm.training import Outcome, Verdict
 
@@ -197,11 +197,11 @@ def task_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_diary_says_each_outcome_once_and_counts_its_lives(tmp_path: Path) -> None:
-    first = Diary(str(tmp_path), 1, 0, 2)
+    first = RankRecords(str(tmp_path), 1, 0, 2)
     outcome = Outcome(0, Verdict.COMMIT, frozenset({1, 0}))
     for told in (None, outcome, outcome, Outcome(1, Verdict.COMMIT, frozenset({1}))):
         first.settled(told)
-    assert (first.life, Diary(str(tmp_path), 1, 0, 2).life, Diary(str(tmp_path), 1, 1, 2).life) == (0, 1, 0)
+    assert (first.life, RankRecords(str(tmp_path), 1, 0, 2).life, RankRecords(str(tmp_path), 1, 1, 2).life) == (0, 1, 0)
     lines = (tmp_path / "rank-2.jsonl").read_text().splitlines()
     assert [(line["step"], line["counted"]) for line in map(json.loads, lines)] == [(0, [0, 1]), (1, [1])]
 
@@ -216,7 +216,7 @@ def test_ranks_share_the_held_out_text_and_those_who_are_behind_look_at_none(tmp
     samples = torch.arange(8)[:, None].expand(8, 3)
     for replica in range(3):
         for rank in range(2):
-            Diary(str(tmp_path), replica, rank, 2).validate(5, Sum(), samples, [2, 0])
+            RankRecords(str(tmp_path), replica, rank, 2).validate(5, Sum(), samples, [2, 0])
     found = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
     assert len(found) == 4
     shares = [Validated(record["step"], record["windows"], record["loss"]) for record in found]
@@ -227,7 +227,7 @@ def test_ranks_share_the_held_out_text_and_those_who_are_behind_look_at_none(tmp
 def test_leaving_samples_out_gives_the_average_over_the_others(tmp_path: Path) -> None:
     absences = (Absence(2, 5, 8), Absence(0, 6, 7))
     task = accuracy.AccuracyTask(policy="none", absences=absences, kill=False, **task_of(tmp_path))
-    ranks = [accuracy.Absences(task, Diary(str(tmp_path), replica)) for replica in range(4)]
+    ranks = [accuracy.Absences(task, RankRecords(str(tmp_path), replica)) for replica in range(4)]
     weights = {step: [rank.weight(step, 4) for rank in ranks] for step in (4, 5, 6, 7, 8)}
     assert weights[4] == weights[8] == [1, 1, 1, 1]
     assert weights[5] == weights[7] == pytest.approx([4 / 3, 4 / 3, 0, 4 / 3])

@@ -302,12 +302,12 @@ def _schedule(pid: int, policy: int, cpus: set[int]) -> None:
 
 @contextlib.contextmanager
 def _network(kind: StallKind, seen: Status) -> Iterator[None]:
-    from ftcomm.lab.chaos.network_faults import BURST, QUEUE, Both, Misled, Shaped, Unplugged
+    from ftcomm.lab.chaos.network_faults import BURST, QUEUE, Both, Misrouted, Shaped, Unplugged
 
     there, here = [1], [CULPRIT]
     causes: dict[str, Callable[[], Any]] = {
-        "cut network": lambda: Both(Misled(seen, here, there), Misled(seen, there, here)),
-        "cut network, one way": lambda: Misled(seen, here, there),
+        "cut network": lambda: Both(Misrouted(seen, here, there), Misrouted(seen, there, here)),
+        "cut network, one way": lambda: Misrouted(seen, here, there),
         "dead host": lambda: Unplugged(seen, CULPRIT),
         "slow network": lambda: Shaped(seen, CULPRIT, "tbf", rate=RATE, burst=BURST, latency=QUEUE),
     }

@@ -66,7 +66,7 @@ class Unplugged(ActiveFault):
             ip.link("set", index=network.index(ip, network.port(self._replica)), state=state)
 
 
-class Misled(ActiveFault):
+class Misrouted(ActiveFault):
     """What `senders` send to each of `receivers` gets lost; `COORDINATOR` may be among both."""
 
     def __init__(self, status: protocol.Status, senders: Sequence[int], receivers: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ def cut(fault: Fault, status: protocol.Status) -> ActiveFault:
         ways = ([(here, everybody)] if both or fault.outgoing else []) + (
             [(everybody, here)] if both or not fault.outgoing else []
         )
-        return Both(*(Misled(status, senders, receivers) for senders, receivers in ways))
+        return Both(*(Misrouted(status, senders, receivers) for senders, receivers in ways))
     hit = fault.replicas[0]
     if fault.kind == "slow":
         return Shaped(status, hit, "tbf", rate=RATE, burst=BURST, latency=QUEUE)
@@ -133,5 +133,5 @@ def cut(fault: Fault, status: protocol.Status) -> ActiveFault:
         return Unplugged(status, hit)
     far = everybody if fault.other is None else [fault.other]
     if fault.kind == "partition":
-        return Both(Misled(status, [hit], far), Misled(status, far, [hit]))
-    return Misled(status, [hit], far) if fault.outgoing else Misled(status, far, [hit])
+        return Both(Misrouted(status, [hit], far), Misrouted(status, far, [hit]))
+    return Misrouted(status, [hit], far) if fault.outgoing else Misrouted(status, far, [hit])

@@ -100,7 +100,7 @@ class Chaos:
             self._ledger = self._outcome.ledger
             self._ledger.started(frozenset(x.replica for x in status.replicas if x.contributes))
             self._plan = Plan(kinds, status.ranks_per_replica, self._options.seed, bool(status.network))
-            stack.callback(self._close_wounds)
+            stack.callback(self._end_faults)
             started = time.monotonic()
             try:
                 self._loop(events, started)
@@ -265,7 +265,7 @@ class Chaos:
         # Between hosts an op stands still, and is a stall after its timeout at the latest; memory is not cut.
         return 3 * status.heartbeat_timeout + (status.op_timeout if status.transport in ("tcp", "nixl") else 0.0)
 
-    def _close_wounds(self) -> None:
+    def _end_faults(self) -> None:
         for _, active, _ in self._active:
             with contextlib.suppress(OSError):  # of a network: the job has ended, and took it along
                 active.close()

@@ -24,7 +24,7 @@ _LOOKS = 100  # at least, as this process may have to wait for a processor itsel
 _GLANCE = 200e-6  # s between two looks
 
 
-class _Ear:
+class _ProbeReceiver:
     """See `ftcomm.transport.nixl.agent.FrameReceiver`."""
 
     heard = False
@@ -51,16 +51,18 @@ class HearingProbe:
     def reaches(self, endpoint: NixlEndpoint, seconds: float = PATIENCE) -> bool:
         """Whether all agents of `endpoint` hear it. Blocks for at least so many seconds if not. Raises `TransportError`
         if that cannot be told."""
-        ears = {name: _Ear() for name in endpoint.names}
-        channels = [endpoint.open_channel(ear) for ear in ears.values()]
+        receivers = {name: _ProbeReceiver() for name in endpoint.names}
+        channels = [endpoint.open_channel(receiver) for receiver in receivers.values()]
         try:
-            for name, metadata, channel in zip(ears, endpoint.contacts(), channels, strict=True):
+            for name, metadata, channel in zip(receivers, endpoint.contacts(), channels, strict=True):
                 if name not in self._known:
                     self._agent.add_remote_agent(metadata)
                     self._known.add(name)
                 self._agent.send_notif(name, frames.pack(frames.GREETING, channel, 0, 0, 0, 0, 0, (0, 0, 0)))
             told, looks = time.monotonic(), 0
-            while not all(ear.heard for ear in ears.values()) and (looks < _LOOKS or time.monotonic() - told < seconds):
+            while not all(each.heard for each in receivers.values()) and (
+                looks < _LOOKS or time.monotonic() - told < seconds
+            ):
                 looks += 1
                 self._agent.get_new_notifs()  # moves on what it tells
                 if not endpoint.poll():
@@ -70,4 +72,4 @@ class HearingProbe:
         finally:
             for channel in channels:
                 endpoint.close_channel(channel)
-        return all(ear.heard for ear in ears.values())
+        return all(receiver.heard for receiver in receivers.values())

@@ -1,4 +1,5 @@
-"""The views of the job, as the control thread tells them to the communicator of the group of all."""
+"""The data plane of one rank, as its control thread drives it: it takes the communicator of the group of all from view
+to view."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A bucket for each source decides which connection may begin a handshake now, so that a flood costs little and keeps
-no other source out.
+"""Limits the rate of handshakes from each source, so that a flood costs little and keeps no other source out. Pure: it
+is told of connections and of the time.
 
-Each is a token bucket; its tokens are not the job's. It is pure: it is told of connections and of the time. A source
-pays for a connection and is paid back once that has proved to hold the job's token, so a job that starts at once from
-one host is not held up.
+Each source has a token bucket (its tokens have nothing to do with the job's token). A connection takes one, and puts it
+back once it has proved to hold the job's token, so a job whose ranks all start at once from one host is not held up.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import dataclasses
 import ipaddress
 
 RATE = 200.0  # connections a second that a source may leave unproved
-BURST = 512.0  # more of them after a pause
-SOURCES = 4096  # remembered
+BURST = 512.0  # and so many more after a pause
+SOURCES = 4096  # that have a bucket; the one that came longest ago loses it
 
 
 @dataclasses.dataclass
@@ -22,8 +21,8 @@ class _TokenBucket:
     since: float  # when the level was right
 
 
-class Crowd:
-    """The buckets of all sources. `now` is in seconds and never goes back."""
+class HandshakeRateLimit:
+    """The token buckets of all sources. `now` is in seconds and never goes back."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, _TokenBucket] = {}  # the newest source is last

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftcomm.control import crowd, dropped, handshake, links
-from ftcomm.control.crowd import BURST, RATE, SOURCES, Crowd, source_of
+from ftcomm.control import dropped, handshake, links, rate_limit
 from ftcomm.control.links import Listener, listen
+from ftcomm.control.rate_limit import BURST, RATE, SOURCES, HandshakeRateLimit, source_of
 from ftcomm.control.sealed import Channel
 
 DEADLINE = 60.0  # s
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.protocol
 
 @given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
 def test_a_source_never_has_more_than_its_rate(pauses: list[float]) -> None:
-    made, now, admitted = Crowd(), 0.0, 0
+    made, now, admitted = HandshakeRateLimit(), 0.0, 0
     for pause in pauses:
         now += pause
         admitted += sum(made.admit("a", now) for _ in range(100))
@@ -35,7 +35,7 @@ def test_a_source_never_has_more_than_its_rate(pauses: list[float]) -> None:
 
 
 def test_who_proves_to_hold_the_token_is_not_held_up() -> None:
-    made = Crowd()
+    made = HandshakeRateLimit()
     for _ in range(10 * int(BURST)):
         assert made.admit("a", 0.0)
         made.proved("a")
@@ -45,7 +45,7 @@ def test_who_proves_to_hold_the_token_is_not_held_up() -> None:
 
 
 def test_sources_take_bounded_memory() -> None:
-    made = Crowd()
+    made = HandshakeRateLimit()
     for number in range(2 * SOURCES):
         assert made.admit(str(number), 0.0)
     assert len(made._buckets) == SOURCES
@@ -105,7 +105,7 @@ def test_an_honest_rank_joins_in_a_flood(
     source: str, said: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dropped, "_tallies", {})
-    monkeypatch.setattr(crowd, "BURST", 50.0)
+    monkeypatch.setattr(rate_limit, "BURST", 50.0)
     monkeypatch.setattr(links, "MAX_HANDSHAKES", 32)
     caplog.set_level(logging.CRITICAL)
 
@@ -130,8 +130,8 @@ def test_an_honest_rank_joins_in_a_flood(
 
 
 def test_what_is_too_much_is_closed_unread(monkeypatch: pytest.MonkeyPatch, once_dropped: Callable[[], int]) -> None:
-    monkeypatch.setattr(crowd, "BURST", 3.0)
-    monkeypatch.setattr(crowd, "RATE", 0.0)
+    monkeypatch.setattr(rate_limit, "BURST", 3.0)
+    monkeypatch.setattr(rate_limit, "RATE", 0.0)
 
     async def run() -> None:
         async def nobody(channel: Channel, opening: handshake.Opening) -> None:
