@@ -137,7 +137,7 @@ def stages() -> list[GpuStage]:
     by_ipc, one_kill = "by_ipc and not 1000003", "killed and gpu-kernel-auto-1000"
     return [
         module("facts", 160, "facts", "--json", "{json}"),
-        module("warm", 60, "warm"),
+        module("warm", 100, "warm"),
         tests("two ranks", 60, "-x", allreduce, "-k", "2-float32"),
         tests("eight ranks", 110, allreduce, "-k", "not 2-float32"),
         tests("collectives", 60, gpu("test_collectives_gpu.py")),

@@ -154,8 +154,7 @@ class Calls(Messages):
         x: an array of any shape, with the same number of elements and dtype on every member.
         op: the same on every member: "sum", "avg" (divides by the number of actual contributors), "min", "max" or
             "product". fp16, bf16 and fp8 (e4m3fn, e5m2) are accumulated in fp32 and rounded once. Integers and bool
-            also: "band", "bor", "bxor". Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have neither fp8 nor
-            those.
+            also: "band", "bor", "bxor". Kernels that run whole ops (FTCOMM_ENGINE=gpu-kernel) have no fp8.
         async_op: return a `Work` at once; `x` must not be touched before `Work.wait` has returned.
         atomic: the whole result has one set of contributors. If a member is lost in mid-op, the parts that contain its
             input are reduced again without it, unless all of them contain it. For that the op keeps a copy of its

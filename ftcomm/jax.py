@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ftcomm.errors import ArgumentError
-from ftcomm.kernels.dtypes import HOST_OPS
+from ftcomm.kernels.dtypes import OPS
 from ftcomm.process import pending
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def allreduce(tree: Any, op: str = "sum", *, group: Group | None = None) -> Any:
     the loss. Raises `ArgumentError` while it is traced. What the op fails with, e.g. `MismatchError`, ends the program
     as an error of JAX; the step loop raises it as it was. One thread a process.
     """
-    if op not in HOST_OPS:
-        raise ArgumentError(f"op={op!r} of ftcomm.jax.allreduce; expected one of {', '.join(HOST_OPS)}.")
+    if op not in OPS:
+        raise ArgumentError(f"op={op!r} of ftcomm.jax.allreduce; expected one of {', '.join(OPS)}.")
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
         if not hasattr(leaf, "dtype") or not isinstance(leaf.dtype, np.dtype):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ftcomm.kernels.dtypes import CODES, HOST_OPS
+from ftcomm.kernels.dtypes import CODES, OPS
 
 # The index of a kind is its number.
 KINDS = (
@@ -61,7 +61,7 @@ def decode(call: int, detail: int) -> CallWords:
     if how == MOVES:
         return CallWords(kind, dtype, call >> 16, "", "", atomic, rooted)
     number, form = how & (1 << COMPRESSION) - 1, how >> COMPRESSION
-    reduction = HOST_OPS[number] if number < len(HOST_OPS) else f"op {number}"
+    reduction = OPS[number] if number < len(OPS) else f"op {number}"
     compression = COMPRESSIONS[form] if form < len(COMPRESSIONS) else f"compression {form}"
     return CallWords(kind, dtype, call >> 16, reduction, compression, atomic, rooted)
 

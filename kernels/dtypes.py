@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-OPS = ("sum", "avg", "min", "max", "product")
+BITWISE = ("band", "bor", "bxor")  # of integers and bool
+OPS = ("sum", "avg", "min", "max", "product", *BITWISE)  # the index of one is its number
 
 
 class Dtype(NamedTuple):
@@ -44,7 +46,6 @@ _TABLE = (
 DTYPES: dict[str, Dtype] = {name: _dtype(name, code, kind) for code, (name, kind) in enumerate(_TABLE, start=1)}
 
 # The host's engine reduces these as well.
-HOST_OPS = (*OPS, "band", "bor", "bxor")
 HOST_DTYPES: dict[str, Dtype] = DTYPES | {
     name: Dtype(name, code, np.dtype("uint8"), "half") for name, code in (("float8_e4m3fn", 14), ("float8_e5m2", 15))
 }
@@ -65,12 +66,14 @@ CODES: dict[str, int] = {dtype.name: dtype.code for dtype in HOST_DTYPES.values(
 }
 
 
-def unsupported(dtype: str, op: str) -> str | None:
-    """Why arrays of `dtype` cannot be reduced with `op`, with the mend; None if they can."""
+def unsupported(dtype: str, op: str, dtypes: Mapping[str, Dtype] = DTYPES) -> str | None:
+    """Why arrays of `dtype`, one of `dtypes`, cannot be reduced with `op`, with the mend; None if they can."""
     if op not in OPS:
         return f"op={op!r} is not known; use one of {', '.join(OPS)}."
-    if dtype not in DTYPES:
-        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(DTYPES)}."
+    if dtype not in dtypes:
+        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(dtypes)}."
+    if op in BITWISE and dtypes[dtype].kind not in ("int", "bool"):
+        return f"op={op!r} of {dtype} is not defined; use it with integers or bool."
     if dtype == "bool" and op == "avg":
         return "the average of bool is not defined; use op='sum' (or) or op='product' (and), or convert to a number."
     return None
@@ -78,12 +81,4 @@ def unsupported(dtype: str, op: str) -> str | None:
 
 def unsupported_on_host(dtype: str, op: str) -> str | None:
     """The same for the host's engine."""
-    if op not in HOST_OPS:
-        return f"op={op!r} is not known; use one of {', '.join(HOST_OPS)}."
-    if dtype not in HOST_DTYPES:
-        return f"dtype {dtype} cannot be reduced; convert to one of {', '.join(HOST_DTYPES)}."
-    if op in OPS:
-        return unsupported(dtype, op) if dtype in DTYPES else None
-    if HOST_DTYPES[dtype].kind not in ("int", "bool"):
-        return f"op={op!r} of {dtype} is not defined; use it with integers or bool."
-    return None
+    return unsupported(dtype, op, HOST_DTYPES)

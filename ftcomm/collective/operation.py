@@ -18,7 +18,7 @@ from ftcomm.collective.schedule import Batch, Schedule, explained
 from ftcomm.control.messages import Progress
 from ftcomm.errors import ArgumentError, MismatchError
 from ftcomm.kernels.call_codes import ATOMIC, COMPRESSION, COMPRESSIONS, ELSEWHERE, MOVES, NAMES, NUMBER, UNKNOWN
-from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, HOST_OPS, unsupported_on_host
+from ftcomm.kernels.dtypes import CODES, HOST_DTYPES, OPS, unsupported_on_host
 from ftcomm.kernels.host.tensors import torch_missing
 from ftcomm.transport.segment import CHUNK
 
@@ -186,7 +186,7 @@ def call_of(dtype: str, op: str, compression: str = COMPRESSIONS[0]) -> tuple[in
         reason = torch_missing(dtype)  # here, in the caller's thread: an import takes seconds
     if reason:
         raise ArgumentError(reason)
-    code = HOST_DTYPES[dtype].code << 8 | COMPRESSIONS.index(compression) << COMPRESSION | HOST_OPS.index(op)
+    code = HOST_DTYPES[dtype].code << 8 | COMPRESSIONS.index(compression) << COMPRESSION | OPS.index(op)
     return code, HOST_DTYPES[dtype].itemsize, widest(dtype, compression)
 
 
@@ -255,7 +255,7 @@ def describe(call: int, detail: int = 0) -> str:
     said = [more] if more else []
     if code != MOVES:
         code, wire = code & (1 << COMPRESSION) - 1, code >> COMPRESSION
-        said.insert(0, f"op={HOST_OPS[code]!r}" if code < len(HOST_OPS) else f"op={code}")
+        said.insert(0, f"op={OPS[code]!r}" if code < len(OPS) else f"op={code}")
         if wire:
             said.insert(1, f"compression={COMPRESSIONS[wire]!r}" if wire < len(COMPRESSIONS) else f"compression={wire}")
     if call & ATOMIC:

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from ftcomm.kernels.device import INTERPRETED
-from ftcomm.kernels.dtypes import DTYPES, OPS
+from ftcomm.kernels.dtypes import BITWISE, DTYPES, OPS
 from ftcomm.kernels.spans import MemorySpan, aligned
 
 WARPS = 16
@@ -45,8 +45,8 @@ def element(dtype: str) -> tl.dtype:
 
 
 def operator(dtype: str, op: str) -> int:
-    """The op by which a kernel knows one: of bool, sum and max are "or", product and min are "and"."""
-    if DTYPES[dtype].kind == "bool":
+    """The op by which a kernel knows one: of bool, sum and max are "or", product and min are "and", as of its bytes."""
+    if DTYPES[dtype].kind == "bool" and op not in BITWISE:
         op = "max" if op in ("sum", "max") else "min"
     return OPS.index(op)
 

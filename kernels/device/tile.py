@@ -30,7 +30,9 @@ import triton.language as tl
 from ftcomm.kernels.device import INTERPRETED
 from ftcomm.kernels.dtypes import OPS
 
-_SUM, _AVG, _MIN, _MAX = (tl.constexpr(OPS.index(op)) for op in ("sum", "avg", "min", "max"))
+_SUM, _AVG, _MIN, _MAX, _PRODUCT, _BAND, _BOR = (
+    tl.constexpr(OPS.index(op)) for op in ("sum", "avg", "min", "max", "product", "band", "bor")
+)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _GROUP = tl.constexpr(4)  # sources loaded at a time where their number is not known when compiling
 
@@ -81,11 +83,17 @@ def combine(x, y, OP: tl.constexpr):
             return tl.where(first | (x != x), x, y)
         else:
             return tl.minimum(x, y) if OP == _MIN else tl.maximum(x, y)
-    else:
+    elif OP == _PRODUCT:
         if x.dtype.is_floating():
             return x * y
         else:
             return tl.mul(x, y, sanitize_overflow=False)
+    elif OP == _BAND:
+        return x & y
+    elif OP == _BOR:
+        return x | y
+    else:
+        return x ^ y
 
 
 @triton.jit

@@ -6,6 +6,7 @@ can show: that the memory model holds, that programs of several ranks run at onc
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from typing import Any
@@ -40,6 +41,19 @@ def test_sums_to_the_bit(count: int, dtype: str) -> None:
             expected = total(sources)
             for me, array in enumerate(arrays):
                 assert same_bits(array.cpu(), expected), f"rank {me} of {count}, {elements} elements of {dtype}"
+
+
+@pytest.mark.parametrize("op", ["band", "bor", "bxor"])
+def test_bits_of_integers(op: str) -> None:
+    combined = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
+    with ranks_on_gpu(3) as ranks:
+        for elements, dtype in ((1000, torch.uint8), (300_001, torch.int32)):
+            sources = inputs(3, elements, dtype, elements)
+            arrays = [source.cuda() for source in sources]
+            for me, array in enumerate(arrays):
+                ranks.launch(me, array, str(dtype).removeprefix("torch."), op)
+            ranks.settle()
+            assert all(same_bits(array.cpu(), functools.reduce(combined, sources)) for array in arrays)
 
 
 @pytest.mark.parametrize("offset", [1, 3])

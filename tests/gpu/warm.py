@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ftcomm.kernels.device.variant import COLLECTIVE_SCALARS, SCALARS
+from ftcomm.kernels.dtypes import BITWISE
 
 DEADLINE = 120.0  # s; of all that one core compiles
 
@@ -39,7 +40,8 @@ def variants() -> list[WarmVariant]:
     chosen += [(dtype, "moved", 1, dtype == "int64") for dtype in ("int64", "int32", "int16", "uint8")]
     chosen += [*itertools.product(("float32", "bfloat16"), ("scattered",), (2, 3, 8), (True,))]
     chosen += [("bfloat16", "scattered", 8, False)]
-    return [WarmVariant(*each, small) for small in (False, True) for each in chosen]
+    bits = [WarmVariant(*each, 3, True, each[0] == "uint8") for each in itertools.product(("int32", "uint8"), BITWISE)]
+    return [*(WarmVariant(*each, small) for small in (False, True) for each in chosen), *bits]
 
 
 def compile_each(chosen: list[WarmVariant]) -> None:

@@ -74,6 +74,7 @@ def _reductions() -> Iterator[KernelCase]:
     chosen = [(w, "bfloat16", "sum") for w in (1, 2, 4, 8, 3)] + [(w, "float32", "sum") for w in (2, 4, 8, 3)]
     chosen += [(4, "float16", "avg"), (4, "float32", "max"), (2, "float64", "avg"), (4, "int64", "avg")]
     chosen += [(4, "int8", "sum"), (8, "int8", "avg"), (2, "int32", "product"), (1, "uint8", "max")]
+    chosen += [(4, "uint8", "bxor"), (3, "int64", "band")]
     for w, dtype, op in chosen:
         constants = _constants(dtype, w, op)
         types = {

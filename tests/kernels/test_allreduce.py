@@ -101,8 +101,9 @@ def test_counters_go_on_beyond_32_bits() -> None:
         (torch.float16, ("sum", "avg")),
         (torch.bfloat16, ("max", "avg")),
         (torch.float64, ("product",)),
-        (torch.int8, ("min", "avg")),
-        (torch.uint8, ("sum",)),
+        (torch.int8, ("min", "avg", "band")),
+        (torch.int64, ("bor",)),
+        (torch.uint8, ("sum", "bxor")),
     ],
 )
 def test_types(dtype: torch.dtype, ops: tuple[str, ...]) -> None:

@@ -112,7 +112,7 @@ def test_bits_are_those_of_the_host_wherever_arrays_lie(dtype: str, op: str) -> 
 def test_what_no_kernel_has_is_reduced_by_the_host() -> None:
     host, place = Reducer(), Watched()
     reducer = DeviceReducer(place)
-    for dtype, op in (("uint8", "bxor"), ("float8_e5m2", "sum"), ("float8_e4m3fn", "avg")):
+    for dtype, op in (("float8_e5m2", "sum"), ("float8_e4m3fn", "avg")):
         inputs = [np.arange(100, dtype=np.uint8) + seed for seed in range(3)]
         want = reduce(host, dtype, op, None, inputs, np.empty_like(inputs[0]))
         assert reduce(reducer, dtype, op, None, inputs, np.empty_like(inputs[0])) == want

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftcomm.kernels.device.launch import operator, plan, work
-from ftcomm.kernels.dtypes import DTYPES, OPS
+from ftcomm.kernels.dtypes import BITWISE, DTYPES, OPS
 from ftcomm.kernels.spans import MemorySpan
 from tests.kernels.samples import PAIRS
 
@@ -52,6 +52,7 @@ def test_only_what_all_addresses_are_is_aligned(addresses: tuple[int, ...], alig
 
 def test_bool_is_reduced_as_bytes() -> None:
     assert [OPS[operator("bool", op)] for op in ("sum", "max", "product", "min")] == ["max", "max", "min", "min"]
+    assert [OPS[operator("bool", op)] for op in BITWISE] == [*BITWISE]
     assert [operator(dtype, "sum") for dtype in DTYPES if dtype != "bool"] == [0] * (len(DTYPES) - 1)
 
 

@@ -15,7 +15,7 @@ from ftcomm.collective.algorithms.hierarchical import Hierarchical
 from ftcomm.collective.compression import hands_on
 from ftcomm.collective.operation import Operation
 from ftcomm.collective.plan import GroupView, by_route, shared_hosts, slices, two_shot
-from ftcomm.kernels.dtypes import HOST_DTYPES, HOST_OPS, unsupported_on_host
+from ftcomm.kernels.dtypes import HOST_DTYPES, OPS, unsupported_on_host
 from ftcomm.kernels.host.reduce import Reducer, operand
 from ftcomm.settings.tuning import Tuning, up_to
 from ftcomm.simulation.memory import TinyMemory
@@ -125,7 +125,7 @@ def drawn(group: Group, count: int, dtype: str) -> dict[int, np.ndarray]:
 @given(
     groups(),
     st.integers(1, CHUNK // 4),
-    st.sampled_from([name for name in HOST_OPS if name != "product"]),
+    st.sampled_from([name for name in OPS if name != "product"]),
     st.booleans(),
     st.integers(0, 1000),
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from operator import and_, or_, xor
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftcomm.kernels.dtypes import DTYPES, OPS, unsupported
+from ftcomm.kernels.dtypes import BITWISE, DTYPES, OPS, unsupported
 from ftcomm.kernels.host.reduce import Reducer, operand
 
 PAIRS = [(dtype, op) for dtype in DTYPES for op in OPS if unsupported(dtype, op) is None]
@@ -72,7 +75,7 @@ def test_equal_bits_with_any_number_of_threads(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in BITWISE])
 def test_halves_are_reduced_in_fp32_and_rounded_once(dtype: str, op: str) -> None:
     torch.manual_seed(1)
     inputs = [torch.randn(4097).to(getattr(torch, dtype)) for _ in range(5)]
@@ -132,8 +135,10 @@ def test_integers_wrap_and_their_average_truncates_toward_zero(dtype: str, membe
             product *= value
         total = wrap(sum(column), 64)
         average = abs(total) // members * (1 if total >= 0 else -1)
-        want = {"sum": sum(column), "product": product, "min": min(column), "max": max(column), "avg": average}[op]
-        assert got == wrap(want, bits)
+        want = {"sum": sum(column), "product": product, "min": min(column), "max": max(column), "avg": average}
+        want |= {"band": functools.reduce(and_, column), "bor": functools.reduce(or_, column)}
+        want |= {"bxor": functools.reduce(xor, column)}
+        assert got == wrap(want[op], bits)
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
@@ -149,8 +154,9 @@ def test_nan_is_passed_on(dtype: str, op: str) -> None:
 
 def test_bool() -> None:
     a, b = np.array([0, 0, 1, 1], bool), np.array([0, 1, 0, 1], bool)
-    for op, want in (("sum", a | b), ("max", a | b), ("product", a & b), ("min", a & b)):
-        assert (reduce("bool", op, [a, b]) == want).all()
+    alike = (("sum", "max", "bor"), a | b), (("product", "min", "band"), a & b), (("bxor",), a ^ b)
+    for ops, want in alike:
+        assert all((reduce("bool", op, [a, b]) == want).all() for op in ops)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +165,7 @@ def test_bool() -> None:
         ("float32", "mean", "use one of sum, avg"),
         ("complex64", "sum", "convert to one of float64"),
         ("bool", "avg", "convert to a number"),
+        ("float16", "bxor", "use it with integers or bool"),
     ],
 )
 def test_what_cannot_be_reduced_is_said_with_the_mend(dtype: str, op: str, mend: str) -> None:

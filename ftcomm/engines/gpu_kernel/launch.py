@@ -13,8 +13,8 @@ from ftcomm.engines.gpu_kernel.collective import NOBODY, CollectiveOperation
 from ftcomm.engines.gpu_kernel.device import Reached
 from ftcomm.engines.gpu_kernel.operation import KernelOperation
 from ftcomm.kernels.device import words
+from ftcomm.kernels.device.launch import element, operator
 from ftcomm.kernels.device.variant import MOVED, REDUCED, CollectiveVariant, Variant
-from ftcomm.kernels.dtypes import DTYPES, OPS
 from ftcomm.kernels.epochs import COUNTER, COUNTS
 from ftcomm.transport.base import Peer
 from ftcomm.transport.segment import Layout
@@ -26,8 +26,8 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
     """What the kernel is compiled for. In another view the launch goes on with them: W changes the speed, never the
     result."""
-    name, code, unrolled = _reduction(op, view)
-    return Variant(_TYPES[name], code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
+    T, code, unrolled = _reduction(op, view)
+    return Variant(T, code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
 
 
 def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView) -> CollectiveVariant:
@@ -35,26 +35,14 @@ def collective_variant(op: CollectiveOperation, layout: Layout, view: GroupView)
     aligned = op.alignment == 16
     if not op.op:
         return CollectiveVariant(tl.dtype(f"int{8 * op.width}"), 0, 1, aligned, layout.lanes, layout.chunk, MOVED)
-    name, code, unrolled = _reduction(op, view)
-    return CollectiveVariant(_TYPES[name], code, unrolled, aligned, layout.lanes, layout.chunk, REDUCED)
+    T, code, unrolled = _reduction(op, view)
+    return CollectiveVariant(T, code, unrolled, aligned, layout.lanes, layout.chunk, REDUCED)
 
 
-def _reduction(op: KernelOperation, view: GroupView) -> tuple[str, int, int]:
-    """Returns the dtype, the index of the op and the number of sources that it is unrolled for."""
-    name, code = op.dtype, OPS.index(op.op)
-    if name == "bool":  # sum and max are "or", product and min are "and"
-        name, code = "uint8", OPS.index("max" if op.op in ("sum", "max") else "min")
+def _reduction(op: KernelOperation, view: GroupView) -> tuple[tl.dtype, int, int]:
+    """Returns the type, the index of the op and the number of sources that it is unrolled for."""
     sources = len(view.contributors)
-    return name, code, sources if sources in _UNROLLED else 0
-
-
-_TYPES = {
-    "float64": tl.float64,
-    "float32": tl.float32,
-    "float16": tl.float16,
-    "bfloat16": tl.bfloat16,
-    **{name: tl.dtype(name) for name, dtype in DTYPES.items() if dtype.kind == "int"},
-}
+    return element(op.dtype), operator(op.dtype, op.op), sources if sources in _UNROLLED else 0
 
 
 def task_words(op: KernelOperation, view: GroupView) -> tuple[int, ...]:

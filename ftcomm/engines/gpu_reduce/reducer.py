@@ -14,8 +14,8 @@ The driver waits until the kernel has ended before it raises the word that annou
 order, nobody reads what is not there yet, and a driver that has stopped has no kernel under way. A kernel waits for
 nothing. Bits are those of the host's reductions (tests/kernels), but for which NaN is passed on.
 
-What no kernel has is reduced by the host: fp8 elements and `compression="fp8"`, bit operations, sums that are held in
-other floats than their inputs (`compression="fp32"` of halves on a route).
+What no kernel has is reduced by the host: fp8 elements and `compression="fp8"`, sums that are held in other floats than
+their inputs (`compression="fp32"` of halves on a route).
 """
 
 from __future__ import annotations
