@@ -76,14 +76,16 @@ class CatchUpDone(CatchUpFrame, frozen=True):
     """The joiner says that it has all of the state, whichever sources it came from."""
 
 
-class SampleDigests(CatchUpFrame, frozen=True):
-    """Digests of samples of the state, by entry (`ftcomm.training.samples`)."""
+class SampleOffer(CatchUpFrame, frozen=True):
+    """Digests of samples of the state, by entry, and the skeleton of what the source can send with it
+    (`ftcomm.training.samples`)."""
 
     digests: dict[str, bytes]
+    skeleton: bytes
 
 
 _FRAMES: Framing[CatchUpFrame] = Framing(
-    Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone | SampleDigests, MAX_FRAME
+    Wait | Offer | Refusal | Want | BlockHeader | CatchUpDone | SampleOffer, MAX_FRAME
 )
 
 

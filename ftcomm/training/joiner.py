@@ -12,7 +12,7 @@ from ftcomm.recorder.layout import PhaseKind
 from ftcomm.training.catchup import Fetch
 from ftcomm.training.loss_scalers import LossScalers
 from ftcomm.training.replay import Replay
-from ftcomm.training.samples import compare
+from ftcomm.training.samples import ask, settle
 from ftcomm.training.state import Stateful, entry, flatten
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Joiner:
         self._loaded = False
         self._caught_up = False
         self._since = time.monotonic()
+        self._boundary = step, view
         self._recorder = process_recorder()
         self._fetching: tuple[int, int] | None = self._recorder.begin(PhaseKind.FETCH, step=step)
 
@@ -74,6 +75,7 @@ class Joiner:
         """Load what has arrived, replay some of what was kept, and tell the coordinator once nothing is missing."""
         now = time.monotonic()
         last_step, self._since = now - self._since, now
+        self._boundary = step, view
         if not self._loaded:
             self._fetch.agree(FINISH)
             self._fetch.keep(view.replicas)
@@ -88,8 +90,9 @@ class Joiner:
             with self._recorder.phase(PhaseKind.REPLAY, step=step, number=self._replay.behind):
                 self._replay.apply(REPLAY_LEAST, REPLAY_SHARE * last_step)
             self._check()
-            if self._caught_up and self._compares:
-                compare(self._group, self._state, step, view)
+            if self._caught_up:
+                answer = ask(self._group, self._state, step, view)
+                settle(self._group, self._state, step, answer, compares=self._compares)
         if not self._caught_up:
             self._replay.begin()
         elif not self._group.contributes:
@@ -97,6 +100,10 @@ class Joiner:
 
     def finish(self) -> None:
         """Block for what is missing after the last step, and apply all of it."""
+        if self._group.contributes:
+            return
+        step, view = self._boundary
+        answer = ask(self._group, self._state, step, view, all_of_them=True)  # at once: they wait for this alone
         if not self._loaded:
             self._fetch.wait(FINISH)
             self._load()
@@ -104,6 +111,7 @@ class Joiner:
             with self._recorder.phase(PhaseKind.REPLAY, number=self._replay.behind):
                 self._replay.apply(self._replay.behind, 0.0)
             self._check()
+        settle(self._group, self._state, step, answer, compares=self._compares)
 
     def close(self) -> None:
         self._replay.restore()

@@ -429,8 +429,10 @@ class StepLoop:
                 *(self._group.replica, self._group.shard, self._group.internals.loop, total, self.step),
             )
         assert self._source is not None
+        assert self._samples is not None
         with self._recorder.phase(PhaseKind.LINGER, step=self.step):
             self._source.linger(FINISH)
+            self._samples.linger()
         self._group.internals.lag += 1  # this boundary belongs to no step
         self._tell_metrics(0.0)
         if self._group.shard == 0:

@@ -14,6 +14,7 @@ from torch import nn
 import ftcomm
 from ftcomm.torch.buckets import GradientBuckets
 from ftcomm.training import StepLoop, catchup
+from ftcomm.training.entries import ValueEntry
 from ftcomm.training.state import digest
 
 from ..process.job import Notes
@@ -155,3 +156,52 @@ def data_parallel(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) 
 def parallel_loss(model: nn.ModuleDict, batch: torch.Tensor, step: int) -> torch.Tensor:
     hidden = model["in"](batch) + (model["side"](batch) if step % 3 else 0)
     return model["out"](hidden.tanh()).square().mean()
+
+
+class Codebook(nn.Module):
+    """Keeps what no optimizer updates: averages over all replicas in buffers, as SyncBatchNorm and codebooks do, a slow
+    copy of its weights in a frozen parameter, and what each replica has by itself, as BatchNorm does."""
+
+    def __init__(self, group: ftcomm.Group) -> None:
+        super().__init__()
+        self._group = group
+        self.into, self.out = nn.Linear(16, 64), nn.Linear(64, 4)
+        self.slow = nn.Parameter(torch.zeros(64, 16), requires_grad=False)
+        self.own = nn.BatchNorm1d(64, affine=False)
+        self.register_buffer("means", torch.zeros(64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.arange(1000.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.into(x)
+        with torch.no_grad():
+            mean = hidden.mean(0)
+            self._group.allreduce(mean, "avg")
+            self.means.lerp_(mean, 0.1)
+            self.calls += 1
+            self.slow.lerp_(self.into.weight, 0.1)
+        return self.out((self.own(hidden) - self.means + x @ self.slow.T).tanh())
+
+
+def train_what_no_optimizer_updates(group: ftcomm.Group, notes: Notes, arguments: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    outlast(arguments["outlast"], Path(arguments["marks"]) / "go")
+    torch.manual_seed(0)
+    model = Codebook(group)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    buckets = GradientBuckets(model, group)
+    state = {"model": model, "optimizer": optimizer}
+
+    def digest_of_all() -> str:
+        held = {name: value for name, value in model.state_dict().items() if not name.startswith("own.running")}
+        return digest({"model": ValueEntry(held), "optimizer": optimizer})
+
+    for step in steps_until_told(group, arguments, state):
+        generator = torch.Generator().manual_seed(1000 * step + group.replica)
+        model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        buckets.wait()
+        optimizer.step()
+        buckets.zero_grad()
+        notes.write(kind="step", step=step, digest=digest_of_all() if group.contributes else "")
+    notes.write(kind="final", digest=digest_of_all(), contributes=group.contributes)

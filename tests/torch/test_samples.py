@@ -13,8 +13,8 @@ from torch import nn
 from ftcomm.control import dropped
 from ftcomm.errors import StateError
 from ftcomm.training import samples
-from ftcomm.training.catchup_protocol import CatchUpDone, SampleDigests, Wait, receive, send
-from ftcomm.training.samples import SampleSource, compare
+from ftcomm.training.catchup_protocol import CatchUpDone, SampleOffer, Wait, receive, send
+from ftcomm.training.samples import SampleSource
 from ftcomm.training.state import sampled
 from tests.unit.test_catchup import Network, Node, view
 
@@ -31,11 +31,13 @@ class Rank(Node):
 def training(updates=3, lr=0.1, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = torch.optim.swa_utils.AveragedModel(model)
     for update in range(updates):
-        for p in model.parameters():
+        for p in trained:
             p.grad = torch.full_like(p, 1.0 + update)
         optimizer.step()
         scheduler.step()
@@ -48,8 +50,11 @@ def sources(network, state, replicas=(0, 1, 2), step=STEP):
         SampleSource(Rank(network, replica), state).at_boundary(step, view(replicas, BEHIND))
 
 
-def ask(network, state, contributing=(0, 1, 2)):
-    compare(Rank(network, BEHIND[0]), state, STEP, view(contributing, BEHIND))
+def ask(network, state, contributing=(0, 1, 2), step=STEP, **how):
+    """What a joiner does that has caught up."""
+    here = Rank(network, BEHIND[0])
+    answer = samples.ask(here, state, step, view(contributing, BEHIND), **how)
+    samples.settle(here, state, step, answer, compares=True)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +78,84 @@ def test_what_differs_is_named(change, wrong):
         ask(network, here)
 
 
-def test_buffers_are_those_of_each_replica():
+def run_forward(state, seed):
+    """Change what no optimizer updates."""
+    with torch.no_grad():
+        state["model"][1].running_mean += seed
+        state["average"].module[1].running_mean += 2 * seed
+        state["model"].frozen *= seed
+
+
+def values_of_rest(state):
+    model, average = state["model"], state["average"].module
+    return [model[1].running_mean.tolist(), average[1].running_mean.tolist(), model.frozen.tolist()]
+
+
+def test_what_no_optimizer_updates_is_taken_as_it_is_now():
+    network, there, here = Network(), training(), training()
+    source = SampleSource(Rank(network, 0), there)
+    for step in (STEP - 1, STEP):
+        source.at_boundary(step, view((0,), BEHIND))
+        run_forward(there, 3.0)
+        run_forward(here, 5.0)
+    source.at_boundary(STEP + 1, view((0,), BEHIND))
+    copied = network.handlers[0].__self__._kept[STEP + 1].rest.tensors
+    assert sorted(held.numel() for held in copied) == [3, 7, 7], "more than what has moved was copied"
+    ask(network, here, (0,), STEP + 1)
+    assert values_of_rest(here) == values_of_rest(there)
+    weights = [state["model"][0].weight.detach().clone() for state in (here, there)]
+    assert torch.equal(*weights)
+
+
+def test_what_only_the_joiner_has_changed_is_found():
     network, here = Network(), training()
-    here["model"][1].running_mean.add_(1.0)
     sources(network, training())
-    ask(network, here)
+    here["model"][1].running_mean[3] += 1.0
+    with pytest.raises(StateError, match="its 'model' differ from what replica 0 has"):
+        ask(network, here)
+
+
+def test_who_gets_no_buffers_does_not_contribute():
+    network, here = Network(), training()
+    with pytest.raises(StateError, match="no replica could give it the buffers and frozen parameters as they are now"):
+        ask(network, here, ())
+
+
+def test_after_the_last_step_sources_stay_until_all_have_asked(monkeypatch):
+    monkeypatch.setattr(samples, "_patience", lambda group: 1000.0)
+    network, state, over = Network(), training(), threading.Event()
+    made = [SampleSource(Rank(network, replica), state) for replica in (0, 1)]
+    for source in made:
+        source.at_boundary(STEP, view((0, 1), BEHIND))
+    threads = [threading.Thread(target=source.linger, daemon=True) for source in made]
+    for thread in threads:
+        thread.start()
+    over.wait(0.2)
+    assert all(thread.is_alive() for thread in threads)
+    ask(network, training(), (0, 1), all_of_them=True)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_after_the_last_step_nobody_is_waited_for_who_left_or_does_not_ask(monkeypatch):
+    network, state = Network(), training()
+    source = SampleSource(Rank(network, 0, members=(0, 1, 2)), state)
+    source.at_boundary(STEP, view((0,), BEHIND))
+    source.linger()
+    source = SampleSource(Rank(network, 0), state)
+    source.at_boundary(STEP, view((0,), BEHIND))
+    monkeypatch.setattr(samples, "_patience", lambda group: 0.05)
+    source.linger()
+
+
+def without_modules():
+    return {name: each for name, each in training().items() if name in ("optimizer", "scheduler")}
 
 
 def test_a_source_that_died_or_lies_is_left_out(caplog):
-    network, here = Network(), training()
-    sources(network, training())
+    network, here = Network(), without_modules()
+    sources(network, without_modules())
     network.dead.add(0)
 
     def lies(sock, fields):
@@ -108,20 +181,22 @@ def test_a_source_answers_when_it_has_come_to_that_boundary(monkeypatch):
     source = SampleSource(Rank(network, 0), state)
     source.at_boundary(STEP - 1, view((0,), BEHIND))
     here, there = socket.socketpair()
-    threading.Thread(target=network.handlers[0], args=(there, {"step": STEP}), daemon=True).start()
+    threading.Thread(
+        target=network.handlers[0], args=(there, {"step": STEP, "replica": BEHIND[0]}), daemon=True
+    ).start()
     here.settimeout(60)
     assert isinstance(receive(here), Wait)
     source.at_boundary(STEP, view((0,), BEHIND))
     while isinstance(frame := receive(here), Wait):
         pass
-    assert isinstance(frame, SampleDigests)
-    assert set(frame.digests) == {"optimizer", "scheduler", "average"}
+    assert isinstance(frame, SampleOffer)
+    assert set(frame.digests) == {"model", "optimizer", "scheduler", "average"}
 
 
 def test_a_source_that_stays_away_is_not_waited_for_without_end(monkeypatch, caplog):
     monkeypatch.setattr(samples, "_WAIT", 0.01)
-    network, here = Network(), training()
-    sources(network, training(), (0,), STEP - 1)
+    network, here = Network(), without_modules()
+    sources(network, without_modules(), (0,), STEP - 1)
     monkeypatch.setattr(samples, "_patience", lambda group: 0.05)
     with caplog.at_level(logging.INFO):
         ask(network, here, (0,))

@@ -110,6 +110,32 @@ def test_a_joiner_that_did_something_else_is_stopped_before_it_contributes(tmp_p
         end_together(job, {0})
 
 
+@pytest.mark.parametrize("ends", ["in the middle", "while one is behind"])
+def test_what_no_optimizer_updates_is_that_of_the_others(tmp_path: Path, ends: str) -> None:
+    late = ends == "while one is behind"
+    body, outlasts = bodies.train_what_no_optimizer_updates, math.inf if late else 4
+    with Job(tmp_path, replicas=3, body=body, steps=ENDLESS, outlast=outlasts) as job:
+        job.wait_contributing({0, 1, 2})
+        for victim in (1,) if late else (1, 0):
+            stepped(job, 3, {0, 1, 2})
+            seen = len(job.events)
+            job.kill(victim)
+            job.start(victim)
+            if late:
+                job.wait_event("joiner", lambda events, seen=seen: catching_up(1)(events[seen:]))
+                stepped(job, 5, {0, 1, 2})
+                (tmp_path / "over").touch()
+            else:
+                job.wait_contributing({0, 1, 2}, since=seen)
+        if late:
+            for replica in range(3):
+                assert job.join(replica) == [0], job.errors()
+            assert len({note["digest"] for note in finals(job)}) == 1
+        else:
+            stepped(job, 3, {0, 1, 2})
+            end_together(job, {0, 1, 2})
+
+
 @pytest.mark.protocol
 def test_two_joiners_at_once_and_a_source_that_dies(tmp_path: Path) -> None:
     with Job(tmp_path, replicas=4, body=bodies.train, steps=ENDLESS, outlast=math.inf) as job:
