@@ -1,4 +1,4 @@
-"""What every measurement with replicas refuses before it starts anything, in the same words."""
+"""Checks that every measurement with replicas makes before it starts anything, with the same errors."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class CollectiveTask(msgspec.Struct, frozen=True):
-    """What the ranks of all libraries measure; written by the command, read by each rank."""
+    """The task of the ranks of all libraries; written by the command, read by each rank."""
 
     collective: str
     ranks: int
@@ -450,7 +450,7 @@ class _Contest:
             errors.update(self._errors)
 
     async def _lose(self, job: str, why: str) -> None:
-        """What hangs may well do so on a core that the others need."""
+        """End one that hangs: it may do so on a core that the others need."""
         await self._stacks[job].aclose()
         self._errors.update({who: why for who in self._contestants if who.job == job})
 

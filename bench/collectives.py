@@ -1,4 +1,4 @@
-"""What the collectives have in common for a measurement: sizes, bandwidths, bytes that have to be moved, right results.
+"""Knows the collectives as a measurement needs them: sizes, bandwidths, bytes that have to be moved, right results.
 
 A size is that of nccl-tests: of the whole array, the one that holds the data of all ranks where there are two.
 

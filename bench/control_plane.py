@@ -83,7 +83,7 @@ class ControlRequest:
 
 
 class ControlCost(msgspec.Struct, frozen=True):
-    """What one part has used: the coordinator, the busiest leader, or all light ranks together."""
+    """The cost of one part: the coordinator, the busiest leader, or all light ranks together."""
 
     what: str  # the fault, or "start", or "rest"
     part: str
@@ -241,7 +241,7 @@ class Emulation:
         return dict(zip(here, used, strict=True))
 
     async def _cost(self, what: str, before: dict[ControlPart, dict[str, Any]], since: float) -> None:
-        """What was used since then, by those that are there now."""
+        """Note what was used since then, by those that are there now."""
         after, seconds = await self._usage(), time.monotonic() - since
         nothing: dict[str, Any] = {"cpu": 0.0, "carried": {}}
 
@@ -249,7 +249,7 @@ class Emulation:
             return float(after[part]["cpu"] - before.get(part, nothing)["cpu"])
 
         def megabytes(part: ControlPart, way: int) -> float:
-            """What went out (0) or came in (1) over the connections that are open now."""
+            """Returns what went out (0) or came in (1) over the connections that are open now."""
             known = before.get(part, nothing)["carried"]
             new = (both[way] - known.get(name, (0, 0))[way] for name, both in after[part]["carried"].items())
             return sum(new) / 1e6

@@ -239,7 +239,7 @@ class ViewsJob:
             self._later(self._from_rank, replica, shard, m.encode(answer))
 
     def _answers(self, replica: _Replica, shard: int, message: m.Message) -> Iterable[m.Message]:
-        """What a rank says at once."""
+        """Returns what a rank says at once."""
         if isinstance(message, m.Prepare):
             replica.promised = message.proposal
             return (m.Promise(message.proposal, True, STEP),)

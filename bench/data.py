@@ -25,7 +25,7 @@ _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "floa
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What each of `ranks` ranks holds, and what all hold after any number of all-reduces in a row."""
+    """Knows what each of `ranks` ranks holds, and what all hold after any number of all-reduces in a row."""
 
     ranks: int
     dtype: str  # of FLOATS or INTEGERS
@@ -64,7 +64,7 @@ class Pattern:
         x[whole:].copy_(row[: x.numel() - whole])
 
     def wrong(self, x: torch.Tensor, ops: int, start: int = 0) -> int:
-        """How many elements of `x` (count,) are not what `ops` all-reduces give; exact where the arithmetic is.
+        """Returns how many elements of `x` (count,) are not what `ops` all-reduces give; exact where the arithmetic is.
 
         `start` is the place of its first element in the whole array.
         """

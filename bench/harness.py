@@ -1,4 +1,4 @@
-"""What an experiment declares, and everything that follows from it.
+"""Runs an experiment: says what it declares, and does everything that follows from it.
 
 An experiment is one file with one `Experiment` in it. Its request is a frozen dataclass whose fields are the options
 of the command (`option`), checked by `check` and made small by `smoke`; its docstring is the help text. `measure` is
@@ -109,7 +109,7 @@ def figure_text(value: float | None, none: str = "never") -> str:
 
 
 class BenchReport:
-    """What was measured by now. Experiments add to it from one thread."""
+    """Collects what was measured by now. Experiments add to it from one thread."""
 
     def __init__(
         self,

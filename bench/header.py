@@ -1,4 +1,4 @@
-"""What a figure is worth without: where, when, with which versions and by which command it was measured."""
+"""Notes what a figure is worth nothing without: where, when, with which versions and by which command it was measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def header_lines(fields: dict[str, str | int | float]) -> list[str]:
 
 
 def device_fields() -> dict[str, str | int | float]:
-    """What figures of kernels depend on beside it. Imports torch; asks the driver, which may take a second."""
+    """Returns what figures of kernels depend on beside it. Imports torch; asks the driver, which may take a second."""
     import torch
 
     there = torch.cuda.is_available()

@@ -90,7 +90,7 @@ class Tail(Generic[Record]):
         self._decoder = msgspec.json.Decoder(kind)
 
     def read(self) -> list[Record]:
-        """What came since the last call; a line that is not complete is left for the next."""
+        """Returns what came since the last call; a line that is not complete is left for the next."""
         found: list[Record] = []
         for path, place in self._places.items():
             if not path.exists():
@@ -105,8 +105,8 @@ class Tail(Generic[Record]):
 
 
 class Records:
-    """What one rank writes down. One write a record, so that no reader, and no later process of this rank, sees half of
-    one."""
+    """The records that one rank writes down. One write a record, so that no reader, and no later process of this rank,
+    sees half of one."""
 
     def __init__(self, folder: str, number: int) -> None:
         self._file = records_path(folder, number).open("ab", buffering=0)

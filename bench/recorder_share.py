@@ -1,4 +1,4 @@
-"""What the flight recorder takes of a training step: a part of `ftcomm bench overhead`.
+"""Measures what the flight recorder takes of a training step: a part of `ftcomm bench overhead`.
 
     op       what a rank records of an op that no fast path takes: where it is called, the call, the first post, the
              arrival of all, and the return

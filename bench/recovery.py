@@ -182,7 +182,7 @@ def summaries(events: Sequence[Event]) -> list[Summary]:
 
 
 def good(summary: Summary) -> bool:
-    """What ftcomm promises; of its peers it is not asked."""
+    """Whether it went as ftcomm promises; peers are not asked for that."""
     every = summary.completed == summary.equal == summary.kills
     lost = summary.wrong or summary.steps_lost or summary.over_bound
     return summary.library != "ftcomm" or (every and not lost)

@@ -63,7 +63,7 @@ class StragglersRequest:
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What was said at one look. `named` has the replicas, `slowdowns` all of them in order."""
+    """The answer of one look. `named` has the replicas, `slowdowns` all of them in order."""
 
     seconds: float  # since the first step
     part: str  # "even" or "slow"
@@ -73,7 +73,8 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """How many steps the slow replica had taken when the recordings were enough to name it; None: it was not named."""
+    """Says how many steps the slow replica had taken when the recordings were enough to name it; None: it was not
+    named."""
 
     replica: int
     steps: int | None

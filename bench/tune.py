@@ -131,8 +131,8 @@ class SwitchPoint(msgspec.Struct, frozen=True):
 
 
 def switch(first: Sequence[float], second: Sequence[float]) -> int:
-    """How many of the sizes, from the smallest on, go the first way, so that the least is lost over all of them: one
-    size at which the machine was disturbed moves nothing. Pure."""
+    """Returns how many of the sizes, from the smallest on, go the first way, so that the least is lost over all of
+    them: one size at which the machine was disturbed moves nothing. Pure."""
 
     def lost(taken: int) -> float:
         return sum(math.log(a if i < taken else b) for i, (a, b) in enumerate(zip(first, second, strict=True)))
@@ -159,7 +159,7 @@ def points(blocks: Iterable[TurnBlock], request: TuneRequest) -> list[SwitchPoin
 
 
 def to_file(points: Iterable[SwitchPoint], links: Links | None, before: File, header: Mapping[str, Any]) -> File:
-    """What the file says from now on: what was measured, and of the rest what it said before. Pure."""
+    """Returns what the file says from now on: what was measured, and of the rest what it said before. Pure."""
     measured = dict(before.measured)
     one, far, ring, levels = (
         dict(sizes)
@@ -196,7 +196,7 @@ def to_file(points: Iterable[SwitchPoint], links: Links | None, before: File, he
 
 
 def before(path: Path) -> File:
-    """What is in the file now, or nothing. Raises `SettingsError` if it is another file."""
+    """Returns what is in the file now, or nothing. Raises `SettingsError` if it is another file."""
     if not path.exists() or not path.stat().st_size:
         return File(1)
     try:

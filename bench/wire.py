@@ -138,7 +138,7 @@ class WireTask(baseline.BaselineTask, frozen=True, kw_only=True):
 
 
 class Waited(msgspec.Struct, frozen=True, tag=True):
-    """What a rank did while it waited for another one in an op."""
+    """Says what a rank did while it waited for another one in an op."""
 
     rank: int
     seconds: float
@@ -169,7 +169,7 @@ class Idle(msgspec.Struct, frozen=True):
 
 
 class Network(msgspec.Struct, frozen=True):
-    """What the process that stands for the network did, which must not be the limit."""
+    """Says what the process that stands for the network did, which must not be the limit."""
 
     ranks: int
     forwarded: int  # packets
@@ -210,7 +210,7 @@ async def _measure_job(request: WireRequest, ranks: int, report: BenchReport, pr
 
 
 class Watched:
-    """What has been seen of a relay, by now."""
+    """Says what has been seen of a relay, by now."""
 
     def __init__(self, ranks: int) -> None:
         self.network: Network | None = None

@@ -1,5 +1,5 @@
-"""What the machines of a rank want done: a `Machine` decides, its `Node` hands the action on, and the driver carries it
-out."""
+"""The actions that the machines of a rank ask for: a `Machine` decides, its `Node` hands the action on, and the driver
+carries it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica must have in common with its job. Pure."""
+"""Checks what a replica must have in common with its job. Pure."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LONGEST = 400  # characters of a complaint that are passed on
 
 
 class Removal(enum.Enum):
-    """Why a replica was removed that is not known to have ended."""
+    """The reason for which a replica was removed that is not known to have ended."""
 
     SILENCE = "silence"  # it is not heard, or not all of its ranks are
     UNREACHABLE = "unreachable"  # it and another one cannot reach each other

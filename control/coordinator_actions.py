@@ -1,4 +1,4 @@
-"""What the coordinator wants done, in order; `ftcomm.control.server` carries it out."""
+"""The actions that the coordinator asks for, in order; `ftcomm.control.server` carries it out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Persist:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """What ranks have said that cannot start, for a restarted coordinator."""
+    """Keep the reasons of ranks that cannot start, for a restarted coordinator."""
 
     reports: tuple[Unstarted, ...]
 

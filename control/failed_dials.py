@@ -1,4 +1,4 @@
-"""What follows when a member cannot be reached: it depends on what the failure says. Pure.
+"""Decides what follows when a member cannot be reached, by what the failure says. Pure.
 
 OTHER         no kernel answers there, or another process does: the two cannot reach each other, and the
               coordinator is told so at once

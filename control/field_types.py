@@ -1,4 +1,4 @@
-"""What numbers, texts and lists from the network may be, as types that msgspec checks while it decodes.
+"""The bounds of numbers, texts and lists from the network, as types that msgspec checks while it decodes.
 
 So the state machines may trust ranges as they trust types. The bounds are far above what any job needs, and far below
 what would hurt: a word of shared memory holds an epoch in 21 bits, and no list makes more of the bytes that it came in

@@ -85,7 +85,7 @@ class Losses:
 
 
 def _about(loss: Loss) -> _About:
-    """What `loss` says of which life. Two that say the same differ in the rank that they are about."""
+    """Returns what `loss` says of which life. Two that say the same differ in the rank that they are about."""
     what = loss.proof if isinstance(loss, m.Suspect) else loss.epoch
     return type(loss).__name__, loss.replica, loss.incarnation, str(what)
 

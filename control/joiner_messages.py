@@ -1,4 +1,4 @@
-"""What the coordinator tells replicas that wait to join: for what they wait, or that they need not. Pure."""
+"""Tells replicas that wait to join what they wait for, or that they need not. Pure."""
 
 from __future__ import annotations
 

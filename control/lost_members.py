@@ -13,7 +13,7 @@ from ftcomm.control.views import View
 
 
 class LostMembers:
-    """What the loss of members brings about."""
+    """Decides what follows from the loss of members."""
 
     def __init__(
         self, known: KnownJob, joiner_messages: JoinerMessages, decisions: Decisions, changes: BoundaryChanges

@@ -1,4 +1,4 @@
-"""Why a rank is not, or no longer, part of its job."""
+"""The errors of a rank that is not, or no longer, part of its job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How long this process has run, and waits that are measured by it. It reads no clock: it is told the time, or given a
-clock."""
+"""Measures how long this process has run, and waits by it. It reads no clock: it is told the time, or given a clock."""
 
 from __future__ import annotations
 

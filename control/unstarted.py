@@ -1,4 +1,4 @@
-"""What ranks have said that cannot start, and whom it concerns. Pure.
+"""Keeps the reasons of ranks that cannot start, and tells whom they concern. Pure.
 
     the other ranks of its replica   they live and die as one
     all other replicas               if trying again is of no use (`lasting`), and there is no view yet: the first one
@@ -49,7 +49,7 @@ class NamedRank(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> handshake.Fields:
-        """What names the rank in an opening."""
+        """Returns the fields that name the rank in an opening."""
         named: handshake.Fields = {"replica": self.replica, "shard": self.shard}
         return {**named, "leader": self.leader} if self.leader else named
 

@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What the launcher and a coordinator on its own have in common."""
+    """Adds the options that the launcher and a coordinator on its own have in common."""
     for option in reversed(
         (
             click.option(

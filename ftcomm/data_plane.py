@@ -23,12 +23,12 @@ log = logging.getLogger("ftcomm")
 
 
 def expelled(who: str, reason: str, ending: m.Ending) -> ExpelledError:
-    """What a rank raises that is told this by the job."""
+    """Returns the error that a rank raises when the job tells it this."""
     return TooLateError(f"{who} came too late: {reason}") if ending is m.Ending.TOO_LATE else ExpelledError(reason)
 
 
 class LocalDataPlane:
-    """What the control thread drives (`ftcomm.control.engine.Engine`) of rank `rank` of a replica.
+    """The `ftcomm.control.engine.Engine` that the control thread drives, of rank `rank` of a replica.
 
     `dial(there, fields)` connects to the same rank of another replica, `on_view` is told of every view before any op
     runs in it, `on_failed` of the error with which this rank ends.
@@ -65,7 +65,7 @@ class LocalDataPlane:
         return self._exchange.progress()
 
     def stalls(self, seconds: float) -> tuple[int, tuple[int, ...]] | None:
-        """What `waiting` says of this group or of another one of this rank. Any thread."""
+        """Returns what `waiting` says of this group or of another one of this rank. Any thread."""
         return self._communicator.router.waiting(seconds)
 
     def awaited(self) -> dict[int, float]:

@@ -67,7 +67,7 @@ CODES: dict[str, int] = {dtype.name: dtype.code for dtype in HOST_DTYPES.values(
 
 
 def unsupported(dtype: str, op: str, dtypes: Mapping[str, Dtype] = DTYPES) -> str | None:
-    """Why arrays of `dtype`, one of `dtypes`, cannot be reduced with `op`, with the mend; None if they can."""
+    """Returns why arrays of `dtype`, one of `dtypes`, cannot be reduced with `op`, with the mend; None if they can."""
     if op not in OPS:
         return f"op={op!r} is not known; use one of {', '.join(OPS)}."
     if dtype not in dtypes:

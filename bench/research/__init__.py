@@ -1,1 +1,1 @@
-"""What disturbed trainings learn, a simulated fleet, and the page of all results: experiments beside the library."""
+"""Experiments beside the library: what disturbed trainings learn, a simulated fleet, and the page of all results."""

@@ -136,7 +136,7 @@ class AccuracyTask(TrainingTask, frozen=True, kw_only=True):
 
 
 class Absences:
-    """What this process has to do about its own absences and those of the others."""
+    """Does what this process has to do about its own absences and those of the others."""
 
     def __init__(self, task: AccuracyTask, records: RankRecords) -> None:
         self._records = records

@@ -1,4 +1,4 @@
-"""What a training that was disturbed came to, beside the same undisturbed: for `ftcomm bench accuracy` and
+"""Compares what a training that was disturbed came to, beside the same undisturbed: for `ftcomm bench accuracy` and
 `ftcomm bench hsdp`."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COMMON = ("steps", "width", "layers", "batch", "validate_every", "windows")  # o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRequest:
-    """What is asked for of all trainings that are compared. `kinds` are the ways in which they are disturbed, if at
-    all; each is done with each of the seeds."""
+    """Says what is asked for of all trainings that are compared. `kinds` are the ways in which they are disturbed, if
+    at all; each is done with each of the seeds."""
 
     width: int
     layers: int = option(2)
@@ -129,7 +129,7 @@ def compare(runs: Sequence[Run], reference: str = UNDISTURBED) -> list[Compariso
 
 
 def summary(records: Sequence[Record], replicas: int, ranks: int, steps: int, windows: int, **other: Any) -> Run:
-    """What the ranks wrote down, as a `Run`. Pure."""
+    """Returns what the ranks wrote down, as a `Run`. Pure."""
     settled = [record for record in records if isinstance(record, Settled)]
     outcomes: dict[int, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
     lives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -238,7 +238,7 @@ async def train(
 
 
 class Follower:
-    """What the ranks of a running training have written down. Nobody waits long in which nothing happens."""
+    """Reads what the ranks of a running training write down, and gives up if nothing happens for long."""
 
     def __init__(self, job: Observer[Record]) -> None:
         self.job = job
@@ -319,7 +319,7 @@ def comparison_line(one: Comparison) -> str:
 
 
 def faults(runs: Sequence[Run]) -> list[str]:
-    """What was not kept, for people."""
+    """Returns what was not kept, for people."""
     return [
         f"# {run.kind}, seed {run.seed}: {run.lost} steps lost, {run.discarded} discarded, {run.disputed} disputed, "
         f"{run.deaths} deaths of {run.kills} kills, final states {'equal' if run.equal else 'DIFFER'}"

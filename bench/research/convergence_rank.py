@@ -1,5 +1,5 @@
-"""What the ranks of `accuracy` and `hsdp` have in common: what they write down, and how they measure the
-loss on text that was held out.
+"""The common part of the ranks of `accuracy` and `hsdp`: what they write down, and how they measure the loss on text
+that was held out.
 
 Nobody waits for the command that reads the records of the ranks, and what a rank wrote before it was killed is there.
 """

@@ -66,7 +66,7 @@ def start_share(gpus: int) -> float:
 
 
 class FleetPipeline(msgspec.Struct, frozen=True):
-    """What a failure costs. All stand still for `stall`; the replica that was hit is away for `away` seconds."""
+    """The cost of a failure. All stand still for `stall`; the replica that was hit is away for `away` seconds."""
 
     name: str
     replicas: int  # that are lost one by one; 1: all restart

@@ -478,7 +478,7 @@ PICTURES: dict[Section, Picture] = {
 
 
 def _picture(kind: str, result: Result) -> Picture | None:
-    """What is drawn of the newest result of a kind, if anything."""
+    """Returns what is drawn of the newest result of a kind, if anything."""
     picture = PICTURES.get(SECTIONS[kind][2]) if kind in SECTIONS else None
     return picture if picture and picture.fits(result.data) else None
 

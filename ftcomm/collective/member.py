@@ -1,5 +1,6 @@
-"""What a member of a group keeps from view to view, and how it goes from one to the next, whoever runs its ops: the
-host (`ftcomm.collective.core`) or a kernel (`ftcomm.engines.gpu_kernel`). And the part of its engine that is the same.
+"""Keeps what a member of a group has from view to view, and says how it goes from one to the next, whoever runs its
+ops: the host (`ftcomm.collective.core`) or a kernel (`ftcomm.engines.gpu_kernel`). And the part of its engine that is
+the same.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def group_view(
     hierarchical: bool,
     tuning: Tuning,
 ) -> GroupView:
-    """What all members find alike. Large all-reduces go by a `ring`, or, if `hierarchical`, by hosts."""
+    """Returns the view of the group, which all members make alike. Large all-reduces go by a `ring`, or, if
+    `hierarchical`, by hosts."""
     return GroupView(
         epoch,
         me,

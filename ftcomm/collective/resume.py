@@ -1,4 +1,5 @@
-"""What is left to do of the ops in flight after a view change: a pure function of what the members say they hold.
+"""Computes what is left to do of the ops in flight after a view change: a pure function of what the members say they
+hold.
 
     some member has returned the op     it is FINAL everywhere (an op returns only when all hold it): it is done
     every member holds the chunk FINAL  nothing

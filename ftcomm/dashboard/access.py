@@ -25,7 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Reply(enum.Enum):
-    """What becomes of a request."""
+    """The answer to a request."""
 
     SERVED = 200
     LOGIN = 303  # the token was in the address: set the cookie, and send the browser to the page
@@ -34,7 +34,7 @@ class Reply(enum.Enum):
 
 
 class Judgement(NamedTuple):
-    """What was decided, and the reason of a refusal."""
+    """The decision, and the reason of a refusal."""
 
     reply: Reply
     why: str = ""

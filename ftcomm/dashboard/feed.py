@@ -126,7 +126,7 @@ class Feed:
 
 
 class Changes:
-    """What one page has not seen yet: the fields that have changed since it was told."""
+    """Finds what one page has not seen yet: the fields that have changed since it was told."""
 
     def __init__(self) -> None:
         self._told: dict[str, bytes] = {}

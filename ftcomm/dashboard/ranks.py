@@ -1,5 +1,5 @@
-"""What the ranks of this host wait for, as their recordings say: for how long each, and one of them in words, with its
-stacks."""
+"""Finds what the ranks of this host wait for, as their recordings say: for how long each, and one of them in words,
+with its stacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_RECORDING = "This host has no recording of this rank: look on its own host, w
 
 
 class RankDetail(msgspec.Struct, frozen=True):
-    """What a rank does, in lines. Of one that is not `recorded` on this host nobody can be asked for its stacks."""
+    """Says what a rank does, in lines. One that is not `recorded` on this host cannot be asked for its stacks."""
 
     rank: int
     lines: list[str]

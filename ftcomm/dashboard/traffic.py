@@ -29,7 +29,7 @@ TWO_SHOT = ("two-shot", "compressed two-shot")
 
 
 class TrafficLink(msgspec.Struct, frozen=True, array_like=True):
-    """What comes from one replica to another: bytes a second of all ranks, and the largest share of the time in which
+    """The traffic from one replica to another: bytes a second of all ranks, and the largest share of the time in which
     an op of a rank waited for these data alone, though all had called it."""
 
     source: int

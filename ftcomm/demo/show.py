@@ -298,7 +298,7 @@ class Demo:
         return "no: " + (", ".join(f"replica {n}: {value}" for n, value in sorted(hashes.items())) or "none reported")
 
     def _missing(self, code: int) -> list[str]:
-        """What should have happened and did not."""
+        """Returns what should have happened and did not."""
         story = self.story
         checks = {
             f"the job ended with exit code {code}": code != 0,

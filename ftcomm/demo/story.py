@@ -1,4 +1,5 @@
-"""What happened in a run of the demo, put together from its events: curves, the state of each replica, the recovery."""
+"""Tells what happened in a run of the demo, put together from its events: curves, the state of each replica, the
+recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each replica of the demo runs: data-parallel training of a small language model.
+"""The script of each replica of the demo: data-parallel training of a small language model.
 
     ftcomm run --replicas 4 -m ftcomm.demo.train --steps 200
 

@@ -1,4 +1,4 @@
-"""Why a job stands still: the kinds of verdicts, what each means, and what a person can do about it."""
+"""The causes for which a job stands still: the kinds of verdicts, what each means, and what a person can do about it."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ _NAME = re.compile(r"replica-(\d+)\.rank-(\d+)\.pid-(\d+)" + re.escape(SUFFIX))
 
 
 class ReplicaPlace(msgspec.Struct, frozen=True):
-    """What the launcher knows of a replica. `pids` has the living ranks on this host; a replica whose host nobody
-    asked is not `reached`."""
+    """Where the facts of a replica are found, as the launcher knows it. `pids` has the living ranks on this host; a
+    replica whose host nobody asked is not `reached`."""
 
     replica: int
     member: bool
@@ -69,7 +69,7 @@ class ReplicaPlace(msgspec.Struct, frozen=True):
 
 
 class JobPlace(msgspec.Struct, frozen=True):
-    """What the launcher knows of a job; see `JobFacts` for the times."""
+    """The places of all replicas of a job, as the launcher knows them; see `JobFacts` for the times."""
 
     run: str
     folder: Path  # of the recordings

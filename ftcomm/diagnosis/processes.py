@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this user: its state, whether it gets a CPU, and which full disks it writes to.
+"""Asks the kernel about a process of this user: its state, whether it gets a CPU, and which full disks it writes to.
 
 Read from /proc, so that it works on a process that is frozen, dead or holds its interpreter. Nothing here waits for
 the process, and it notices nothing.
@@ -54,8 +54,8 @@ class ProcessFacts(msgspec.Struct, frozen=True):
 
 
 class ThreadTimes(msgspec.Struct, frozen=True):
-    """What the scheduler has given to a thread so far: nanoseconds on a CPU, and ready without one, which the kernel
-    counts when it gets one. `slept`: how often it went to sleep."""
+    """The time that the scheduler has given to a thread so far: nanoseconds on a CPU, and ready without one, which the
+    kernel counts when it gets one. `slept`: how often it went to sleep."""
 
     ran: int
     delayed: int

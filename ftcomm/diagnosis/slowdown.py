@@ -46,9 +46,9 @@ class StepTimes(msgspec.Struct, frozen=True):
 
 
 class SlowdownOfRank(msgspec.Struct, frozen=True):
-    """How a rank keeps up. `share` is the share of all time in which the others waited for it alone to come,
-    `network` the share in which members that had all come waited for it. `named`: "compute", "network", or "";
-    `since` is the step or op from which on that holds."""
+    """The slowdown of one rank. `share` is the share of all time in which the others waited for it alone to come,
+    `network` the share in which members that had all come waited for it. `named`: "compute", "network", or ""; `since`
+    is the step or op from which on that holds."""
 
     rank: Rank
     host: str
@@ -62,7 +62,7 @@ class SlowdownOfRank(msgspec.Struct, frozen=True):
 
 
 class SlowdownOfGroup(msgspec.Struct, frozen=True):
-    """How the members of a group keep up, those first that cost most; and what hosts and racks cost, by share."""
+    """The slowdowns of the members of a group, those first that cost most; and what hosts and racks cost, by share."""
 
     group: str
     steps: int

@@ -13,8 +13,8 @@ Calls = Mapping[Rank, OpFacts]
 
 
 class Unlike(NamedTuple):
-    """What members called as the same op. `odd` are those whose call differs from that of most, all if there is no
-    majority."""
+    """The calls that members made as the same op, and that differ. `odd` are those whose call differs from that of
+    most, all if there is no majority."""
 
     made: tuple[tuple[Rank, OpFacts], ...]
     odd: tuple[Rank, ...]

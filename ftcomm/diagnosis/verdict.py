@@ -34,10 +34,10 @@ CUT_RETRIES, CUT_LOST = 2, 2  # a segment was sent again, and none came, so ofte
 
 
 class StallVerdict(msgspec.Struct, frozen=True):
-    """Why a job stands still. `culprits` are (replica, rank); `since` is in seconds since 1970, None if nobody waits;
-    `removal` are the earliest and the latest time at which they are removed, or `removed` in their place, if that
-    comes. `gives_up` says when a wait fails by itself, and which. `who`, `others` and `remedy` are sentences for
-    people."""
+    """The reason for which a job stands still. `culprits` are (replica, rank); `since` is in seconds since 1970, None
+    if nobody waits; `removal` are the earliest and the latest time at which they are removed, or `removed` in their
+    place, if that comes. `gives_up` says when a wait fails by itself, and which. `who`, `others` and `remedy` are
+    sentences for people."""
 
     cause: str  # a value of `StallCause`
     culprits: tuple[Rank, ...] = ()

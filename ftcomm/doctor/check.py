@@ -1,4 +1,4 @@
-"""What a check of the doctor finds: a name, a verdict, what was seen, and what to do about it."""
+"""The finding of a check of the doctor: a name, a verdict, what was seen, and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks on several hosts need of the network: an address, a way to the coordinator and to each other, free ports.
+"""Checks what ranks on several hosts need of the network: an address, a way to the coordinator and to each other, free
+ports.
 
 `ftcomm doctor --serve` on one host and `ftcomm doctor --peer THERE` on another try the way between the two, with the
 handshake that all connections of ftcomm begin with, so that a wrong token, another version and packets that get lost

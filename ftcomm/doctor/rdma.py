@@ -1,4 +1,4 @@
-"""What the transport by NIXL needs: the library, UCX's devices, RDMA, locked memory. And how fast it is to oneself."""
+"""Checks what the transport by NIXL needs (the library, UCX's devices, RDMA, locked memory), and how fast a put is."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def locked_memory(limit: int | None = None, rdma: bool | None = None) -> list[Fi
 
 
 def interface(env: Mapping[str, str] | None = None, root: Path = Path("/sys/class")) -> list[Finding]:
-    """What UCX_NET_DEVICES and FTCOMM_NIXL_DEVICES name is there, and leads out of this host if it has to."""
+    """Checks that what UCX_NET_DEVICES and FTCOMM_NIXL_DEVICES name is there, and leads out of this host if it has to."""
     env = os.environ if env is None else env
     findings = []
     for variable in ("UCX_NET_DEVICES", "FTCOMM_NIXL_DEVICES"):

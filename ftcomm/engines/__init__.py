@@ -1,1 +1,1 @@
-"""What runs the ops of a group: this process, this process with a GPU that reduces, or a kernel on a GPU."""
+"""The engines, which run the ops of a group: this process, this process with a GPU that reduces, or a kernel on a GPU."""

@@ -1,4 +1,4 @@
-"""What a group asks of its engine, whichever FTCOMM_ENGINE has chosen: see `ftcomm.engines.registry`."""
+"""The interface that a group has of its engine, whichever FTCOMM_ENGINE has chosen: see `ftcomm.engines.registry`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CollectiveCall(NamedTuple):
 
 
 class CallEngine(Protocol):
-    """What the calls ask: which of them there are, and for the op of an all-reduce."""
+    """The part of an engine that calls ask: which of them there are, and for the op of an all-reduce."""
 
     by_stream: bool  # a stream of the caller's waits for an op, which may be in flight when it was waited for
 
@@ -87,7 +87,7 @@ class GroupEngine(CallEngine, Protocol):
         """Names how this engine computes: members where it is equal reduce to the same bits. "" is equal to nothing."""
 
     def exchange(self, events: Events, recorder: GroupRecorder) -> GroupExchange[Any]:
-        """What runs its ops, once, and lets `recorder` record them."""
+        """Makes the exchange that runs its ops, once, and lets `recorder` record them."""
 
     def warm(self) -> None:
         """Prepare what any op needs, before the first one. Blocks, for seconds maybe."""

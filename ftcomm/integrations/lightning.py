@@ -88,7 +88,7 @@ class ReplicaEnvironment(ClusterEnvironment):  # type: ignore[misc]
 
 
 class _Replicas(ParallelStrategy):  # type: ignore[misc]
-    """What both strategies have: a replica as the world, and steps between replicas."""
+    """The common part of both strategies: a replica as the world, and steps between replicas."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -83,7 +83,7 @@ class ReplicaConfig(TorchConfig):  # type: ignore[misc]
 
 
 class _ReplicaBackend(Backend):  # type: ignore[misc]
-    """What the controller of Ray Train does when it has started workers: all of them, or one anew."""
+    """Does what the controller of Ray Train has to do when it has started workers: all of them, or one anew."""
 
     has_replica_groups = True
 

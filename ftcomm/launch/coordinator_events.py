@@ -1,4 +1,4 @@
-"""What follows from what the coordinator says: of replicas, of views, and of the job."""
+"""Does what follows from what the coordinator says: of replicas, of views, and of the job."""
 
 from __future__ import annotations
 

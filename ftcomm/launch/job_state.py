@@ -1,4 +1,4 @@
-"""What a launcher knows of its job, and what follows from that. It does nothing, and knows no clock."""
+"""Keeps what a launcher knows of its job, and tells what follows from that. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launchers of one job tell each other. That of host 0, beside which the coordinator runs, is in the middle.
+"""The messages between the launchers of one job. That of host 0, beside which the coordinator runs, is in the middle.
 
 host 0 to others: `BeginJob`, `TurnedAway`, `CoordinatorSaid`, what the coordinator says, and `Heard`
 others to host 0: `RankFailed`, and `WhatWasHeard`, which `Heard` answers
@@ -59,8 +59,8 @@ class WhatWasHeard(Message, frozen=True):
 
 
 class Heard(Message, frozen=True):
-    """What the coordinator has heard of the present life of a replica, which is its start number `starts`. `number` is
-    that of the question."""
+    """Says what the coordinator has heard of the present life of a replica, which is its start number `starts`.
+    `number` is that of the question."""
 
     replica: t.Replica
     number: t.Proposal

@@ -84,7 +84,7 @@ class OtherHosts:
 
     @property
     def served(self) -> Mapping[str, Serve]:
-        """What host 0 serves at the port of its coordinator."""
+        """Returns what host 0 serves at the port of its coordinator."""
         return {} if self._hub is None else {LAUNCHER: self._hub.serve}
 
     async def gather(self, store: str) -> None:

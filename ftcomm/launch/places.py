@@ -1,4 +1,4 @@
-"""What each replica does in the job, and since when; a change is told to the other hosts."""
+"""Keeps what each replica does in the job, and since when; a change is told to the other hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ftcomm.launch.replica_processes import ReplicaProcesses
 
 
 class PlaceInJob(NamedTuple):
-    """What a replica does in the job: its process, and whether it is a member."""
+    """Says what a replica does in the job: its process, and whether it is a member."""
 
     state: State
     member: bool  # whether it is in the newest view

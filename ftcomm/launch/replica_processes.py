@@ -259,8 +259,9 @@ class ReplicaProcesses:
 
 
 def rank_environment(options: RunOptions, coordinator: str, token: str, job: str, store: str) -> dict[str, str]:
-    """What all ranks of a run have in common, on top of the launcher's own environment but for the token of the live
-    view: a script that prints its environment as it fails would show it to whoever may read the history."""
+    """Returns the variables that all ranks of a run have in common, on top of the launcher's own environment but for
+    the token of the live view: a script that prints its environment as it fails would show it to whoever may read the
+    history."""
     inherited = ("FTCOMM_LEADER", "FTCOMM_LEADER_FD", *torchrun.OUTER)  # of another launcher around us
     kept = os.environ.keys() - {*inherited, "FTCOMM_DASHBOARD_TOKEN"}
     environment = {name: os.environ[name] for name in kept}

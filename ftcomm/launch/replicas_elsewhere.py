@@ -1,4 +1,4 @@
-"""What follows from what the launchers of other hosts say of their replicas, and what they have to know of ours."""
+"""Does what follows from what the launchers of other hosts say of their replicas, and tells them of ours."""
 
 from __future__ import annotations
 

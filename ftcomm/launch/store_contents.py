@@ -1,4 +1,4 @@
-"""What torch's store holds, and how its clients ask for it. Pure: bytes in, bytes out.
+"""The contents of torch's store, and the requests of its clients. Pure: bytes in, bytes out.
 
 A replica that comes back finds the keys of its former life, and of the others' groups, which never change. So it meets
 under a prefix of its life (`LIFE`): the groups that its ranks make among each other begin anew. A script's own keys are

@@ -204,7 +204,7 @@ class _Client(asyncio.Protocol):
             self._store.answered()
 
     def waits(self, timer: asyncio.TimerHandle | None) -> None:
-        """What is to be done when it has waited for long; None: it waits no more."""
+        """Note what to do when it has waited for long; None: it waits no more."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = timer

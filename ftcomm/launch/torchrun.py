@@ -1,5 +1,5 @@
-"""What torchrun sets for each rank, as `ftcomm run` sets it: scripts and trainers that ask the environment who they
-are, and whether there is a launcher, find the same here."""
+"""The variables that torchrun sets for each rank, as `ftcomm run` sets them: scripts and trainers that ask the
+environment who they are, and whether there is a launcher, find the same here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTER = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELAS
 
 
 def of_job(options: RunOptions, job: str, store: str) -> dict[str, str]:
-    """What all ranks have alike. `store`: host:port of torch's store."""
+    """Returns the variables that all ranks have alike. `store`: host:port of torch's store."""
     host, port = split_endpoint(store, "FTCOMM_STORE")
     size, node = str(options.replicas * options.ranks_per_replica), options.node
     return {
@@ -32,7 +32,7 @@ def of_job(options: RunOptions, job: str, store: str) -> dict[str, str]:
 
 
 def of_rank(options: RunOptions, replica: int, rank: int, restarts: int) -> Mapping[str, str]:
-    """What is its own. `restarts`: of its replica up to now."""
+    """Returns the variables of one rank alone. `restarts`: of its replica up to now."""
     place = replica * options.ranks_per_replica + rank
     return {
         "RANK": str(place),

@@ -119,7 +119,7 @@ def torchrun_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_replicas(asked: int | None, processes: int | None, ranks_per_replica: int, nnodes: int = 1) -> int:
-    """How many replicas --replicas and --nproc-per-node, on each of the hosts, ask for. Raises `SettingsError`,
+    """Returns how many replicas --replicas and --nproc-per-node, on each of the hosts, ask for. Raises `SettingsError`,
     `click.UsageError`."""
     if processes is None:
         if asked is None:
@@ -140,7 +140,7 @@ def whole_replicas(asked: int | None, processes: int | None, ranks_per_replica: 
 
 
 def count(text: str) -> int:
-    """How many processes --nproc-per-node `text` means on this host. Raises `SettingsError`."""
+    """Returns how many processes --nproc-per-node `text` means on this host. Raises `SettingsError`."""
     gpus = _gpus() if text in ("auto", "gpu") else 0
     if text == "cpu" or (text == "auto" and not gpus):
         return len(os.sched_getaffinity(0))

@@ -30,7 +30,7 @@ def kills_counted(events: str) -> int:
 
 
 class KernelKills:
-    """What the kernel has killed for want of memory since this was made. Not thread-safe; no call blocks."""
+    """Finds what the kernel has killed for want of memory since this was made. Not thread-safe; no call blocks."""
 
     def __init__(self, counter: Path | None = None, kmsg: str = _KMSG) -> None:
         """`counter`: the file in which a control group counts its kills; without it that of this process's group."""

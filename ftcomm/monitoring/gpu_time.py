@@ -13,7 +13,7 @@ import enum
 
 
 class Use(enum.Enum):
-    """What GPU-seconds were used for."""
+    """The uses of GPU-seconds."""
 
     START = "start"  # before the first view
     TRAINING = "training"

@@ -127,7 +127,7 @@ class Interruptions:
         self._step = -1
 
     def __len__(self) -> int:
-        """How many there were."""
+        """Returns how many there were."""
         return self._count
 
     @property

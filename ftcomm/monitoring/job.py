@@ -64,7 +64,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToldVerdict(msgspec.Struct, frozen=True):
-    """Why the job stands still, as the launcher has told it, or stood, if that is `over` for sure."""
+    """The verdict on why the job stands still, as the launcher has told it, or stood, if that is `over` for sure."""
 
     at: float  # seconds since 1970
     over: bool

@@ -1,4 +1,4 @@
-"""What each end keeps of a connection: which messages it has held back, offered, sent ahead, accepted. Pure."""
+"""Keeps what each end knows of a connection: which messages it has held back, offered, sent ahead, accepted. Pure."""
 
 from __future__ import annotations
 

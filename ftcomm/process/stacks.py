@@ -74,7 +74,7 @@ class ThreadStack(msgspec.Struct, frozen=True):
 
 
 class StackAnswer(msgspec.Struct, frozen=True):
-    """What a process answers."""
+    """The answer of a process."""
 
     pid: int
     threads: tuple[ThreadStack, ...]

@@ -80,7 +80,7 @@ MOST_TEXT = 1000  # bytes of a text
 
 
 class PhaseKind(enum.IntEnum):
-    """What a rank does besides ops. The numbers are in files; none is ever reused."""
+    """The things that a rank does besides ops. The numbers are in files; none is ever reused."""
 
     JOIN = 1  # from the registration to the first view
     STEP = 2  # an attempt at a training step, from the boundary to its outcome
@@ -100,7 +100,7 @@ class PhaseKind(enum.IntEnum):
 
 
 class RecordingEnd(enum.IntEnum):
-    """How the recording of a process has ended, as it says itself."""
+    """The way in which the recording of a process has ended, as it says itself."""
 
     NONE = 0  # it runs, or died
     CLOSED = 1
@@ -117,7 +117,7 @@ class GroupKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How many of each there are."""
+    """The number of each that there is room for."""
 
     groups: int
     records: int

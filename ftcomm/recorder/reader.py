@@ -97,8 +97,8 @@ class RecordedPhaseWait(msgspec.Struct, frozen=True):
 
 
 class RecordedPhase(msgspec.Struct, frozen=True):
-    """What a rank did besides ops; see `layout.PhaseKind` for `number`. Without `ended` it is in it. One that waits for
-    others has their `waits`, the line of the script, and the time at which it gives up."""
+    """Something that a rank did besides ops; see `layout.PhaseKind` for `number`. Without `ended` it is in it. One that
+    waits for others has their `waits`, the line of the script, and the time at which it gives up."""
 
     name: str  # "step", "boundary", "vote", "view", ...: names of `layout.PhaseKind`
     step: int
@@ -114,7 +114,7 @@ class RecordedPhase(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What a process has recorded. Ops, waits and phases are in the order in which they began."""
+    """All that a process has recorded. Ops, waits and phases are in the order in which they began."""
 
     path: str
     job: str

@@ -52,7 +52,7 @@ class Owner(NamedTuple):
 
 
 class RecordedCall(Protocol):
-    """What a recorder needs to know of an op."""
+    """The part of an op that a recorder needs."""
 
     place: int  # stamp and number
     call: int

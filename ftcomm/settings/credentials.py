@@ -1,4 +1,4 @@
-"""What a process of a job proves itself with: the token, the job's name, and a certificate if it has one."""
+"""The credentials of a process of a job: the token, the job's name, and a certificate if it has one."""
 
 from __future__ import annotations
 

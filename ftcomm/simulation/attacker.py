@@ -11,8 +11,8 @@ _LENGTH = 4  # bytes in front of a record
 
 
 class Attack(enum.Enum):
-    """What happens to one record. Who keeps one back is noticed when the next one comes: until then it is like a path
-    that is blocked."""
+    """The things that may happen to one record. Who keeps one back is noticed when the next one comes: until then it is
+    like a path that is blocked."""
 
     CHANGE = enum.auto()
     REPEAT = enum.auto()

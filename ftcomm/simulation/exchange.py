@@ -46,7 +46,7 @@ _reducer = Reducer()  # scratch memory, used within one advance
 
 
 class Way(enum.Enum):
-    """How the all-reduces of a view go that have more than one chunk."""
+    """The way that the all-reduces of a view go that have more than one chunk."""
 
     ONE_SHOT = enum.auto()
     TWO_SHOT = enum.auto()
@@ -122,7 +122,7 @@ class CheckedMutex:
 
 
 class VirtualThreads(Threads, Worker):
-    """What `exchange` has of the simulated process; the condition and the worker, too."""
+    """Stands for the process of `exchange`; the condition and the worker, too."""
 
     def __init__(self, exchange: SimulatedExchange) -> None:
         self._exchange = exchange

@@ -1,4 +1,4 @@
-"""What goes wrong in a history, and when: by chance, or as the kind of the history has it."""
+"""Decides what goes wrong in a history, and when: by chance, or as the kind of the history has it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Faults:
         self.world.after(self.end, None, self.mend)
 
     def _length(self) -> float:
-        """How long a single fault of the histories of one fault lasts."""
+        """Returns how long a single fault of the histories of one fault lasts."""
         op = self.scenario.timeouts.op
         lengths = {
             "frozen": 6.0,

@@ -28,7 +28,7 @@ _HALF = 0.1  # of the calls that send, how many send a part
 
 
 class NoConnection(enum.Enum):
-    """Why a connection has ended, or was not made."""
+    """The reason for which a connection has ended, or was not made."""
 
     CLOSED = "its connection closed"  # by the other end
     CLOSED_HERE = "closed on this side"

@@ -74,7 +74,7 @@ class _Ahead(SteppedStream):
 
 
 def _leave(flight: Inflight[Operation], view: GroupView) -> None:
-    """What is left to do is as the product says."""
+    """Leaves what is to be done as the product says."""
 
 
 def _all_again(flight: Inflight[Operation], view: GroupView) -> None:

@@ -34,7 +34,7 @@ _MANY = 100  # acknowledgements that are kept before somebody looks at them
 
 @dataclasses.dataclass(frozen=True)
 class NetworkConditions:
-    """How fast and how reliable the network is: seconds, and probabilities per message."""
+    """Says how fast and how reliable the network is: seconds, and probabilities per message."""
 
     latency: float = 0.0002  # between hosts
     loss: float = 0.0
@@ -363,7 +363,7 @@ class SimulatedNetwork:
         return way[0] != way[1] and not self.rejecting.keys().isdisjoint(way)
 
     def reject(self, hosts: list[int], processes: list[Process], seconds: float) -> None:
-        """What stands before these hosts restarts: it resets their connections to others, and refuses new ones."""
+        """Restart the firewall in front of these hosts: it resets their connections to others, and refuses new ones."""
         for host in hosts:
             self.rejecting[host] = self.rejecting.get(host, 0) + 1
         for process in processes:

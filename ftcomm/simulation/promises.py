@@ -1,4 +1,4 @@
-"""What users are promised, as assertions inside a run. A promise that does not hold raises `BrokenPromise`.
+"""The promises to users, as assertions inside a run. A promise that does not hold raises `BrokenPromise`.
 
 1 uniform result     `returned`: whoever returns an op returns the same bytes of the same contributors, also those
                      that were removed before or afterwards; `stands`: the same model at the same step
@@ -84,7 +84,7 @@ class BrokenPromise(AssertionError):
 
 
 def input_of(replica: int, number: int, count: int) -> np.ndarray[Any, Any]:
-    """What a replica gives to an op; not to be written to."""
+    """Returns what a replica gives to an op; not to be written to."""
     return _INPUTS[replica, number % _NUMBERS, :count]
 
 

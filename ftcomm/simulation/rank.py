@@ -42,7 +42,7 @@ COORDINATOR = 1  # its port
 
 
 class RankEnded(Exception):
-    """What the script of a rank gets that cannot go on."""
+    """Raised in the script of a rank that cannot go on."""
 
 
 class Rank(Process):
@@ -596,7 +596,7 @@ class Rank(Process):
             self.after(0.0, self.proceed, None)
 
     def awaken(self) -> None:
-        """What the script polls for may be there."""
+        """Let the script look, since what it polls for may be there."""
         self.wake("news", None)
 
     def proceed(self, value: object) -> None:

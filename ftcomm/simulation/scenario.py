@@ -1,4 +1,4 @@
-"""What a seed makes of a history: the job, its network, and how things go wrong."""
+"""Draws a history from its seed: the job, its network, and how things go wrong."""
 
 from __future__ import annotations
 

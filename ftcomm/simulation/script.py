@@ -29,7 +29,7 @@ LINGER = 2.0  # s that the end of the loop waits for joiners that fetch
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What all ranks train: `steps` steps of ops with so many elements each."""
+    """The training that all ranks run: `steps` steps of ops with so many elements each."""
 
     steps: int
     counts: tuple[int, ...]

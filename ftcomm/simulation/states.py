@@ -1,4 +1,4 @@
-"""What can change as values: hashable, and made live again at will.
+"""Turns what can change into values: hashable, and made live again at will.
 
 Every attribute of an object of the product that is not left out by name is part of its value, so one that is added
 tomorrow is saved too, and one of a kind that cannot be saved is an error, never a state that is quietly taken for

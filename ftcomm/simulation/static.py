@@ -295,7 +295,7 @@ class SimulatedStaticGroup:
             self.rank.after(_LOOK, self._look)
 
     def _look(self) -> None:
-        """What has come until now, also while the process was stopped, is heard first."""
+        """Hear first what has come until now, also while the process was stopped."""
         self.rank.after(0.0, self._looked, self.rank.clock())
 
     def _looked(self, heard: float) -> None:

@@ -1,4 +1,4 @@
-"""How the members of a group find each other without a job: by a port that listens, and the handle that tells it.
+"""Lets the members of a group find each other without a job: by a port that listens, and the handle that tells it.
 
 In a job the control thread of a rank listens already. `Endpoint` does so without a coordinator, and its `handle` is all
 that others need to call it.
@@ -36,7 +36,7 @@ _PUBLIC = re.compile(r"(ftcomm://)?[^/]{1,200}:[0-9]{1,5}(?=/|$)")
 
 
 def shown(handle: object) -> str:
-    """What of it may stand in a message: all but the token."""
+    """Returns what of it may stand in a message: all but the token."""
     if not isinstance(handle, str):
         return f"a {type(handle).__name__}"
     found = _PUBLIC.match(handle)
@@ -44,7 +44,7 @@ def shown(handle: object) -> str:
 
 
 class HandleAddress(NamedTuple):
-    """What a handle says."""
+    """The contents of a handle."""
 
     host: str
     port: int

@@ -254,7 +254,7 @@ class StaticGroupInternals:
 
     @property
     def error(self) -> BaseException | None:
-        """Why no op can succeed any more; None while all is well."""
+        """Tells why no op can succeed any more; None while all is well."""
         return self._membership.error
 
     def _heard(self, rank: int, said: Said) -> None:

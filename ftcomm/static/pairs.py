@@ -115,7 +115,7 @@ def meet(
 
 
 def discard(events: Arrivals) -> None:
-    """What has come too late is closed."""
+    """Close what has come too late."""
     with contextlib.suppress(queue.Empty):
         while True:
             event = events.get_nowait()

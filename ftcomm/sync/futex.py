@@ -65,7 +65,7 @@ def wake(address: int, *, private: bool = False) -> None:
 
 
 class Waiter:
-    """How one exchange waits. `until` and `poll_sleep` are for the thread that drives it, `interrupt` for all others.
+    """Waits for one exchange. `until` and `poll_sleep` are for the thread that drives it, `interrupt` for all others.
 
     `own` are the words of this rank's segment; `own[asleep]` tells the others what this rank sleeps on. The two words
     behind it say where its doorbell is, from the first `poll_sleep` on. `rounds` is how often it polls and yields

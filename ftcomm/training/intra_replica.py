@@ -40,7 +40,7 @@ _HEAD = 32  # bytes of a frame beside its row, at most
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What follows from some rows in exchange `number`, or from all. Exchange 0 says that a parent serves."""
+    """Says what follows from some rows in exchange `number`, or from all. Exchange 0 says that a parent serves."""
 
     number: int
     row: bytes

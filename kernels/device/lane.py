@@ -1,4 +1,4 @@
-"""What a program does in one lane of the all-reduce: post, await, verify, take, and see that all are through."""
+"""The work of a program in one lane of the all-reduce: post, await, verify, take, and see that all are through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the kernels of arrays are launched: types, sizes of tiles and numbers of programs."""
+"""Decides how the kernels of arrays are launched: types, sizes of tiles and numbers of programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program does in one lane of a collective that is no all-reduce: tasks are rows, which members give and take.
+"""The work of a program in one lane of a collective that is no all-reduce: tasks are rows, which members give and take.
 
 Each rank has a *piece* of the array that all pieces make up, and pieces are cut into parts. A row has one part of each
 piece, side by side, as many as a slot has room for:

@@ -183,6 +183,6 @@ else:
 
 @triton.jit
 def behind(addresses, mask, low, high):
-    """How many of the flags, one a thread, are not within low .. high - 1."""
+    """Counts the flags, one a thread, that are not within low .. high - 1."""
     flags = tl.load(pointer(addresses), mask=mask, other=0, volatile=True)
     return tl.sum((mask & ((flags < low) | (flags >= high))).to(tl.int32), 0)

@@ -1,4 +1,5 @@
-"""What the kernels of whole ops are compiled for, and the shape of a program on a GPU. No kernel is imported here."""
+"""The parameters that the kernels of whole ops are compiled for, and the shape of a program on a GPU. No kernel is
+imported here."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 
 
 def blocks(count: int) -> int:
-    """How many hold `count` elements."""
+    """Returns how many blocks hold `count` elements."""
     return -(-count // BLOCK)
 
 

@@ -135,7 +135,7 @@ class Reducer:
 
 
 def operand(dtype: str, carrier: Array, held: str | None = None) -> Array:
-    """What the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory.
+    """Returns what the reductions of `dtype` take for a carrier array: the array itself, or a torch view of its memory.
 
     Those of halves take float32 as well, source or output, and `held` says so of a carrier of partial sums.
     """

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class RingTurn(NamedTuple):
-    """What a member does to reach a level."""
+    """The work of a member to reach a level."""
 
     slice: int  # the place where it started
     carries: bool  # some input is in what comes from the left
@@ -59,7 +59,7 @@ class RingTurn(NamedTuple):
 
 @lru_cache(maxsize=256)
 def turns(ring: tuple[int, ...], contributing: frozenset[int], place: int) -> tuple[RingTurn, ...]:
-    """What the member at `place` does: turn i takes it to level i + 1."""
+    """Returns what the member at `place` does: turn i takes it to level i + 1."""
     n = len(ring)
     made = []
     for turn in range(1, n):

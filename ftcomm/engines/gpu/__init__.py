@@ -1,1 +1,1 @@
-"""What both GPU engines take of a GPU: driver, pinned memory; or, for tests, of Triton's interpreter in its place."""
+"""The parts that both GPU engines share: driver, pinned memory; or, for tests, of Triton's interpreter in its place."""

@@ -1,4 +1,4 @@
-"""What a thread that drives a GPU needs of the driver and of time.
+"""The calls of the CUDA driver that a thread which drives a GPU needs, and its waits.
 
 Some calls of PyTorch and CuPy keep the interpreter lock while they are in the driver: queries of streams and events, to
 choose a GPU, to make or destroy a stream, to open or close memory of another process. If the driver is busy there for
@@ -35,7 +35,7 @@ def until(done: Callable[[], bool], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """What this thread does is no part of any graph that is being captured, and allowed meanwhile."""
+    """Keeps what this thread does out of any graph that is being captured, and lets it be done meanwhile."""
     mode = ctypes.c_int(_RELAXED)
     _exchange(mode)
     try:

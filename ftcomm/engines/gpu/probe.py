@@ -63,7 +63,7 @@ def require_cuda() -> None:
 
 
 def connections(env: Mapping[str, str]) -> str | None:
-    """Why streams cannot run side by side with so few hardware queues; None if they can.
+    """Returns why streams cannot run side by side with so few hardware queues; None if they can.
 
     Streams share CUDA_DEVICE_MAX_CONNECTIONS queues, 8 unless it is set. In a shared queue what an op of another
     rank waits for may stand behind what waits for that op.

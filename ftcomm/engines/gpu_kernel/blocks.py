@@ -1,4 +1,4 @@
-"""How many programs (thread blocks) an all-reduce gets.
+"""Decides how many programs (thread blocks) an all-reduce gets.
 
 Programs wait for those of other ranks, so all have to be on the GPU at once: a program that finds no room starts when
 another ends, which may be waiting for it. So a rank never launches more than its share of the GPU.
@@ -18,7 +18,7 @@ def wanted(nbytes: int) -> int:
 
 
 def room(multiprocessors: int, sharing: int) -> int:
-    """How many programs each of `sharing` ranks may have on a GPU of so many multiprocessors at once.
+    """Returns how many programs each of `sharing` ranks may have on a GPU of so many multiprocessors at once.
 
     One a multiprocessor, whatever registers the kernel takes: what can be launched at all fits there. One is left for
     what has to go on meanwhile: copies within a GPU may be kernels. Ranks in processes of their own take turns on the

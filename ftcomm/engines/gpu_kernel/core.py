@@ -73,7 +73,7 @@ _UNSIGNED = (1 << 64) - 1
 
 
 class _Launched(NamedTuple):
-    """What is needed of a launch until its op has returned."""
+    """Keeps what is needed of a launch until its op has returned."""
 
     kept: Any  # a copy of the input, of an atomic op; else None
     mark: Any

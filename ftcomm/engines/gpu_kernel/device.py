@@ -1,4 +1,4 @@
-"""What the exchange needs of the machine that runs its kernels: a GPU, or, for tests, Triton's interpreter.
+"""The interface of the machine that runs the kernels of an exchange: a GPU, or, for tests, Triton's interpreter.
 
 All ops run on one stream, the *op stream*, one after the other. After a view change the op that was broken off goes on
 by the launch that it has: what is left of it the host writes where that reads it, and calls nothing of the device.
@@ -80,7 +80,7 @@ class Device(Protocol):
         """The memory of the peer with that nonce, readable within, whoever leaves it; None if it is not reached."""
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
-        """How many programs an op of `nbytes` in `lanes` lanes gets, of at most `sms` (None: as many as pay)."""
+        """Returns how many programs an op of `nbytes` in `lanes` lanes gets, of at most `sms` (None: as many as pay)."""
 
     def stage(self, x: Any) -> Staged:
         """The memory of `x` as one flat array that kernels can work on. Raises `ArgumentError`."""
@@ -110,7 +110,7 @@ class Device(Protocol):
         """Queue `to[:] = source`."""
 
     def mark(self) -> Any:
-        """What the op stream has queued so far, for `release`."""
+        """Returns a mark behind what the op stream has queued so far, for `release`."""
 
     def release(self, mark: Any) -> None:
         """The caller's current stream goes on when what `mark` stands for is done. The caller's thread, any time."""

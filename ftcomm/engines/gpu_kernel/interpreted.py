@@ -41,7 +41,7 @@ def _int64(value: int) -> tl.tensor:
 
 
 class InterpretedGraph:
-    """What `torch.cuda.CUDAGraph` is on a GPU: the ops that were queued while it was captured."""
+    """The counterpart of `torch.cuda.CUDAGraph`: the ops that were queued while it was captured."""
 
     def __init__(self, queue: Callable[[Sequence[Callable[[], None]]], None]) -> None:
         self._queue = queue
@@ -119,7 +119,7 @@ class InterpretDevice:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[InterpretedGraph]:
-        """What this thread queues within becomes the graph, and does not run."""
+        """Makes a graph of what this thread queues within, which does not run."""
         graph = self._graph.into = InterpretedGraph(self._extend)
         try:
             yield graph
@@ -130,7 +130,7 @@ class InterpretDevice:
         return hasattr(self._graph, "into")
 
     def follow(self) -> None:
-        """What the caller has written, it has written."""
+        """Does nothing: what the caller has written to host memory, it has written."""
 
     def launch(self, launch: KernelLaunch) -> None:
         def run() -> None:
@@ -178,7 +178,7 @@ class InterpretDevice:
         return HostMover()
 
     def await_caller(self) -> None:
-        """What the caller has written, it has written."""
+        """Does nothing: what the caller has written to host memory, it has written."""
 
     def leave_tasks(self, tasks: Sequence[int]) -> int:
         self._tasks = np.array(tasks, np.int64)

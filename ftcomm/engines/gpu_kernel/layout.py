@@ -23,7 +23,7 @@ _MAGIC = 0x6674636F6D6D0100  # "ftcomm", layouts of devices from 0x100 on
 
 
 def flag_bytes(lanes: int) -> int:
-    """What the flags of so many lanes take."""
+    """Returns the bytes that the flags of so many lanes take."""
     return lanes * LINE * 8
 
 

@@ -42,7 +42,7 @@ _PEER_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 
 
 class Export(NamedTuple):
-    """How the memory of a rank is opened: by process `pid` alone at `pointer`, by others by `handle`."""
+    """Tells how the memory of a rank is opened: by process `pid` alone at `pointer`, by others by `handle`."""
 
     nonce: bytes  # 16, of the segment: the memfd begins with the same
     fd: int  # of the memfd

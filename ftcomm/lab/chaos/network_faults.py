@@ -67,7 +67,7 @@ class Unplugged(ActiveFault):
 
 
 class Misrouted(ActiveFault):
-    """What `senders` send to each of `receivers` gets lost; `COORDINATOR` may be among both."""
+    """Loses what `senders` send to each of `receivers`; `COORDINATOR` may be among both."""
 
     def __init__(self, status: protocol.Status, senders: Sequence[int], receivers: Sequence[int]) -> None:
         self._status = status

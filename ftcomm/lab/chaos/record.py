@@ -1,4 +1,4 @@
-"""What became of each fault: read off the events of the job, whose `mono` is this host's CLOCK_MONOTONIC.
+"""Tells what became of each fault, by the events of the job, whose `mono` is this host's CLOCK_MONOTONIC.
 
 injected     when we did it
 detected     the first `suspect` or `view` that names or leaves out a replica that was hit

@@ -1,4 +1,4 @@
-"""What came of it all: a table by kind, the leaks, and everything as JSON."""
+"""The report of `ftcomm chaos`: a table by kind, the leaks, and everything as JSON."""
 
 from __future__ import annotations
 

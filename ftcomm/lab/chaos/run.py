@@ -56,7 +56,7 @@ class ChaosOptions:
 
 @dataclasses.dataclass
 class ChaosOutcome:
-    """What is reported. `failures` is empty if all was well."""
+    """The outcome that is reported. `failures` is empty if all was well."""
 
     options: ChaosOptions
     status: protocol.Status
@@ -260,7 +260,7 @@ class Chaos:
         return lasted >= fault.seconds
 
     def _unnoticed(self) -> float:
-        """How long a cut lasts that nobody is removed for: the ends may have another way, or nothing to say."""
+        """Returns for how long a cut may last without a removal: its ends may have another way, or nothing to say."""
         status = self._outcome.status
         # Between hosts an op stands still, and is a stall after its timeout at the latest; memory is not cut.
         return 3 * status.heartbeat_timeout + (status.op_timeout if status.transport in ("tcp", "nixl") else 0.0)
@@ -273,7 +273,7 @@ class Chaos:
     # -- is it alive? ------------------------------------------------------------------------------------------------
 
     def _limit(self) -> float:
-        """How long a job of these timeouts may go without a step: two ops that fail one after the other."""
+        """Returns how long a job of these timeouts may go without a step: two ops that fail one after the other."""
         status = self._outcome.status
         if self._options.hang_after is not None:
             return self._options.hang_after

@@ -33,7 +33,8 @@ RETURNED = 3  # exit code of a child whose call returned
 
 
 class Weights:
-    """What a joiner takes over. Without an optimizer in the state it waits for it, so its weights are everybody's."""
+    """The state that a joiner takes over. It has no optimizer, so the joiner waits for it, and begins with everybody's
+    weights."""
 
     def __init__(self, elements: int) -> None:
         self.values = np.zeros(elements, np.float32)

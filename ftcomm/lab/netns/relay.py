@@ -46,7 +46,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class LinkConditions(msgspec.Struct, frozen=True):
-    """What happens to packets from one place to another. Seconds, and bytes of an IP packet."""
+    """The treatment of packets from one place to another: seconds, and bytes of an IP packet."""
 
     delay: Seconds = 0.0
     loss: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # share of packets
@@ -57,7 +57,8 @@ class LinkConditions(msgspec.Struct, frozen=True):
 
 
 class PortConditions(msgspec.Struct, frozen=True):
-    """How fast a place takes packets: bits a second, 0 for no limit; seconds that a packet waits for its turn."""
+    """The speed at which a place takes packets: bits a second, 0 for no limit; seconds that a packet waits for its
+    turn."""
 
     rate: Annotated[float, Meta(ge=0.0)] = 0.0
     queue: Seconds = 0.1

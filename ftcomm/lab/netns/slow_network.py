@@ -101,7 +101,7 @@ class SlowNetwork(network.LabNetwork):
         self._tell(Change(ports=[(place + 1, PortConditions(rate or 0.0))]))
 
     def counts(self) -> Counts:
-        """What the relay has done so far, or had when it was last asked before the end."""
+        """Returns what the relay has done so far, or had when it was last asked before the end."""
         return self._counts if self._control is None else self._tell(Change())
 
     def path(self, place: int) -> str:

@@ -39,7 +39,7 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Compatibility(msgspec.Struct, frozen=True):
-    """What both sides must have in common, and what only explains a difference."""
+    """Says what both sides must have in common, and what only explains a difference."""
 
     version: _Count
     slots: _Count
