@@ -1,4 +1,4 @@
-"""Notes what a figure is worth nothing without: where, when, with which versions and by which command it was measured."""
+"""Notes beside each figure where, when, with which versions and by which command it was measured."""
 
 from __future__ import annotations
 

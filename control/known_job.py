@@ -1,4 +1,4 @@
-"""Keeps what the coordinator knows of its job: the views, who is connected, who joins, and what is said of whom. Pure."""
+"""The coordinator's knowledge of its job: the views, who is connected, who joins, what is said of whom. Pure."""
 
 from __future__ import annotations
 

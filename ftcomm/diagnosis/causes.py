@@ -1,4 +1,4 @@
-"""The causes for which a job stands still: the kinds of verdicts, what each means, and what a person can do about it."""
+"""The causes of a job that stands still: the kinds of verdicts, what each means, and what a person can do about it."""
 
 from __future__ import annotations
 

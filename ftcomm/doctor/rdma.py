@@ -155,7 +155,7 @@ def locked_memory(limit: int | None = None, rdma: bool | None = None) -> list[Fi
 
 
 def interface(env: Mapping[str, str] | None = None, root: Path = Path("/sys/class")) -> list[Finding]:
-    """Checks that what UCX_NET_DEVICES and FTCOMM_NIXL_DEVICES name is there, and leads out of this host if it has to."""
+    """Checks that the devices in UCX_NET_DEVICES and FTCOMM_NIXL_DEVICES exist, and lead out of this host if needed."""
     env = os.environ if env is None else env
     findings = []
     for variable in ("UCX_NET_DEVICES", "FTCOMM_NIXL_DEVICES"):

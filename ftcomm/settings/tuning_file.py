@@ -16,7 +16,7 @@ Names = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=40
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file that `ftcomm bench tune` writes. Numbers of members that are not in it have the size that is built in."""
+    """The file that `ftcomm bench tune` writes. For numbers of members that are not in it the built-in size holds."""
 
     version: Annotated[int, Meta(ge=1, le=1)]
     one_shot_on_one_host: Sizes = {}

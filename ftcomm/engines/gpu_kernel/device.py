@@ -80,7 +80,7 @@ class Device(Protocol):
         """The memory of the peer with that nonce, readable within, whoever leaves it; None if it is not reached."""
 
     def programs(self, nbytes: int, lanes: int, sms: int | None) -> int:
-        """Returns how many programs an op of `nbytes` in `lanes` lanes gets, of at most `sms` (None: as many as pay)."""
+        """Returns how many programs an op of `nbytes` in `lanes` lanes gets: `sms` at most (None: as many as pay)."""
 
     def stage(self, x: Any) -> Staged:
         """The memory of `x` as one flat array that kernels can work on. Raises `ArgumentError`."""

@@ -24,8 +24,8 @@ _ONE_SHOT = 64 << 10  # bytes, with three members and more; see ftcomm.settings.
 
 
 def variant(op: KernelOperation, address: int, layout: Layout, view: GroupView) -> Variant:
-    """Returns what the kernel is compiled for. In another view the launch goes on with it: W changes the speed, never the
-    result."""
+    """Returns what the kernel is compiled for. In another view the launch goes on with it: W changes the speed, never
+    the result."""
     T, code, unrolled = _reduction(op, view)
     return Variant(T, code, unrolled, address % 16 == 0, layout.lanes, layout.chunk, _ONE_SHOT)
 
