@@ -119,7 +119,9 @@ def usage() -> dict[str, Any]:
 async def coordinator(setup: Setup) -> None:
     def tell(event: Mapping[str, Any]) -> None:
         if event["kind"] == "view":
-            say(view=event["epoch"], at=event["mono"], why=event["why"][:200])
+            contributes = {member["replica"]: member["contributing"] for member in event["members"]}
+            behind, contributing = ([x for x, does in contributes.items() if does is which] for which in (False, True))
+            say(view=event["epoch"], at=event["mono"], lost=event["lost"], behind=behind, contributing=contributing)
         elif event["kind"] in ("failed", "ended", "removed", "refused"):
             say(event=event["kind"], at=event["mono"], said=str(event.get("reason", ""))[:300])
 

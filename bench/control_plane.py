@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import resource
@@ -300,9 +301,10 @@ class Emulation:
             )
         )
 
-    async def _decides(self, what: str, since: float) -> int:
-        """Returns the epoch of the first view after `since` that is made for `what`."""
-        event = await self.coordinator.first(lambda event: what in event.get("why", "") and event["at"] > since)
+    async def _decides(self, what: str, replica: int, since: float) -> int:
+        """Returns the epoch of the first view after `since` that has the replica among its `lost`, or `contributing`
+        (`what`)."""
+        event = await self.coordinator.first(lambda event: replica in event.get(what, ()) and event["at"] > since)
         return int(event["view"])
 
     async def rest(self) -> None:
@@ -335,7 +337,7 @@ class Emulation:
                 await self.coordinator.start()
             killed = await self._kill(replica, self._hit(fault, replica, shard))
             at = begun if fault == "coordinator" else killed
-        epoch = await self._decides("lost", at)
+        epoch = await self._decides("lost", replica, at)
         await self._entered(epoch, at, fault, survivors)
         self._gone.add(replica)
         await self._cost(fault, before, begun)
@@ -360,8 +362,11 @@ class Emulation:
     async def _return(self, fault: str, replica: int) -> None:
         before, begun = await self._usage(), time.monotonic()
         await self._begin(replica)
-        contributes = await self._decides("contribute", begun)
-        joins = [event["view"] for event in self.coordinator.told if "join" in event.get("why", "")]
+        contributes = await self._decides("contributing", replica, begun)
+        views = [event for event in self.coordinator.told if "view" in event]
+        joins = [
+            x["view"] for y, x in itertools.pairwise(views) if replica in x["behind"] and replica not in y["behind"]
+        ]
         epoch = max(epoch for epoch in joins if epoch < contributes)  # one that came too late has been withdrawn
         await self._entered(epoch, begun, f"{fault}: return", sorted(self.leaders.keys() - self._gone))
         await self._cost(f"{fault}: return", before, begun)

@@ -43,6 +43,7 @@ OPS = 20.0  # a second that each of them records
 SMALL, BIG = 2.0, 10.0  # per cent of a core that are allowed, up to RECORDED ranks and beyond
 WARM = 3.0  # s before the clock runs
 TICKS = os.sysconf("SC_CLK_TCK")
+_ADDRESS = re.compile(r"live view: (?P<url>http://127\.0\.0\.1:(?P<port>\d+)/\?token=(?P<token>\S+))")
 
 
 def parse_job(text: str) -> tuple[int, int]:
@@ -116,10 +117,9 @@ def _measure(replicas: int, ranks: int, request: DashboardRequest) -> DashboardL
     allowed = SMALL if replicas * ranks <= RECORDED else BIG
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url, job, pid = stack.enter_context(_served(folder, replicas, ranks))
-        port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=(\S+)", url).groups()  # type: ignore[union-attr]
-        reader = _Reader(int(port), token)
-        pids = stack.enter_context(_browser(url, folder / "profile")) if request.browser else lambda: []
+        address, job, pid = stack.enter_context(_served(folder, replicas, ranks))
+        reader = _Reader(int(address["port"]), address["token"])
+        pids = stack.enter_context(_browser(address["url"], folder / "profile")) if request.browser else lambda: []
         time.sleep(WARM)
         job.send("reset")
         events, told, began = reader.events, reader.bytes, time.monotonic()
@@ -156,8 +156,8 @@ class _Reader(threading.Thread):
 
 
 @contextlib.contextmanager
-def _served(folder: Path, replicas: int, ranks: int) -> Iterator[tuple[str, Connection, int]]:
-    """Yields the address of the live view of an emulated job, the way to ask the job, and the server's pid."""
+def _served(folder: Path, replicas: int, ranks: int) -> Iterator[tuple[re.Match[str], Connection, int]]:
+    """Yields the address of the live view of an emulated job, the way to ask the job, and the pid of the server."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_emulate, args=(folder, replicas, ranks, there), daemon=True)
@@ -171,10 +171,10 @@ def _served(folder: Path, replicas: int, ranks: int) -> Iterator[tuple[str, Conn
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
             try:
                 assert server.stdout is not None
-                said = server.stdout.readline()
-                if not said.startswith("live view: "):
-                    raise FtcommError(f"the live view does not start: {said.strip()}")
-                yield said.split()[-1], here, server.pid
+                line = server.stdout.readline().strip()
+                if (address := _ADDRESS.fullmatch(line)) is None:
+                    raise FtcommError(f"the live view does not start: {line}")
+                yield address, here, server.pid
             finally:
                 server.terminate()
     finally:

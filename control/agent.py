@@ -32,6 +32,7 @@ from ftcomm.control.own_witness import OwnWitness
 from ftcomm.control.peers import Peers
 from ftcomm.control.rank_errors import Gone, JoinError, why_broken, why_ended
 from ftcomm.control.running_time import Patience, RunningTime
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.timeouts import AWAITED_EVERY, Timeouts
 from ftcomm.control.unstarted import HOPELESS, NamedRank, turn
@@ -274,9 +275,10 @@ class Agent:
                     *(self.replica, self.shard, timeout),
                 )
 
-    def give_up(self, reason: str) -> None:
-        """Say that the script has ended with an error, so that no member waits for this replica. Does not block."""
-        self.tell(m.Finished(False, reason))
+    def give_up(self, reason: str, script: ScriptEnd | None = None) -> None:
+        """Say that this rank cannot go on, so that no member waits for this replica, and how its script has ended, if
+        it has. Does not block."""
+        self.tell(m.Finished(False, reason, script))
 
     def stop(self) -> None:
         """End the control thread; idempotent."""

@@ -40,6 +40,7 @@ from ftcomm.control.lost_members import LostMembers
 from ftcomm.control.presence import Presence
 from ftcomm.control.reconfiguration import Proposal
 from ftcomm.control.removals import Removals
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspects import Suspects
 from ftcomm.control.suspicion import Accusation, Life, Outcome, Probe
 from ftcomm.control.timeouts import Timeouts
@@ -173,13 +174,16 @@ class Coordinator:
             return [Log("finished", {"replica": replica}), Send(conn, m.FinishAck()), *self._decisions.check_done()]
         return []
 
-    def exited(self, replica: int, reason: str, now: float) -> list[Action]:
-        """The launcher of a replica has seen it end with an error. The replica may have said that it has finished,
-        since no process knows its own exit code."""
+    def exited(self, replica: int, code: int, now: float) -> list[Action]:
+        """The launcher of a replica has seen it exit with `code`, which is that of an error. The replica may have said
+        that it has finished, since no process knows its own exit code."""
         if self.known.done or self.known.job.finished.pop(replica, None) is None:
             return []
         life = next(((x.replica, x.incarnation) for x in self.known.job.running if x.replica == replica), None)
-        return [] if life is None else self._suspects.accuse(Accusation(life, 0, replica, reason, own=True), now)
+        if life is None:
+            return []
+        script = ScriptEnd.with_code(code)
+        return self._suspects.accuse(Accusation(life, 0, replica, str(script), own=True, script=script), now)
 
     def drain(self) -> list[Action]:
         """Let all members leave at one common step boundary, and turn joiners away."""

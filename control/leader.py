@@ -29,6 +29,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.detector import Detector
 from ftcomm.control.gathered import RESUMED, Installs, Losses, Resumptions
 from ftcomm.control.liveness import described
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
 from ftcomm.control.views import NO_ADDRESSES, Address, Addresses, Member, View
 
@@ -263,7 +264,7 @@ class Leader:
             first, self.leaving = not self.leaving, True
             return [ToCoordinator(message)] if first else []
         if isinstance(message, m.Finished) and not message.ok:
-            return self.rank_lost(shard, message.reason)
+            return self.rank_lost(shard, message.reason, message.script)
         if isinstance(message, m.Ready):
             if self.ready or 0 < message.loop < self._behind:
                 return []  # a repetition
@@ -335,13 +336,14 @@ class Leader:
         reason = f"joins when all ranks of this replica are ready for it; missing: {named}{rest}"
         return [ToRank(shard, m.Queued(reason, m.Stage.JOINING))]
 
-    def rank_lost(self, shard: int, reason: str) -> list[Action]:
-        """The replica is the unit of failure: without one of its ranks it is lost."""
+    def rank_lost(self, shard: int, reason: str, script: ScriptEnd | None = None) -> list[Action]:
+        """The replica is the unit of failure: without one of its ranks it is lost. `script` is how that of the rank has
+        ended, if it is known."""
         if self.finished or shard in self._told["Finished"]:
             return []
         text = f"its rank {shard} is lost: {reason}"
         return [
-            ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True)),
+            ToCoordinator(m.Suspect(self.replica, self.incarnation, text, True, script=script)),
             *self._to_ranks(m.Expelled(f"replica {self.replica} cannot go on: {text}")),
         ]
 

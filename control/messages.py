@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from ftcomm.control import field_types as t
 from ftcomm.control.decode import decode_with
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.views import Address, Addresses, Member, View
 
 
@@ -99,8 +100,9 @@ class Heartbeat(Message, frozen=True):
 
 
 class Suspect(Message, frozen=True):
-    """A member is lost. With `proof` the process of its rank `shard` is known to have ended. Without it the sender
-    cannot reach that rank, and knows nothing else; `silent`: it hears nothing of it."""
+    """A member is lost. With `proof` the process of its rank `shard` is known to have ended, and `script` is how its
+    script has, if that is known. Without proof the sender cannot reach that rank, and knows nothing else; `silent`: it
+    hears nothing of it."""
 
     replica: t.Replica
     incarnation: t.Name
@@ -108,6 +110,7 @@ class Suspect(Message, frozen=True):
     proof: bool
     shard: t.Shard = 0
     silent: bool = False
+    script: ScriptEnd | None = None
 
 
 class Severed(Message, frozen=True):
@@ -190,10 +193,11 @@ class Leave(Message, frozen=True):
 
 class Finished(Message, frozen=True):
     """The script has ended. With `ok` its training is done, and the replica needs nothing more. Otherwise the others
-    count it as lost at once, and `reason` says how it ended."""
+    count it as lost at once, and `reason` says why; `script` is how the script has ended, if it has."""
 
     ok: bool = True
     reason: t.Text = ""
+    script: ScriptEnd | None = None
 
 
 class Report(Message, frozen=True):

@@ -185,10 +185,11 @@ class CoordinatorServer:
         if self._machine is not None:
             self._do(self._machine.drain())
 
-    def exited(self, replica: int, reason: str) -> None:
-        """Note that a process of a replica has ended with an error, whatever the replica has said before."""
+    def exited(self, replica: int, code: int) -> None:
+        """Note that a process of a replica has exited with `code`, that of an error, whatever the replica has said
+        before."""
         if self._machine is not None:
-            self._do(self._machine.exited(replica, reason, time.monotonic()))
+            self._do(self._machine.exited(replica, code, time.monotonic()))
 
     async def wait_done(self) -> None:
         """Wait until all members have finished, the job has failed, or this coordinator cannot go on (`failed` says

@@ -104,7 +104,8 @@ class Suspects:
         if not known.job.counts(*life) or replica in known.job.finished:
             return []
         if suspect.proof:
-            return self.accuse(Accusation(life, suspect.shard, by, suspect.reason, own=by == replica), now)
+            accusation = Accusation(life, suspect.shard, by, suspect.reason, own=by == replica, script=suspect.script)
+            return self.accuse(accusation, now)
         if by == replica:
             return self._refused(life, suspect.shard, suspect.reason)
         news = known.blame.complaint(by, replica, known.ran.seconds, suspect.reason)
@@ -118,7 +119,8 @@ class Suspects:
         member = self._known.life(*accusation.life)
         if member is None or accusation.shard >= len(member.ranks) or not self._known.suspicions.accuse(accusation):
             return []
-        fields = {"replica": member.replica, "reason": accusation.why, "by": accusation.by}
+        how = accusation.script.fields if accusation.script is not None else {}
+        fields = {"replica": member.replica, "reason": accusation.why, "by": accusation.by, **how}
         return [Log("suspect", fields), *self.pursue(now)]
 
     def pursue(self, now: float) -> list[Action]:

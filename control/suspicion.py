@@ -20,6 +20,7 @@ import enum
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.views import Address, Member
 
 Outcome = Literal["answered", "mute", "ended", "refused", "unreachable"]
@@ -61,7 +62,8 @@ class Conclusion(enum.Enum):
 
 
 class Accusation(NamedTuple):
-    """A proof that a life has ended. With `own` it cannot go on, as itself or its launcher says."""
+    """A proof that a life has ended. With `own` it cannot go on, as itself or its launcher says; `script` is how its
+    script has ended, if they know."""
 
     life: Life
     shard: int
@@ -69,6 +71,7 @@ class Accusation(NamedTuple):
     why: str
     own: bool = False
     refuted: bool = False  # the accused has answered
+    script: ScriptEnd | None = None
 
 
 @dataclasses.dataclass

@@ -24,6 +24,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.agent import ACK, Agent
 from ftcomm.control.links import listen
 from ftcomm.control.rank_errors import Gone, JoinError
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.sealed import Channel
 from ftcomm.control.views import View
 from ftcomm.data_plane import LocalDataPlane, expelled
@@ -166,7 +167,7 @@ class Group(Calls):
             with self._recorder.phase(PhaseKind.JOIN):
                 runs = self._agent.register(self.settings.init_timeout)
         except JoinError as error:
-            self.close(failure=str(error))
+            self._close(False, str(error))
             raise self._not_joined(error) from None
         if runs:
             self.ready()
@@ -462,10 +463,15 @@ class Group(Calls):
         with self._replacing:
             self._subgroups = tuple(other for other in self._subgroups if other is not subgroup)
 
-    def close(self, *, finished: bool = False, failure: str = "the group was shut down") -> None:
+    def close(self, *, finished: bool = False) -> None:
         """Leave without a step boundary; idempotent. `finished`: the script has ended well, and no member need wait for
-        this replica. Otherwise the others lose this replica, for the reason `failure`. Blocks for up to 30 seconds
-        while the coordinator is away. Does nothing in a forked child, which has nothing to leave."""
+        this replica. Otherwise the others lose this replica. Blocks for up to 30 seconds while the coordinator is away.
+        Does nothing in a forked child, which has nothing to leave."""
+        self._close(finished, "the group was shut down")
+
+    def _close(self, finished: bool, failure: str, script: ScriptEnd | None = None) -> None:
+        """`close`, where a replica that has not finished is lost for the reason `failure`; `script` is how its script
+        has ended, if it has."""
         if not self._open or fork.is_child():
             return
         self._open = False
@@ -478,7 +484,7 @@ class Group(Calls):
             self._agent.finish(ACK if self.drained else FINISH)  # a replica that has left said so at the boundary
         elif not finished:
             self._agent.tell(m.Report("gives_up", {"rank": self.shard}))
-            self._agent.give_up(failure)
+            self._agent.give_up(failure, script)
         self._agent.stop()
         self._router.close()
         self._communicator.fail(
@@ -658,11 +664,11 @@ def shutdown() -> None:
 def _at_exit() -> None:
     """Leave at the exit of the script. One that ends by an error is not finished: its replica is lost, and
     restarted."""
-    why = ending.failure()
-    if not why:
+    script = ending.failure()
+    if script is None:
         shutdown()
     elif _default is not None:
-        _default.close(failure=why)
+        _default._close(False, str(script), script)
 
 
 def _configure_log() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.errors import MismatchError
-from ftcomm.process.script_end import says_failed_with
 from ftcomm.recorder.dump import DumpError
 
 DELAY = 1.0  # s between what has gone wrong and its dump: the recovery comes first
@@ -38,7 +38,7 @@ def cause_of(event: Mapping[str, Any]) -> str:
     kind = event["kind"]
     if kind == "step_failed" and not event.get("mismatch"):
         return ""
-    if kind == "suspect" and not says_failed_with(str(event.get("reason", "")), MismatchError):
+    if kind == "suspect" and ScriptEnd.of_event(event) != ScriptEnd.by(MismatchError):
         return ""
     return _OF_EVENTS.get(kind, "")
 

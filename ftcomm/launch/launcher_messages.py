@@ -14,6 +14,7 @@ import msgspec
 from ftcomm.control import field_types as t
 from ftcomm.control.decode import decode_with, learn
 from ftcomm.control.messages import Message
+from ftcomm.control.script_end import ScriptEnd, Status
 from ftcomm.launch.policy import State
 
 LAUNCHER = "launcher"  # the purpose of their connections
@@ -44,10 +45,10 @@ class JobIsLost(Message, frozen=True):
 
 
 class RankFailed(Message, frozen=True):
-    """A rank of a replica has ended by an error."""
+    """A rank of a replica has exited with `code`, which is that of an error."""
 
     replica: t.Replica
-    reason: t.Text
+    code: Status
 
 
 class WhatWasHeard(Message, frozen=True):
@@ -84,6 +85,8 @@ class CoordinatorSaid(Message, frozen=True):
             msgspec.convert(self.event, _View)
         elif self.event["kind"] == "metrics":
             msgspec.convert(self.event, _Metrics)
+        elif self.event["kind"] == "suspect":
+            ScriptEnd.of_event(self.event)
 
 
 class _Member(msgspec.Struct, frozen=True):

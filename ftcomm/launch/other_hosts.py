@@ -41,7 +41,7 @@ class HostsListener(Protocol):
     def heard(self, message: Heard) -> None: ...  # what the coordinator has heard of a replica; not on host 0
     def judge(self, replica: int, starts: int) -> None: ...  # all that the coordinator had heard of it has been told
     def anew(self, node: int) -> None: ...  # another launcher has taken the place of that of this host; on host 0
-    def failed(self, replica: int, how: str) -> None: ...  # a rank of another host has ended by an error; on host 0
+    def failed(self, replica: int, code: int) -> None: ...  # a rank of another host has exited by an error; on host 0
     def lost(self, reason: str) -> None: ...  # the job, and why
     def changed(self) -> None: ...  # a launcher has come or gone
     def known(self, replica: int, question: int) -> Heard: ...  # what was heard of a replica; on host 0
@@ -259,7 +259,7 @@ class OtherHosts:
             if self._place.node_of(message.replica, self._options.replicas) != node:
                 return
             if isinstance(message, RankFailed):
-                self._listener.failed(message.replica, message.reason)
+                self._listener.failed(message.replica, message.code)
             else:
                 self._listener.replica(message)
 

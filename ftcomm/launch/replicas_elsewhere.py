@@ -16,7 +16,7 @@ from ftcomm.launch.shutdown import Shutdown
 
 class ReplicasElsewhere:
     """The listener to the other hosts, see `HostsListener`. `judge(replica)` decides what its end means, on host 0
-    `exited(replica, how)` tells the coordinator that a rank has ended by an error."""
+    `exited(replica, code)` tells the coordinator that a rank has exited by an error."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class ReplicasElsewhere:
         shutdown: Shutdown,
         coordinator: CoordinatorEvents,
         judge: Callable[[ReplicaProcesses], None],
-        exited: Callable[[int, str], None],
+        exited: Callable[[int, int], None],
         stands: Callable[[], float],
         log: Callable[[str], None],
     ) -> None:

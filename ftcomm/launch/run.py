@@ -35,7 +35,7 @@ from ftcomm.launch.node_place import NO_NAME
 from ftcomm.launch.options import RunOptions
 from ftcomm.launch.other_hosts import OtherHosts
 from ftcomm.launch.places import PlaceInJob, Places
-from ftcomm.launch.policy import State, how_it_ended, signal_name
+from ftcomm.launch.policy import State, signal_name
 from ftcomm.launch.removed_replicas import RemovedReplicas, Timers
 from ftcomm.launch.replica_processes import ReplicaListener, ReplicaProcesses, rank_environment
 from ftcomm.launch.replicas_elsewhere import ReplicasElsewhere
@@ -397,14 +397,14 @@ class Launcher:
             if code > 0 and self._diagnosis is not None:
                 self._diagnosis.look({"kind": "process_exited"})  # members may have made different calls
         if code > 0:  # by a signal: it may have finished first
-            self._tell_exit(replica, how_it_ended(code))
+            self._tell_exit(replica, code)
 
-    def _tell_exit(self, replica: int, how: str) -> None:
-        """Let the coordinator know that a rank has ended by an error."""
+    def _tell_exit(self, replica: int, code: int) -> None:
+        """Let the coordinator know that a rank has exited by an error."""
         if self._coordinator is not None:
-            self._coordinator.server.exited(replica, how)
+            self._coordinator.server.exited(replica, code)
         else:
-            self._hosts.tell(RankFailed(replica, how))
+            self._hosts.tell(RankFailed(replica, code))
 
     def _replica_ended(self, replica: ReplicaProcesses) -> None:
         """All ranks of `replica` are gone."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ftcomm.process.script_end import EXITED, FAILED
+from ftcomm.control.script_end import ScriptEnd
 
 
 class Kind(enum.Enum):
@@ -30,12 +30,14 @@ class Kind(enum.Enum):
 class Evidence(msgspec.Struct, frozen=True):
     """What is known of the end of a replica's life. Empty fields are not known.
 
-    `code` is an exit code, `signal` the name of the signal that killed it. `reason` is what the coordinator says,
-    `removal` its kind of removal (`ftcomm.control.blame.Removal`). `lines` are the last of its output.
+    `code` is an exit code, `signal` the name of the signal that killed it. `script` is how a script of it has ended, as
+    its rank or another launcher has said, `reason` what the coordinator says, `removal` its kind of removal
+    (`ftcomm.control.blame.Removal`). `lines` are the last of its output.
     """
 
     code: int | None = None
     signal: str = ""
+    script: ScriptEnd | None = None
     reason: str = ""
     removal: str = ""
     lines: tuple[str, ...] = ()
@@ -72,8 +74,6 @@ _GPU = (
 )
 _GPU_PATTERNS = tuple((re.compile(pattern, re.IGNORECASE), name, part) for pattern, name, part in _GPU)
 _ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b.*")
-_SCRIPT = re.compile(rf"{FAILED}(\w+)|{EXITED}(\d+)|exited with code (\d+)")
-_KILLED = re.compile(r"was killed by (\w+)")
 _DETAIL = 200  # characters
 
 
@@ -108,10 +108,10 @@ def classify(evidence: Evidence) -> InterruptionCause:
         name, component = error
         category = "Dependency" if component == "Software bug" else "GPU"
         return InterruptionCause(Kind.GPU, f"CUDA: {name}", component, category)
-    failed = _SCRIPT.search(evidence.reason)
-    if failed and not evidence.left and evidence.signal == "SIGTERM":  # by the launcher: with it the job has failed
-        return InterruptionCause(Kind.PROGRAM, _with(failed.group(0), evidence), "Software bug", "Dependency")
-    if evidence.left or evidence.signal == "SIGTERM":
+    terminated = evidence.signal == "SIGTERM"
+    if evidence.script is not None and terminated and not evidence.left:  # by the launcher: with it the job has failed
+        return InterruptionCause(Kind.PROGRAM, _with(str(evidence.script), evidence), "Software bug", "Dependency")
+    if evidence.left or terminated:
         return InterruptionCause(Kind.PREEMPTION, "SIGTERM from outside", "Host maintenance", "Unplanned maintenance")
     return _ended(evidence)
 
@@ -139,10 +139,8 @@ def _ended(evidence: Evidence) -> InterruptionCause:
         return InterruptionCause(Kind.PROGRAM, "exit code 0 in mid-training", "Software bug", "Dependency")
     if evidence.signal:
         return _signalled(evidence.signal)
-    if found := _SCRIPT.search(evidence.reason):
-        return InterruptionCause(Kind.PROGRAM, found.group(0), "Software bug", "Dependency")
-    if found := _KILLED.search(evidence.reason):
-        return _signalled(found.group(1))
+    if evidence.script is not None:
+        return InterruptionCause(Kind.PROGRAM, str(evidence.script), "Software bug", "Dependency")
     return InterruptionCause(Kind.UNKNOWN, evidence.reason[:_DETAIL] or "its process ended", "Unknown", "Unknown")
 
 

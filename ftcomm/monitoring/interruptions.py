@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.monitoring.causes import Evidence, InterruptionCause, classify, lost_connection
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
 from ftcomm.monitoring.plain import plain
@@ -198,7 +199,8 @@ class Interruptions:
     def _on_suspect(self, event: Event) -> None:
         replica = event.get("replica")
         if replica in self._members:
-            self._sign(replica).see(event["mono"], noticed=True, reason=plain(str(event.get("reason", ""))))
+            reason, script = plain(str(event.get("reason", ""))), ScriptEnd.of_event(event)
+            self._sign(replica).see(event["mono"], noticed=True, reason=reason, script=script)
 
     def _on_not_removed(self, event: Event) -> None:
         sign = self._signs.get(event["replica"])
@@ -283,7 +285,7 @@ class Interruptions:
         """A suspicion is of one view; what a process has said by its end, or an operator has asked for, stays."""
         seen = self._signs[replica].evidence
         if seen.code is None and not seen.signal:
-            kept = Evidence(restart_asked=seen.restart_asked, diverged=seen.diverged)
+            kept = Evidence(script=seen.script, restart_asked=seen.restart_asked, diverged=seen.diverged)
             self._signs[replica] = _Sign(evidence=kept)
 
     # -- what follows ------------------------------------------------------------------------------------------------

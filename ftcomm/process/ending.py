@@ -30,8 +30,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.errors import TooLateError
-from ftcomm.process.script_end import EXITED, failed_with
 
 _UNTOLD = object()
 _status: object = _UNTOLD  # that the main thread exits with, if known; of an exit that was caught, until the next step
@@ -117,19 +117,19 @@ def over() -> bool:
     return _outermost is not None and _bottom() is not _outermost
 
 
-def failure() -> str:
-    """Why the script, which is ending now, has not ended well; empty if it has, as far as this can be known."""
+def failure() -> ScriptEnd | None:
+    """How the script, which is ending now, has ended; None if it has ended well, as far as this can be known."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        return failed_with(error)
+        return ScriptEnd.by(type(error))
     code = 0 if _status is None else int(_status) if isinstance(_status, int) else 1  # as Python makes it
     if _outermost is None or not code or _last_instruction(_outermost).startswith("RETURN_"):
-        return ""
+        return None
     if _status is not _UNTOLD:
-        return f"{EXITED}{code}"
+        return ScriptEnd.with_code(code)
     if _complete or "FTCOMM_RUN" in os.environ or not over():
-        return ""
-    return "its script raised SystemExit before the end of a step loop"
+        return None
+    return ScriptEnd.by(SystemExit)
 
 
 def _last_instruction(frame: FrameType) -> str:

@@ -58,10 +58,10 @@ log = logging.getLogger("ftcomm")
 
 def policy(asked: str | None) -> str:
     """Returns the policy, by the argument or FTCOMM_START. Raises `SettingsError`."""
-    said = os.environ.get("FTCOMM_START") or POLICIES[0] if asked is None else asked
-    if said not in POLICIES:
-        raise SettingsError(f"FTCOMM_START={said}; expected one of {', '.join(POLICIES)}, or unset it.")
-    return said
+    chosen = os.environ.get("FTCOMM_START") or POLICIES[0] if asked is None else asked
+    if chosen not in POLICIES:
+        raise SettingsError(f"FTCOMM_START={chosen}; expected one of {', '.join(POLICIES)}, or unset it.")
+    return chosen
 
 
 def check_start(group: Group, state: Mapping[str, Stateful], terms: LoopTerms) -> int:

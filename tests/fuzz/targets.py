@@ -662,9 +662,11 @@ def launcher_message_seeds() -> list[bytes]:
         launcher.ReplicaIs(1, State.WAITING, 2),
         launcher.WhatWasHeard(3, 1),
     ]
-    told = [launcher.TurnedAway("why"), launcher.JobIsLost("why"), launcher.RankFailed(2, "how")]
+    told = [launcher.TurnedAway("why"), launcher.JobIsLost("why"), launcher.RankFailed(2, 3)]
     heard = launcher.Heard(3, 1, 2, True, True, False, True, False, "it stood still")
-    return [m.encode(message) for message in (*said, *told, heard, launcher.CoordinatorSaid(event))]
+    suspect = {"kind": "suspect", "mono": 1.5, "replica": 1, "by": 1, "reason": "why", "error": "KeyError"}
+    events = launcher.CoordinatorSaid(event), launcher.CoordinatorSaid(suspect)
+    return [m.encode(message) for message in (*said, *told, heard, *events)]
 
 
 def request_seeds() -> list[bytes]:

@@ -11,6 +11,7 @@ from ftcomm.control import messages as m
 from ftcomm.control.coordinator import Coordinator
 from ftcomm.control.coordinator_actions import Log, Persist, Send
 from ftcomm.control.limits import EPOCHS
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.suspicion import PAUSE, Probe, Why
 from ftcomm.control.views import Address, Addresses
 from tests.coordinator_script import (
@@ -116,7 +117,7 @@ def test_what_a_launcher_has_seen_is_kept_until_it_can_be_decided_on() -> None:
     script.tell(11, m.Heartbeat(4, divided="its rank 1 has been silent for 5.0 s"))
     script.tell(0, m.Finished(True))
     script.coordinator.job.finished[7] = 1.0  # it is not the training that is complete
-    script.do(script.coordinator.exited(0, "exited with code 3", script.now))
+    script.do(script.coordinator.exited(0, 3, script.now))
     assert script.newest[0] == (0, 1)
     script.tell(11, m.Heartbeat(4))
     script.tell(11, m.CaughtUp(4))
@@ -180,12 +181,13 @@ def test_a_launcher_corrects_who_has_said_that_it_has_finished() -> None:
     script.tell(1, m.Finished(True))
     script.cut(1)
     assert len(script.views) == 1
-    script.do(script.coordinator.exited(1, "exited with code 3", script.now))
+    log, *decided = script.coordinator.exited(1, 3, script.now)
+    said = {"replica": 1, "reason": "its script exited with code 3", "by": 1, "code": 3}
+    assert log == Log("suspect", said)
+    script.do(decided)
     assert script.newest[0] == (0, 2)
-    assert script.views[-1].why == "lost 1: exited with code 3"
-    script.do(
-        script.coordinator.exited(0, "exited with code 3", script.now)
-    )  # it has said nothing: its connections tell
+    assert script.views[-1].why == "lost 1: its script exited with code 3"
+    script.do(script.coordinator.exited(0, 3, script.now))  # it has said nothing: its connections tell
     assert len(script.views) == 2
 
 
@@ -247,6 +249,15 @@ def test_the_event_of_a_complaint_says_whether_the_other_is_silent() -> None:
     said = m.Suspect(1, "life-1", "no answer", False, silent=True), m.Suspect(2, "life-2", "silent", False)
     actions = [action for message in said for action in script.coordinator.receive(0, message, 1.0)]
     assert [log.fields.get("silent", False) for log in actions if isinstance(log, Log)] == [True, False]
+
+
+@pytest.mark.parametrize("script", [ScriptEnd("KeyError"), ScriptEnd(code=3), None])
+def test_the_event_of_a_proof_says_how_the_script_has_ended(script: ScriptEnd | None) -> None:
+    """Dumps and causes of interruptions hang on it."""
+    log, *_ = Script(3).coordinator.receive(1, m.Suspect(1, "life-1", "it is lost", True, script=script), 1.0)
+    assert isinstance(log, Log)
+    assert ScriptEnd.of_event(log.fields) == script
+    assert log.fields.keys() - {"error", "code"} == {"replica", "reason", "by"}
 
 
 def test_a_complaint_that_ended_while_its_sender_was_not_connected_costs_nobody() -> None:

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from ftcomm.control.script_end import ScriptEnd
 
 SCRIPT = """
 import atexit, sys
 from sys import exit as imported
 from ftcomm.process import ending
 stdout = sys.stdout
-atexit.register(lambda: print(ending.over() and ending.failure(), file=stdout))
+atexit.register(lambda: print(ending.over() and (ending.failure() or ""), file=stdout))
 ending.watch()
 ending.watch()
 
@@ -34,6 +37,32 @@ def main(how):
 EXITED = "its script exited with code 3"
 FAILED = "its script exited with code 1"
 RAISED = "its script raised SystemExit before the end of a step loop"  # and that is all that is known
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (ScriptEnd.by(KeyError), "its script failed with KeyError"),
+        (ScriptEnd.by(SystemExit), RAISED),
+        (ScriptEnd.by(type("a b\n" * 100, (Exception,), {})), f"its script failed with {'a_b_' * 32}"),
+        (ScriptEnd.by(type("", (Exception,), {})), "its script failed with _"),
+        (ScriptEnd.with_code(3), EXITED),
+        (ScriptEnd.with_code(1 << 70), "its script exited with code 2147483647"),
+        (ScriptEnd.with_code(-(1 << 70)), "its script exited with code -2147483648"),
+    ],
+)
+def test_any_end_goes_into_a_message_and_into_an_event(end: ScriptEnd, text: str) -> None:
+    assert str(end) == text
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(end), type=ScriptEnd) == end
+    assert ScriptEnd.of_event({"kind": "suspect", "replica": 1, **end.fields}) == end
+
+
+@pytest.mark.parametrize(
+    "fields", [["", None], ["KeyError", 3], ["a b", None], ["x\n", None], ["x" * 129], ["", 1 << 40], ["", 1.5]]
+)
+def test_what_is_no_end_is_refused(fields: list[object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=ScriptEnd)
 
 
 def says(*argv: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ import pytest
 
 from ftcomm.control import messages as m
 from ftcomm.control.leader import Leader, ToCoordinator, ToPeerLeader, ToRank
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.control.timeouts import Timeouts
 from tests.unit.test_node import address, view
 
@@ -23,6 +24,13 @@ def leader(replica: int) -> Leader:
 def promise(made: Leader) -> None:
     made.from_coordinator(m.Prepare(P, 1, 3))
     made.from_rank(0, m.Promise(P, True, 2))
+
+
+def test_a_leader_passes_on_how_the_script_of_a_rank_has_ended() -> None:
+    script = ScriptEnd("KeyError")
+    said = leader(0).from_rank(0, m.Finished(False, str(script), script))
+    text = "its rank 0 is lost: its script failed with KeyError"
+    assert said[0] == ToCoordinator(m.Suspect(0, "life-0", text, True, script=script))
 
 
 @pytest.mark.parametrize("how", ["never heard of it", "cancelled"])

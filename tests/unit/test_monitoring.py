@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftcomm.control.script_end import ScriptEnd
 from ftcomm.errors import SettingsError
 from ftcomm.monitoring import interruptions
 from ftcomm.monitoring.causes import Evidence, Kind, classify, last_error
@@ -55,9 +56,10 @@ RANKS = 2
         (Evidence(restart_asked=True, left=True), Kind.OPERATOR, "restart"),
         (Evidence(left=True), Kind.PREEMPTION, "SIGTERM"),
         (Evidence(signal="SIGTERM"), Kind.PREEMPTION, "SIGTERM"),
-        (Evidence(reason="lost 3: its script failed with KeyError"), Kind.PROGRAM, "KeyError"),
-        (Evidence(reason="lost 3: its script failed with KeyError", signal="SIGTERM"), Kind.PROGRAM, "with KeyError"),
-        (Evidence(reason="lost 3: its script failed with KeyError", left=True), Kind.PREEMPTION, "SIGTERM"),
+        (Evidence(script=ScriptEnd("KeyError")), Kind.PROGRAM, "its script failed with KeyError"),
+        (Evidence(script=ScriptEnd(code=3), signal="SIGTERM"), Kind.PROGRAM, "exited with code 3"),
+        (Evidence(script=ScriptEnd("KeyError"), left=True), Kind.PREEMPTION, "SIGTERM"),
+        (Evidence(reason="lost 3: its script failed with KeyError", signal="SIGTERM"), Kind.PREEMPTION, "SIGTERM"),
         (Evidence(reason="lost 3: its process died"), Kind.UNKNOWN, "process died"),
         (Evidence(), Kind.UNKNOWN, "ended"),
     ],
@@ -74,6 +76,7 @@ evidences = st.builds(
     Evidence,
     code=st.none() | st.integers(-5, 300),
     signal=st.sampled_from(("", "SIGKILL", "SIGSEGV", "SIGTERM", "signal 63")),
+    script=st.none() | st.builds(ScriptEnd, st.sampled_from(("KeyError", "SystemExit"))) | st.just(ScriptEnd(code=3)),
     reason=texts,
     removal=st.sampled_from(("", "stall", "silence", "unreachable", "something of tomorrow")),
     lines=st.lists(texts, max_size=3).map(tuple),
@@ -212,6 +215,17 @@ def test_a_stall_is_paid_from_its_beginning() -> None:
     assert one.cause.kind is Kind.STALL
     assert one.price["detection"] == pytest.approx(30 * 2 * RANKS)
     assert not one.over
+
+
+def test_how_a_script_has_ended_is_known_whatever_was_said_before_and_after() -> None:
+    """A complaint came first, and a view of another loss came before the one without the replica."""
+    job = Script(4)
+    job.say("suspect", 1, replica=2, by=0, reason="silent for 1.0 s", silent=True)
+    job.say("suspect", 1, replica=2, by=2, reason="its rank 0 is lost", error="KeyError")
+    job.view({0: True, 1: True, 2: True}, 1, why="lost 3: its process died")
+    job.view({0: True, 1: True}, 1, why="lost 2: its rank 0 is lost")
+    one = next(one for one in job.all() if one.replica == 2)
+    assert (one.cause.kind, one.cause.detail) == (Kind.PROGRAM, "its script failed with KeyError")
 
 
 def test_two_that_are_lost_together_share_what_the_others_pay() -> None:

@@ -55,7 +55,7 @@ class Side:
             heard=lambda message: self.told.put_nowait(("heard", message)),
             judge=lambda replica, starts: self.told.put_nowait(("judge", replica, starts)),
             anew=lambda node: self.told.put_nowait(("anew", node)),
-            failed=lambda replica, how: self.told.put_nowait(("failed", replica, how)),
+            failed=lambda replica, code: self.told.put_nowait(("failed", replica, code)),
             lost=lambda reason: self.told.put_nowait(("lost", reason)),
             changed=lambda: None,
             known=self._known,
