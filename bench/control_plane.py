@@ -153,11 +153,11 @@ class ControlPart:
         self.process.stdin.write(msgspec.json.encode({"call": name, "number": self._count, **fields}) + b"\n")
         return await asyncio.wait_for(answer, patience(self.setup))
 
-    async def first(self, is_it: Callable[[dict[str, Any]], bool], since: int = 0) -> dict[str, Any]:
-        """Returns the first of what it has told after `since` others for which `is_it` holds."""
+    async def first(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Returns the first of what it has told for which `is_it` holds."""
         deadline = time.monotonic() + patience(self.setup)
         while True:
-            found = next((event for event in self.told[since:] if is_it(event)), None)
+            found = next((event for event in self.told if is_it(event)), None)
             if found is not None:
                 return found
             if time.monotonic() > deadline or self._reading.done():

@@ -40,10 +40,6 @@ class Metric(NamedTuple):
     samples: Callable[[Overview], Iterable[MetricSample]]
 
     @property
-    def prometheus(self) -> str:
-        return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
-
-    @property
     def otel(self) -> str:
         """`ftcomm.gpu_time` of `ftcomm_gpu_seconds`."""
         name = self.name.removeprefix("ftcomm_").replace("gpu_seconds", "gpu_time").replace("_seconds", "_time")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
 HELD_OUT = 16  # every 16th file is kept for validation
+ENOUGH = 8 << 20  # bytes of text
 
 
-def library_text(limit: int = 8 << 20) -> tuple[np.ndarray, np.ndarray]:
+def library_text() -> tuple[np.ndarray, np.ndarray]:
     """Returns (training text, validation text) as uint8, of different files; equal in all replicas of one Python."""
     train: list[bytes] = []
     held_out: list[bytes] = []
@@ -23,7 +24,7 @@ def library_text(limit: int = 8 << 20) -> tuple[np.ndarray, np.ndarray]:
         text = file.read_bytes()
         (held_out if number % HELD_OUT == HELD_OUT - 1 else train).append(text)
         size += len(text)
-        if size > limit:
+        if size > ENOUGH:
             break
     return tuple(np.frombuffer(b"".join(texts), np.uint8) for texts in (train, held_out))  # type: ignore[return-value]
 

@@ -12,6 +12,7 @@ from ftcomm.demo.story import Mark, Story
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+REACH = 10  # values to either side over which a curve is smoothed
 INK, FAINT, TRAIN, VALIDATION, RATE = "#22262b", "#c9ced6", "#2f6fb0", "#e07b24", "#3c8d5a"
 MARKS = {"killed": "#c8323c", "resumed": "#c8323c", "rejoined": "#8a6bb5", "caught up": "#3c8d5a"}
 
@@ -137,10 +138,10 @@ def _subtitle(story: Story) -> str:
     return text
 
 
-def smooth(values: np.ndarray, reach: int = 10) -> np.ndarray:
-    """Mean over `reach` values to either side, fewer near the ends (as many on one side as on the other)."""
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Returns means over `REACH` values to either side, fewer near the ends (as many on one side as on the other)."""
     sums = np.concatenate(([0.0], np.cumsum(values)))
     place = np.arange(len(values))
-    reach_here = np.minimum(reach, np.minimum(place, len(values) - 1 - place))
+    reach_here = np.minimum(REACH, np.minimum(place, len(values) - 1 - place))
     means: np.ndarray = (sums[place + reach_here + 1] - sums[place - reach_here]) / (2 * reach_here + 1)
     return means

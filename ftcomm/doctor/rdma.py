@@ -193,8 +193,9 @@ def _local(env: Mapping[str, str]) -> bool:
     return not host or host.startswith(("127.", "lo", "::1"))
 
 
-def gpu_direct(root: Path = Path("/sys/module")) -> list[Finding]:
+def gpu_direct() -> list[Finding]:
     """Whether RDMA devices can read the memory of GPUs."""
+    root = Path("/sys/module")
     if not (root / "nvidia").is_dir():
         return []
     if (root / "nvidia_peermem").is_dir():

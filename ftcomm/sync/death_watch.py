@@ -58,9 +58,8 @@ class DeathWatch(Generic[Key]):
     Where the kernel has no futex_waitv it never calls, and slower signs of a death have to do. Thread-safe.
     """
 
-    def __init__(self, on_died: Callable[[Key], None], name: str = "ftcomm-watch") -> None:
+    def __init__(self, on_died: Callable[[Key], None]) -> None:
         self._on_died = on_died
-        self._name = name
         self._lock = threading.Lock()  # guards the rest; never held across a wait
         self._own = ctypes.c_uint32(0)
         self._words: dict[Key, MutexWord] = {}
@@ -73,7 +72,7 @@ class DeathWatch(Generic[Key]):
             if self._closed or self._words.keys() == mutexes.keys():
                 return
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._run, name="ftcomm-watch", daemon=True)
                 thread.start()  # first: if there is no thread to be had, a later call tries again
                 self._thread = thread
             self._words = dict(mutexes)

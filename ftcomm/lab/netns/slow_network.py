@@ -66,11 +66,10 @@ class SlowNetwork(network.LabNetwork):
         delay: float = 0.0,
         loss: float = 0.0,
         seed: int = 0,
-        mtu: int = MTU,
     ) -> None:
         """Raises `SettingsError` if this user or kernel cannot do it."""
         self.places = (HUB, *range(hosts))
-        self._rate, self._mtu, self._seed = rate, mtu, seed
+        self._rate, self._seed = rate, seed
         self._links = {(a, b): LinkConditions(delay, loss) for a in self.places for b in self.places}
         self._relay: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -127,7 +126,7 @@ class SlowNetwork(network.LabNetwork):
                     with network.netlink() as ip:
                         loopback, cable = network.index(ip, "lo"), network.index(ip, name)
                         ip.link("set", index=loopback, state="up")
-                        ip.link("set", index=cable, mtu=self._mtu)
+                        ip.link("set", index=cable, mtu=MTU)
                         ip.addr("add", index=cable, address=self.address(place), prefixlen=network.PREFIX)
                         ip.link("set", index=cable, state="up")
                 if self._rate:

@@ -179,12 +179,12 @@ _lock = threading.Lock()
 _nixl: Nixl | None = None
 
 
-def get_nixl(name: str = "", devices: Sequence[str] | None = None) -> Nixl:
-    """Returns the NIXL of this process. The first call gives its name and its devices."""
+def get_nixl(name: str = "") -> Nixl:
+    """Returns the NIXL of this process. The first call gives its name."""
     global _nixl
     with _lock:
         if _nixl is None:
-            _nixl = Nixl(name, rails(os.environ.get("FTCOMM_NIXL_DEVICES", "")) if devices is None else devices)
+            _nixl = Nixl(name, rails(os.environ.get("FTCOMM_NIXL_DEVICES", "")))
             # It is closed after the job was left, if `prepare` asked for it: the last messages still have to go.
             atexit.register(_nixl.close)
         return _nixl

@@ -73,12 +73,12 @@ def rdma_available() -> bool:
     return bool(rdma_devices()) and any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13"))
 
 
-def listeners(net: Path = Path("/proc/thread-self/net"), fds: Path = Path("/proc/self/fd")) -> frozenset[str]:
-    """The addresses at which this process accepts TCP connections, in the network of the calling thread."""
+def listeners() -> frozenset[str]:
+    """Returns the addresses at which this process accepts TCP connections, in the network of the calling thread."""
     ours = set()
-    for entry in os.listdir(fds):
+    for entry in os.listdir("/proc/self/fd"):
         try:
-            kind, _, inode = os.readlink(fds / entry).partition(":")
+            kind, _, inode = os.readlink(f"/proc/self/fd/{entry}").partition(":")
         except FileNotFoundError:  # closed meanwhile
             continue
         if kind == "socket":
@@ -86,7 +86,7 @@ def listeners(net: Path = Path("/proc/thread-self/net"), fds: Path = Path("/proc
     found = set()
     for table in ("tcp", "tcp6"):
         try:
-            lines = (net / table).read_text().splitlines()[1:]
+            lines = Path("/proc/thread-self/net", table).read_text().splitlines()[1:]
         except FileNotFoundError:  # a kernel without IPv6
             continue
         for line in lines:
