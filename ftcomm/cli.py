@@ -18,7 +18,7 @@ from ftcomm.errors import FtcommError, InitError, SettingsError
 from ftcomm.lab.netns.hosts import hosts_named, parse_delay, parse_rate
 from ftcomm.launch.listen import Listen
 from ftcomm.launch.torchrun_options import Rendezvous, spellings, torchrun_options, whole_replicas
-from ftcomm.monitoring.place import VARIABLE, default_path
+from ftcomm.monitoring.history_path import VARIABLE, default_path
 from ftcomm.settings import TRANSPORTS
 
 

@@ -18,8 +18,8 @@ from ftcomm.errors import SettingsError
 from ftcomm.launch.event_text import counted
 from ftcomm.monitoring.gpu_time import PRICED
 from ftcomm.monitoring.history import HistoryFile, JobRecord
+from ftcomm.monitoring.history_path import VARIABLE, default_path
 from ftcomm.monitoring.interruptions import Interruption
-from ftcomm.monitoring.place import VARIABLE, default_path
 from ftcomm.monitoring.statistics import Statistics, statistics
 
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}

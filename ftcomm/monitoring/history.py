@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftcomm.errors import SettingsError
+from ftcomm.monitoring.history_path import VARIABLE
 from ftcomm.monitoring.interruptions import Interruption
-from ftcomm.monitoring.place import VARIABLE
 
 _Record = TypeVar("_Record")
 

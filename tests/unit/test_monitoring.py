@@ -23,9 +23,9 @@ from ftcomm.monitoring.causes import Evidence, Kind, classify, last_error
 from ftcomm.monitoring.evidence import killed_in, kills_counted, without
 from ftcomm.monitoring.gpu_time import OVER, PRICED, GpuTime, Use
 from ftcomm.monitoring.history import HistoryFile, HistoryWriter, JobRecord
+from ftcomm.monitoring.history_path import default_path
 from ftcomm.monitoring.interruptions import Interruption, Interruptions
 from ftcomm.monitoring.job import CELLS, GONE, JobMonitor
-from ftcomm.monitoring.place import default_path
 from ftcomm.monitoring.plain import plain
 from ftcomm.monitoring.statistics import binomial_tail, statistics
 

@@ -1,4 +1,4 @@
-"""The place of the history of jobs. Light, since the command line imports it."""
+"""The path of the history of jobs. Light, since the command line imports it."""
 
 from __future__ import annotations
 
