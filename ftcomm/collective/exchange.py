@@ -32,10 +32,10 @@ from ftcomm.sync.sched import cores
 from ftcomm.transport.base import Lost, MirrorWriter, Peer
 from ftcomm.transport.segment import ASLEEP, SLOTS, Segment
 
-# Rounds of polling and yielding before a sleep. A sleeping member takes 26 us to answer, a polling one 1 us. Without
-# the yield two members that share a core wait for each other until the polls are used up (1 KB: 160 us, not 5 us).
+# Rounds of polling and yielding before a sleep, from which a member answers much later. Without the yield two members
+# that share a core would wait for each other until the polls are used up. Measured: docs/transports.md, Measured choices.
 _ROUNDS = 32  # every member on this host has a core: about 80 us
-_ROUNDS_CROWDED = 4  # 1 KB, four members on two cores: 21 us; 63 us without a yield
+_ROUNDS_CROWDED = 4
 
 
 class Exchange(GroupExchange[Operation]):
