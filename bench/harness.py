@@ -246,8 +246,8 @@ class Experiment:
 
 @contextlib.contextmanager
 def written_at_the_end(option: str, path: Path | None, write: Callable[[Path], None]) -> Iterator[None]:
-    """However the block ends: what was measured before Ctrl-C or a crash is worth keeping. A path that cannot be
-    written is found out before anything is measured."""
+    """Writes what was measured, however the block ends: what was measured before Ctrl-C or a crash is worth keeping. A
+    path that cannot be written is found out before anything is measured."""
     if path is None:
         yield
         return

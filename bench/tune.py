@@ -310,7 +310,7 @@ def turns(task: TuneTask) -> int:
 
 
 def iterations(size: int, most: int) -> int:
-    """Fewer of large ones, which take long and vary less."""
+    """Returns how many: fewer of large ones, which take long and vary less."""
     return max(min(most, FEWEST), min(most, most * FULL // size))
 
 

@@ -1,4 +1,5 @@
-"""Which process to probe when, and what follows from the outcome. Pure. `ftcomm.control.knock` lists the outcomes.
+"""Decides which process to probe when, and what follows from the outcome. Pure. `ftcomm.control.knock` lists the
+outcomes.
 
     search     a member is not heard: probe the port of its leader again and again until it is heard
     accused    another process has proof that this one has ended. The proof holds, also without its sender, unless the

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def wait_for(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.wait_for`. Before Python 3.12 that swallows a cancellation that comes just as the work ends, so
-    that a caller that cancels and waits for the task would wait for ever. Raises `asyncio.TimeoutError`; the work has
-    ended then."""
+    """Does what `asyncio.wait_for` does. Before Python 3.12 that swallows a cancellation that comes just as the work
+    ends, so that a caller that cancels and waits for the task would wait for ever. Raises `asyncio.TimeoutError`; the
+    work has ended then."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)

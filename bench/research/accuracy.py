@@ -148,7 +148,7 @@ class Absences:
         self._began = time.monotonic()
 
     def wait_for_turn(self) -> None:
-        """Everything is built: say so, and join no earlier than at the end of the absence."""
+        """Say that everything is built, and join no earlier than at the end of the absence."""
         self._records.built()
         if life := self._records.life:
             self._mark("ready", self._records.replica, life).touch()

@@ -59,7 +59,7 @@ def _name(kind: str) -> str:
 
 
 def _kills(axes: Axes, runs: Sequence[Run]) -> None:
-    """Strokes along the bottom, a row for each seed."""
+    """Draw strokes along the bottom, a row for each seed."""
     for row, run in enumerate(run for run in runs if run.killed_at):
         at = [0.015 + 0.03 * row] * len(run.killed_at)
         axes.plot(

@@ -1,6 +1,6 @@
-"""The share of time that a fleet trains, by how it recovers; and first, whether we can reckon.
+"""Computes the share of time that a fleet trains, by how it recovers, and first whether the paper's numbers come out.
 
-Before anything else, the paper's two figures are reckoned with its constants and by the same events as all else. The
+Before anything else, the paper's two figures are computed with its constants and by the same events as all else. The
 paper has a failure every 18 minutes exactly, in a replica that is whole; failures that come at random, some of them
 while others are recovered from, make other figures of the same constants, which are said beside them.
 """
@@ -111,7 +111,7 @@ class Check(msgspec.Struct, frozen=True):
 
     pipeline: str
     paper: float
-    found: float  # with a failure every 18 minutes exactly, as the paper reckons
+    found: float  # with a failure every 18 minutes exactly, as the paper computes
     at_random: float  # the same constants, every 18 minutes on average
 
     @property

@@ -38,7 +38,7 @@ def at_random(interval: float, seed: int) -> Iterator[Failure]:
 
 
 def evenly(interval: float, replicas: int) -> Iterator[Failure]:
-    """One exactly every `interval` seconds, the first at once, in one replica after the other, as the paper reckons."""
+    """One exactly every `interval` seconds, the first at once, in one replica after the other, as the paper computes."""
     for number in itertools.count():
         yield Failure(interval if number else 0.0, number % replicas / replicas, 1.0, 0.5, 0.5)
 
@@ -83,7 +83,7 @@ class Fleet:
         return self._pipeline.seconds("stall") + drawn + silence
 
     def _live(self, replica: int) -> Generator[simpy.Event, Any, None]:
-        """Away from a failure on until nothing has hit it for as long as it takes to come back."""
+        """A replica that is away from a failure on until nothing has hit it for as long as it takes to come back."""
         away = self._pipeline.seconds("away")
         while away:
             lost = yield self._hit[replica]

@@ -423,7 +423,7 @@ SECTIONS: dict[str, tuple[str, str, Section]] = {
     "train": ("Steps of a training, and kills", "ftcomm bench train", _train),
     "train-torchft": ("The same, beside torchft", "ftcomm bench train --compare torchft", _train),
     "rejoin": ("A replica comes back", "ftcomm bench rejoin", _rejoin),
-    "fleet": ("A fleet of 1,000 to 131,072 GPUs, reckoned", "ftcomm bench fleet", _fleet),
+    "fleet": ("A simulated fleet of 1,000 to 131,072 GPUs", "ftcomm bench fleet", _fleet),
     "control": ("The control plane of many ranks", "ftcomm bench control", _control),
     "control-768": ("The same, of more ranks", "ftcomm bench control --replicas 12", _control),
     "views": ("Changes of view of many ranks", "ftcomm bench views", _views),

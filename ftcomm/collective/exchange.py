@@ -33,7 +33,7 @@ from ftcomm.transport.base import Lost, MirrorWriter, Peer
 from ftcomm.transport.segment import ASLEEP, SLOTS, Segment
 
 # Rounds of polling and yielding before a sleep, from which a member answers much later. Without the yield two members
-# that share a core would wait for each other until the polls are used up. Measured: docs/transports.md, Measured choices.
+# that share a core would wait for each other until the polls are used up (docs/transports.md, Measured choices).
 _ROUNDS = 32  # every member on this host has a core: about 80 us
 _ROUNDS_CROWDED = 4
 

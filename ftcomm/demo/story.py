@@ -83,7 +83,7 @@ class Story:
             self.victim_in = f"{op.kind} {op.number} of {op.elements:,} {op.dtype}, at {op.caller}"
 
     def event(self, event: Event) -> None:
-        """Unknown kinds are ignored."""
+        """Take in an event; unknown kinds are ignored."""
         handler = getattr(self, f"_on_{event['kind']}", None)
         if handler is not None:
             self._now = event["mono"]

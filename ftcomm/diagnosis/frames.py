@@ -1,4 +1,4 @@
-"""Which line of a stack is the script's, and what a stack says of what a rank does. Pure."""
+"""Finds the script's line in a stack, and what a stack says of what a rank does. Pure."""
 
 from __future__ import annotations
 

@@ -99,4 +99,4 @@ class GroupEngine(CallEngine, Protocol):
         """No view needs it any more; idempotent."""
 
     def close(self) -> None:
-        """Behind `fail` of the exchange. Blocks for two seconds at most."""
+        """Close the engine; called after `fail` of the exchange. Blocks for two seconds at most."""

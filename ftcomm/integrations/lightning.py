@@ -134,7 +134,7 @@ class _Replicas(ParallelStrategy):  # type: ignore[misc]
         return device
 
     def _part(self) -> tuple[int, int]:
-        """Which part this rank has of the data of its replica, and of how many."""
+        """Tells the sampler which part of the data of its replica this rank has, and of how many."""
         return 0, 1
 
     @property

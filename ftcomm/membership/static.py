@@ -173,7 +173,8 @@ class StaticMembership:
         return self._left.get(member)
 
     def said(self, member: int, said: Said) -> list[Action]:
-        """Another member ends, for the reason that it says; or it asks, or answers, why a connection has ended."""
+        """Take in what another member says: it ends, with the reason; or it asks, or answers, why a connection has
+        ended."""
         if isinstance(said, Left):
             return self._leaves(member, said.taken)
         if isinstance(said, MemberLeft):

@@ -133,7 +133,7 @@ class ProgressEngine:
             self._ring()
 
     def close(self, error: BaseException) -> None:
-        """Like `fail`; then block until the receivers have read what was sent, for at most 2 seconds."""
+        """Fail as `fail` does; then block until the receivers have read what was sent, for at most 2 seconds."""
         self.fail(error)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -290,7 +290,7 @@ class Faults:
                 rank.break_data(other.number, ends)
 
     def _attack(self, replica: Replica) -> None:
-        """Something happens to the next record on the way from another replica to a rank of this one."""
+        """Do something to the next record on the way from another replica to a rank of this one."""
         other = self.random.choice(self.job.replicas)
         how = self.random.choice(list(Attack))
         rank = self.random.choice(replica.ranks)

@@ -450,7 +450,7 @@ class SimulatedLink:
         self._dial()
 
     def send(self, message: m.Message) -> None:
-        """Dropped without a connection."""
+        """Drops it: there is no connection."""
         if self._connection is not None:
             self._network.check(message)
             self._connection.send(0, message)

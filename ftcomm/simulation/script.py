@@ -210,7 +210,7 @@ class Script:
         rank.close_group(name)
 
     def _ends(self) -> Generator[Any, None, None]:
-        """Whatever happens now, the script has ended well."""
+        """Note that the script has ended well, whatever happens now."""
         yield from self._close_statics()
         for name in list(self.rank.groups):
             yield from self._close_group(name)

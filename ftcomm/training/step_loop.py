@@ -249,7 +249,7 @@ class StepLoop:
         return self.verdict(loss) is Verdict.COMMIT
 
     def verdict(self, loss: Tensor | float | None = None) -> Verdict:
-        """Like `commit`, but returns the verdict."""
+        """Does what `commit` does, but returns the verdict."""
         if not self._in_step:
             return Verdict.COMMIT  # before or after the loop
         if self._verdict is None:

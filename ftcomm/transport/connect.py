@@ -1,4 +1,5 @@
-"""Which transport reaches a peer: shared memory where its segment can be opened, else NIXL if there is RDMA, else TCP.
+"""Chooses the transport that reaches a peer: shared memory where its segment can be opened, else NIXL if there is RDMA,
+else TCP.
 
 `connect` and `accept` are the two ends of a connection; `poller_for` is what a driver then receives with.
 """

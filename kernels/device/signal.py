@@ -135,7 +135,7 @@ else:
 
     @triton.jit
     def full_fence():
-        """Neither loads nor stores that follow are done before stores of this thread that precede."""
+        """A fence: neither loads nor stores that follow are done before stores of this thread that precede."""
         tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
 

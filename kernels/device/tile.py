@@ -57,7 +57,7 @@ def widen(x, T: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def narrow(x, T: tl.constexpr):
-    """Back, rounded to nearest even. The interpreter truncates to bf16, so there it is done in integers."""
+    """Converts back, rounded to nearest even. The interpreter truncates to bf16, so there it is done in integers."""
     if T == tl.bfloat16:
         if _INTERPRETED:
             bits = x.to(tl.uint32, bitcast=True)
@@ -98,7 +98,7 @@ def combine(x, y, OP: tl.constexpr):
 
 @triton.jit
 def divide(x, divisor):
-    """Exactly rounded; integers toward zero."""
+    """Divides: exactly rounded; integers toward zero."""
     d = divisor.to(x.dtype)
     if x.dtype == tl.float32:
         return tl.div_rn(x, d)

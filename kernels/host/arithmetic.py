@@ -1,4 +1,4 @@
-"""Which bits a reduction of this process gives, beside its inputs and their order: by which code it is computed.
+"""Tells by which code this process reduces, on which the bits of a result depend beside its inputs and their order.
 
 An addition is one IEEE operation wherever it runs, but for what the standard leaves open: which of two NaNs is passed
 on, which of two zeros is the lesser one. That follows from the instructions, and these from the libraries and from the

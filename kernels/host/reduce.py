@@ -46,7 +46,7 @@ class Reducer:
         return arithmetic.own()
 
     def use(self, buffers: Iterable[memoryview]) -> None:
-        """Most of what is reduced from now on lies in these; others are left, and may go.
+        """Note that most of what is reduced from now on lies in these; others are left, and may go.
 
         Any thread, while none reduces. Does not block. The host reaches all memory alike.
         """

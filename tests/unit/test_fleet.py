@@ -1,4 +1,4 @@
-"""`ftcomm bench fleet`: cases that can be reckoned by hand, the paper's figures, and what seeds are for."""
+"""`ftcomm bench fleet`: cases that can be computed by hand, the paper's figures, and what seeds are for."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ({"checkpoint_minutes": -1}, "--checkpoint -1"),
     ],
 )
-def test_what_cannot_be_reckoned(other: dict[str, object], said: str) -> None:
+def test_what_cannot_be_computed(other: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         FleetRequest(Path(), Path(), Path(), **other).check()  # type: ignore[arg-type]
 

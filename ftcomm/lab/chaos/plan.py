@@ -1,4 +1,4 @@
-"""Which fault comes next: pure, so that a seed gives the same choices on the same job."""
+"""Chooses the next fault. Pure, so that a seed gives the same choices on the same job."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Processes:
                 signal.pidfd_send_signal(fd, number)
 
     def close(self) -> None:
-        """Whatever was stopped goes on. Idempotent."""
+        """Continue what was stopped. Idempotent."""
         self.signal(signal.SIGCONT)
         for fd in self._fds:
             os.close(fd)

@@ -88,7 +88,7 @@ class FaultLedger:
 
     @property
     def whole(self) -> bool:
-        """Everybody contributes and no fault is open."""
+        """Whether all replicas contribute and no fault is open."""
         return len(self.contributing) == self.replicas and not self.open
 
     def healed(self, record: FaultRecord, now: float) -> None:

@@ -71,7 +71,7 @@ class Children:
         self._pids += map(self._forked, (self._call, self._live, lambda: os.execvp(program[0], program)))
 
     def unrefused(self) -> list[str]:
-        """Bury the dead; returns how each ended whose call was not refused."""
+        """Reap the children that have ended; returns how each ended whose call was not refused."""
         codes = []
         for pid in list(self._pids):
             ended, status = os.waitpid(pid, os.WNOHANG)

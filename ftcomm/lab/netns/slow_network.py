@@ -94,7 +94,7 @@ class SlowNetwork(network.LabNetwork):
         self._tell(Change(links=[(a + 1, b + 1, link) for (a, b), link in links.items()]))
 
     def slow(self, place: int, rate: float | None) -> None:
-        """Another rate of what `place` sends and receives; None: the one that it had at first."""
+        """Set another rate of what `place` sends and receives; None: the one that it had at first."""
         rate = rate or self._rate
         self._shape(place, rate)
         self._tell(Change(ports=[(place + 1, PortConditions(rate or 0.0))]))

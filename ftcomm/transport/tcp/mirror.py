@@ -268,7 +268,7 @@ class TcpMirror(Peer):
         return True
 
     def _take_all_in(self) -> bool:
-        """Like `_take_in`, but leaves nothing that was received already, of which no poll would tell."""
+        """Does what `_take_in` does, but leaves nothing that was received already, of which no poll would tell."""
         raised = self._take_in()
         with contextlib.suppress(BlockingIOError):
             while pending(self._sock):
