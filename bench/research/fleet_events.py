@@ -38,7 +38,7 @@ def at_random(interval: float, seed: int) -> Iterator[Failure]:
 
 
 def evenly(interval: float, replicas: int) -> Iterator[Failure]:
-    """One exactly every `interval` seconds, the first at once, in one replica after the other, as the paper computes."""
+    """Yields one every `interval` seconds, the first at once, in one replica after the other, as in the paper."""
     for number in itertools.count():
         yield Failure(interval if number else 0.0, number % replicas / replicas, 1.0, 0.5, 0.5)
 
